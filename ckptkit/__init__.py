@@ -1,0 +1,69 @@
+"""Read, change and convert PyTorch checkpoints: no byte executed, no tensor loaded that need not be.
+
+The public names, each imported when it is first used, so that ``import ckptkit`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint import Checkpoint as Checkpoint
+    from ckptkit.convert import convert as convert
+    from ckptkit.convert import open_checkpoint as open
+    from ckptkit.convert import save as save
+    from ckptkit.errors import CkptkitError as CkptkitError
+    from ckptkit.loading import diff as diff
+    from ckptkit.loading import load as load
+    from ckptkit.loading import load_into as load_into
+    from ckptkit.tensor import Storage as Storage
+    from ckptkit.tensor import Tensor as Tensor
+    from ckptkit.transforms.devices import remap as remap
+    from ckptkit.transforms.elements import cast as cast
+    from ckptkit.transforms.elements import compact as compact
+    from ckptkit.transforms.keys import add_prefix as add_prefix
+    from ckptkit.transforms.keys import rename as rename
+    from ckptkit.transforms.keys import select as select
+    from ckptkit.transforms.keys import strip_prefix as strip_prefix
+    from ckptkit.transforms.structure import extract as extract
+    from ckptkit.transforms.structure import wrap as wrap
+
+__version__ = "0.1.0"
+
+# Public name -> where it lives, and under which name there.
+_PLACES = {
+    "Checkpoint": ("checkpoint", "Checkpoint"),
+    "CkptkitError": ("errors", "CkptkitError"),
+    "Storage": ("tensor", "Storage"),
+    "Tensor": ("tensor", "Tensor"),
+    "add_prefix": ("transforms.keys", "add_prefix"),
+    "cast": ("transforms.elements", "cast"),
+    "compact": ("transforms.elements", "compact"),
+    "convert": ("convert", "convert"),
+    "diff": ("loading", "diff"),
+    "extract": ("transforms.structure", "extract"),
+    "load": ("loading", "load"),
+    "load_into": ("loading", "load_into"),
+    "open": ("convert", "open_checkpoint"),
+    "remap": ("transforms.devices", "remap"),
+    "rename": ("transforms.keys", "rename"),
+    "save": ("convert", "save"),
+    "select": ("transforms.keys", "select"),
+    "strip_prefix": ("transforms.keys", "strip_prefix"),
+    "wrap": ("transforms.structure", "wrap"),
+}
+
+__all__ = [*_PLACES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _PLACES:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(import_module(f"ckptkit.{module}"), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

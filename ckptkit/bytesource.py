@@ -1,0 +1,278 @@
+"""Where bytes live: a local file, memory, a folder of files; and how a range of them is named.
+
+A source has a size, an identity and `read`. Files are read with `pread` and never mapped: a file that is truncated
+under a map kills the process, a short read is an error that can be reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ckptkit.errors import InputChangedError, InputError, PathError, TruncatedError
+
+Identity = tuple[int | str, ...]
+
+
+class ByteSource(ABC):
+    """Random access to a fixed number of bytes."""
+
+    name: str  # for messages
+    size: int  # bytes
+    identity: Identity  # changes when the bytes do, as far as the place they live in can tell
+
+    @abstractmethod
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`. Raises TruncatedError where the source has fewer."""
+
+    def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
+        """Raise InputChangedError if the bytes are no longer those that were opened."""
+
+    def close(self) -> None:  # noqa: B027 - memory has nothing to close
+        """Give back what keeps the source open. Reading again is an error."""
+
+    def _missing(self, offset: int, length: int) -> TruncatedError:
+        return TruncatedError(
+            f"ends at byte {self.size:,}, {offset + length - self.size:,} bytes short of what is expected there",
+            where=self.name,
+            hint="the file is cut: download or copy it again",
+        )
+
+
+class Memory(ByteSource):
+    """Bytes at hand."""
+
+    def __init__(self, data: bytes, name: str = "<memory>") -> None:
+        self.data = data
+        self.name = name
+        self.size = len(data)
+        self.identity = ("memory", id(data))
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise self._missing(offset, length)
+        return self.data[offset : offset + length]
+
+
+class LocalFile(ByteSource):
+    """A regular file, opened once: all reads are of the file that was there then, even if its name is reused.
+
+    Pickles by path and identity: a worker process reopens it and refuses another file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, expect: Identity | None = None, follow: bool = True) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.name = os.fspath(path)
+        self.fd = _open_regular(self.path, self.name, follow)
+        self._seek_lock = threading.Lock()
+        self.identity = self._identity()
+        self.size = os.fstat(self.fd).st_size
+        if expect is not None and self.identity != expect:
+            self.close()
+            raise InputChangedError("was replaced or changed", where=self.name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.path, self.identity)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise self._missing(offset, length)
+        try:
+            data = self._pread(length, offset)
+            while len(data) < length:
+                more = self._pread(length - len(data), offset + len(data))
+                if not more:
+                    raise InputChangedError("became shorter while it was read", where=self.name)
+                data += more
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=self.name) from error
+        return data
+
+    def _pread(self, length: int, offset: int) -> bytes:
+        if hasattr(os, "pread"):
+            return os.pread(self.fd, length, offset)
+        with self._seek_lock:  # Windows
+            os.lseek(self.fd, offset, os.SEEK_SET)
+            return os.read(self.fd, length)
+
+    def _identity(self) -> Identity:
+        info = os.fstat(self.fd)
+        return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+
+    def check_unchanged(self) -> None:
+        if self._identity() != self.identity:
+            raise InputChangedError("changed while it was read", where=self.name, hint="run the command again")
+
+    def close(self) -> None:
+        fd, self.fd = getattr(self, "fd", -1), -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _reopen(path: str, identity: Identity) -> LocalFile:
+    return LocalFile(path, expect=identity)
+
+
+def _open_regular(path: str, name: str, follow: bool) -> int:
+    """Open without waiting for a FIFO's writer, and refuse whatever is not a regular file."""
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if not follow:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        why = "is a symbolic link" if error.errno == errno.ELOOP and not follow else error.strerror or str(error)
+        raise PathError(f"cannot be opened: {why}", where=name) from error
+    except ValueError as error:  # an embedded null byte
+        raise PathError(f"cannot be opened: {error}", where=name) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PathError("is not a regular file", where=name)
+    return fd
+
+
+class Folder:
+    """A folder of files. Names are plain: whatever leads out of the folder is refused, symbolic links included.
+
+    One kind of link is followed, because the Hugging Face cache is made of them:
+    ``snapshots/<revision>/<name>`` -> ``../../blobs/<hash>``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.name = os.fspath(path)
+        self._open: dict[str, LocalFile] = {}
+
+    def list(self) -> list[str]:
+        """The names in the folder, sorted."""
+        try:
+            return sorted(os.listdir(self.path))
+        except OSError as error:
+            raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
+
+    def __contains__(self, name: str) -> bool:
+        return os.path.lexists(os.path.join(self.path, _plain(name, self.name)))
+
+    def open(self, name: str) -> LocalFile:
+        """The file called `name`; the same object each time."""
+        if name not in self._open:
+            place = Path(self.path, _plain(name, self.name))
+            shown = os.path.join(self.name, name)
+            if place.is_symlink() and self._in_blobs(place):
+                place = place.resolve()
+            source = LocalFile(place, follow=False)
+            source.name = shown
+            self._open[name] = source
+        return self._open[name]
+
+    def _in_blobs(self, link: Path) -> bool:
+        folder = Path(self.path)
+        blobs = folder.parent.parent / "blobs"
+        return folder.parent.name == "snapshots" and link.resolve().parent == blobs.resolve()
+
+    def check_unchanged(self) -> None:
+        for source in self._open.values():
+            source.check_unchanged()
+
+    def close(self) -> None:
+        for source in self._open.values():
+            source.close()
+
+
+def _plain(name: str, folder: str) -> str:
+    odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
+    if odd or name in ("", ".", ".."):
+        raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
+    return name
+
+
+class Record(Protocol):
+    """Where the bytes of a storage are, found out no earlier than they are needed."""
+
+    @property
+    def length(self) -> int: ...
+
+    def locate(self) -> Range | Derived: ...
+
+
+class Range(NamedTuple):
+    """`length` bytes of `source` from `offset`."""
+
+    source: ByteSource
+    offset: int
+    length: int
+
+    def locate(self) -> Range:
+        return self
+
+    def read(self) -> bytes:
+        return self.source.read(self.offset, self.length)
+
+    def part(self, start: int, length: int) -> Range:
+        """The sub-range of `length` bytes from `start`, which the caller knows to lie inside."""
+        return Range(self.source, self.offset + start, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Bytes that must be computed from others: which operation of `ckptkit.bridge`, from what, with what.
+
+    Frozen and picklable, so that a plan can be sent to where the bytes are.
+    """
+
+    operation: str
+    inputs: tuple[Range | Derived, ...]
+    parameters: tuple[object, ...]
+    length: int  # bytes
+
+    def locate(self) -> Derived:
+        return self
+
+    def sources(self) -> Iterator[ByteSource]:
+        """Every source that the bytes come from."""
+        for each in self.inputs:
+            if isinstance(each, Range):
+                yield each.source
+            else:
+                yield from each.sources()
+
+
+Extent = Range | Derived
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A record that will be `operation` over others: a Derived, once those are located."""
+
+    operation: str
+    records: tuple[Record, ...]
+    parameters: tuple[object, ...]
+    length: int  # bytes
+
+    def locate(self) -> Derived:
+        return Derived(self.operation, tuple(r.locate() for r in self.records), self.parameters, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`length` bytes of a record from `start`, which the caller knows to lie inside."""
+
+    record: Record
+    start: int
+    length: int
+
+    def locate(self) -> Extent:
+        whole = self.record.locate()
+        if isinstance(whole, Range):
+            return whole.part(self.start, self.length)
+        return Derived("slice", (whole,), (self.start,), self.length)

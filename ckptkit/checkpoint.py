@@ -1,0 +1,75 @@
+"""The noun in the middle: what every format reads into and writes from. It knows no format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ckptkit.bytesource import ByteSource, Folder
+from ckptkit.errors import UsageError
+from ckptkit.tensor import Tensor
+from ckptkit.tree import Global, Node
+from ckptkit.weights import Weights, locate
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A tree of plain values with lazy tensors, and where it came from.
+
+    ``format`` is the name of the format that it was read from; ``metadata`` the strings that a container keeps
+    beside the tree (safetensors' ``__metadata__``); ``globals`` every class and function that its pickles name;
+    ``warnings`` what a reader or transform noticed; ``notes`` what transforms did; ``origin`` is opaque to all but
+    the format that set it; ``key`` names the entry to take as the weights instead of looking for it.
+    """
+
+    root: Node = field(repr=False)
+    format: str = ""
+    source: ByteSource | Folder | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    globals: tuple[Global, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    origin: object = None
+    key: str | None = None
+
+    @cached_property
+    def selection(self) -> Weights | None:
+        """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and UsageError for a
+        `key` that names none."""
+        return locate(self.root, self.key)
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The state_dict: name -> Tensor, in the order of the file. Raises UsageError if there is none."""
+        return self.required.tensors
+
+    @property
+    def required(self) -> Weights:
+        """`selection`, or UsageError."""
+        if self.selection is None:
+            raise UsageError(
+                "holds no mapping from names to tensors",
+                where=self.name,
+                hint="`ckptkit inspect` shows what it holds; `ckptkit wrap --key NAME` gives a bare tensor a name",
+            )
+        return self.selection
+
+    @property
+    def name(self) -> str | None:
+        """The file or folder, for messages."""
+        return self.source.name if self.source is not None else None
+
+    def with_root(self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> Checkpoint:
+        """This checkpoint with another tree, and what is to be said about the change."""
+        said, noticed = (*self.notes, *notes), (*self.warnings, *warnings)
+        return replace(self, root=root, notes=said, warnings=noticed)
+
+    def with_key(self, key: str | None) -> Checkpoint:
+        """This checkpoint with the weights taken from the entry `key`."""
+        return replace(self, key=key)
+
+    def close(self) -> None:
+        """Close the files that tensors are read from."""
+        if self.source is not None:
+            self.source.close()

@@ -1,0 +1,110 @@
+"""The one table of element types; every name, size and code of them comes from here.
+
+Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy. `bits` is per element of
+`shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element of 8 bits, while the elements of a
+quint4x2 tensor are 4 bits each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptkit.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex, quantized, bits;
+    ``storage`` the typed storage class in module torch, None where torch writes an UntypedStorage;
+    ``safetensors`` the code in a header; ``numpy`` the numpy name, None where numpy has none.
+    """
+
+    name: str
+    bits: int
+    kind: str
+    storage: str | None = None
+    safetensors: str | None = None
+    numpy: str | None = None
+    packed: int = 1  # elements in a safetensors header per element in torch, along the last dimension
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element, 1 for types smaller than a byte."""
+        return max(1, self.bits // 8)
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes that hold so many elements, the last byte padded."""
+        return (elements * self.bits + 7) // 8
+
+    @property
+    def component(self) -> int:
+        """Bytes of the unit that byte order applies to: half an element for complex types."""
+        return self.itemsize // 2 if self.kind == "complex" else self.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TABLE: tuple[DType, ...] = (
+    DType("float64", 64, "float", "DoubleStorage", "F64", "float64"),
+    DType("float32", 32, "float", "FloatStorage", "F32", "float32"),
+    DType("float16", 16, "float", "HalfStorage", "F16", "float16"),
+    DType("bfloat16", 16, "float", "BFloat16Storage", "BF16"),
+    DType("float8_e4m3fn", 8, "float", None, "F8_E4M3"),
+    DType("float8_e5m2", 8, "float", None, "F8_E5M2"),
+    DType("float8_e4m3fnuz", 8, "float", None, "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 8, "float", None, "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 8, "float", None, "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 8, "float", None, "F4", packed=2),
+    DType("float6_e2m3", 6, "float", None, "F6_E2M3"),  # safetensors only; torch has no such type
+    DType("float6_e3m2", 6, "float", None, "F6_E3M2"),  # likewise
+    DType("int64", 64, "int", "LongStorage", "I64", "int64"),
+    DType("int32", 32, "int", "IntStorage", "I32", "int32"),
+    DType("int16", 16, "int", "ShortStorage", "I16", "int16"),
+    DType("int8", 8, "int", "CharStorage", "I8", "int8"),
+    DType("uint8", 8, "int", "ByteStorage", "U8", "uint8"),
+    DType("uint16", 16, "int", None, "U16", "uint16"),
+    DType("uint32", 32, "int", None, "U32", "uint32"),
+    DType("uint64", 64, "int", None, "U64", "uint64"),
+    DType("bool", 8, "bool", "BoolStorage", "BOOL", "bool"),
+    DType("complex128", 128, "complex", "ComplexDoubleStorage", None, "complex128"),
+    DType("complex64", 64, "complex", "ComplexFloatStorage", "C64", "complex64"),
+    DType("complex32", 32, "complex"),
+    DType("qint8", 8, "quantized", "QInt8Storage"),
+    DType("quint8", 8, "quantized", "QUInt8Storage"),
+    DType("qint32", 32, "quantized", "QInt32Storage"),
+    DType("quint4x2", 4, "quantized", "QUInt4x2Storage"),
+    DType("quint2x4", 2, "quantized", "QUInt2x4Storage"),
+    DType("bits8", 8, "bits"),
+    DType("bits16", 16, "bits"),
+    DType("bits1x8", 8, "bits"),
+    DType("bits2x4", 8, "bits"),
+    DType("bits4x2", 8, "bits"),
+    *(DType(f"{sign}int{n}", 8, "int") for sign in ("", "u") for n in range(1, 8)),  # torch shells: cannot be saved
+)
+
+BY_NAME: dict[str, DType] = {row.name: row for row in TABLE}
+BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage}
+BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
+BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
+
+# The other names that torch gives its types, and that people type.
+ALIASES: dict[str, str] = {
+    "float": "float32", "double": "float64", "half": "float16", "chalf": "complex32", "cfloat": "complex64",
+    "cdouble": "complex128", "long": "int64", "int": "int32", "short": "int16", "fp64": "float64",
+    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "f64": "float64", "f32": "float32",
+    "f16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+}  # fmt: skip
+
+UINT8 = BY_NAME["uint8"]
+
+
+def parse(name: str) -> DType:
+    """The type called `name`: ``float32``, ``torch.float32``, ``fp16``, ``bf16``... Raises FormatError."""
+    plain = name.strip().lower().removeprefix("torch.")
+    found = BY_NAME.get(ALIASES.get(plain, plain))
+    if found is None:
+        raise FormatError(f"unknown dtype {name!r}", hint="known dtypes: " + ", ".join(row.name for row in TABLE[:23]))
+    return found

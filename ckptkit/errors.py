@@ -1,0 +1,107 @@
+"""What can go wrong, one class per kind of answer that a caller may want to give.
+
+Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is about, a hint
+(what to type next) and the exit code of the command line. Anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class CkptkitError(Exception):
+    """Base of every error that ckptkit raises on purpose.
+
+    ``where`` is the file, ``hint`` the advice; both may be filled in by whoever knows them on the way up.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+    def at(self, where: str) -> CkptkitError:
+        """This error, about `where` unless it already says what it is about."""
+        if self.where is None:
+            self.where = where
+        return self
+
+
+class UsageError(CkptkitError):
+    """The request cannot be carried out as typed: a bad option, DST is SRC, an unknown key or suffix."""
+
+    exit_code = 2
+
+
+class OutputExistsError(UsageError):
+    """DST is there already and nobody said that it may be replaced."""
+
+
+class InputError(CkptkitError):
+    """The input is refused."""
+
+
+class PathError(InputError):
+    """No regular file there, or a name that leads out of its folder."""
+
+
+class FormatError(InputError):
+    """Malformed: the bytes break a rule of their format, or are in no format that ckptkit knows."""
+
+
+class TruncatedError(FormatError):
+    """The bytes end before the format says that they do."""
+
+
+class CorruptError(FormatError):
+    """A checksum, a length or a count contradicts the bytes."""
+
+
+class AmbiguousError(InputError):
+    """Two readers could understand this differently, or more than one part could be meant."""
+
+
+class CollisionError(AmbiguousError):
+    """An edit would give two entries the same name."""
+
+
+class UnsafeGlobalError(InputError):
+    """Writing this would keep a call that has no business in a checkpoint."""
+
+
+class UnsupportedError(InputError):
+    """Recognised, and deliberately not handled."""
+
+
+class LimitError(InputError):
+    """A limit of :mod:`ckptkit.limits` is exceeded."""
+
+
+class TensorError(InputError):
+    """A tensor's geometry does not fit its storage, or its bytes have no plain meaning for what is asked."""
+
+
+class DeviceError(InputError):
+    """A device that is not on this machine."""
+
+
+class ModelError(InputError):
+    """A model class cannot be imported or built, or the weights do not fit it."""
+
+
+class OutputError(CkptkitError):
+    """The output could not be written; the destination is as it was."""
+
+    exit_code = 4
+
+
+class InputChangedError(OutputError):
+    """The input changed while it was read."""
+
+
+class VerifyError(OutputError):
+    """What was written is not what was read."""

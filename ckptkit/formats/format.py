@@ -1,0 +1,81 @@
+"""The contract of a format, and what a sniffer may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptkit.bytesource import ByteSource, Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats.torch.zip_container import MAGIC, ZipDirectory, read_directory
+from ckptkit.plan import Plan
+
+
+class Probe:
+    """A file or folder about to be identified; what one sniffer finds out, the others and the reader share."""
+
+    def __init__(self, place: ByteSource | Folder) -> None:
+        self.place = place
+        self.name = place.name
+
+    @property
+    def is_folder(self) -> bool:
+        return isinstance(self.place, Folder)
+
+    @property
+    def source(self) -> ByteSource:
+        assert isinstance(self.place, ByteSource)
+        return self.place
+
+    @property
+    def folder(self) -> Folder:
+        assert isinstance(self.place, Folder)
+        return self.place
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 512 bytes, fewer if there are fewer; none of a folder."""
+        return b"" if self.is_folder else self.source.read(0, min(512, self.source.size))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names in a folder; none of a file."""
+        return frozenset(self.folder.list() if self.is_folder else ())
+
+    @cached_property
+    def zip(self) -> ZipDirectory | None:
+        """The directory of a zip file, None if it is not one. Raises what is wrong with it."""
+        return read_directory(self.source) if self.head.startswith(MAGIC) else None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How to write, as far as a format has a choice.
+
+    ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or ``error``.
+    ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once and noted) or ``duplicate``.
+    ``everything``: the whole tree rather than the weights, where the format needs to be told.
+    """
+
+    objects: str = "keep"
+    ties: str = "alias"
+    everything: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One on-disk format. What it cannot do is None; generic code asks for the capability, never for the name.
+
+    ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every failure of `read`
+    is an error. `read` takes the probe, so that what identification parsed is not parsed twice.
+    ``layout`` is pure: it plans and writes nothing.
+    """
+
+    name: str
+    title: str  # for people
+    matches: Callable[[Probe], bool]
+    read: Callable[[Probe], Checkpoint]
+    suffixes: tuple[str, ...] = ()  # that choose it for writing
+    layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
+    rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own

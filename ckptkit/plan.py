@@ -1,0 +1,116 @@
+"""What will be written where: pure, picklable values, complete before the first byte moves.
+
+A plan is a few output files, each a row of segments. A segment is one of
+
+- ``bytes``: literal;
+- ``Range``: bytes of a source, copied as they are;
+- ``Derived``: bytes that are computed;
+- ``Summed``: one of the two above, whose CRC-32 somebody else needs;
+- ``Deferred``: a literal with holes that are filled with those CRC-32s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptkit.bytesource import ByteSource, Derived, Extent, Range
+
+
+class Summed(NamedTuple):
+    """`extent`, counted into checksum `number`. Extents with one number follow each other in the file."""
+
+    extent: Extent
+    number: int
+
+
+class Deferred(NamedTuple):
+    """`template` with the CRC-32 of checksum `number` put at `position` (4 bytes, little-endian), for each hole."""
+
+    template: bytes
+    holes: tuple[tuple[int, int], ...]  # (position, number)
+
+    def render(self, sums: dict[int, int]) -> bytes:
+        data = bytearray(self.template)
+        for position, number in self.holes:
+            data[position : position + 4] = sums[number].to_bytes(4, "little")
+        return bytes(data)
+
+
+Segment = bytes | Range | Derived | Summed | Deferred
+
+
+def length(segment: Segment) -> int:
+    """Bytes that the segment writes."""
+    if isinstance(segment, bytes):
+        return len(segment)
+    if isinstance(segment, Summed):
+        return segment.extent.length
+    if isinstance(segment, Deferred):
+        return len(segment.template)
+    return segment.length
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file: its plain name inside a folder ("" if the plan is that file alone), and its segments in order."""
+
+    name: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return sum(map(length, self.segments))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that one command writes. `notes` are what the format could not keep, for the report."""
+
+    files: tuple[OutputFile, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_folder(self) -> bool:
+        return bool(self.files[0].name)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def sources(self) -> list[ByteSource]:
+        """Every source that bytes come from, once."""
+        found: dict[int, ByteSource] = {}
+        for file in self.files:
+            for source in _sources(file.segments):
+                found.setdefault(id(source), source)
+        return list(found.values())
+
+    def __str__(self) -> str:
+        """A line per file, for --dry-run."""
+        lines = []
+        for file in self.files:
+            copied = sum(length(s) for s in file.segments if isinstance(_extent(s), Range))
+            computed = sum(length(s) for s in file.segments if isinstance(_extent(s), Derived))
+            written = file.size - copied - computed
+            lines.append(
+                f"{file.name or 'output'}: {file.size:,} bytes: {copied:,} copied, {computed:,} computed, "
+                f"{written:,} written in {len(file.segments):,} segments"
+            )
+        return "\n".join(lines)
+
+
+def _extent(segment: Segment) -> Segment:
+    return segment.extent if isinstance(segment, Summed) else segment
+
+
+def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
+    for segment in segments:
+        extent = _extent(segment)
+        if isinstance(extent, Range):
+            yield extent.source
+        elif isinstance(extent, Derived):
+            yield from extent.sources()

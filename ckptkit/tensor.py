@@ -1,0 +1,148 @@
+"""Storage and Tensor: descriptions of byte ranges, checked once, here, when they are made.
+
+A storage is a run of bytes with a device tag. A tensor is a strided view of one. Two tensors share memory exactly if
+they hold the same Storage object. Nothing here touches a byte of the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptkit.bytesource import Record
+from ckptkit.dtypes import UINT8, DType
+from ckptkit.errors import TensorError
+from ckptkit.limits import LIMITS
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """`record.length` bytes, the device that they were saved from, and their CRC-32 where the source knows it."""
+
+    record: Record
+    device: str = "cpu"
+    crc32: int | None = None  # of the bytes as they lie in the source; None: unknown
+    big_endian: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.record.length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TypedStorage:
+    """A storage seen as elements of one type, or of none (`dtype` None: torch's UntypedStorage).
+
+    What pickled tensors are built from; rarely a value of its own in a checkpoint.
+    """
+
+    storage: Storage
+    dtype: DType | None
+
+    @property
+    def elements(self) -> int:
+        return self.storage.nbytes // (1 if self.dtype is None else self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A strided view of a storage: `shape` and `stride` in elements, `offset` in elements from its start.
+
+    ``storage`` is None for what has no bytes of its own: a meta tensor, or a layout (``sparse_coo``, ``nested``...)
+    whose values are tensors of their own. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``. ``conj`` and ``neg``
+    say that the stored bytes are still to be conjugated or negated.
+    """
+
+    storage: Storage | None
+    dtype: DType
+    shape: Shape
+    stride: Shape
+    offset: int = 0
+    requires_grad: bool = False
+    kind: str = "tensor"
+    layout: str = "strided"
+    conj: bool = False
+    neg: bool = False
+
+    def __post_init__(self) -> None:
+        check_geometry(self.storage, self.dtype, self.shape, self.stride, self.offset)
+
+    @property
+    def device(self) -> str:
+        return "meta" if self.storage is None else self.storage.device
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, contiguous: what a file without views needs."""
+        return self.dtype.nbytes(self.numel)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another in row-major order, dimensions of one element ignored."""
+        if 0 in self.shape or self.stride == contiguous_stride(self.shape):
+            return True
+        step = 1
+        for n, s in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if n != 1 and s != step:
+                return False
+            step *= n
+        return True
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Start and length in bytes of the part of the storage that the elements span."""
+        if 0 in self.shape:
+            return 0, 0
+        bits = self.dtype.bits
+        start = self.offset * bits // 8
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return start, ((last + 1) * bits + 7) // 8 - start
+
+
+def contiguous_stride(shape: Shape) -> Shape:
+    """Row-major strides in elements, as torch gives them (a dimension of no elements counts as one)."""
+    if len(shape) == 1:
+        return (1,)
+    stride = []
+    step = 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= n or 1
+    return tuple(reversed(stride))
+
+
+def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int) -> None:
+    """Raise TensorError unless every element lies inside the storage. Integers are unbounded: nothing overflows."""
+    if len(shape) != len(stride) and (storage is not None or stride):
+        raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
+    if len(shape) > LIMITS.rank:
+        raise TensorError(f"{len(shape)} dimensions, more than {LIMITS.rank}")
+    last = offset
+    empty = False
+    if type(offset) is not int or offset < 0:
+        raise TensorError(f"storage offset {offset!r} is not a non-negative integer")
+    for n, s in zip(shape, stride or shape, strict=True):
+        if type(n) is not int or type(s) is not int or n < 0 or s < 0:
+            raise TensorError(f"shape {shape!r}, stride {stride!r}: not all non-negative integers")
+        if n:
+            last += (n - 1) * s
+        else:
+            empty = True
+    if storage is not None and not empty and (last + 1) * dtype.bits > storage.record.length * 8:
+        raise TensorError(
+            f"shape {shape}, stride {stride}, offset {offset} of {dtype} "
+            f"need {dtype.nbytes(last + 1):,} bytes of a storage of {storage.nbytes:,}"
+        )
+
+
+def whole(storage: TypedStorage) -> Tensor:
+    """A storage as the one-dimensional tensor of all its elements (bytes, if it is untyped)."""
+    return Tensor(storage.storage, storage.dtype or UINT8, (storage.elements,), (1,))

@@ -1,0 +1,387 @@
+"""The tree: plain Python containers and scalars with lazy leaves, and the few node types that Python lacks.
+
+Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, and
+:class:`OrderedDict`, :class:`SetNode`, :class:`Pairs`, :class:`ByteString`, :class:`Blob`, :class:`Global`,
+:class:`Object`, and the leaves Tensor and TypedStorage. Everything in this file is iterative: a tree may be as deep
+as a file wants it to be, until a walk meets the limit and says so. Values of a file are never hashed (dict keys
+aside, which are checked first), compared or printed by Python's own recursive operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ckptkit.bytesource import Extent
+from ckptkit.errors import LimitError, UsageError
+from ckptkit.limits import LIMITS
+from ckptkit.tensor import Tensor, TypedStorage
+
+Node = Any
+Path = tuple[Node, ...]
+
+
+class Global:
+    """A class or function, by name; never looked up. `name` is dotted for one inside another."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Global) and (self.module, self.name) == (other.module, other.name)
+
+    def __hash__(self) -> int:
+        return hash((self.module, self.name))
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"Global({self.module!r}, {self.name!r})"
+
+
+class Object:
+    """A value that only its own code could make: how it would be made, never made.
+
+    ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``), then the ``steps``
+    follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key, value)...])``, ``("add", [...])``.
+    ``tensor`` is set where the result is known to be a tensor all the same: what it would read as.
+    Compared by identity.
+    """
+
+    __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor")
+
+    def __init__(
+        self, callable: Node, args: Node = (), *, new: bool = False, kwargs: Node = None, tensor: Tensor | None = None
+    ) -> None:
+        self.callable = callable
+        self.args = args
+        self.kwargs = kwargs
+        self.new = new
+        self.steps: list[tuple[str, Node]] = []
+        self.tensor = tensor
+
+    @property
+    def state(self) -> Node:
+        """The argument of the last ``build`` step, None if there is none."""
+        return next((value for step, value in reversed(self.steps) if step == "build"), None)
+
+    @property
+    def global_(self) -> Global | None:
+        """The class or function that makes it, if that is a plain name."""
+        return self.callable if isinstance(self.callable, Global) else None
+
+    def __repr__(self) -> str:
+        return f"<Object of {self.callable if isinstance(self.callable, Global) else '...'}>"
+
+
+class OrderedDict(dict[Node, Node]):
+    """A ``collections.OrderedDict`` with the attributes that were set on it (state_dicts carry ``_metadata``)."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, items: Mapping[Node, Node] | Iterable[tuple[Node, Node]] = (), state: Node = None) -> None:
+        super().__init__(items)
+        self.state = state
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class SetNode:
+    """A set, its items in the order in which the file lists them: Python's own order depends on the hash seed."""
+
+    __slots__ = ("frozen", "items")
+
+    def __init__(self, items: list[Node], *, frozen: bool = False) -> None:
+        self.items = items
+        self.frozen = frozen
+
+
+class Pairs:
+    """A mapping that Python could not hold: repeated, colliding or unhashable keys. Shown, refused when written."""
+
+    __slots__ = ("pairs", "state")
+
+    def __init__(self, pairs: list[tuple[Node, Node]], state: Node = None) -> None:
+        self.pairs = pairs
+        self.state = state
+
+
+class ByteString:
+    """A ``str`` of Python 2 that is not ASCII: bytes of unknown encoding, written back as they are."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByteString) and self.data == other.data
+
+    def __hash__(self) -> int:
+        return hash(self.data)
+
+    def __str__(self) -> str:
+        return self.data.decode("latin-1")
+
+
+class Blob:
+    """A long byte string left where it is. ``python2``: it was a ``str`` of Python 2."""
+
+    __slots__ = ("extent", "python2")
+
+    def __init__(self, extent: Extent, *, python2: bool = False) -> None:
+        self.extent = extent
+        self.python2 = python2
+
+
+LEAVES = (Tensor, TypedStorage, Global, ByteString, Blob, str, bytes, bytearray, int, float, complex, type(None))
+_PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
+_CONTAINERS = frozenset({dict, list, tuple, OrderedDict, SetNode, Pairs, Object})
+
+# Objects that are their first argument with other clothes on: shown as that.
+TRANSPARENT = frozenset({("collections", "Counter")})
+
+
+def children(node: Node) -> Iterable[tuple[Node, Node]]:
+    """Key and value of what `node` holds, as a person would address it; nothing for leaves.
+
+    An Object shows the attributes and items that it would have, and its arguments by position only if there is
+    nothing else. Attributes of an OrderedDict (``_metadata``) are not part of the picture.
+    """
+    if isinstance(node, dict):
+        return node.items()
+    if isinstance(node, (list, tuple)):
+        return enumerate(node)
+    if isinstance(node, Pairs):
+        return node.pairs
+    if isinstance(node, SetNode):
+        return enumerate(node.items)
+    if isinstance(node, Object):
+        return _object_children(node)
+    return ()
+
+
+def _object_children(node: Object) -> Iterator[tuple[Node, Node]]:
+    args = node.args if isinstance(node.args, tuple) else (node.args,)
+    made = node.callable
+    if isinstance(made, Global) and (made.module, made.name) in TRANSPARENT and len(args) == 1:
+        yield from children(args[0])
+    elif not node.steps:
+        yield from enumerate(args)
+    position = 0
+    for step, value in node.steps:
+        if step == "set":
+            yield from value
+        elif step == "build":
+            yield from _attributes(value)
+        else:
+            yield from enumerate(value, position)
+            position += len(value)
+
+
+def _attributes(state: Node) -> Iterable[tuple[Node, Node]]:
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # (__dict__, __slots__)
+        return [*_attributes(state[0]), *state[1].items()]
+    return children(state) if isinstance(state, (dict, Pairs)) else (("state", state),) if state is not None else ()
+
+
+def walk(root: Node) -> Iterator[tuple[Path, Node]]:
+    """Every node with its path, containers before what they hold, in order.
+
+    A node that sits in several places is met at each of them, until `LIMITS.revisits` values have been met again
+    (a file made to explode): from then on once. A cycle ends where it closes. Nesting beyond `LIMITS.depth` raises
+    LimitError.
+    """
+    yield (), root
+    seen = {id(root)}
+    again = 0
+    open_ids = {id(root)}
+    stack: list[tuple[Path, Node, Iterator[tuple[Node, Node]]]] = [((), root, iter(children(root)))]
+    while stack:
+        path, parent, rest = stack[-1]
+        for key, node in rest:
+            here = (*path, key)
+            yield here, node
+            if node.__class__ not in _CONTAINERS:
+                continue
+            if id(node) in seen:
+                again += _size(node)
+                if id(node) in open_ids or again > LIMITS.revisits:
+                    continue
+            if len(stack) >= LIMITS.depth:
+                raise LimitError(f"values nested more than {LIMITS.depth:,} deep (depth)")
+            seen.add(id(node))
+            open_ids.add(id(node))
+            stack.append((here, node, iter(children(node))))
+            break
+        else:
+            stack.pop()
+            open_ids.discard(id(parent))
+
+
+def _size(node: Node) -> int:
+    if isinstance(node, (dict, list, tuple)):
+        return 1 + len(node)
+    if isinstance(node, Object):
+        return 1 + sum(len(value) if hasattr(value, "__len__") else 1 for _, value in node.steps)
+    return 1 + len(node.items if isinstance(node, SetNode) else node.pairs)
+
+
+def join(path: Path) -> str:
+    """A path as people write it: keys joined by dots."""
+    return ".".join(map(key_text, path))
+
+
+def key_text(key: Node) -> str:
+    """A dict key or list position as text; a key that has no text of its own is named by its type."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int):
+        return str(key) if key.bit_length() <= 8 * LIMITS.int_bytes else f"<integer of {key.bit_length()} bits>"
+    if isinstance(key, (float, complex, type(None), ByteString, Global)):
+        return str(key)
+    if isinstance(key, bytes):
+        return key.decode("latin-1")
+    if isinstance(key, tuple) and all(isinstance(k, (str, int)) for k in key):
+        return "(" + ", ".join(map(key_text, key)) + ")"
+    return f"<{type(key).__name__}>"
+
+
+def find(root: Node, dotted: str) -> tuple[Path, Node]:
+    """The node that `dotted` addresses. Keys may hold dots themselves; raises UsageError if there is none."""
+    if dotted == "":
+        return (), root
+    waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
+    while waiting:
+        path, node, rest = waiting.pop()
+        for key, child in children(node):
+            text = key_text(key)
+            if text == rest:
+                return (*path, key), child
+            if rest.startswith(text + "."):
+                waiting.append(((*path, key), child, rest[len(text) + 1 :]))
+    known = [key_text(key) for key, _ in children(root)][:12]
+    raise UsageError(f"there is no entry {dotted!r}", hint="the entries are: " + ", ".join(known) if known else None)
+
+
+class Rebuild:
+    """Copies a tree, leaf by leaf through a function, keeping every sharing and every cycle.
+
+    ``swap`` maps the id of a node to the node that stands in its place wherever it occurs (and which is copied in
+    its turn). Iterative: shells of mutable nodes are made at once and filled from a queue; only tuples wait for what
+    they hold, and a tuple can reach itself only through a mutable node.
+    """
+
+    def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node] | None = None) -> None:
+        self._leaf = leaf
+        self._swap = swap or {}
+        self._made: dict[int, Node] = {}
+        self._keep: list[Node] = []  # ids in _made stay taken
+        self._queue: list[tuple[Node, Node]] = []
+
+    def __call__(self, root: Node) -> Node:
+        new_root = self._copy(root)
+        while self._queue:
+            old, new = self._queue.pop()
+            self._fill(old, new)
+        return new_root
+
+    def _copy(self, node: Node) -> Node:
+        kind = node.__class__
+        if kind is Tensor or kind is TypedStorage or kind is Global:
+            return self._once(node)
+        if kind in _PLAIN:
+            return node
+        node = self._swap.get(id(node), node)
+        if isinstance(node, tuple):
+            return self._tuple(node)
+        if id(node) in self._made:
+            return self._made[id(node)]
+        if isinstance(node, LEAVES):
+            return self._once(node)
+        return self._shell(node)
+
+    def _once(self, leaf: Node) -> Node:
+        if id(leaf) not in self._made:
+            self._keep.append(leaf)
+            self._made[id(leaf)] = self._leaf(leaf)
+        return self._made[id(leaf)]
+
+    def _shell(self, node: Node) -> Node:
+        new: Node
+        if isinstance(node, OrderedDict):
+            new = OrderedDict()
+        elif isinstance(node, dict):
+            new = {}
+        elif isinstance(node, list):
+            new = []
+        elif isinstance(node, SetNode):
+            new = SetNode([], frozen=node.frozen)
+        elif isinstance(node, Pairs):
+            new = Pairs([])
+        else:
+            new = Object(None, new=node.new)
+        self._keep.append(node)
+        self._made[id(node)] = new
+        self._queue.append((node, new))
+        return new
+
+    def _fill(self, old: Node, new: Node) -> None:
+        copy = self._copy
+        if isinstance(old, dict):
+            for key, value in old.items():
+                new[key if key.__class__ in _PLAIN else copy(key)] = copy(value)
+            if isinstance(old, OrderedDict):
+                new.state = copy(old.state)
+        elif isinstance(old, list):
+            new.extend(map(copy, old))
+        elif isinstance(old, SetNode):
+            new.items.extend(map(copy, old.items))
+        elif isinstance(old, Pairs):
+            new.pairs.extend((copy(key), copy(value)) for key, value in old.pairs)
+            new.state = copy(old.state)
+        else:
+            self._fill_object(old, new)
+
+    def _fill_object(self, old: Object, new: Object) -> None:
+        copy = self._copy
+        new.callable, new.args, new.kwargs = copy(old.callable), copy(old.args), copy(old.kwargs)
+        for step, value in old.steps:
+            if step == "build":
+                new.steps.append((step, copy(value)))
+            elif step == "set":
+                new.steps.append((step, [(copy(key), copy(item)) for key, item in value]))
+            else:
+                new.steps.append((step, [copy(item) for item in value]))
+        new.tensor = None if old.tensor is None else copy(old.tensor)
+
+    def _tuple(self, root: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Post-order over tuples inside tuples; everything else in them has a copy or a shell at once."""
+        waiting = [root]
+        while waiting:
+            node = waiting[-1]
+            if id(node) in self._made:
+                waiting.pop()
+                continue
+            inner = [self._swap.get(id(each), each) for each in node]
+            missing = [each for each in inner if isinstance(each, tuple) and id(each) not in self._made]
+            if missing:
+                waiting.extend(missing)
+                continue
+            items = [self._made[id(each)] if isinstance(each, tuple) else self._copy(each) for each in inner]
+            self._keep.append(node)
+            self._made[id(node)] = tuple(items)
+            waiting.pop()
+        made: tuple[Node, ...] = self._made[id(root)]
+        return made
+
+
+def rebuild(
+    root: Node, leaf: Callable[[Node], Node] = lambda node: node, swap: Mapping[int, Node] | None = None
+) -> Node:
+    """A copy of the tree with `leaf` applied to each leaf once, and nodes exchanged as `swap` (by id) says."""
+    return Rebuild(leaf, swap)(root)
