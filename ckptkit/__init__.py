@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint import Checkpoint as Checkpoint
-    from ckptkit.convert import convert as convert
     from ckptkit.convert import open_checkpoint as open
     from ckptkit.convert import save as save
     from ckptkit.errors import CkptkitError as CkptkitError
@@ -39,7 +38,6 @@ _PLACES = {
     "add_prefix": ("transforms.keys", "add_prefix"),
     "cast": ("transforms.elements", "cast"),
     "compact": ("transforms.elements", "compact"),
-    "convert": ("convert", "convert"),
     "diff": ("loading", "diff"),
     "extract": ("transforms.structure", "extract"),
     "load": ("loading", "load"),

@@ -87,7 +87,7 @@ class OrderedDict(dict[Node, Node]):
         super().__init__(items)
         self.state = state
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class SetNode:
