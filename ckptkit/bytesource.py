@@ -32,6 +32,10 @@ class ByteSource(ABC):
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`. Raises TruncatedError where the source has fewer."""
 
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset`, without a copy where the source can. Raises like `read`."""
+        buffer[:] = self.read(offset, len(buffer))
+
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes are no longer those that were opened."""
 
@@ -97,6 +101,21 @@ class LocalFile(ByteSource):
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}", where=self.name) from error
         return data
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        if not hasattr(os, "preadv"):
+            return super().read_into(offset, buffer)
+        if offset < 0 or offset + len(buffer) > self.size:
+            raise self._missing(offset, len(buffer))
+        done = 0
+        try:
+            while done < len(buffer):
+                count = os.preadv(self.fd, [buffer[done:]], offset + done)
+                if not count:
+                    raise InputChangedError("became shorter while it was read", where=self.name)
+                done += count
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=self.name) from error
 
     def _pread(self, length: int, offset: int) -> bytes:
         if hasattr(os, "pread"):

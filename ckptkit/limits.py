@@ -19,7 +19,7 @@ class Limits:
     memo_sparse: int = 10_000  # memo entries set out of order
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples used as dict keys: CPython hashes them recursively
-    odd_keys: int = 10_000  # dict keys that are neither strings nor small integers (their hashes can be chosen)
+    odd_keys: int = 10_000  # dict keys whose hashes a file can choose: large integers, floats, tuples
     string_bytes: int = 64 << 20  # one text string
     line_bytes: int = 1 << 20  # one line of a text opcode
     name_bytes: int = 64 << 10  # a module, class, record or tensor name
@@ -32,6 +32,7 @@ class Limits:
     safetensors_header_bytes: int = 100_000_000  # the safetensors library's own
     index_bytes: int = 64 << 20
     json_depth: int = 128
+    json_values: int = 12_000_000  # numbers, strings, lists and objects in one JSON text
     rank: int = 64
     expansion: int = 4  # output bytes per storage byte, unless the caller allows more
     expansion_free: int = 64 << 20  # and what is always allowed on top

@@ -34,14 +34,19 @@ class Storage:
 class TypedStorage:
     """A storage seen as elements of one type, or of none (`dtype` None: torch's UntypedStorage).
 
-    What pickled tensors are built from; rarely a value of its own in a checkpoint.
+    What pickled tensors are built from; rarely a value of its own in a checkpoint. Files of torch 0.1 to 0.3 have
+    views of storages: such a one begins at element `start` and ends before element `stop`.
     """
 
     storage: Storage
     dtype: DType | None
+    start: int = 0
+    stop: int | None = None
 
     @property
     def elements(self) -> int:
+        if self.stop is not None:
+            return self.stop - self.start
         return self.storage.nbytes // (1 if self.dtype is None else self.dtype.itemsize)
 
 
@@ -49,9 +54,10 @@ class TypedStorage:
 class Tensor:
     """A strided view of a storage: `shape` and `stride` in elements, `offset` in elements from its start.
 
-    ``storage`` is None for what has no bytes of its own: a meta tensor, or a layout (``sparse_coo``, ``nested``...)
-    whose values are tensors of their own. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``. ``conj`` and ``neg``
-    say that the stored bytes are still to be conjugated or negated.
+    ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``. Where ``layout`` is
+    not ``strided`` (``sparse_coo``, ``nested``...), the tensor is made of others: ``storage`` is then that of its
+    values and ``stride`` is empty. ``conj`` and ``neg`` say that the stored bytes are still to be conjugated or
+    negated.
     """
 
     storage: Storage | None
@@ -66,7 +72,8 @@ class Tensor:
     neg: bool = False
 
     def __post_init__(self) -> None:
-        check_geometry(self.storage, self.dtype, self.shape, self.stride, self.offset)
+        strided = self.storage if self.layout == "strided" else None
+        check_geometry(strided, self.dtype, self.shape, self.stride, self.offset)
 
     @property
     def device(self) -> str:
@@ -81,12 +88,16 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, contiguous: what a file without views needs."""
+        """Bytes of the elements, contiguous: what a file without views needs. Of another layout, of its values."""
+        if self.layout != "strided":
+            return self.storage.nbytes if self.storage is not None else 0
         return self.dtype.nbytes(self.numel)
 
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one after another in row-major order, dimensions of one element ignored."""
+        if self.layout != "strided":
+            return False
         if 0 in self.shape or self.stride == contiguous_stride(self.shape):
             return True
         step = 1
@@ -145,4 +156,4 @@ def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: 
 
 def whole(storage: TypedStorage) -> Tensor:
     """A storage as the one-dimensional tensor of all its elements (bytes, if it is untyped)."""
-    return Tensor(storage.storage, storage.dtype or UINT8, (storage.elements,), (1,))
+    return Tensor(storage.storage, storage.dtype or UINT8, (storage.elements,), (1,), storage.start)

@@ -48,11 +48,11 @@ class Object:
 
     ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``), then the ``steps``
     follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key, value)...])``, ``("add", [...])``.
-    ``tensor`` is set where the result is known to be a tensor all the same: what it would read as.
-    Compared by identity.
+    ``tensor`` is set where the result is known to be a tensor all the same, ``value`` where it is a plain scalar
+    (numpy's): what it would read as. Compared by identity.
     """
 
-    __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor")
+    __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor", "value")
 
     def __init__(
         self, callable: Node, args: Node = (), *, new: bool = False, kwargs: Node = None, tensor: Tensor | None = None
@@ -63,6 +63,7 @@ class Object:
         self.new = new
         self.steps: list[tuple[str, Node]] = []
         self.tensor = tensor
+        self.value: bool | int | float | complex | None = None
 
     @property
     def state(self) -> Node:
@@ -129,13 +130,13 @@ class ByteString:
 
 
 class Blob:
-    """A long byte string left where it is. ``python2``: it was a ``str`` of Python 2."""
+    """A long byte string left where it is: ``bytes``, ``bytearray``, or ``str`` of Python 2 (``python2``)."""
 
-    __slots__ = ("extent", "python2")
+    __slots__ = ("extent", "kind")
 
-    def __init__(self, extent: Extent, *, python2: bool = False) -> None:
+    def __init__(self, extent: Extent, kind: str = "bytes") -> None:
         self.extent = extent
-        self.python2 = python2
+        self.kind = kind
 
 
 LEAVES = (Tensor, TypedStorage, Global, ByteString, Blob, str, bytes, bytearray, int, float, complex, type(None))
@@ -272,8 +273,8 @@ class Rebuild:
     """Copies a tree, leaf by leaf through a function, keeping every sharing and every cycle.
 
     ``swap`` maps the id of a node to the node that stands in its place wherever it occurs (and which is copied in
-    its turn). Iterative: shells of mutable nodes are made at once and filled from a queue; only tuples wait for what
-    they hold, and a tuple can reach itself only through a mutable node.
+    its turn, but not exchanged again). Iterative: shells of mutable nodes are made at once and filled from a queue;
+    only tuples wait for what they hold, and a tuple can reach itself only through a mutable node.
     """
 
     def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node] | None = None) -> None:
@@ -291,25 +292,23 @@ class Rebuild:
         return new_root
 
     def _copy(self, node: Node) -> Node:
-        kind = node.__class__
-        if kind is Tensor or kind is TypedStorage or kind is Global:
-            return self._once(node)
-        if kind in _PLAIN:
+        if node.__class__ in _PLAIN:
             return node
-        node = self._swap.get(id(node), node)
-        if isinstance(node, tuple):
-            return self._tuple(node)
+        return self._place(self._swap.get(id(node), node))
+
+    def _place(self, node: Node) -> Node:
+        """The copy of a node that is not to be exchanged (any more)."""
+        if node.__class__ in _PLAIN:
+            return node
         if id(node) in self._made:
             return self._made[id(node)]
-        if isinstance(node, LEAVES):
-            return self._once(node)
-        return self._shell(node)
-
-    def _once(self, leaf: Node) -> Node:
-        if id(leaf) not in self._made:
-            self._keep.append(leaf)
-            self._made[id(leaf)] = self._leaf(leaf)
-        return self._made[id(leaf)]
+        if isinstance(node, tuple):
+            return self._tuple(node)
+        if node.__class__ is not Tensor and not isinstance(node, LEAVES):
+            return self._shell(node)
+        self._keep.append(node)
+        self._made[id(node)] = made = self._leaf(node)
+        return made
 
     def _shell(self, node: Node) -> Node:
         new: Node
@@ -358,6 +357,7 @@ class Rebuild:
             else:
                 new.steps.append((step, [copy(item) for item in value]))
         new.tensor = None if old.tensor is None else copy(old.tensor)
+        new.value = old.value
 
     def _tuple(self, root: tuple[Node, ...]) -> tuple[Node, ...]:
         """Post-order over tuples inside tuples; everything else in them has a copy or a shell at once."""
@@ -367,12 +367,12 @@ class Rebuild:
             if id(node) in self._made:
                 waiting.pop()
                 continue
-            inner = [self._swap.get(id(each), each) for each in node]
+            inner = [each if each.__class__ in _PLAIN else self._swap.get(id(each), each) for each in node]
             missing = [each for each in inner if isinstance(each, tuple) and id(each) not in self._made]
             if missing:
                 waiting.extend(missing)
                 continue
-            items = [self._made[id(each)] if isinstance(each, tuple) else self._copy(each) for each in inner]
+            items = [self._made[id(each)] if isinstance(each, tuple) else self._place(each) for each in inner]
             self._keep.append(node)
             self._made[id(node)] = tuple(items)
             waiting.pop()
@@ -383,5 +383,8 @@ class Rebuild:
 def rebuild(
     root: Node, leaf: Callable[[Node], Node] = lambda node: node, swap: Mapping[int, Node] | None = None
 ) -> Node:
-    """A copy of the tree with `leaf` applied to each leaf once, and nodes exchanged as `swap` (by id) says."""
+    """A copy of the tree with `leaf` applied to each leaf once, and nodes exchanged as `swap` (by id) says.
+
+    Numbers, strings, bytes and None are neither shown to `leaf` nor exchanged.
+    """
     return Rebuild(leaf, swap)(root)

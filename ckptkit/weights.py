@@ -117,6 +117,9 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
     return {key: value for (key, value), tensor in zip(named.items(), tensors, strict=True) if tensor is not None}
 
 
+_OPEN = (dict, list, tuple, Object)  # what is searched
+
+
 def _search(root: Node, qualifies: Rule) -> Iterator[tuple[Path, Node, dict[str, Node]]]:
     """The outermost state_dicts below the root, optimizers left aside, each once."""
     waiting: list[tuple[Path, Node]] = [((), root)]
@@ -130,7 +133,7 @@ def _search(root: Node, qualifies: Rule) -> Iterator[tuple[Path, Node, dict[str,
         if nodes:
             yield path, node, nodes
         elif not _is_optimizer(node):
-            below = [((*path, key), child) for key, child in children(node) if isinstance(child, (dict, list, Object))]
+            below = [((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)]
             waiting.extend(reversed(below))
 
 

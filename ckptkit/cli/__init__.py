@@ -1,0 +1,146 @@
+"""The command line: words and options only. A command parses, calls the library once, and prints.
+
+Commands are imported when they are run, and the library inside their bodies, so that none pays for another.
+Exit codes are decided here and nowhere else: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed,
+5 a bug of ours, 130 interrupted, 141 the reader of the pipe is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from ckptkit import __version__
+from ckptkit.cli import render
+from ckptkit.errors import CkptkitError, InputError
+
+COMMANDS = (
+    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap", "formats", "env",
+)  # fmt: skip
+USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
+
+
+class CommandLine(click.Group):
+    """The group of all commands, and what becomes of their failures."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"ckptkit.cli.{name.replace('-', '_')}").command
+        return command
+
+    def __call__(self) -> NoReturn:
+        """Run as a program of its own: a process that ends soon needs no garbage collector."""
+        gc.disable()
+        _secure_streams()
+        self.main(prog_name="ckptkit")
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run, print what went wrong, and exit with the code that says so."""
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra) or 0
+            _flush()
+        except SystemExit:  # click's own answer to a closed pipe
+            code = CLOSED_PIPE
+        except (Exception, KeyboardInterrupt) as error:
+            code = _failed(error)
+        sys.exit(code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception:
+            if ctx.params["traceback"]:
+                import traceback
+
+                traceback.print_exc()
+            raise
+
+
+@click.group(cls=CommandLine, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--traceback", is_flag=True, envvar="CKPTKIT_TRACEBACK", help="Show where an error comes from.")
+@click.version_option(__version__, prog_name="ckptkit")
+@click.pass_context
+def main(ctx: click.Context, traceback: bool) -> int:
+    """Read, change and convert PyTorch checkpoints, without running them, without a GPU.
+
+    \b
+    Example: ckptkit inspect run.pth
+             ckptkit strip-module run.pth plain.pth
+    """
+    if ctx.invoked_subcommand is None:
+        render.emit(ctx.get_help())
+        return USAGE
+    return 0
+
+
+def _failed(error: BaseException) -> int:
+    """Print what is wrong and what to type next; the exit code."""
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "ckptkit"
+        render.warn(error.format_message(), f"`{command} --help` explains")
+        return error.exit_code
+    if isinstance(error, (click.Abort, KeyboardInterrupt)):
+        render.warn("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        _mute()
+        return CLOSED_PIPE
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the help, printed by click
+        error = render.stdout_failed(error)
+    if isinstance(error, MemoryError):
+        error = InputError("needs more memory than there is")
+    if isinstance(error, CkptkitError):
+        render.warn(str(error), error.hint)
+        if error.where == render.STDOUT:
+            _mute()
+        return error.exit_code
+    said = f"{type(error).__name__}: {error}"
+    render.warn(f"a bug in ckptkit: {said}", "`ckptkit --traceback COMMAND...` shows where it is; please report it")
+    return BUG
+
+
+def _flush() -> None:
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise render.stdout_failed(error) from error
+
+
+def _mute() -> None:
+    """Send what is left for standard output nowhere: Python would try again to write it, and complain."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _secure_streams() -> None:
+    """No file that we open may become standard output or error; no character that we print may be a failure."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

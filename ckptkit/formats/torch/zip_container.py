@@ -1,11 +1,218 @@
-"""(placeholder: the helper who writes this file replaces it whole)"""
-from ckptkit.bytesource import ByteSource
+"""Zip files as checkpoints use them: a strict reader.
 
-MAGIC = b"PK\x03\x04"
+Layout (PKWARE APPNOTE 6.3.10; integers little-endian):
+
+    member*           local header (30 bytes), name, extra fields, data [, data descriptor]
+    central entry*    the directory: 46 bytes, name, extra fields, comment for each member
+    zip64 end         56 bytes, and a locator of 20 bytes: where 16 or 32 bits do not suffice; torch always writes them
+    end record        22 bytes and a comment
+
+The same facts stand in several of these places, and readers differ in which of them they believe. This one refuses
+whatever two readers could understand differently. A CRC of 0 on a member that is not empty means that none was
+computed: torch can be told so.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Memory, Range, Record
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.formats.torch.zip_members import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows, shown
+from ckptkit.limits import check
+
+__all__ = ["MAGIC", "Entry", "ZipDirectory", "read_directory"]
+
+_END_MAGIC, _END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_IN_PARTS = "is one part of a zip file in several parts"
+_AGAIN = "download or copy the file again"
 
 
-class ZipDirectory: ...
+class Entry(NamedTuple):
+    """What the directory says about a member. Offsets are in the source, sizes are in bytes."""
+
+    offset: int  # of the local header
+    stored: int  # bytes in the file
+    size: int
+    crc: int
+    method: int
+    flags: int
+    data: int  # offset of the bytes, -1 until the local header is read
+
+
+@dataclass(frozen=True, slots=True)
+class ZipDirectory:
+    """The members of a zip file, in the order of its directory, and where their bytes are."""
+
+    source: ByteSource
+    entries: dict[str, Entry] = field(repr=False)
+    start: int  # offset of the directory, the end of the members
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.entries)
+
+    @property
+    def top(self) -> str:
+        """The first folder of the first member: what torch takes for the name of the archive."""
+        return next(iter(self.entries), "").partition("/")[0]
+
+    def crc(self, name: str) -> int | None:
+        """The CRC-32 of a member's bytes, None if the file does not have it."""
+        entry = self.entries[name]
+        return None if entry.crc == 0 and entry.size else entry.crc
+
+    def record(self, name: str) -> Record:
+        """Where the bytes of a member are. Of a remote file that is found out when they are needed."""
+        entry = self.entries[name]
+        return Unlocated(self, name, entry.size) if entry.data < 0 else self.locate(name)
+
+    def locate(self, name: str) -> Extent:
+        """The bytes of a member as they lie in the file, or as they are computed from it if they are deflated."""
+        entry = self.entries[name]
+        stored = Range(self.source, self._data(name, entry), entry.stored)
+        if entry.method != DEFLATED:
+            return stored
+        check("inflate_ratio", entry.size // max(1, entry.stored), f"compression of {shown(name)}")
+        return Derived("inflate", (stored,), (), entry.size)
+
+    def read(self, name: str) -> bytes:
+        """All bytes of a member. Raises CorruptError where they are not what the directory says, LimitError."""
+        entry = self.entries[name]
+        check("record_bytes", entry.size, f"record {shown(name)}")
+        extent = self.locate(name)
+        data = extent.read() if isinstance(extent, Range) else self._inflate(name, entry)
+        self._compare(name, zlib.crc32(data))
+        return data
+
+    def verify(self, name: str) -> None:
+        """Raise CorruptError unless a stored member's bytes have their CRC, if that is known. Any size."""
+        entry = self.entries[name]
+        start, total, piece = self._data(name, entry), 0, 1 << 20
+        for at in range(start, start + entry.stored, piece):
+            total = zlib.crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
+        self._compare(name, total)
+
+    def _data(self, name: str, entry: Entry) -> int:
+        return entry.data if entry.data >= 0 else find_data(self.source.read, name.encode(), entry)[0]
+
+    def _inflate(self, name: str, entry: Entry) -> bytes:
+        machine = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            data = machine.decompress(self.source.read(self._data(name, entry), entry.stored), entry.size + 1)
+        except zlib.error as error:
+            raise CorruptError(f"record {shown(name)} cannot be inflated: {error}", where=self.source.name) from error
+        if len(data) != entry.size or not machine.eof or machine.unused_data:
+            raise CorruptError(f"record {shown(name)} does not inflate to {entry.size:,} bytes", where=self.source.name)
+        return data
+
+    def _compare(self, name: str, seen: int) -> None:
+        expected = self.crc(name)
+        if expected is not None and seen != expected:
+            raise CorruptError(
+                f"record {shown(name)} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}",
+                where=self.source.name,
+                hint=_AGAIN,
+            )
+
+
+class Unlocated(NamedTuple):
+    """A member whose local header is not read yet."""
+
+    directory: ZipDirectory
+    name: str
+    length: int
+
+    def locate(self) -> Extent:
+        return self.directory.locate(self.name)
 
 
 def read_directory(source: ByteSource) -> ZipDirectory:
-    raise NotImplementedError
+    """The directory of a zip file, checked against its members' local headers if the file is a local one.
+
+    Raises TruncatedError (no end), FormatError, CorruptError, AmbiguousError, UnsupportedError, LimitError.
+    """
+    try:
+        start, size, count = _find_end(source)
+        names, rows = read_rows(source.read(start, size), count, start)
+        texts = check_names(names, rows)
+        local = isinstance(source, (LocalFile, Memory))
+        places = check_members(source, names, rows, start) if local else [-1] * count
+        # A row is an Entry without its last field; a plain tuple is made in a tenth of the time.
+        entries = {text: Entry._make((*row, place)) for text, row, place in zip(texts, rows, places, strict=True)}
+    except CkptkitError as error:
+        error.at(source.name)
+        raise
+    return ZipDirectory(source, entries, start)
+
+
+# The end of the file
+
+
+def _find_end(source: ByteSource) -> tuple[int, int, int]:
+    """Offset and size of the directory and the number of its entries, from the end records."""
+    if source.read(0, min(4, source.size)) != MAGIC:
+        raise FormatError("does not begin with a zip member")
+    longest = _END.size + _U16 + _LOCATOR.size + _END64.size
+    tail = source.read(max(0, source.size - longest), min(longest, source.size))
+    at = _find_end_record(tail)
+    _, disk, first_disk, here, count, size, start, _ = _END.unpack_from(tail, at)
+    if disk or first_disk or here != count:
+        raise UnsupportedError(_IN_PARTS)
+    stop = source.size - len(tail) + at
+    if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
+        stop -= _LOCATOR.size + _END64.size
+        start, size, count = _read_end64(tail[: at - _LOCATOR.size], tail[at - _LOCATOR.size :], stop, (start, size, count))
+    elif _U32 in (size, start):
+        raise FormatError("zip64 end record is missing")
+    if start + size != stop:
+        raise AmbiguousError(f"zip directory ends at byte {start + size:,}, but its end record is at {stop:,}")
+    check("zip_entries", count, "members of a zip file")
+    check("zip_directory_bytes", size, "zip directory")
+    return start, size, count
+
+
+def _find_end_record(tail: bytes) -> int:
+    """Where in `tail` the one end record is that ends, with its comment, where the file does."""
+    found = []
+    at = tail.find(_END_MAGIC, max(0, len(tail) - _END.size - _U16))
+    while at >= 0:
+        found.append(at)
+        at = tail.find(_END_MAGIC, at + 1)
+    whole = [at for at in found if at + _END.size <= len(tail)]
+    exact = [at for at in whole if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)]
+    if not whole:
+        raise TruncatedError("no end record: the download or save is incomplete", hint=_AGAIN)
+    if not exact:
+        after = len(tail) - whole[-1] - _END.size
+        raise AmbiguousError(f"{after:,} bytes after the zip end record do not belong to it")
+    if len(exact) > 1 or found[-1] != exact[0]:
+        raise AmbiguousError("has more than one zip end record")
+    return exact[0]
+
+
+def _read_end64(before: bytes, locator: bytes, place: int, short: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Start, size and count from the zip64 end record at `place`, which the `short` ones must not contradict."""
+    _, disk, offset, disks = _LOCATOR.unpack_from(locator)
+    if disk or disks > 1:
+        raise UnsupportedError(_IN_PARTS)
+    if offset != place or len(before) < _END64.size:
+        raise FormatError("zip64 locator does not point at the record before it")
+    magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(before[-_END64.size :])
+    if magic != _END64_MAGIC or length != _END64.size - 12:
+        raise FormatError("zip64 end record is malformed")
+    if disk or first_disk or here != count:
+        raise UnsupportedError(_IN_PARTS)
+    if short[0] not in (start, _U32) or short[1] not in (size, _U32) or short[2] not in (count, _U16):
+        raise FormatError("zip64 end record and end record contradict each other")
+    return start, size, count

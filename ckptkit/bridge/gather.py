@@ -1,0 +1,113 @@
+"""Strided views in row-major order, in bounded memory whatever the strides.
+
+The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed indices of the
+dimensions before. A tile is read in boxes: from the smallest stride up, a dimension is read whole, gaps included, as
+long as the gaps are small and the box is; the next is cut, the others are taken index by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from math import prod
+
+from ckptkit.bytesource import Derived
+
+TILE = 16 << 20  # bytes of the output made at once
+BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
+CALL = 64 << 10  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
+
+Dim = tuple[int, int]  # elements, stride in bytes
+Read = Callable[[int, int], bytes]  # of so many bytes at an offset
+
+_UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def gather(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes `start` to `stop` of the view that `derived` describes; `read` reads its input."""
+    itemsize, shape, stride, origin = derived.parameters
+    assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(stride, tuple)
+    assert isinstance(origin, int)
+    dims = coalesce([(n, s * itemsize) for n, s in zip(shape, stride, strict=True)])
+    axis, width = _tile(dims, itemsize)
+    n, step = dims[axis]
+    inner = dims[axis + 1 :]
+    row = prod(m for m, _ in inner) * itemsize  # bytes for one index of the axis
+    at = start
+    while at < stop:
+        outer, rest = divmod(at, n * row)
+        first = rest // row // width * width
+        offset = origin + _offset(dims[:axis], outer) + first * step
+        made = _read_tile(read, offset, [(min(width, n - first), step), *inner], itemsize)
+        lower = rest - first * row
+        upper = min(len(made), lower + stop - at)
+        yield made[lower:upper]
+        at += upper - lower
+
+
+def coalesce(dims: list[Dim]) -> list[Dim]:
+    """The same elements in the same order with as few dimensions as possible, at least one."""
+    merged: list[Dim] = []
+    for n, s in dims:
+        if n == 1:
+            continue
+        if merged and merged[-1][1] == n * s:
+            merged[-1] = (merged[-1][0] * n, s)
+        else:
+            merged.append((n, s))
+    return merged or [(1, 0)]
+
+
+def _tile(dims: list[Dim], itemsize: int) -> tuple[int, int]:
+    """The dimension that tiles cut, and how many of its indices fit into one."""
+    row = itemsize
+    for axis in range(len(dims) - 1, -1, -1):
+        n = dims[axis][0]
+        if row * n > TILE or axis == 0:
+            return axis, max(1, min(n, TILE // row))
+        row *= n
+    raise AssertionError("there is at least one dimension")
+
+
+def _offset(dims: list[Dim], number: int) -> int:
+    """Byte offset of the `number`-th combination of indices, in row-major order."""
+    offset = 0
+    for n, s in reversed(dims):
+        number, index = divmod(number, n)
+        offset += index * s
+    return offset
+
+
+def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memoryview:
+    import numpy as np
+
+    unit = np.dtype(_UNITS[itemsize])
+    strides = tuple(s for _, s in dims)
+    box = _box(dims, itemsize)
+    order = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])  # so that offsets grow
+    made = np.empty(tuple(n for n, _ in dims), unit)
+    at = [0] * len(dims)
+    for corner in product(*(range(0, dims[axis][0], box[axis]) for axis in order)):
+        for axis, index in zip(order, corner, strict=True):
+            at[axis] = index
+        shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
+        span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        data = read(offset + sum(i * s for i, s in zip(at, strides, strict=True)), span)
+        place = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
+        made[place] = np.ndarray(shape, unit, data, 0, strides)
+    return made.reshape(-1).view(np.uint8).data
+
+
+def _box(dims: list[Dim], itemsize: int) -> list[int]:
+    """How many indices of each dimension are read at once."""
+    box = [1] * len(dims)
+    span = itemsize
+    for axis in sorted(range(len(dims)), key=lambda axis: dims[axis][1]):
+        n, s = dims[axis]
+        if s - span > CALL:
+            break
+        box[axis] = n if s == 0 else max(1, min(n, 1 + (BOX - span) // s))
+        span += (box[axis] - 1) * s
+        if box[axis] < n:
+            break
+    return box

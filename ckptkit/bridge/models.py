@@ -1,0 +1,174 @@
+"""The user's model classes, as shapes to compare with, and what this machine has to run them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ckptkit.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
+    """The model that the user's own code makes: ``package.module:Class`` or ``path/to/file.py:Class``.
+
+    The code is imported and run. The model is built on the meta device, which needs no memory for its weights, or on
+    the CPU where its constructor cannot do that. Raises ModelError.
+    """
+    import torch
+
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ModelError(f"{spec!r} names no model", hint="write package.module:Class or path/to/file.py:Class")
+    with _importable(os.path.dirname(os.path.abspath(place)) if _is_file(place) else os.getcwd()):
+        make = _member(_module(place), name, place)
+        _check_arguments(make, name, args or {})
+        model = _built(make, name, args or {})
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"{spec} gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -> object:
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return make(**args)
+    except Exception:  # whatever it is, it may not happen on the CPU
+        pass
+    try:
+        return make(**args)
+    except Exception as error:
+        raise ModelError(f"{name} cannot be built: {_said(error)}", hint=_signature(make)) from error
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py")
+
+
+def _module(place: str) -> ModuleType:
+    try:
+        return _load_file(place) if _is_file(place) else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        hint = None if _is_file(place) else "a file is named by its path: path/to/file.py:Class"
+        raise ModelError(f"{place} cannot be imported: {_said(error)}", hint=hint) from error
+
+
+def _load_file(path: str) -> ModuleType:
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # where dataclasses and pickle look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    """Modules beside the user's own are found, as they are when Python runs that file."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _member(module: ModuleType, name: str, place: str) -> Callable[..., object]:
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if _is_model_class(value)]
+        raise ModelError(
+            f"{place} has no class {name!r}", hint=f"its models are: {', '.join(known[:12])}" if known else None
+        )
+    return found
+
+
+def _is_model_class(value: object) -> bool:
+    import torch
+
+    return isinstance(value, type) and issubclass(value, torch.nn.Module)
+
+
+def _check_arguments(make: Callable[..., object], name: str, args: Mapping[str, object]) -> None:
+    try:
+        inspect.signature(make).bind(**args)
+    except TypeError as error:
+        raise ModelError(f"{name}: {error}", hint=_signature(make)) from error
+    except ValueError:  # a builtin that does not say
+        pass
+
+
+def _signature(make: Callable[..., object]) -> str:
+    try:
+        known = f"; it takes {inspect.signature(make)}"
+    except (TypeError, ValueError):
+        known = ""
+    return f"give its arguments as --arg NAME=JSON{known}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) of the tensors in the module's state_dict, in its order."""
+    import torch
+
+    return {
+        name: (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def environment() -> dict[str, object]:
+    """Versions, and the devices that torch sees here: name -> (title, bytes of memory)."""
+    import numpy
+    import safetensors
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "safetensors": safetensors.__version__,
+        "numpy": numpy.__version__,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,  # type: ignore[no-untyped-call]
+        "devices": dict(_devices()),
+    }
+
+
+def _devices() -> Iterator[tuple[str, dict[str, object]]]:
+    import torch
+
+    yield "cpu", {"title": platform.processor() or platform.machine(), "memory": _memory()}
+    for number in range(torch.cuda.device_count()):
+        each = torch.cuda.get_device_properties(number)
+        yield f"cuda:{number}", {"title": each.name, "memory": each.total_memory}
+    if torch.backends.mps.is_available():
+        yield "mps", {"title": platform.machine(), "memory": _memory()}
+
+
+def _memory() -> int | None:
+    """Bytes of the machine's memory, None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None

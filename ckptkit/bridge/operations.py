@@ -1,0 +1,278 @@
+"""What a Derived can be, computed in pieces of a few MiB whatever its size.
+
+========  ==============================  ==========================================================================
+name      parameters                      bytes
+========  ==============================  ==========================================================================
+slice     start                           `length` bytes of the input from byte `start`
+inflate                                   the input is raw deflate (RFC 1951) and inflates to exactly `length` bytes
+latin1                                    the input is UTF-8 text of `length` code points below 256: one byte each
+byteswap  component                       every run of `component` bytes (2, 4, 8) reversed
+gather    itemsize, shape, stride, start  row-major elements of a strided view: itemsize 1, 2, 4, 8 or 16 bytes,
+                                          strides in elements, the first element at byte `start`
+conj      dtype                           complex elements with the imaginary part negated
+neg       dtype                           elements negated
+cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it
+========  ==============================  ==========================================================================
+
+dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation has one input and is a pure
+function of it, its parameters and the range of the output that is asked for.
+"""
+
+from __future__ import annotations
+
+import codecs
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import dtypes
+from ckptkit.bridge.gather import gather
+from ckptkit.bytesource import Derived, Extent, Range
+from ckptkit.dtypes import DType
+from ckptkit.errors import CorruptError, TensorError, UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+PIECE = 4 << 20  # bytes; a multiple of every element size
+
+Piece = bytes | memoryview
+Pieces = Iterator[Piece]
+
+
+def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
+    """The bytes `start` to `stop` of an extent, in order, in pieces of at most some MiB.
+
+    A piece is the caller's until the next one is asked for. Raises TruncatedError where a source is too short,
+    CorruptError where the bytes are not what the operation expects.
+    """
+    stop = extent.length if stop is None else stop
+    if isinstance(extent, Derived):
+        yield from OPERATIONS[extent.operation](extent, start, stop)
+        return
+    for at in range(start, stop, PIECE):
+        yield extent.source.read(extent.offset + at, min(PIECE, stop - at))
+
+
+def regroup(pieces: Iterable[Piece], size: int) -> Pieces:
+    """The same bytes in pieces of exactly `size`, the last one shorter."""
+    rest = bytearray()
+    for piece in pieces:
+        if not rest and len(piece) == size:
+            yield piece
+            continue
+        rest += piece
+        while len(rest) >= size:
+            yield bytes(rest[:size])
+            del rest[:size]
+    if rest:
+        yield bytes(rest)
+
+
+def _slice(derived: Derived, start: int, stop: int) -> Pieces:
+    (first,) = _integers(derived)
+    return stream(derived.inputs[0], first + start, first + stop)
+
+
+def _inflate(derived: Derived, start: int, stop: int) -> Pieces:
+    return _window(_inflated(derived.inputs[0]), derived, start, stop)
+
+
+def _inflated(extent: Extent) -> Iterator[bytes]:
+    machine = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        for piece in stream(extent):
+            if machine.eof:
+                break
+            yield machine.decompress(piece, PIECE)
+            while machine.unconsumed_tail:
+                yield machine.decompress(machine.unconsumed_tail, PIECE)
+    except zlib.error as error:
+        raise CorruptError(f"compressed data is damaged: {error}", where=_name(extent)) from error
+    if not machine.eof or machine.unused_data:
+        what = "is followed by other bytes" if machine.eof else "ends too early"
+        raise CorruptError(f"compressed data {what}", where=_name(extent))
+
+
+def _latin1(derived: Derived, start: int, stop: int) -> Pieces:
+    return _window(_encoded(derived.inputs[0]), derived, start, stop)
+
+
+def _encoded(extent: Extent) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for piece in stream(extent):
+            yield decoder.decode(piece).encode("latin-1")
+        decoder.decode(b"", final=True)
+    except UnicodeError as error:
+        raise CorruptError("text that stands for bytes has characters above 255", where=_name(extent)) from error
+
+
+def _window(pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
+    """Bytes `start` to `stop` of what can only be computed from its beginning.
+
+    Whoever reads to the end is told when there are more bytes or fewer than `derived.length`.
+    """
+    at = 0
+    for piece in pieces:
+        if at + len(piece) > derived.length:
+            at += len(piece)
+            break
+        lower, upper = max(start - at, 0), min(stop - at, len(piece))
+        if lower < upper:
+            yield memoryview(piece)[lower:upper]
+        at += len(piece)
+        if at >= stop and stop < derived.length:
+            return
+    if at != derived.length:
+        extent = "more than" if at > derived.length else f"{at:,} of"
+        raise CorruptError(f"{derived.operation} gives {extent} {derived.length:,} bytes", where=_name(derived))
+
+
+def _byteswap(derived: Derived, start: int, stop: int) -> Pieces:
+    import numpy as np
+
+    (component,) = _integers(derived)
+    swap = np.dtype(f"u{component}")
+    return _elementwise(
+        derived.inputs[0], start, stop, component, component, lambda data: _bytes(np.frombuffer(data, swap).byteswap())
+    )
+
+
+def _conj(derived: Derived, start: int, stop: int) -> Pieces:
+    """The sign bit of every second component flipped: IEEE negation, NaN and zero included."""
+    (dtype,) = _dtypes(derived)
+    if dtype.kind != "complex":
+        raise TensorError(f"{dtype} has no conjugate", where=_name(derived))
+    half = 1 << (8 * dtype.component - 1)
+    return _flip(derived.inputs[0], start, stop, dtype, (0, half))
+
+
+def _neg(derived: Derived, start: int, stop: int) -> Pieces:
+    (dtype,) = _dtypes(derived)
+    if dtype.kind == "int" and dtype.itemsize * 8 == dtype.bits:
+        return _negate(derived.inputs[0], start, stop, dtype)
+    if dtype.kind not in ("float", "complex") or dtype.component == 1:
+        raise TensorError(f"{dtype} cannot be negated", where=_name(derived))
+    half = 1 << (8 * dtype.component - 1)
+    return _flip(derived.inputs[0], start, stop, dtype, (half, half))
+
+
+def _flip(extent: Extent, start: int, stop: int, dtype: DType, masks: tuple[int, int]) -> Pieces:
+    """Components, in pairs, with the bits of `masks` flipped."""
+    import numpy as np
+
+    unit = np.dtype(f"<u{dtype.component}")
+    mask = np.array(masks, unit)
+
+    def flip(data: Piece) -> memoryview:
+        values = np.frombuffer(data, unit)
+        return _bytes(values ^ np.resize(mask, values.shape))
+
+    return _elementwise(extent, start, stop, dtype.itemsize, dtype.itemsize, flip)
+
+
+def _negate(extent: Extent, start: int, stop: int, dtype: DType) -> Pieces:
+    import numpy as np
+
+    unit = np.dtype(f"<u{dtype.itemsize}")
+    size = dtype.itemsize
+    return _elementwise(extent, start, stop, size, size, lambda data: _bytes(np.negative(np.frombuffer(data, unit))))
+
+
+def _bytes(values: np.ndarray[Any, Any]) -> memoryview:
+    import numpy as np
+
+    return values.view(np.uint8).data
+
+
+def _cast(derived: Derived, start: int, stop: int) -> Pieces:
+    import torch
+
+    source, target = _dtypes(derived)
+    old, new = torch_dtype(source), torch_dtype(target)
+
+    def cast(data: Piece) -> memoryview:
+        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(old).to(new)
+        return _bytes(values.view(torch.uint8).numpy())
+
+    return _elementwise(derived.inputs[0], start, stop, source.itemsize, target.itemsize, cast)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's own object for `dtype`. Raises UnsupportedError where the installed torch has none."""
+    import torch
+
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(f"torch {torch.__version__} has no dtype {dtype}")
+    return found
+
+
+def _elementwise(
+    extent: Extent, start: int, stop: int, old: int, new: int, function: Callable[[Piece], memoryview]
+) -> Pieces:
+    """`function` over elements of `old` bytes, which become `new` bytes each, cut to bytes `start` to `stop`."""
+    if start >= stop:
+        return
+    first, last = start // new, -(-stop // new)
+    at = first * new
+    for piece in regroup(stream(extent, first * old, last * old), PIECE):
+        made = function(piece)
+        lower, upper = max(start - at, 0), min(stop - at, len(made))
+        yield made[lower:upper]
+        at += len(made)
+
+
+def _gather(derived: Derived, start: int, stop: int) -> Pieces:
+    (extent,) = derived.inputs
+    if isinstance(extent, Range):
+        return gather(lambda at, length: extent.source.read(extent.offset + at, length), derived, start, stop)
+    return gather(Cursor(extent).read, derived, start, stop)
+
+
+class Cursor:
+    """Reads a computed extent at growing offsets without computing a byte twice; going back starts again."""
+
+    def __init__(self, extent: Derived) -> None:
+        self._extent = extent
+        self._at = 0  # of the first byte of the window
+        self._window = bytearray()
+        self._pieces = stream(extent)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes `start` to `start + length`, which the caller knows to be there."""
+        if start < self._at:
+            self._at, self._window = start, bytearray()
+            self._pieces = stream(self._extent, start)
+        while self._at + len(self._window) < start + length:
+            drop = min(start - self._at, len(self._window))
+            del self._window[:drop]
+            self._at += drop
+            self._window += next(self._pieces)
+        return bytes(self._window[start - self._at : start - self._at + length])
+
+
+def _integers(derived: Derived) -> tuple[int, ...]:
+    return tuple(each for each in derived.parameters if isinstance(each, int))
+
+
+def _dtypes(derived: Derived) -> tuple[DType, ...]:
+    return tuple(dtypes.BY_NAME[str(each)] for each in derived.parameters)
+
+
+def _name(extent: Extent) -> str:
+    return extent.source.name if isinstance(extent, Range) else next(extent.sources()).name
+
+
+OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
+    "slice": _slice,
+    "inflate": _inflate,
+    "latin1": _latin1,
+    "byteswap": _byteswap,
+    "gather": _gather,
+    "conj": _conj,
+    "neg": _neg,
+    "cast": _cast,
+}

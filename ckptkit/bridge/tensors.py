@@ -1,0 +1,224 @@
+"""Tensors: the record of their plain bytes, their values compared, and torch's own tensors made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptkit.bridge.operations import PIECE, Piece, regroup, stream, torch_dtype
+from ckptkit.bytesource import Extent, Part, Pending, Range, Record
+from ckptkit.dtypes import DType
+from ckptkit.errors import DeviceError, TensorError, UnsupportedError
+from ckptkit.tensor import Storage, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMBERS = ("float", "int", "bool", "complex")
+_WIDE = PIECE // 16  # elements compared at once: they take up to 16 bytes each
+
+
+def contiguous(tensor: Tensor) -> Record:
+    """The `tensor.nbytes` bytes of the elements: row-major, little-endian, conjugation and negation carried out.
+
+    A part of the storage's record where nothing needs to be computed. Raises TensorError for a tensor without bytes
+    of its own, and for elements smaller than a byte that do not lie in a row from a byte on.
+    """
+    if tensor.storage is None or tensor.layout != "strided":
+        raise TensorError(f"a {tensor.layout} tensor on device {tensor.device} has no bytes of its own")
+    record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
+    if not nbytes:
+        return Part(record, 0, 0)
+    if tensor.is_contiguous and tensor.offset * dtype.bits % 8 == 0:
+        start = tensor.offset * dtype.bits // 8
+        record = record if (start, nbytes) == (0, record.length) else Part(record, start, nbytes)
+    elif dtype.bits % 8:
+        raise TensorError(f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on")
+    else:
+        parameters = (dtype.itemsize, tensor.shape, tensor.stride, tensor.offset * dtype.itemsize)
+        record = Pending("gather", (record,), parameters, nbytes)
+    if tensor.storage.big_endian:
+        record = _swapped(record, dtype)
+    for bit, operation in ((tensor.conj, "conj"), (tensor.neg, "neg")):
+        if bit:
+            record = Pending(operation, (record,), (dtype.name,), nbytes)
+    return record
+
+
+def _swapped(record: Record, dtype: DType) -> Record:
+    if dtype.component == 1:
+        return record
+    return Pending("byteswap", (record,), (dtype.component,), record.length)
+
+
+def cast_record(record: Record, source: DType, target: DType, *, big_endian: bool) -> Record:
+    """The elements of `record`, of dtype `source`, as little-endian elements of dtype `target`.
+
+    Raises TensorError for a conversion that has no plain meaning (quantized types, complex to anything else) and for
+    a record that is no whole number of elements.
+    """
+    if source.kind not in _NUMBERS or target.kind not in _NUMBERS or source.bits % 8 or target.bits % 8:
+        raise TensorError(f"{source} cannot be cast to {target}")
+    if source.kind == "complex" and target.kind != "complex":
+        raise TensorError(f"{source} cannot be cast to {target}: the imaginary part would be lost")
+    if source.packed != target.packed or record.length % source.itemsize:
+        raise TensorError(f"{record.length:,} bytes of {source} cannot be cast to {target}")
+    if big_endian:
+        record = _swapped(record, source)
+    if source == target:
+        return record
+    length = record.length // source.itemsize * target.itemsize
+    return Pending("cast", (record,), (source.name, target.name), length)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two tensors differ: `count` elements, the first of them at row-major position `first`.
+
+    ``largest`` is the largest absolute difference of all elements, None where bytes were compared.
+    """
+
+    count: int
+    first: int
+    largest: float | None = None
+
+
+def compare(a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | None = None) -> Difference | None:
+    """How the values of two tensors of one shape differ, None if they do not.
+
+    Without tolerances dtype and bytes must be equal: NaN payloads and the sign of zero count. With one of them (the
+    other is then 0) elements are equal where ``|a - b| <= atol + rtol * |b|``, computed in float64 or complex128, and
+    NaN equals NaN. Raises TensorError if the shapes differ, or the dtypes where bytes are compared.
+    """
+    exact = atol is None and rtol is None
+    if a.shape != b.shape or (exact and a.dtype != b.dtype):
+        raise TensorError(f"{a.dtype} {a.shape} and {b.dtype} {b.shape} cannot be compared element by element")
+    left, right = contiguous(a).locate(), contiguous(b).locate()
+    if exact:
+        return None if _same(left, right) else _compare_bytes(left, right, a.dtype.itemsize)
+    return _compare_values(_values(left, a.dtype), _values(right, b.dtype), atol or 0.0, rtol or 0.0)
+
+
+def _same(left: Extent, right: Extent) -> bool:
+    return isinstance(left, Range) and left == right
+
+
+def _compare_bytes(left: Extent, right: Extent, itemsize: int) -> Difference | None:
+    count, first, at = 0, -1, 0
+    for x, y in zip(regroup(stream(left), PIECE), regroup(stream(right), PIECE), strict=True):
+        if bytes(x) != bytes(y):
+            places = _differing(x, y, itemsize)
+            first = at + places[0] if not count else first
+            count += places[1]
+        at += len(x) // itemsize
+    return Difference(count, first) if count else None
+
+
+def _differing(x: Piece, y: Piece, itemsize: int) -> tuple[int, int]:
+    """Position of the first element that differs, and the number of them."""
+    import numpy as np
+
+    differs = (np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8)).reshape(-1, itemsize).any(axis=1)
+    return int(differs.argmax()), int(differs.sum())
+
+
+def _compare_values(
+    left: Iterator[torch.Tensor], right: Iterator[torch.Tensor], atol: float, rtol: float
+) -> Difference | None:
+    import torch
+
+    count, first, at, largest = 0, -1, 0, 0.0
+    for x, y in zip(left, right, strict=True):
+        wide = torch.promote_types(x.dtype, y.dtype)
+        x, y = x.to(wide), y.to(wide)
+        differs = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+        same = (x == y) | (x.isnan() & y.isnan())
+        distance = torch.where(same, 0.0, (x - y).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
+        largest = max(largest, float(distance.max()))
+        if bool(differs.any()):
+            first = at + int(differs.int().argmax()) if not count else first
+            count += int(differs.sum())
+        at += len(x)
+    return Difference(count, first, largest) if count else None
+
+
+def _values(extent: Extent, dtype: DType) -> Iterator[torch.Tensor]:
+    """The elements in pieces of `_WIDE`, as float64 or complex128."""
+    import torch
+
+    if dtype.kind not in _NUMBERS or dtype.bits % 8 or dtype.packed > 1:
+        raise TensorError(f"values of {dtype} cannot be compared within a tolerance")
+    wide = torch.complex128 if dtype.kind == "complex" else torch.float64
+    narrow = torch_dtype(dtype)
+    for piece in regroup(stream(extent), _WIDE * dtype.itemsize):
+        yield torch.frombuffer(bytearray(piece), dtype=torch.uint8).view(narrow).to(wide)
+
+
+def to_torch_storage(storage: Storage, device: str | torch.device = "cpu", component: int = 1) -> torch.UntypedStorage:
+    """The bytes of a storage, read straight into torch's memory on `device`.
+
+    Bytes of a big-endian storage are swapped in units of `component` (that of the dtype which its tensors have).
+    Raises DeviceError if the device is not there or has not the memory.
+    """
+    import torch
+
+    where = torch.device(device)
+    extent = (_whole(storage, component)).locate()
+    memory = _allocate(extent.length, where)
+    if where.type == "cpu":
+        _fill(memory, extent)
+    elif where.type != "meta":
+        staging = torch.empty(min(extent.length, 8 * PIECE), dtype=torch.uint8)
+        for start in range(0, extent.length, 8 * PIECE):
+            stop = min(extent.length, start + 8 * PIECE)
+            _fill(staging[: stop - start], extent, start, stop)
+            memory[start:stop].copy_(staging[: stop - start])
+    return memory.untyped_storage()
+
+
+def _whole(storage: Storage, component: int) -> Record:
+    if not storage.big_endian or component == 1:
+        return storage.record
+    return Pending("byteswap", (storage.record,), (component,), storage.nbytes)
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).strip().split("\n")[0]
+        hint = None if device.type == "cpu" else "map_location='cpu' loads it without this device"
+        raise DeviceError(f"no {nbytes:,} bytes on {device}: {why}", hint=hint) from error
+
+
+def _fill(memory: torch.Tensor, extent: Extent, start: int = 0, stop: int | None = None) -> None:
+    """Bytes `start` to `stop` of an extent into a tensor of bytes on the CPU."""
+    view = memory.numpy().data
+    if isinstance(extent, Range):
+        extent.source.read_into(extent.offset + start, view)
+        return
+    at = 0
+    for piece in stream(extent, start, stop):
+        view[at : at + len(piece)] = piece
+        at += len(piece)
+
+
+def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
+    """The torch tensor or Parameter that `tensor` describes, over memory that holds its storage.
+
+    Raises UnsupportedError for what strides over a storage do not make: quantized and sparse tensors.
+    """
+    import torch
+
+    if tensor.dtype.kind == "quantized" or tensor.layout != "strided":
+        raise UnsupportedError(f"{tensor.layout} tensors of {tensor.dtype} cannot be rebuilt from their bytes alone")
+    made = torch.empty(0, dtype=torch_dtype(tensor.dtype), device=untyped.device)
+    made.set_(untyped, tensor.offset, tensor.shape, tensor.stride)
+    made = made.conj() if tensor.conj else made
+    made = torch._neg_view(made) if tensor.neg else made
+    if tensor.kind == "parameter":
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,94 @@
+"""ckptkit diff"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.cli import options, render
+
+if TYPE_CHECKING:
+    from ckptkit.reports.diff import Diff
+
+SCHEMA = "ckptkit.diff/1"
+DIFFERENT = 1
+
+
+@click.command("diff")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="[B]", required=False)
+@click.option("--model", "spec", metavar="MODEL", help="Compare with package.module:Class or file.py:Class.")
+@click.option(
+    "--arg", "args", metavar="NAME=JSON", multiple=True, callback=options.arguments, help="What to build it with."
+)
+@click.option("--values", is_flag=True, help="Compare the elements too, byte for byte.")
+@click.option("--atol", type=click.FloatRange(min=0), help="Compare the elements up to this absolute difference.")
+@click.option("--rtol", type=click.FloatRange(min=0), help="Compare the elements up to this relative difference.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@click.option("--key", metavar="PATH", help="The entry that holds the weights, where several could be meant.")
+@click.option("--key-b", metavar="PATH", help="The same for B, where it is another; '' is the whole file.")
+def command(as_json: bool, **asked: Any) -> int:
+    """Compare two checkpoints, or one and a model.
+
+    Compares keys, dtypes and shapes, values on request; exit code 1 if they differ.
+    "missing" is in B or the model and not in A. The model's code is imported and run.
+
+    \b
+    Example: ckptkit diff run.pth other.safetensors --values
+             ckptkit diff run.pth --model models.py:CNN --arg classes=10
+    """
+    found = _compare(**asked)
+    if as_json:
+        render.emit_json(_facts(found))
+    else:
+        from ckptkit.cli import diff_text
+
+        render.write(f"{line}\n" for line in diff_text.lines(found))
+    return 0 if found.equal else DIFFERENT
+
+
+def _compare(
+    a: str,
+    b: str | None,
+    spec: str | None,
+    args: dict[str, object],
+    values: bool,
+    atol: float | None,
+    rtol: float | None,
+    key: str | None,
+    key_b: str | None,
+) -> Diff:
+    from ckptkit.convert import open_checkpoint
+    from ckptkit.reports.diff import against, compare
+
+    if (b is None) == (spec is None):
+        raise click.UsageError("say what to compare A with: B or --model MODEL")
+    ours = open_checkpoint(a, key=key).weights
+    if b is not None:
+        theirs = open_checkpoint(b, key=key if key_b is None else key_b).weights
+        return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=a)
+    if values or atol is not None or rtol is not None:
+        raise click.UsageError("a model that was just built has no values to compare with")
+    from ckptkit.bridge import model_from, model_shapes
+
+    assert spec is not None
+    return against(ours, model_shapes(model_from(spec, args)), name=a)
+
+
+def _facts(found: Diff) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "equal": found.equal,
+        "missing": list(found.missing),
+        "unexpected": list(found.unexpected),
+        "mismatched": [
+            {"name": name, "a": {"dtype": a.dtype, "shape": a.shape}, "b": {"dtype": b.dtype, "shape": b.shape}}
+            for name, a, b in found.mismatched
+        ],
+        "changed": [
+            {"name": name, "count": each.count, "first": each.first, "largest": render.json_number(each.largest)}
+            for name, each in found.changed
+        ],
+        "advice": list(found.advice),
+    }

@@ -1,0 +1,33 @@
+"""ckptkit env"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptkit import __version__
+from ckptkit.cli import render
+
+
+@click.command("env")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(as_json: bool) -> None:
+    """Show versions, and the devices of this machine.
+
+    \b
+    Example: ckptkit env
+    """
+    from ckptkit.bridge import environment
+
+    found: dict[str, Any] = {"ckptkit": __version__, **environment()}
+    if as_json:
+        render.emit_json({"schema": "ckptkit.env/1", **found})
+        return
+    devices = found.pop("devices")
+    render.emit(*render.table(("", ""), [(name, str(value)) for name, value in found.items() if value is not None]))
+    cells = [
+        (name, each["title"], "" if each["memory"] is None else render.size(each["memory"]))
+        for name, each in devices.items()
+    ]
+    render.emit("", *render.table(("device", "title", "memory"), cells, right=("memory",)))

@@ -1,0 +1,46 @@
+"""A bar on standard error: on a terminal only, and only for what takes longer than a second."""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.cli.render import is_terminal
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+PATIENCE = 1.0  # seconds
+
+
+class Progress:
+    """``with Progress("copying", total) as progress: progress(nbytes)`` for every part that is done."""
+
+    def __init__(self, title: str, total: int | None = None) -> None:
+        self.title = title
+        self.total = total
+        self.done = 0
+        self.started = monotonic()
+        self.shown = is_terminal(sys.stderr)
+        self.bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.bar is not None:
+            self.bar.update(nbytes)
+        elif self.shown and monotonic() - self.started > PATIENCE:
+            self.bar = self._start()
+
+    def _start(self) -> tqdm[Any]:
+        from tqdm import tqdm
+
+        return tqdm(desc=self.title, total=self.total, initial=self.done, unit="B", unit_scale=True, leave=False)

@@ -1,0 +1,75 @@
+"""The facts of `inspect` as JSON values; the schema stands in the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ckptkit.cli.render import json_number
+from ckptkit.reports.summary import Opaque, Row, Summary, Value
+from ckptkit.reports.values import EXACT, key_list, number
+from ckptkit.tree import join
+
+
+def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None) -> dict[str, Any]:
+    """FILE of the schema, its lists as iterators; with the SHA-256 of each row where they are given."""
+    totals = summary.totals
+    tensors: Iterator[dict[str, Any]] = map(tensor, rows)
+    if digests is not None:
+        tensors = ({**row, "sha256": digest} for row, digest in zip(map(tensor, rows), digests, strict=True))
+    return {
+        "path": summary.path,
+        "format": summary.format,
+        "size": summary.size,
+        "weights": None if summary.weights is None else join(summary.weights),
+        "tensors": tensors,
+        "values": map(value, summary.values),
+        "objects": map(opaque, summary.objects),
+        "globals": list(map(str, summary.globals)),
+        "metadata": dict(summary.metadata),
+        "warnings": list(summary.warnings),
+        "totals": {
+            "tensors": totals.tensors,
+            "parameters": number(totals.parameters),
+            "nbytes": number(totals.nbytes),
+            "storage_nbytes": number(totals.storage_nbytes),
+        },
+    }
+
+
+def tensor(row: Row) -> dict[str, Any]:
+    """TENSOR of the schema."""
+    name, path, leaf, storage, nbytes = row
+    shape, stride, offset = _exact(leaf.shape), _exact(leaf.stride), leaf.offset
+    return {
+        "name": name,
+        "path": join(path),
+        "keys": key_list(path),
+        "shape": shape,
+        "dtype": leaf.dtype.name,
+        "device": leaf.device,
+        "stride": stride,
+        "offset": offset if offset < EXACT else number(offset),
+        "storage": storage,
+        "nbytes": nbytes if nbytes < EXACT else number(nbytes),
+        "requires_grad": leaf.requires_grad,
+        "kind": leaf.kind,
+        "layout": leaf.layout,
+    }
+
+
+def value(found: Value) -> dict[str, Any]:
+    return {
+        "path": join(found.path),
+        "keys": key_list(found.path),
+        "type": found.type,
+        "value": json_number(found.value),
+    }
+
+
+def opaque(found: Opaque) -> dict[str, Any]:
+    return {"path": join(found.path), "keys": key_list(found.path), "global": found.global_}
+
+
+def _exact(sizes: tuple[int, ...]) -> tuple[int | str, ...]:
+    return sizes if not sizes or max(sizes) < EXACT else tuple(map(number, sizes))

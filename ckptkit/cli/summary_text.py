@@ -1,0 +1,162 @@
+"""The facts of `inspect` for people: a heading, a folded table of the tensors, and what else there is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+from ckptkit.cli.fold import Folded, Item, fold, unfolded
+from ckptkit.cli.render import escape, plural, shape, size, table
+from ckptkit.reports.summary import Row, Summary
+from ckptkit.reports.values import Plain, plain
+from ckptkit.tree import Global, Node, Object, Pairs, SetNode, join, key_text, walk
+from ckptkit.trust import describe
+from ckptkit.weights import as_tensor
+
+SHOWN = 24  # values, objects or metadata entries; --json and --tree show all
+LONG = 200  # characters of a value; likewise
+
+
+def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterator[str]:
+    """Everything but advice."""
+    yield escape(_heading(summary))
+    if summary.weights is not None and rows:
+        yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
+    shared = _shared(rows)
+    weights = [row for row in rows if row.name is not None]
+    others = [row for row in rows if row.name is None]
+    for title, part in (("", weights), ("other tensors" if weights else "", others)):
+        if part:
+            yield f"\n{title}\n" if title else ""
+            yield from _tensors(_arranged((_item(row, shared) for row in part), flat, sort))
+    yield from _block("values", fold(Item(join(v.path), (v.type, v.value), 0) for v in summary.values), _value)
+    yield from _block("objects", fold(Item(join(o.path), o.global_, 0) for o in summary.objects), _object)
+    yield from _block("metadata", [Folded(k, v, 0, 1) for k, v in summary.metadata.items()], _object)
+
+
+def _heading(summary: Summary) -> str:
+    totals = summary.totals
+    parts = [plural(totals.tensors, "tensor"), plural(totals.parameters, "parameter")] if totals.tensors else []
+    heading = f"{summary.path}: {summary.format}, {size(summary.size)}"
+    if totals.tensors:
+        parts.append(size(totals.nbytes))
+        if totals.storage_nbytes != totals.nbytes:
+            parts[-1] += f" in {size(totals.storage_nbytes)} of storage"
+    return f"{heading}: {', '.join(parts)}" if parts else f"{heading}: no tensors"
+
+
+def _shared(rows: Iterable[Row]) -> set[int | None]:
+    """The storages that hold several of the tensors."""
+    held = Counter(row.storage for row in rows)
+    return {storage for storage, count in held.items() if count > 1 and storage is not None}
+
+
+def _item(row: Row, shared: set[int | None]) -> Item:
+    tensor = row.tensor
+    name = row.name if row.name is not None else row.place
+    columns = (tensor.dtype.name, tensor.shape, tensor.device, _remark(row, shared))
+    return Item(name, columns, row.nbytes)
+
+
+def _remark(row: Row, shared: set[int | None]) -> str:
+    """What is not plain about a tensor."""
+    tensor = row.tensor
+    said = [] if tensor.layout == "strided" else [tensor.layout]
+    if tensor.kind == "ndarray":
+        said.append("numpy")
+    if tensor.storage is not None:
+        if row.storage in shared:
+            said.append(f"shares storage {row.storage}")
+        if tensor.layout == "strided" and tensor.storage.nbytes > row.nbytes:
+            said.append(f"view of {size(tensor.storage.nbytes)}")
+    if tensor.conj or tensor.neg:
+        said.append("conjugated" if tensor.conj else "negated")
+    return ", ".join(said)
+
+
+def _arranged(items: Iterable[Item], flat: bool, sort: str) -> list[Folded]:
+    found = unfolded(items) if flat else fold(items)
+    if sort == "size":
+        found.sort(key=lambda row: -row.nbytes)
+    elif sort == "name":
+        found.sort(key=lambda row: row.label)
+    return found
+
+
+def _tensors(rows: list[Folded]) -> Iterator[str]:
+    cells = [_cells(row) for row in rows]
+    headers = ["name", "dtype", "shape", "tensors", "size", "device", ""]
+    unused = [n for n in (3, 6) if not any(row[n] for row in cells)]
+    if unused:
+        kept = [n for n in range(len(headers)) if n not in unused]
+        headers = [headers[n] for n in kept]
+        cells = [tuple(row[n] for n in kept) for row in cells]
+    yield from table(headers, cells, right=("tensors", "size"))
+
+
+def _cells(row: Folded) -> tuple[str, ...]:
+    columns: Any = row.columns
+    dtype, sizes, device, remark = columns
+    rows = f"{row.rows:,}" if row.rows > 1 else ""
+    return escape(row.label) or "(root)", dtype, shape(sizes), rows, size(row.nbytes), escape(device), remark
+
+
+def _block(title: str, rows: list[Folded], text: Callable[[Hashable], str]) -> Iterator[str]:
+    if rows:
+        yield f"\n{title}"
+        yield from (f"  {escape(row.label) or '(root)'}: {text(row.columns)}" for row in rows[:SHOWN])
+        if len(rows) > SHOWN:
+            yield f"  and {len(rows) - SHOWN:,} more: --tree shows all"
+
+
+def _value(columns: Any) -> str:
+    kind, value = columns
+    return value_text(kind, value, LONG)
+
+
+def _object(columns: Hashable) -> str:
+    return cut(str(columns), LONG)
+
+
+def value_text(kind: str, value: Plain, longest: int) -> str:
+    """A value as Python would write it, escaped, and cut where it is longer than `longest` characters."""
+    text = cut(str(value), longest)
+    return f"'{text}'" if kind == "str" else text
+
+
+def cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return escape(text)
+    return f"{escape(text[:longest])}... ({len(text):,} characters)"
+
+
+def tree(root: Node) -> Iterator[str]:
+    """Every node on a line of its own, indented by its depth; values and tensors are not entered."""
+    shown = 1 << 62
+    for path, node in walk(root):
+        depth = len(path)
+        if depth > shown:
+            continue
+        shown = 1 << 62
+        value = plain(node)
+        if value is not None or as_tensor(node) is not None:
+            shown = depth
+        key = f"{escape(key_text(path[-1]))}: " if path else ""
+        yield "  " * depth + key + (value_text(*value, LONG) if value is not None else _node(node))
+
+
+def _node(node: Node) -> str:
+    tensor = as_tensor(node)
+    if tensor is not None:
+        made = f" ({escape(describe(node.callable))})" if isinstance(node, Object) else ""
+        return f"{tensor.dtype} {shape(tensor.shape)} on {escape(tensor.device)}{made}"
+    if isinstance(node, Object):
+        return escape(describe(node.callable))
+    if isinstance(node, Global):
+        return f"the class or function {escape(str(node))}"
+    if isinstance(node, Pairs):
+        return f"mapping of {len(node.pairs):,}, its keys repeated or not hashable"
+    if isinstance(node, SetNode):
+        return f"set of {len(node.items):,}"
+    return f"{type(node).__name__} of {len(node):,}"

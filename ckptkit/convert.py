@@ -1,0 +1,131 @@
+"""Read, transform, plan, publish: the program in one function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from ckptkit import formats
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import UsageError
+from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.plan import Plan
+from ckptkit.publish import Published, publish
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+PathLike = str | os.PathLike[str]
+Step = Callable[[Checkpoint], Checkpoint]
+
+
+class Publishing(TypedDict, total=False):
+    """How to write, whatever the format."""
+
+    force: bool  # replace an existing destination
+    durable: bool  # wait for the disk
+    verify: bool  # read back what was written before it appears
+    allow_expand: bool  # output may be many times larger than the storages it comes from
+    executor: Executor | None  # where the work is done; its workers must see the same files
+    progress: Callable[[int], None] | None  # called with numbers of bytes written
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was done: the checkpoint as it was written, and the plan."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    format: str
+    path: str
+    published: Published | None  # None: a dry run
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What transforms did."""
+        return self.checkpoint.notes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What reading and transforming noticed. What the format could not keep is in `plan.notes`."""
+        return self.checkpoint.warnings
+
+
+def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> Checkpoint:
+    """The checkpoint in a file or folder: headers are read, no tensor is, and torch is not imported.
+
+    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``). Raises an InputError for what is
+    not a checkpoint, PathError for what is not there.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else formats.read(formats.open_place(path))
+    return checkpoint if key is None else checkpoint.with_key(key)
+
+
+def save(
+    checkpoint: Checkpoint,
+    path: PathLike,
+    *,
+    format: str | None = None,
+    options: WriteOptions | None = None,
+    dry_run: bool = False,
+    **publishing: Unpack[Publishing],
+) -> Conversion:
+    """Write a checkpoint to `path`, in `format` or in the one that the suffix says.
+
+    Nothing is written before the plan is complete, and `path` appears whole or not at all. Further arguments, all off
+    by default: ``force``, ``durable``, ``verify``, ``allow_expand``, ``executor``, ``progress``
+    (:class:`Publishing`). Raises OutputExistsError without ``force``, OutputError where it cannot be written.
+    """
+    chosen = formats.for_writing(path, format, keep=checkpoint.format)
+    return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=False)
+
+
+def convert(
+    source: PathLike | Checkpoint,
+    destination: PathLike | None,
+    *steps: Step,
+    in_place: bool = False,
+    keep_format: bool = True,
+    key: str | None = None,
+    format: str | None = None,
+    options: WriteOptions | None = None,
+    dry_run: bool = False,
+    **publishing: Unpack[Publishing],
+) -> Conversion:
+    """Read `source`, apply the steps in order, write `destination`, or the source itself if `in_place`.
+
+    With `keep_format`, a destination of unknown suffix gets the format of the source. The rest is as for `save`.
+    """
+    checkpoint = open_checkpoint(source, key=key)
+    name = checkpoint.name
+    if in_place and (name is None or not os.path.isfile(name)):
+        raise UsageError("only a single file can be changed in place", where=name, hint="name a DST")
+    path = name if in_place and name is not None else destination
+    if path is None:
+        raise UsageError("there is no destination")
+    keep = checkpoint.format if keep_format or in_place else None
+    chosen = formats.for_writing("" if in_place else path, format, keep)
+    for step in steps:
+        checkpoint = step(checkpoint)
+    return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+
+
+def _publish(
+    checkpoint: Checkpoint,
+    format: Format,
+    path: PathLike,
+    options: WriteOptions | None,
+    dry_run: bool,
+    publishing: Publishing,
+    replace_source: bool,
+) -> Conversion:
+    plan = formats.layout(checkpoint, format, options or WriteOptions())
+    published = None
+    if not dry_run:
+        if replace_source:
+            publishing["force"] = True
+        published = publish(plan, path, replace_source=replace_source, **publishing)
+    return Conversion(checkpoint, plan, format.name, os.fspath(path), published)

@@ -1,0 +1,60 @@
+"""What a format of weights alone leaves out of a checkpoint, and what of it is plain enough to be kept as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats.plain_json import encode, is_plain
+from ckptkit.tree import Node, Object, Path, children, join, walk
+from ckptkit.weights import Weights, as_tensor
+
+_EXTRA_STATE = "_extra_state"
+
+
+def leftovers(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+    """Plain values beside the weights, as JSON by dotted path, and a line for each other entry that stays behind."""
+    weights = checkpoint.required
+    values: dict[str, Any] = {}
+    left: list[str] = []
+    states = 0
+    for path, node in _beside(checkpoint.root, weights):
+        if str(path[-1]).endswith(_EXTRA_STATE):
+            states += 1
+        elif is_plain(node):
+            values[join(path)] = encode(node)
+        else:
+            left.append(f"left out: {join(path)} ({_size(node)})")
+    if states:
+        left.append(f"left out: {states:,} entries of the weights called {_EXTRA_STATE}")
+    if isinstance(weights.node, Object):
+        left.append(f"left out: the module itself ({_kind(weights.node)}); written as its state_dict")
+    return values, left
+
+
+def _beside(root: Node, weights: Weights) -> Iterator[tuple[Path, Node]]:
+    """The outermost nodes that do not belong to the weights."""
+    node = root
+    for depth, key in enumerate(weights.path):
+        inner = None
+        for other, child in children(node):
+            if inner is None and other == key:
+                inner = child
+            else:
+                yield (*weights.path[:depth], other), child
+        node = inner
+    if not weights.is_module:
+        yield from (((*weights.path, key), child) for key, child in children(node) if key not in weights.nodes)
+
+
+def _size(node: Node) -> str:
+    tensors = {id(tensor): tensor for _, each in walk(node) if (tensor := as_tensor(each)) is not None}
+    if not tensors:
+        return _kind(node)
+    plural = "" if len(tensors) == 1 else "s"
+    return f"{len(tensors):,} tensor{plural}, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes"
+
+
+def _kind(node: Node) -> str:
+    return str(node.global_) if isinstance(node, Object) and node.global_ else type(node).__name__

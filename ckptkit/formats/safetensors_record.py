@@ -1,0 +1,209 @@
+"""What a safetensors header cannot say, as text in its ``__metadata__``, and back.
+
+Ties follow the convention of the hub: ``metadata[dropped name] = kept name`` (safetensors.torch.save_model); files
+made by others are read by it too. Everything else is one JSON text under the key ``ckptkit``. What is absent is empty:
+
+    version               1
+    ordered               true: the state_dict was an OrderedDict
+    state_dict_metadata   its `_metadata`: {module name: {"version": 1}}
+    ties                  {dropped name: its position among all names}
+    parameters            true, or the names: which tensors were nn.Parameter
+    requires_grad         true, or the names
+    values                {dotted path: what stood beside the weights (`epoch`)}; not part of what is read back
+
+Values are spelled as in :mod:`plain_json`. A record of a later version is to this reader what it is to others: a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.formats import strict_json
+from ckptkit.formats.plain_json import decode, dump, encode, is_plain
+from ckptkit.limits import LIMITS
+from ckptkit.tensor import Tensor
+from ckptkit.tree import Node, OrderedDict, children, key_text
+from ckptkit.weights import Weights
+
+RESERVED = "ckptkit"
+FRAMEWORK = "format"  # the hub's key for the framework: pt
+VERSION = 1
+_ATTRIBUTE = "_metadata"
+
+
+class Record(NamedTuple):
+    """A record as read, checked against the tensors beside it."""
+
+    ordered: bool
+    metadata: dict[Node, Node] | None
+    ties: dict[str, int]
+    parameters: frozenset[str]
+    requires_grad: frozenset[str]
+    values: dict[str, Any]
+
+
+# Reading
+
+
+Restored = tuple[dict[Node, Node], dict[str, str], tuple[str, ...]]
+
+
+def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Restored:
+    """The state_dict that `tensors` and `metadata` stand for, the metadata that remain, and warnings.
+
+    The values of a record stay in it. A record that is not understood stays as it is, with a warning.
+    """
+    try:
+        known = _read(tensors, metadata)
+    except CkptkitError as error:
+        root, rest, warnings = restore_ties(tensors, metadata)
+        return root, rest, (f"the metadata entry {RESERVED!r} is not understood: {error.message}", *warnings)
+    if known is None:
+        return restore_ties(tensors, metadata)
+    return _restored(known, tensors, metadata), _rest(known, metadata), ()
+
+
+def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Restored:
+    """The same by the convention of the hub alone: tied names follow the others."""
+    ties = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
+    root = {**nodes, **{name: replace(nodes[metadata[name]]) for name in ties}}
+    rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
+    some = f"{len(ties):,} names are tied to others by the metadata, e.g. {ties[0][:80]!r}" if ties else ""
+    return root, rest, (some,) if ties else ()
+
+
+def values(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The values, as JSON, of the record among `metadata` that `restore` left there."""
+    try:
+        known = _read({}, metadata)
+    except CkptkitError:
+        return {}
+    return known.values if known is not None else {}
+
+
+def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
+    return isinstance(tensors.get(kept), Tensor) and name not in tensors and name not in (RESERVED, FRAMEWORK)
+
+
+def _read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Record | None:
+    if RESERVED not in metadata:
+        return None
+    said = strict_json.parse(metadata[RESERVED].encode(), "the record")
+    if not isinstance(said, dict) or said.get("version") != VERSION:
+        raise FormatError(f"not a record of version {VERSION}")
+    paths = decode(said.get("state_dict_metadata"))
+    if not isinstance(paths, (dict, type(None))):
+        raise FormatError("its state_dict_metadata are not a dict")
+    ties = _typed(said, "ties", dict)
+    _check_ties(ties, tensors, metadata)
+    names = tensors.keys() | ties.keys()
+    return Record(
+        bool(said.get("ordered")),
+        paths,
+        ties,
+        _names(said, "parameters", names),
+        _names(said, "requires_grad", names),
+        _typed(said, "values", dict),
+    )
+
+
+def _check_ties(ties: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    places = range(len(tensors) + len(ties))
+    for name, place in ties.items():
+        if type(place) is not int or place not in places:
+            raise FormatError("its ties have no places among the tensors")
+        if name not in metadata or not _is_tie(name, metadata[name], tensors):
+            raise FormatError(f"it ties {name[:80]!r} to nothing")
+    if len(set(ties.values())) < len(ties):
+        raise FormatError("two of its ties have one place")
+
+
+def _typed(said: dict[str, Any], key: str, kind: type) -> Any:
+    value = said.get(key, kind())
+    if not isinstance(value, kind):
+        raise FormatError(f"its {key} are not a {kind.__name__}")
+    return value
+
+
+def _names(said: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[str]:
+    if said.get(key) is True:
+        return frozenset(known)
+    named = _typed(said, key, list)
+    if not all(isinstance(name, str) for name in named):
+        raise FormatError(f"its {key} are not names")
+    return frozenset(named)
+
+
+def _restored(known: Record, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[Node, Node]:
+    at = {place: name for name, place in known.ties.items()}
+    rest = iter(tensors)
+    root: dict[Node, Node] = OrderedDict() if known.ordered else {}
+    for place in range(len(tensors) + len(at)):
+        name = at[place] if place in at else next(rest)
+        tensor = tensors[name] if name in tensors else tensors[metadata[name]]
+        kind = "parameter" if name in known.parameters else "tensor"
+        requires_grad = name in known.requires_grad
+        if name in known.ties or kind != tensor.kind or requires_grad:
+            tensor = replace(tensor, kind=kind, requires_grad=requires_grad)
+        root[name] = tensor
+    if isinstance(root, OrderedDict) and known.metadata is not None:
+        root.state = {_ATTRIBUTE: OrderedDict(known.metadata)}
+    return root
+
+
+def _rest(known: Record, metadata: Mapping[str, str]) -> dict[str, str]:
+    rest = {key: text for key, text in metadata.items() if key != RESERVED and key not in known.ties}
+    if known.values:
+        rest[RESERVED] = dump({"version": VERSION, "values": known.values})
+    return rest
+
+
+# Writing
+
+
+def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
+    """The JSON text for these weights, of whose names the file leaves out `ties`, and for values beside them as JSON.
+
+    None if there is nothing to say.
+    """
+    place = {name: n for n, name in enumerate(weights.nodes)}
+    paths = _metadata(weights.node)
+    said = {
+        "ordered": isinstance(weights.node, OrderedDict),
+        "state_dict_metadata": None if paths is None else encode(paths),
+        "ties": {name: place[name] for name in ties},
+        **({} if weights.is_module else _marks(weights.tensors)),
+        "values": dict(values),
+    }
+    if not any(said.values()):
+        return None
+    return dump({"version": VERSION, **{key: value for key, value in said.items() if value}})
+
+
+def lost_attributes(node: Node) -> list[str]:
+    """What was set on a state_dict and cannot be recorded, by name."""
+    if not isinstance(node, OrderedDict) or node.state is None:
+        return []
+    held = (_ATTRIBUTE,) if _metadata(node) is not None else ()
+    return [key_text(key) for key, _ in children(node.state) if key not in held]
+
+
+def _metadata(node: Node) -> dict[Node, Node] | None:
+    state = node.state if isinstance(node, OrderedDict) else None
+    paths = state.get(_ATTRIBUTE) if isinstance(state, dict) else None
+    if not isinstance(paths, dict):
+        return None
+    plain = dict(paths)
+    return plain if is_plain(plain, LIMITS.safetensors_header_bytes) else None
+
+
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    parameters = [name for name, tensor in tensors.items() if tensor.kind == "parameter"]
+    requires_grad = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    return {
+        "parameters": parameters if len(parameters) < len(tensors) else bool(parameters),
+        "requires_grad": requires_grad if len(requires_grad) < len(tensors) else bool(requires_grad),
+    }

@@ -1,0 +1,87 @@
+"""JSON as RFC 8259 has it, and stricter where two readers could disagree.
+
+UTF-8 without a byte order mark; no name twice in one object; no NaN or Infinity, spelled out or by overflow; no ``-0``
+and no integer of more than 20 digits; no lone surrogates; nothing nested deeper than `LIMITS.json_depth`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any
+
+from ckptkit.errors import AmbiguousError, FormatError, LimitError
+from ckptkit.limits import LIMITS, check
+
+_DIGITS = 20  # of 2**64
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
+
+
+def parse(data: bytes, what: str) -> Any:
+    """The value that `data` spells; `what` it is, is for messages.
+
+    Raises FormatError for what is not JSON, AmbiguousError for a repeated name, LimitError.
+    """
+    check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
+    _check_nesting(data, what)
+    return _loads(data, what)
+
+
+def _check_nesting(data: bytes, what: str) -> None:
+    """Take matching brackets away from the inside out, a layer at a time: the parser recurses, this does not."""
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_BRACKETS)
+    brackets = b"".join(bare.split(b'"')[::2])
+    for _ in range(LIMITS.json_depth):
+        outer = brackets.replace(b"[]", b"")
+        if len(outer) == len(brackets):
+            break
+        brackets = outer
+    if b"[]" in brackets:
+        raise LimitError(f"{what} is nested more than {LIMITS.json_depth} deep (json_depth)")
+    if brackets:
+        raise FormatError(f"{what} is not JSON: its brackets do not match")
+
+
+def _loads(data: bytes, what: str) -> Any:
+    try:
+        value = json.loads(
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_constant,
+        )
+        if b"\\ud" in data or b"\\uD" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise FormatError(f"{what} is not UTF-8: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        raise FormatError(f"{what} is not JSON: {error.msg} (character {error.pos:,})") from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise AmbiguousError(f"the name {twice[:80]!r} occurs twice in one JSON object")
+    return made
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS or text == "-0":
+        raise FormatError(f"the JSON number {text[:24]} is not an integer that fits in 64 bits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise FormatError(f"the JSON number {text[:24]} is out of range")
+    return value
+
+
+def _constant(text: str) -> float:
+    raise FormatError(f"{text} is not JSON")

@@ -1,0 +1,327 @@
+"""What the names in torch's pickles mean: the calls that build tensors and plain values, done symbolically.
+
+Signatures are those of torch/_utils.py, torch/_tensor.py and torch/nn/parameter.py, old and new. A reducer gets the
+Global and the arguments and returns a node; what is no more than a plain tensor becomes a Tensor, what has anything
+else to it stays an Object whose `tensor` says what it reads as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptkit.dtypes import BY_NAME, DType
+from ckptkit.errors import FormatError, TensorError, UnsupportedError
+from ckptkit.formats.torch import ndarray
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.tree import Blob, Global, Node, Object, OrderedDict, SetNode
+from ckptkit.weights import as_tensor
+
+Args = tuple[Node, ...]
+Reducer = Callable[[Global, Args], Node]
+Builder = Callable[[Object, Node], None]
+
+
+# Plain values
+
+
+def _ordered_dict(made: Global, args: Args) -> Node:
+    """OrderedDict(), or Python 2's OrderedDict([[key, value], ...])."""
+    if not args:
+        return OrderedDict()
+    if len(args) == 1 and isinstance(args[0], list):
+        pairs = [(each[0], each[1]) for each in args[0] if isinstance(each, (list, tuple)) and len(each) == 2]
+        if len(pairs) == len(args[0]) and all(isinstance(key, str) for key, _ in pairs):
+            new = OrderedDict(pairs)
+            return new if len(new) == len(pairs) else Object(made, args)
+    return Object(made, args)
+
+
+def _set(made: Global, args: Args) -> Node:
+    if len(args) > 1 or (args and not isinstance(args[0], (list, tuple))):
+        raise FormatError("pickle makes a set of something that is not a list")
+    return SetNode(list(args[0]) if args else [], frozen=made.name == "frozenset")
+
+
+def _bytes(made: Global, args: Args) -> Node:
+    """bytes() and bytearray(b"...") as protocols 0 to 2 spell them; never bytes(size), which allocates."""
+    make = bytes if made.name == "bytes" else bytearray
+    if not args:
+        return make()
+    if isinstance(args[0], (bytes, bytearray)) and len(args) == 1:
+        return make(args[0])
+    if isinstance(args[0], Blob) and len(args) == 1:
+        return Blob(args[0].extent, made.name)
+    if isinstance(args[0], str) and len(args) == 2:
+        return make(_latin1(args[0]))
+    raise UnsupportedError(f"pickle calls {made} with something other than bytes")
+
+
+def _encode(made: Global, args: Args) -> Node:
+    """_codecs.encode(text, "latin1"): how protocol 2 spells bytes."""
+    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
+        return _latin1(args[0])
+    return Object(made, args)
+
+
+def _latin1(text: str) -> bytes:
+    try:
+        return text.encode("latin-1")
+    except UnicodeEncodeError as error:
+        raise FormatError("pickle spells bytes with characters beyond 255") from error
+
+
+def _complex(made: Global, args: Args) -> Node:
+    if len(args) == 2 and all(isinstance(each, (int, float)) for each in args):
+        return complex(*map(float, args))
+    raise FormatError("pickle makes a complex number of something other than two numbers")
+
+
+def _getattr(made: Global, args: Args) -> Node:
+    """getattr(Class, "Inner"): how protocols below 4 name a nested class."""
+    if len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str) and args[1].isidentifier():
+        return Global(args[0].module, f"{args[0].name}.{args[1]}")
+    return Object(made, args)
+
+
+# Tensors
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
+        node = node.args[0]
+    if not isinstance(node, (tuple, list)):
+        raise TensorError("a tensor's size or stride is not a tuple")
+    return tuple(node)
+
+
+def _storage(node: Node) -> TypedStorage:
+    if not isinstance(node, TypedStorage):
+        raise FormatError("a tensor is built from something that is not a storage")
+    return node
+
+
+def _offset(typed: TypedStorage, node: Node) -> int:
+    if type(node) is not int or node < 0:
+        raise TensorError(f"storage offset {node!r} is not a non-negative integer")
+    return typed.start + node
+
+
+def _flag(node: Node) -> bool:
+    if node.__class__ is not bool and node not in (0, 1):
+        raise TensorError("a tensor's requires_grad is neither True nor False")
+    return bool(node)
+
+
+def _is_empty(hooks: Node) -> bool:
+    return hooks is None or (isinstance(hooks, (dict, list, tuple)) and not len(hooks))
+
+
+def _arity(made: Global, args: Args, least: int, most: int) -> None:
+    if not least <= len(args) <= most:
+        raise FormatError(f"{made} with {len(args)} arguments instead of {least} to {most}")
+
+
+def _strided(typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None) -> tuple[Tensor, bool]:
+    """The tensor of (storage, offset, size, stride[, requires_grad, hooks]), and whether that says everything."""
+    if dtype is None:
+        raise TensorError("a tensor of an untyped storage does not say its dtype")
+    grad = _flag(args[4]) if len(args) > 4 else False
+    said = {key for key, value in metadata.items() if value is True} if isinstance(metadata, dict) else set()
+    shape, stride = _shape(args[2]), _shape(args[3])
+    tensor = Tensor(
+        typed.storage, dtype, shape, stride, _offset(typed, args[1]), grad, conj="conj" in said, neg="neg" in said
+    )
+    if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
+        raise TensorError(f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage")
+    plain = (len(args) < 6 or _is_empty(args[5])) and (metadata is None or said == set(metadata) <= {"conj", "neg"})
+    return tensor, plain
+
+
+def _tensor_v2(made: Global, args: Args) -> Node:
+    """_rebuild_tensor(storage, offset, size, stride), _v2(.., requires_grad, hooks[, metadata])."""
+    if len(args) == 6:  # the common case, spelt out: it runs once per tensor
+        typed, offset, size, stride, grad, hooks = args
+        if (
+            typed.__class__ is TypedStorage and typed.dtype is not None and typed.stop is None
+            and size.__class__ is tuple and stride.__class__ is tuple and grad.__class__ is bool
+            and hooks.__class__ is OrderedDict and not hooks
+        ):  # fmt: skip
+            return Tensor(typed.storage, typed.dtype, size, stride, offset, grad)
+    _arity(made, args, 4, 7)
+    typed = _storage(args[0])
+    tensor, plain = _strided(typed, typed.dtype, args[:6], args[6] if len(args) > 6 else None)
+    return tensor if plain else Object(made, args, tensor=tensor)
+
+
+def _tensor_v3(made: Global, args: Args) -> Node:
+    """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])."""
+    _arity(made, args, 7, 8)
+    tensor, plain = _strided(_storage(args[0]), dtype_of(args[6]), args[:6], args[7] if len(args) > 7 else None)
+    return tensor if plain and tensor.dtype.storage is None else Object(made, args, tensor=tensor)
+
+
+def _parameter(made: Global, args: Args) -> Node:
+    """_rebuild_parameter(data, requires_grad, hooks), _with_state(.., state)."""
+    _arity(made, args, 3, 4)
+    tensor = as_tensor(args[0])
+    if tensor is None:
+        raise FormatError("a parameter is made of something that is not a tensor")
+    grad = _flag(args[1])
+    parameter = Tensor(
+        tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, "parameter", tensor.layout,
+        tensor.conj, tensor.neg,
+    )  # fmt: skip
+    if isinstance(args[0], Tensor) and len(args) == 3 and _is_empty(args[2]) and not args[0].requires_grad:
+        return parameter
+    return Object(made, args, tensor=parameter)
+
+
+def _quantized(made: Global, args: Args) -> Node:
+    """_rebuild_qtensor(storage, offset, size, stride, quantizer_params, requires_grad, hooks)."""
+    _arity(made, args, 7, 7)
+    typed = _storage(args[0])
+    tensor, _ = _strided(typed, typed.dtype, (*args[:4], args[5], args[6]))
+    return Object(made, args, tensor=tensor)
+
+
+def _sparse(made: Global, args: Args) -> Node:
+    """_rebuild_sparse_tensor(layout, (indices, values, size, ...)) and (compressed, plain, values, size)."""
+    _arity(made, args, 2, 2)
+    layout, data = args
+    name = layout.args[0] if isinstance(layout, Object) and len(layout.args) == 1 else "torch.sparse_coo"
+    if not isinstance(name, str) or not isinstance(data, tuple) or len(data) < 3:
+        raise FormatError("a sparse tensor without its layout or its parts")
+    at = 1 if name.endswith("sparse_coo") else 2
+    values = as_tensor(data[at])
+    if values is None or at + 1 >= len(data):
+        raise FormatError("a sparse tensor without its values or its size")
+    return Object(made, args, tensor=_composed(values, _shape(data[at + 1]), name.removeprefix("torch.")))
+
+
+def _nested(made: Global, args: Args) -> Node:
+    """_rebuild_nested_tensor(buffer, sizes, strides, storage offsets): its shape is in the data."""
+    buffer = as_tensor(args[0]) if args else None
+    if buffer is None:
+        raise FormatError("a nested tensor without its buffer")
+    return Object(made, args, tensor=_composed(buffer, (), "nested"))
+
+
+def _composed(values: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
+    return Tensor(values.storage, values.dtype, shape, (), layout=layout)
+
+
+def _meta(made: Global, args: Args) -> Node:
+    """_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)."""
+    _arity(made, args, 4, 4)
+    tensor = Tensor(None, dtype_of(args[0]), _shape(args[1]), _shape(args[2]), 0, _flag(args[3]))
+    return Object(made, args, tensor=tensor)
+
+
+def _subclass(made: Global, args: Args) -> Node:
+    """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, requires_grad)."""
+    _arity(made, args, 8, 8)
+    tensor = Tensor(None, dtype_of(args[1]), _shape(args[2]), (), requires_grad=_flag(args[7]), layout="subclass")
+    return Object(made, args, tensor=tensor)
+
+
+def _from_type(made: Global, args: Args) -> Node:
+    """_rebuild_from_type_v2(function, class, arguments, state): a subclass, or a tensor with attributes."""
+    _arity(made, args, 3, 4)
+    inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
+    if inner is None or inner is _from_type or not isinstance(args[2], tuple):
+        return Object(made, args)
+    return Object(made, args, tensor=as_tensor(inner(args[0], args[2])))
+
+
+def _on_device(made: Global, args: Args) -> Node:
+    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad), _from_cpu_tensor(tensor, ...)."""
+    _arity(made, args, 4, 4)
+    tensor = as_tensor(args[0])
+    if tensor is None or tensor.storage is None or not isinstance(args[2], str):
+        return Object(made, args)
+    storage = Storage(tensor.storage.record, args[2], tensor.storage.crc32, tensor.storage.big_endian)
+    moved = Tensor(storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, _flag(args[3]))
+    return Object(made, args, tensor=moved)
+
+
+def dtype_of(node: Node) -> DType:
+    """The element type that a Global such as ``torch.float16`` names. Raises TensorError."""
+    found = BY_NAME.get(node.name) if isinstance(node, Global) and node.module == "torch" else None
+    if found is None:
+        raise TensorError(f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows")
+    return found
+
+
+# What state does to an object that was made before
+
+
+def _built_tensor(target: Object, state: Node) -> None:
+    """Tensors of torch 0.1: ``torch.FloatTensor`` made by class, state (storage, offset, size, stride)."""
+    if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], TypedStorage):
+        target.tensor = _strided(state[0], state[0].dtype, state)[0]
+
+
+def _built_parameter(target: Object, state: Node) -> None:
+    """Variables and parameters of torch 0.1 to 0.3: Parameter(data), state (requires_grad, volatile, hooks); or no
+    argument, state (data, creator, requires_grad, volatile, hooks)."""
+    if not isinstance(state, tuple) or len(state) not in (3, 5) or not isinstance(target.args, tuple):
+        return
+    tensor = as_tensor(state[0] if len(state) == 5 else target.args[0] if target.args else None)
+    if tensor is not None:
+        grad = _flag(state[2] if len(state) == 5 else state[0])
+        target.tensor = Tensor(
+            tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, "parameter"
+        )
+
+
+def built(target: Object, state: Node) -> None:
+    """See what an object has become by a BUILD."""
+    made = target.callable
+    if isinstance(made, Global):
+        builder = _BUILDERS.get((made.module, made.name))
+        if builder is not None:
+            builder(target, state)
+
+
+_SIZE = Global("torch", "Size")
+
+REDUCERS: dict[tuple[str, str], Reducer] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("builtins", "set"): _set,
+    ("builtins", "frozenset"): _set,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytes,
+    ("builtins", "complex"): _complex,
+    ("builtins", "getattr"): _getattr,
+    ("_codecs", "encode"): _encode,
+    ("torch._utils", "_rebuild_tensor"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._utils", "_rebuild_qtensor"): _quantized,
+    ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
+    ("torch._utils", "_rebuild_sparse_csr_tensor"): _sparse,
+    ("torch._utils", "_rebuild_nested_tensor"): _nested,
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _subclass,
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _on_device,
+    ("torch._utils", "_rebuild_xla_tensor"): _on_device,
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _on_device,
+    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+    ("torch._tensor", "_rebuild_from_type"): _from_type,
+    ("torch.tensor", "_rebuild_from_type"): _from_type,
+    **{(f"numpy.{core}.multiarray", "scalar"): ndarray.scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): ndarray.from_buffer for core in ("core", "_core")},
+}
+
+_BUILDERS: dict[tuple[str, str], Builder] = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): ndarray.built for core in ("core", "_core")},
+    **{
+        (module, f"{kind}Tensor"): _built_tensor
+        for module in ("torch", "torch.cuda")
+        for kind in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+    },
+    ("torch.nn.parameter", "Parameter"): _built_parameter,
+    ("torch.autograd.variable", "Variable"): _built_parameter,
+}

@@ -1,0 +1,96 @@
+"""numpy arrays and scalars inside pickles, read without numpy.
+
+An array is ``numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")`` (module ``numpy._core`` since numpy 2), then
+BUILD with (version, shape, dtype, is_fortran, data); protocol 5 has ``_frombuffer(data, dtype, shape, order)``.
+A dtype is ``numpy.dtype("f4", False, True)``, then BUILD with (version, byte order, ...).
+A scalar is ``numpy.core.multiarray.scalar(dtype, data)``.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from struct import unpack
+
+from ckptkit.bytesource import Extent, Memory, Range
+from ckptkit.dtypes import BY_NUMPY, DType
+from ckptkit.errors import CorruptError, FormatError
+from ckptkit.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.tree import Blob, ByteString, Global, Node, Object
+
+_KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
+_STRUCT = {"float16": "e", "float32": "f", "float64": "d", "bool": "?", "complex64": "ff", "complex128": "dd"}
+
+
+def built(target: Object, state: Node) -> None:
+    """See what `_reconstruct` has become: an array of plain numbers reads as a tensor, others stay opaque."""
+    if not isinstance(state, tuple) or len(state) not in (4, 5):
+        return
+    shape, dtype, fortran, data = state[-4:]
+    if not isinstance(shape, tuple):
+        raise FormatError("a numpy array without a shape")
+    target.tensor = _array(dtype, shape, bool(fortran), data)
+
+
+def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
+    """_frombuffer(data, dtype, shape, order)."""
+    if len(args) != 4 or not isinstance(args[2], tuple):
+        return Object(made, args)
+    return Object(made, args, tensor=_array(args[1], args[2], args[3] == "F", args[0]))
+
+
+def scalar(made: Global, args: tuple[Node, ...]) -> Node:
+    """scalar(dtype, data)."""
+    node = Object(made, args)
+    kind = _dtype(args[0]) if len(args) == 2 else None
+    data = _extent(args[1]) if len(args) == 2 else None
+    if kind is not None and data is not None:
+        dtype, big_endian = kind
+        if data.length != dtype.itemsize or not isinstance(data, Range):
+            raise CorruptError(f"a numpy scalar of {dtype} in {data.length} bytes")
+        node.value = _value(dtype, big_endian, data.read())
+    return node
+
+
+def _value(dtype: DType, big_endian: bool, data: bytes) -> bool | int | float | complex:
+    if dtype.kind == "int":
+        return int.from_bytes(data, "big" if big_endian else "little", signed=not dtype.name.startswith("u"))
+    values = unpack((">" if big_endian else "<") + _STRUCT[dtype.name], data)
+    return complex(*values) if dtype.kind == "complex" else values[0]
+
+
+def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Tensor | None:
+    kind, extent = _dtype(dtype), _extent(data)
+    if kind is None or extent is None:
+        return None
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise FormatError(f"a numpy array of shape {shape!r}")
+    if prod(shape) * kind[0].itemsize != extent.length:
+        raise CorruptError(f"a numpy array of shape {shape} and {kind[0]} in {extent.length:,} bytes")
+    stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
+    return Tensor(Storage(extent, big_endian=kind[1]), kind[0], shape, stride, kind="ndarray")
+
+
+def _dtype(node: Node) -> tuple[DType, bool] | None:
+    """Element type and whether it is big-endian; None for what is no plain number (text, records, objects)."""
+    if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
+        return None
+    name = node.args[0] if isinstance(node.args, tuple) and node.args else None
+    if not isinstance(name, str) or len(name) < 2 or not name[1:].isdigit() or len(name) > 4:
+        return None
+    kind, size = _KINDS.get(name[0]), int(name[1:])
+    found = BY_NUMPY.get(kind if kind == "bool" else f"{kind}{size * 8}")
+    state = node.state
+    order = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
+    return None if found is None else (found, order == ">")
+
+
+def _extent(node: Node) -> Extent | None:
+    """The bytes of an array, however the pickle spells them; None for a list of objects."""
+    if isinstance(node, Blob):
+        return node.extent
+    data = node.data if isinstance(node, ByteString) else node
+    if isinstance(data, str) and data.isascii():  # a str of Python 2
+        data = data.encode("ascii")
+    if isinstance(data, (bytes, bytearray)):
+        return Range(Memory(bytes(data), "<array>"), 0, len(data))
+    return None

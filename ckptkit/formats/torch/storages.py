@@ -1,0 +1,120 @@
+"""Persistent ids: how torch's pickles refer to the storages beside them.
+
+    ('storage', class, key, location, numel)                    zip archives
+    ('storage', class, key, location, numel, view_metadata)     legacy streams; view_metadata is None since 0.4,
+                                                                (view_key, offset, view_size) in elements before
+
+`numel` counts elements of the class's type, of the root storage for views; bytes for an UntypedStorage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ckptkit.dtypes import BY_STORAGE, UINT8, DType
+from ckptkit.errors import AmbiguousError, FormatError, TensorError
+from ckptkit.limits import check
+from ckptkit.tensor import Storage, TypedStorage
+from ckptkit.tree import Global, Node
+
+# Makes the Storage of a key: key, bytes, device.
+Opener = Callable[[str, int, str], Storage]
+
+
+class _Reference(NamedTuple):
+    """One way in which a storage is referred to."""
+
+    made: Global
+    location: Node
+    numel: Node
+    typed: TypedStorage
+
+
+class StorageTable:
+    """The storages of one pickle, each made once, whichever way and however often it is referred to."""
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener = opener
+        self._references: dict[str, list[_Reference]] = {}
+        self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
+
+    def load(self, pid: Node) -> Node:
+        """The TypedStorage that a persistent id stands for; the same object each time."""
+        if pid.__class__ is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
+            raise FormatError("pickle refers to a storage by something other than torch's persistent ids")
+        made, key, location, numel = pid[1:5]
+        if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
+            raise FormatError("a storage is named by something other than a class, a string and a number")
+        for known in self._references.get(key, ()):
+            if known.made is made:
+                if known.location != location or known.numel != numel:
+                    raise _two_ways(key)
+                typed = known.typed
+                break
+        else:
+            typed = self._new(key, made, location, numel)
+        return typed if len(pid) == 5 or pid[5] is None else self._view(typed, pid[5])
+
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes per element of each storage, 1 where it is only ever untyped."""
+        return {
+            key: max(1 if known.typed.dtype is None else known.typed.dtype.itemsize for known in references)
+            for key, references in self._references.items()
+        }
+
+    def _new(self, key: str, made: Global, location: Node, numel: int) -> TypedStorage:
+        dtype = dtype_of_storage(made)
+        if location.__class__ is not str or numel < 0:
+            raise FormatError(f"storage {key!r} has no device or no size")
+        check("name_bytes", len(key) + len(location), "characters of a storage's name")
+        nbytes = numel * (1 if dtype is None else dtype.itemsize)
+        references = self._references.setdefault(key, [])
+        if references:
+            storage = references[0].typed.storage
+            if storage.nbytes != nbytes or storage.device != location:
+                raise _two_ways(key)
+            types = {dtype, *(known.typed.dtype for known in references)}
+            if len(types) > 1 and types != {UINT8, None}:  # torch takes the class that it meets first for all
+                named = sorted("untyped" if each is None else each.name for each in types)
+                raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
+        else:
+            storage = self._opener(key, nbytes, location)
+        typed = TypedStorage(storage, dtype)
+        references.append(_Reference(made, location, numel, typed))
+        return typed
+
+    def _view(self, root: TypedStorage, metadata: Node) -> TypedStorage:
+        """A storage that is a part of another (torch 0.1 to 0.3)."""
+        if not isinstance(metadata, tuple) or len(metadata) != 3 or type(metadata[0]) is not str:
+            raise FormatError("a view of a storage is described by something other than (key, offset, size)")
+        key, offset, size = metadata
+        if type(offset) is not int or type(size) is not int or not 0 <= offset <= offset + size <= root.elements:
+            raise TensorError(f"a view of {size} elements from {offset} of a storage of {root.elements}")
+        view, seen = self._views.setdefault(
+            key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
+        )
+        if seen[1:] != metadata[1:] or view.storage is not root.storage:
+            raise _two_ways(key)
+        return view
+
+
+def _two_ways(key: str) -> AmbiguousError:
+    return AmbiguousError(f"storage {key!r} is described in two ways")
+
+
+def dtype_of_storage(made: Global) -> DType | None:
+    """The element type of a storage class, None for an untyped one. Raises FormatError for anything else."""
+    if made.module in ("torch", "torch.cuda") and made.name in BY_STORAGE:
+        return BY_STORAGE[made.name]
+    if made.module == "torch.storage" and made.name in ("UntypedStorage", "_UntypedStorage"):
+        return None
+    raise FormatError(f"{made} is no storage class that ckptkit knows")
+
+
+def storage_class(dtype: DType | None) -> Global:
+    """The class that a persistent id names for elements of `dtype`; the same object each time."""
+    return _CLASSES[None if dtype is None else dtype.storage]
+
+
+_CLASSES = {name: Global("torch", name) for name in BY_STORAGE} | {None: Global("torch.storage", "UntypedStorage")}

@@ -1,0 +1,123 @@
+"""Lays out zip files: stored members without data descriptors, their data at multiples of 64 bytes.
+
+Layout (see zip_container; all of it loads, and maps, in every torch since 1.6):
+
+    local header     flags 0x0800 (UTF-8), version 20 (45 with zip64), date 1980-01-01, the true CRC-32 and sizes
+    name
+    zip64 field      0x0001: size, stored size, for members of 4 GiB and more
+    ``FB`` field     as many Z as bring the data to the next multiple of 64
+    data
+    directory        zip64 fields for what does not fit 32 bits: size, stored size, offset
+    ends             zip64 end record and locator, always, as torch writes them; end record with capped values
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ckptkit.bytesource import Extent
+from ckptkit.plan import Deferred, Segment, Summed
+
+ALIGNMENT = 64  # bytes
+
+_U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_LOCAL = struct.Struct("<4s5H3L2H").pack
+_CENTRAL = struct.Struct("<4s6H3L5H2L").pack
+_END64 = struct.Struct("<4sQ2H2L4Q").pack
+_LOCATOR = struct.Struct("<4sLQL").pack
+_END = struct.Struct("<4s4H2LH").pack
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where the CRC is in a header
+_UTF8_FLAG = 0x0800
+_DATE = 0x0021
+_PADS = [b"FB" + struct.pack("<H", n) + b"Z" * n for n in range(ALIGNMENT)]
+_JOINED = 1 << 16  # literal contents up to this length share a segment with the headers around them
+
+
+class Member(NamedTuple):
+    """A record to be written. `crc` is that of an extent, None if it is to be computed while it is written."""
+
+    name: str
+    content: bytes | Extent
+    crc: int | None = None
+
+
+class _Text:
+    """Literal bytes being put together, with holes for CRCs that are not known yet."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.holes: list[tuple[int, int]] = []
+
+    def segment(self) -> Segment:
+        return Deferred(bytes(self.data), tuple(self.holes)) if self.holes else bytes(self.data)
+
+
+def lay_out(members: Iterable[Member]) -> list[Segment]:
+    """A whole zip file of `members`, in order. The checksum of a member without a CRC has its position as number."""
+    segments: list[Segment] = []
+    text, directory = _Text(), _Text()
+    offset = count = 0
+    for name, content, crc in members:
+        if isinstance(content, bytes):
+            size, crc = len(content), zlib.crc32(content)
+        else:
+            size = content.length
+        if size == 0:
+            crc = 0
+        if crc is None:
+            text.holes.append((len(text.data) + _LOCAL_CRC, count))
+            directory.holes.append((len(directory.data) + _CENTRAL_CRC, count))
+        raw = name.encode()
+        header = _local_header(raw, offset, size, crc or 0)
+        text.data += header
+        directory.data += _central_entry(raw, offset, size, crc or 0)
+        if isinstance(content, bytes) and size <= _JOINED:
+            text.data += content
+        elif size:
+            segments.append(text.segment())
+            segments.append(content if isinstance(content, bytes) or crc is not None else Summed(content, count))
+            text = _Text()
+        offset += len(header) + size
+        count += 1
+    text.holes += [(len(text.data) + position, number) for position, number in directory.holes]
+    text.data += directory.data + _ends(offset, len(directory.data), count)
+    return [*segments, text.segment()]
+
+
+def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
+    """The header at `offset` with its fields, as long as it takes for the data to be aligned."""
+    version, wide, short = 20, b"", size
+    if size >= _U32:
+        version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
+    extra = wide + _PADS[-(offset + 34 + len(name) + len(wide)) % ALIGNMENT]
+    return (
+        _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, crc, short, short, len(name), len(extra)) + name + extra
+    )
+
+
+def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
+    wide = [size, size] if size >= _U32 else []
+    wide += [offset] if offset >= _U32 else []
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version, size, offset = 45 if wide else 20, min(size, _U32), min(offset, _U32)
+    lengths = len(name), len(extra)
+    return (
+        _CENTRAL(
+            b"PK\x01\x02", version, version, _UTF8_FLAG, 0, 0, _DATE, crc, size, size, *lengths, 0, 0, 0, 0, offset
+        )
+        + name
+        + extra
+    )
+
+
+def _ends(offset: int, size: int, count: int) -> bytes:
+    """The three end records of a directory of `size` bytes at `offset`."""
+    short = min(count, _U16)
+    return (
+        _END64(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, offset)
+        + _LOCATOR(b"PK\x06\x07", 0, offset + size, 1)
+        + _END(b"PK\x05\x06", 0, 0, short, short, min(size, _U32), min(offset, _U32), 0)
+    )

@@ -1,0 +1,106 @@
+"""The command that helps, ready to paste."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ckptkit.reports.summary import Summary
+from ckptkit.tree import join
+from ckptkit.trust import refused_by_weights_only
+
+# What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
+WRAPPERS = ("module.", "_orig_mod.")
+WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
+NAMED = 4  # globals that are named before "and N more"
+
+
+def advise(summary: Summary) -> tuple[str, ...]:
+    """Sentences that end in a command, for what keeps this checkpoint from loading or makes it larger than it is."""
+    path = summary.path
+    found = (_prefixes, _devices, _waste, _objects, _others)
+    return tuple(line for advice in found for line in advice(summary, path))
+
+
+def strip_module(path: str, prefix: str = "module.") -> str:
+    """The command that removes `prefix` from the keys of the file `path`."""
+    option = () if prefix == "module." else ("--prefix", prefix)
+    return _edit("strip-module", path, "stripped", *option)
+
+
+def add_module(path: str, prefix: str = "module.") -> str:
+    """The command that puts `prefix` before the keys of the file `path`."""
+    option = () if prefix == "module." else ("--prefix", prefix)
+    return _edit("add-module", path, "wrapped", *option)
+
+
+def _edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
+    output = _beside(path, mark, suffix)
+    return shlex.join(("ckptkit", command, *options, *_argument(path), output))
+
+
+def _argument(path: str) -> tuple[str, ...]:
+    """A path as arguments: after ``--`` if it looks like an option."""
+    return ("--", path) if path.startswith("-") else (path,)
+
+
+def _beside(path: str, mark: str, suffix: str | None) -> str:
+    """``run.pth`` -> ``run-cpu.pth``, in the working directory if `path` is a URL. `suffix` replaces that of `path`."""
+    if "://" in path:
+        path = path.rpartition("/")[2]
+    stem, own = os.path.splitext(path.rstrip("/"))
+    if own == ".tar":
+        stem, inner = os.path.splitext(stem)
+        own = inner + own
+    return f"{stem}-{mark}{own if suffix is None else suffix}"
+
+
+def _prefixes(summary: Summary, path: str) -> Iterator[str]:
+    names = [row.name for row in summary.rows if row.name is not None]
+    for prefix in WRAPPERS:
+        having = sum(name.startswith(prefix) for name in names)
+        if having and 2 * having > len(names):
+            how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
+            yield f"{how_many} keys start with {prefix!r}: {strip_module(path, prefix)}"
+
+
+def _devices(summary: Summary, path: str) -> Iterator[str]:
+    devices = Counter(row.tensor.device for row in summary.rows)
+    away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
+    if away:
+        yield f"saved on {_some(away)}; to load without: {_edit('remap', path, 'cpu', '--to', 'cpu')}"
+
+
+def _waste(summary: Summary, path: str) -> Iterator[str]:
+    unused = summary.totals.unused_nbytes
+    if unused > max(WASTE, summary.totals.nbytes // 10):
+        command = _edit("convert", path, "compact", "--compact")
+        yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
+
+
+def _objects(summary: Summary, path: str) -> Iterator[str]:
+    """What torch.load refuses by default, and the way around it: without the objects, or the weights alone."""
+    refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
+    if not refused:
+        return
+    said = f"torch.load(weights_only=True) refuses {_some(refused)}"
+    if summary.weights is not None and summary.is_module:
+        yield f"{said}; for the weights alone: {_edit('convert', path, 'weights', suffix='.safetensors')}"
+    elif summary.objects:
+        yield f"{said}; to leave such values out: {_edit('convert', path, 'plain', '--objects', 'drop')}"
+    else:
+        yield said
+
+
+def _others(summary: Summary, path: str) -> Iterator[str]:
+    """How to choose what else could be meant by the weights."""
+    for key in map(join, summary.others[:NAMED]):
+        yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *_argument(path)))}"
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = len(listed) - NAMED
+    return ", ".join(listed[:NAMED]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,0 +1,230 @@
+"""What is in a checkpoint: every tensor, value and object with its path, and the totals. One walk over the tree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptkit.bytesource import ByteSource
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError
+from ckptkit.reports.values import Plain, plain
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.tree import Global, Node, Object, Path, join, walk
+from ckptkit.trust import describe, is_harmful
+from ckptkit.weights import Weights
+
+
+class Row(NamedTuple):
+    """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where there is none."""
+
+    name: str | None  # in the weights, None elsewhere
+    path: Path
+    tensor: Tensor
+    storage: int | None
+    nbytes: int  # logical
+
+    @property
+    def place(self) -> str:
+        """The path, its keys joined by dots."""
+        return join(self.path)
+
+
+class Value(NamedTuple):
+    """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex, storage, or dotted."""
+
+    path: Path
+    type: str
+    value: Plain
+
+
+class Opaque(NamedTuple):
+    """A value that only its own code could make, or a class or function itself."""
+
+    path: Path
+    global_: str
+
+
+@dataclass(frozen=True)
+class Totals:
+    """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones counted once.
+
+    `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once; `unused_nbytes` what
+    storages hold beyond the tensors that lie in them.
+    """
+
+    tensors: int
+    parameters: int
+    nbytes: int
+    storage_nbytes: int
+    unused_nbytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that `inspect` tells. `weights` is the path of the state_dict, None if there is none or several."""
+
+    path: str
+    format: str
+    size: int
+    weights: Path | None
+    rows: list[Row] = field(repr=False)
+    values: list[Value] = field(repr=False)
+    objects: list[Opaque] = field(repr=False)
+    globals: tuple[Global, ...]
+    metadata: Mapping[str, str]
+    warnings: tuple[str, ...]
+    totals: Totals
+    others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
+    is_module: bool = False  # whether the weights are those of a whole pickled module
+
+
+def summarize(checkpoint: Checkpoint) -> Summary:
+    """The facts of `checkpoint`. Reads no tensor bytes. Raises LimitError for a tree that is nested too deep, and
+    UsageError if the checkpoint's `key` names no mapping of tensors."""
+    warnings = checkpoint.warnings
+    weights = None
+    try:
+        weights = checkpoint.selection
+    except AmbiguousError as error:
+        warnings = (*warnings, error.message)
+    survey = _Survey(weights)
+    survey.run(checkpoint.root)
+    return Summary(
+        path=checkpoint.name or "",
+        format=checkpoint.format,
+        size=_size(checkpoint),
+        weights=None if weights is None else weights.path,
+        rows=survey.rows,
+        values=survey.values,
+        objects=survey.objects,
+        globals=checkpoint.globals,
+        metadata=checkpoint.metadata,
+        warnings=(*warnings, *survey.warnings()),
+        totals=survey.totals(),
+        others=() if weights is None else weights.others,
+        is_module=weights is not None and weights.is_module,
+    )
+
+
+class _Survey:
+    def __init__(self, weights: Weights | None) -> None:
+        self.weights = weights
+        self.rows: list[Row] = []
+        self.values: list[Value] = []
+        self.objects: list[Opaque] = []
+        self.harmful: dict[str, list[Path]] = {}
+        self.storages: dict[int, tuple[int, Storage]] = {}  # by id: its number, and itself so that the id stays taken
+
+    def run(self, root: Node) -> None:
+        """Visit every node once for each path; what is shown as a tensor or value is not entered.
+
+        The walk goes down before it goes on, so whatever comes after a node and lies deeper is inside it.
+        """
+        target = self.weights.node if self.weights else self
+        name_of = _naming(self.weights) if self.weights else None
+        shown = 1 << 62  # depth of a node that is shown whole, while the walk is inside it
+        base: int | None = None  # depth of the weights, while the walk is inside them
+        for path, node in walk(root):
+            depth = len(path)
+            if depth > shown:
+                continue
+            shown = 1 << 62
+            if base is not None and depth <= base:
+                base = None
+            if node is target and self.weights and _same(path, self.weights.path):
+                base = depth
+            kind = node.__class__
+            if kind is Tensor:
+                self._tensor(path, node, name_of(path[base:]) if name_of and base is not None else None)
+            elif kind is Object and node.tensor is not None:
+                self._tensor(path, node.tensor, name_of(path[base:]) if name_of and base is not None else None)
+                shown = depth
+            elif (value := plain(node)) is not None:
+                self._value(path, node, *value)
+                shown = depth
+            elif kind is Object or kind is Global:
+                self._opaque(path, node)
+
+    def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
+        number = None if tensor.storage is None else self._number(tensor.storage)
+        self.rows.append(Row(name, path, tensor, number, tensor.nbytes))
+
+    def _value(self, path: Path, node: Node, kind: str, value: Plain) -> None:
+        if isinstance(node, TypedStorage):
+            self._number(node.storage)
+        self.values.append(Value(path, kind, value))
+
+    def _opaque(self, path: Path, node: Object | Global) -> None:
+        made = node if isinstance(node, Global) else node.callable
+        self.objects.append(Opaque(path, describe(made)))
+        if isinstance(node, Object) and is_harmful(node):
+            self.harmful.setdefault(describe(made), []).append(path)
+
+    def warnings(self) -> Iterator[str]:
+        for made, (first, *more) in self.harmful.items():
+            also = f" and at {len(more):,} more" if more else ""
+            yield f"loading it with pickle would call {made}, for the value at {join(first) or 'the root'}{also}"
+
+    def _number(self, storage: Storage) -> int:
+        found = self.storages.get(id(storage))
+        if found is None:
+            found = self.storages[id(storage)] = (len(self.storages), storage)
+        return found[0]
+
+    def totals(self) -> Totals:
+        counted: dict[tuple[object, ...], int] = {}
+        free = [storage.nbytes for _, storage in self.storages.values()]
+        in_weights = any(row.name is not None for row in self.rows)
+        for number, (name, _, tensor, storage, nbytes) in enumerate(self.rows):
+            if storage is not None:
+                free[storage] -= nbytes
+            if name is not None or not in_weights:
+                same = (number,) if storage is None else (storage, tensor.offset, tensor.shape)
+                counted[same] = tensor.numel
+        return Totals(
+            tensors=len(self.rows),
+            parameters=sum(counted.values()),
+            nbytes=sum(row.nbytes for row in self.rows),
+            storage_nbytes=sum(storage.nbytes for _, storage in self.storages.values()),
+            unused_nbytes=sum(rest for rest in free if rest > 0),
+        )
+
+
+def _same(path: Path, other: Path) -> bool:
+    """Whether two paths are one. Keys of any kind are compared by identity: a file could make `==` run for long."""
+    return len(path) == len(other) and all(
+        a is b or (a.__class__ is b.__class__ and isinstance(a, (str, int)) and a == b)
+        for a, b in zip(path, other, strict=True)
+    )
+
+
+def _naming(weights: Weights) -> Callable[[Path], str | None]:
+    """The name in the weights of what lies at a path below them."""
+    nodes = weights.nodes
+
+    def by_key(below: Path) -> str | None:
+        return below[0] if len(below) == 1 and below[0] in nodes else None
+
+    def by_attributes(below: Path) -> str | None:
+        """``_modules, conv1, _parameters, weight`` -> ``conv1.weight``."""
+        attributes, names = below[0::2], below[1::2]
+        if len(below) % 2 or attributes[-1:] not in (("_parameters",), ("_buffers",)):
+            return None
+        if any(each != "_modules" for each in attributes[:-1]):
+            return None
+        name = join(names)
+        return name if name in nodes else None
+
+    return by_attributes if weights.is_module else by_key
+
+
+def _size(checkpoint: Checkpoint) -> int:
+    """Bytes on disk: of the file, or of the files in the folder."""
+    source = checkpoint.source
+    if source is None or isinstance(source, ByteSource):
+        return 0 if source is None else source.size
+    paths = [os.path.join(source.path, name) for name in source.list()]
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))

@@ -1,0 +1,87 @@
+"""What a node of a tree amounts to, as text and plain numbers: the values that a report shows."""
+
+from __future__ import annotations
+
+from ckptkit import dtypes
+from ckptkit.limits import LIMITS
+from ckptkit.tensor import TypedStorage
+from ckptkit.tree import Blob, ByteString, Global, Node, Object, Path, key_text
+
+Plain = bool | int | float | str | None
+Key = str | int
+
+BYTES_SHOWN = 1_024  # byte strings up to this length are shown as text
+EXACT = 1 << 63  # integers from here on are text: JSON readers would round them
+_SCALARS = frozenset({bool, float, str, type(None)})
+
+
+def plain(node: Node) -> tuple[str, Plain] | None:
+    """Type and value of a scalar, a string or what reads as one; None for containers, tensors and objects."""
+    kind = node.__class__
+    if kind in _SCALARS:
+        return ("none" if node is None else kind.__name__), node
+    if kind is int:
+        return "int", number(node)
+    if kind is Object:
+        return _object(node)
+    if kind is Global:
+        return ("torch.dtype", str(node)) if is_dtype(node) else None
+    return _odd(node)
+
+
+def _odd(node: Node) -> tuple[str, Plain] | None:
+    if isinstance(node, (bytes, bytearray)):
+        return "bytes", bytes_text(node)
+    if isinstance(node, ByteString):
+        return "str", str(node)
+    if isinstance(node, Blob):
+        return "bytes", f"{node.extent.length:,} bytes"
+    if isinstance(node, TypedStorage):
+        return "storage", f"{node.elements:,} x {node.dtype or 'byte'} on {node.storage.device}"
+    return ("complex", str(node)) if isinstance(node, complex) else None
+
+
+def _object(node: Object) -> tuple[str, Plain] | None:
+    """A scalar of numpy, a torch.Size or a torch.device; None for every other Object."""
+    made = node.global_
+    if made is None:
+        return None
+    if node.value is not None:
+        return str(made) if made.name != "scalar" else "numpy.scalar", _scalar(node.value)
+    args = node.args if isinstance(node.args, tuple) else ()
+    if (made.module, made.name) == ("torch", "device") and args:
+        return "torch.device", ":".join(map(key_text, args))
+    if (made.module, made.name) == ("torch", "Size") and len(args) == 1:
+        return "torch.Size", key_text(tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0])
+    return None
+
+
+def _scalar(value: Node) -> Plain:
+    if value.__class__ is int:
+        return number(value)
+    return str(value) if isinstance(value, complex) else value
+
+
+def is_dtype(node: Global) -> bool:
+    return node.module == "torch" and (node.name in dtypes.BY_NAME or node.name in dtypes.ALIASES)
+
+
+def bytes_text(data: bytes | bytearray) -> str:
+    """Bytes as Python writes them between quotes; long ones as their number."""
+    return repr(bytes(data))[2:-1] if len(data) <= BYTES_SHOWN else f"{len(data):,} bytes"
+
+
+def number(value: int) -> int | str:
+    """An integer as such, or as text where a reader of JSON could not hold it."""
+    if -EXACT < value < EXACT:
+        return value
+    digits = value.bit_length() <= 8 * LIMITS.int_bytes
+    return str(value) if digits else f"<integer of {value.bit_length():,} bits>"
+
+
+def key_list(path: Path) -> list[Key]:
+    """A path as the list of its keys: strings and integers as such, others as text."""
+    return [
+        key if key.__class__ is str or (key.__class__ is int and -EXACT < key < EXACT) else key_text(key)
+        for key in path
+    ]

@@ -1,0 +1,242 @@
+"""What tensors are made of: cast them to another floating-point type, cut storages to what is used of them.
+
+Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or read here: a new
+storage only says from what it will be made (:mod:`ckptkit.bridge`).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
+
+from ckptkit import dtypes as table
+from ckptkit.bridge import cast_record
+from ckptkit.bytesource import Part
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.dtypes import DType
+from ckptkit.errors import FormatError, UsageError
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.transforms.scan import count, nearest, nodes, on, some
+from ckptkit.tree import Node, Object, rebuild
+from ckptkit.weights import Weights, as_tensor
+
+# Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
+_OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
+               "_rebuild_parameter", "_rebuild_parameter_with_state")  # fmt: skip
+
+
+def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
+    """Floating-point weights as another floating-point type: all of them, or those whose names match a glob.
+
+    `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts, so exceptions
+    follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools, complex and quantized weights stay.
+    Tensors on one storage are cast together; those that then differ in dtype get storages of their own, which is
+    said in a warning. Raises UsageError for an unknown dtype and for a glob that matches nothing.
+    """
+    weights = ck.required
+    wanted, left = _wanted(weights, _rules(dtypes, weights))
+    new = _Cast(wanted)
+    warnings = [f"not cast, as their dtype is part of how they are made: {some(left)}"] if left else []
+    if not wanted:
+        warnings.append("no floating-point weight has another dtype than that: nothing is cast")
+        return ck.with_root(ck.root, warnings=warnings)
+    root = rebuild(ck.root, new)
+    if split := new.split:
+        names = [name for name, tensor in weights.tensors.items() if id(tensor.storage) in split]
+        warnings.append(f"no longer share memory with tensors that have another dtype now: {some(names)}")
+    return ck.with_root(root, notes=_cast_notes(weights, wanted), warnings=warnings)
+
+
+def _cast_notes(weights: Weights, wanted: Mapping[int, DType]) -> list[str]:
+    pairs = Counter(
+        (tensor.dtype.name, wanted[id(tensor)].name) for tensor in weights.tensors.values() if id(tensor) in wanted
+    )
+    return [f"cast {count(number, 'weight')}: {old} -> {new}" for (old, new), number in pairs.items()]
+
+
+def _rules(dtypes: str | Mapping[str, str], weights: Weights) -> list[tuple[re.Pattern[str], DType]]:
+    """Patterns and targets, the one that counts first."""
+    given = {"*": dtypes} if isinstance(dtypes, str) else dtypes
+    rules = [(re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()]
+    for (pattern, _), glob in zip(rules, given, strict=True):
+        if not any(map(pattern.match, weights.nodes)) and weights.nodes:
+            raise UsageError(f"no weight matches {glob!r}", hint=nearest(glob, weights.nodes))
+    return rules[::-1]
+
+
+def _float(name: str) -> DType:
+    try:
+        dtype = table.parse(name)
+    except FormatError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    if not _is_castable(dtype):
+        raise UsageError(f"{name!r} is not a floating-point type to cast to", hint="e.g. float32, float16, bfloat16")
+    return dtype
+
+
+def _is_castable(dtype: DType) -> bool:
+    return dtype.kind == "float" and dtype.bits % 8 == 0 and dtype.packed == 1
+
+
+def _wanted(weights: Weights, rules: list[tuple[re.Pattern[str], DType]]) -> tuple[dict[int, DType], list[str]]:
+    """Target by id of the tensor, and the names of weights that should be cast and cannot be."""
+    wanted: dict[int, DType] = {}
+    left: list[str] = []
+    for name, node in weights.nodes.items():
+        target = next((dtype for pattern, dtype in rules if pattern.match(name)), None)
+        tensor = as_tensor(node)
+        if target is None or tensor is None or tensor.dtype.kind != "float" or tensor.dtype.name == target.name:
+            continue
+        if _is_fixed(node, tensor, target):
+            left.append(name)
+        else:
+            wanted.update((id(each), target) for each in _made_of(node, tensor))
+    return wanted, left
+
+
+def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
+    if isinstance(node, Object) and (node.global_ is None or node.global_.name not in _OF_TENSORS):
+        return True
+    return not _is_castable(tensor.dtype) or (tensor.kind == "ndarray" and target.numpy is None)
+
+
+def _made_of(node: Node, tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
+    if isinstance(node, Object):
+        parts = (part for arg in node.args for part in (arg if isinstance(arg, tuple) else (arg,)))
+        yield from (part for part in parts if isinstance(part, Tensor) and part.dtype == tensor.dtype)
+
+
+class _Cast:
+    """Leaf -> leaf, with one new storage for each old one and pair of dtypes."""
+
+    def __init__(self, wanted: Mapping[int, DType]) -> None:
+        self._wanted = wanted
+        self._storages: dict[tuple[int, str, str], Storage] = {}
+        self._users: dict[int, tuple[DType | None, DType | None]] = {}  # dtype and target of a storage's first user
+        self._split: set[int] = set()
+
+    def __call__(self, leaf: Node) -> Node:
+        if not isinstance(leaf, (Tensor, TypedStorage)):
+            return leaf
+        target = self._wanted.get(id(leaf))
+        use = (leaf.dtype, target)
+        if leaf.storage is not None and self._users.setdefault(id(leaf.storage), use) != use:
+            self._split.add(id(leaf.storage))
+        return leaf if target is None or isinstance(leaf, TypedStorage) else self._cast(leaf, target)
+
+    def _cast(self, leaf: Tensor, target: DType) -> Tensor:
+        if leaf.storage is None:
+            return replace(leaf, dtype=target)
+        key = (id(leaf.storage), leaf.dtype.name, target.name)
+        if key not in self._storages:
+            self._storages[key] = _cast_storage(leaf.storage, leaf.dtype, target)
+        return on(self._storages[key], leaf, target)
+
+    @property
+    def split(self) -> set[int]:
+        """Ids of the storages that were cast, but not for all of their users alike."""
+        return self._split & {storage for storage, _, _ in self._storages}
+
+
+def _cast_storage(storage: Storage, source: DType, target: DType) -> Storage:
+    length = storage.nbytes // source.itemsize * source.itemsize
+    record = storage.record if length == storage.nbytes else Part(storage.record, 0, length)
+    return Storage(cast_record(record, source, target, big_endian=storage.big_endian), storage.device)
+
+
+def compact(ck: Checkpoint) -> Checkpoint:
+    """Cut every storage to the parts that tensors of the whole tree span.
+
+    Tensors that overlap or touch stay on one storage, so views and ties are kept; a storage that is used from end to
+    end is left alone, and so is one that the file refers to as a whole.
+    """
+    uses = _uses(ck.root)
+    cuts = {key: cut for key, use in uses.items() if (cut := use.cut()) is not None}
+    if not cuts:
+        return ck.with_root(ck.root, warnings=["every storage is used from end to end: there is nothing to cut"])
+    saved = sum(uses[key].storage.nbytes - cut.nbytes for key, cut in cuts.items())
+    root = rebuild(ck.root, lambda leaf: _on_part(leaf, cuts))
+    return ck.with_root(root, notes=[f"cut {count(len(cuts), 'storage')} to what is used: {saved:,} bytes less"])
+
+
+def _on_part(leaf: Node, cuts: Mapping[int, _Cut]) -> Node:
+    cut = cuts.get(id(leaf.storage)) if isinstance(leaf, Tensor) else None
+    return leaf if cut is None else cut.place(leaf)
+
+
+@dataclass
+class _Use:
+    """What a tree uses of one storage: the spans of tensors in bytes, and the coarsest alignment that these need."""
+
+    storage: Storage
+    spans: list[tuple[int, int]] = field(default_factory=list)  # start and end
+    unit: int = 1
+    whole: bool = False
+
+    def cut(self) -> _Cut | None:
+        """The parts to keep, None if that is everything."""
+        if self.whole:
+            return None
+        parts = list(_merged(sorted(self._aligned()))) or [(0, 0)]
+        if sum(end - start for start, end in parts) == self.storage.nbytes:
+            return None
+        record, device, big = self.storage.record, self.storage.device, self.storage.big_endian
+        storages = [Storage(Part(record, start, end - start), device, None, big) for start, end in parts]
+        return _Cut([start for start, _ in parts], storages)
+
+    def _aligned(self) -> Iterator[tuple[int, int]]:
+        for start, end in self.spans:
+            yield start // self.unit * self.unit, min(-(-end // self.unit) * self.unit, self.storage.nbytes)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where the kept parts of a storage begin, in bytes, and the storages that they become."""
+
+    starts: list[int]
+    storages: list[Storage]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.storages)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        if 0 in tensor.shape:
+            return on(self.storages[0], tensor, offset=0)
+        at = bisect_right(self.starts, tensor.extent[0]) - 1
+        return on(self.storages[at], tensor, offset=tensor.offset - self.starts[at] * 8 // tensor.dtype.bits)
+
+
+def _uses(root: Node) -> dict[int, _Use]:
+    uses: dict[int, _Use] = {}
+    for leaf in nodes(root):
+        if not isinstance(leaf, (Tensor, TypedStorage)) or leaf.storage is None:
+            continue
+        use = uses.setdefault(id(leaf.storage), _Use(leaf.storage))
+        if isinstance(leaf, TypedStorage) or leaf.layout != "strided" or leaf.dtype.bits % 8:
+            use.whole = True
+            continue
+        use.unit = max(use.unit, leaf.dtype.itemsize)
+        if 0 not in leaf.shape:
+            start, length = leaf.extent
+            use.spans.append((start, start + length))
+    return uses
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Sorted spans, those that overlap or touch joined."""
+    held: tuple[int, int] | None = None
+    for start, end in spans:
+        if held is not None and start <= held[1]:
+            held = (held[0], max(held[1], end))
+        else:
+            if held is not None:
+                yield held
+            held = (start, end)
+    if held is not None:
+        yield held

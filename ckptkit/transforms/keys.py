@@ -1,0 +1,287 @@
+"""Names: strip and add prefixes, rename, select.
+
+All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on a state_dict
+(:mod:`ckptkit.transforms.metadata`). A whole pickled module is replaced by its plain state_dict: its own names are
+attributes of classes that are not ours to change.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import translate
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CollisionError, UsageError
+from ckptkit.tensor import Tensor
+from ckptkit.transforms import metadata
+from ckptkit.transforms.scan import count, nearest, some
+from ckptkit.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
+from ckptkit.weights import Weights, module_state
+
+Paths = dict[str, Node]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A mapping whose keys are to change: where it is, and what it holds.
+
+    ``node`` is what stands in the tree, ``entries`` the mapping itself (of a pickled module, its state_dict), and
+    ``names`` those of its keys that name weights: a wrapper such as ``{"epoch": 3, "fc.weight": ...}`` has others.
+    """
+
+    path: Path
+    node: Node
+    entries: OrderedDict | dict[Node, Node]
+    names: list[str]
+
+    @property
+    def place(self) -> str:
+        """`` of model`` for a mapping at the path ``model``, nothing for the root."""
+        return f" of {join(self.path)}" if self.path else ""
+
+    def renamed(self, names: Mapping[str, str], edit_metadata: Callable[[Paths], Paths]) -> Node:
+        """The mapping with other keys, in the same order. Raises CollisionError."""
+        new: dict[Node, Node] = {}
+        for key, value in self.entries.items():
+            name = names.get(key, key)
+            if name in new:
+                other = next(each for each in self.entries if names.get(each, each) == name)
+                raise CollisionError(
+                    f"{other!r} and {key!r}{self.place} would both be called {name!r}",
+                    hint="rename or drop one of them first",
+                )
+            new[name] = value
+        return metadata.like(self.entries, new, edit_metadata)
+
+
+def strip_prefix(ck: Checkpoint, *prefixes: str, keys: Sequence[str] = ()) -> Checkpoint:
+    """Remove leading prefixes (``module.`` if none is given) from the names of the weights.
+
+    Each prefix is taken once, whatever the order in which they nest. `keys` names the mappings to edit instead of
+    the weights, by dotted path. Raises CollisionError, UsageError.
+    """
+    prefixes = prefixes or ("module.",)
+    if "" in prefixes:
+        raise UsageError("an empty prefix cannot be stripped")
+    edit = _Stripping(prefixes)
+    targets = list(_targets(ck, keys))
+    return edit.result(ck, targets)
+
+
+class _Stripping:
+    def __init__(self, prefixes: tuple[str, ...]) -> None:
+        self.prefixes = tuple(sorted(prefixes, key=len, reverse=True))
+
+    def __call__(self, name: str) -> str:
+        """`name` without each of the prefixes that it begins with, once each."""
+        left = self.prefixes
+        while name.startswith(left):
+            hit = next(each for each in left if name.startswith(each))
+            at = left.index(hit)
+            left = left[:at] + left[at + 1 :]
+            name = name[len(hit) :]
+        return name
+
+    def result(self, ck: Checkpoint, targets: list[Target]) -> Checkpoint:
+        swap: dict[int, Node] = {}
+        notes, warnings = [], []
+        for target in targets:
+            names = {name: short for name in _strings(target.entries) if (short := self(name)) not in ("", name)}
+            if not names:
+                warnings.append(f"no key{target.place} begins with {' or '.join(map(repr, self.prefixes))}")
+                continue
+            swap[id(target.node)] = self._edited(target, names)
+            notes += [*self._notes(target, names), *_as_plain(target)]
+            warnings += self._warnings(target, names)
+        warnings += self._elsewhere(ck, targets)
+        return _replaced(ck, swap, notes, warnings)
+
+    def _edited(self, target: Target, names: dict[str, str]) -> Node:
+        kept = [name for name in target.names if name not in names]
+        return target.renamed(names, lambda paths: metadata.stripped(paths, self, self.prefixes, kept))
+
+    def _notes(self, target: Target, names: dict[str, str]) -> list[str]:
+        gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
+        return [f"stripped {prefix!r} from {count(number, 'key')}{target.place}" for prefix, number in gone.items()]
+
+    def _warnings(self, target: Target, names: dict[str, str]) -> Iterator[str]:
+        if kept := [name for name in target.names if name not in names]:
+            yield f"{count(len(kept), 'key')}{target.place} left without a change: {some(kept)}"
+        again = [short for short in names.values() if short.startswith(self.prefixes)]
+        if again:
+            verb = "begins" if len(again) == 1 else "begin"
+            prefix = next(each for each in self.prefixes if again[0].startswith(each))
+            yield (
+                f"{count(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
+                f"a second level: run again to strip it too"
+            )
+
+    def _elsewhere(self, ck: Checkpoint, targets: list[Target]) -> Iterator[str]:
+        """Other mappings that have the prefix, and what to type to have them edited."""
+        edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
+        found = {
+            join(path): None
+            for path, node in walk(ck.root)
+            if isinstance(node, dict) and id(node) not in edited and _begins(node, self.prefixes)
+        }
+        if found:
+            options = " ".join(f"--key {shlex.quote(name)}" for name in [join(t.path) for t in targets] + [*found])
+            yield f"the prefix also occurs in {some(list(found))}; to edit all: {options}"
+
+
+def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
+    return any(isinstance(key, str) and key.startswith(prefixes) for key in mapping)
+
+
+def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()) -> Checkpoint:
+    """Put `prefix` before the names of the weights, or of the mappings that `keys` lists by dotted path.
+
+    ``_metadata`` becomes what torch would give for the module that holds this one. Raises CollisionError, UsageError.
+    """
+    if not prefix:
+        raise UsageError("an empty prefix cannot be added")
+    swap: dict[int, Node] = {}
+    notes: list[str] = []
+    for target in _targets(ck, keys):
+        names = {name: prefix + name for name in target.names}
+        swap[id(target.node)] = target.renamed(names, lambda paths: metadata.prefixed(paths, prefix))
+        notes += [f"added {prefix!r} to {count(len(names), 'key')}{target.place}", *_as_plain(target)]
+    return _replaced(ck, swap, notes, ())
+
+
+def rename(
+    ck: Checkpoint, mapping: Mapping[str, str] | None = None, substitutions: Sequence[tuple[str, str]] = ()
+) -> Checkpoint:
+    """Give weights other names: those in `mapping` exactly the new one, all others what the `substitutions` make.
+
+    A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the order given.
+    Raises UsageError (a name that is not there, a bad expression), CollisionError.
+    """
+    (target,) = _targets(ck, ())
+    names = _new_names(target, mapping or {}, substitutions)
+    if not names:
+        return ck.with_root(ck.root, warnings=[f"nothing{target.place} is renamed"])
+    lost: list[str] = []
+    whole = {name: names.get(name, name) for name in target.names}
+    new = target.renamed(names, lambda paths: metadata.renamed(paths, whole, lost))
+    warnings = [f"dropped {count(len(lost), '_metadata entry')}: no new name follows for {some(lost)}"] if lost else []
+    notes = [f"renamed {count(len(names), 'key')}{target.place}", *_as_plain(target)]
+    return _replaced(ck, {id(target.node): new}, notes, warnings)
+
+
+def _new_names(target: Target, mapping: Mapping[str, str], substitutions: Sequence[tuple[str, str]]) -> dict[str, str]:
+    known = set(target.names)
+    for old, new in mapping.items():
+        if old not in known:
+            raise UsageError(f"there is no key {old!r}{target.place} to rename", hint=nearest(old, target.names))
+        if not isinstance(new, str) or not new:
+            raise UsageError(f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty")
+    compiled = [(_regex(pattern, replacement), replacement) for pattern, replacement in substitutions]
+    names = {}
+    for old in target.names:
+        new = mapping[old] if old in mapping else _substituted(old, compiled)
+        if new != old:
+            names[old] = new
+    return names
+
+
+def _regex(pattern: str, replacement: str) -> re.Pattern[str]:
+    try:
+        regex = re.compile(pattern)
+        regex.sub(replacement, "")  # reads the replacement, whether or not anything matches
+    except (re.error, IndexError, RecursionError, OverflowError) as error:
+        raise UsageError(f"bad substitution {pattern!r} = {replacement!r}: {error}") from error
+    return regex
+
+
+def _substituted(name: str, compiled: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    old = name
+    for regex, replacement in compiled:
+        name = regex.sub(replacement, name)
+    if not name:
+        raise UsageError(f"the substitutions leave nothing of the name {old!r}")
+    return name
+
+
+def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -> Checkpoint:
+    """Only the weights whose names match a glob of `keep` (all, if there is none) and no glob of `drop`.
+
+    ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches nothing.
+    """
+    (target,) = _targets(ck, ())
+    kept = _matching(target, keep) if keep else set(target.names)
+    kept -= _matching(target, drop) if drop else set()
+    gone = len(target.names) - len(kept)
+    if not kept:
+        raise UsageError("nothing is left of the weights", hint="see `ckptkit inspect` for the names")
+    if not gone:
+        return ck.with_root(ck.root, warnings=["every weight is selected: nothing is left out"])
+    dropped = set(target.names) - kept
+    entries = {key: value for key, value in target.entries.items() if key not in dropped}
+    new = metadata.like(target.entries, entries, lambda paths: metadata.pruned(paths, kept))
+    notes = [f"left out {count(gone, 'key')}{target.place}, kept {len(kept):,}", *_as_plain(target)]
+    return _replaced(ck, {id(target.node): new}, notes, ())
+
+
+def _matching(target: Target, globs: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    for glob in globs:
+        matches = re.compile(translate(glob)).match
+        hits = {name for name in target.names if matches(name)}
+        if not hits:
+            raise UsageError(f"no key{target.place} matches {glob!r}", hint=nearest(glob, target.names))
+        found |= hits
+    return found
+
+
+def _targets(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
+    """The weights, or the mappings that `keys` names."""
+    if not keys:
+        yield _target(ck.required)
+    seen: set[int] = set()
+    for key in keys:
+        path, node = find(ck.root, key)
+        entries = module_state(node) if isinstance(node, Object) else node
+        if not isinstance(entries, dict):
+            raise UsageError(f"the entry {key!r} is not a mapping", where=ck.name)
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield Target(path, node, _plain(entries) if entries is not node else entries, list(_strings(entries)))
+
+
+def _target(weights: Weights) -> Target:
+    node = weights.node
+    if weights.is_module:
+        return Target(weights.path, node, _plain(weights.nodes), list(weights.nodes))
+    is_state_dict = metadata.of(node) is not None
+    names = [
+        key for key in _strings(node) if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
+    ]
+    return Target(weights.path, node, node, names)
+
+
+def _strings(mapping: Mapping[Node, Node]) -> Iterator[str]:
+    return (key for key in mapping if isinstance(key, str))
+
+
+def _plain(parameters: Mapping[str, Node]) -> OrderedDict:
+    """The state_dict of a module: its parameters as the plain tensors that ``state_dict()`` gives."""
+    made: dict[int, Node] = {}
+    for node in parameters.values():
+        if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
+            made[id(node)] = replace(node, kind="tensor", requires_grad=False)
+    return OrderedDict((name, made.get(id(node), node)) for name, node in parameters.items())
+
+
+def _as_plain(target: Target) -> list[str]:
+    if target.entries is target.node:
+        return []
+    return [f"the pickled module{target.place} ({target.node.global_}) is now its plain state_dict"]
+
+
+def _replaced(ck: Checkpoint, swap: dict[int, Node], notes: Iterable[str], warnings: Iterable[str]) -> Checkpoint:
+    return ck.with_root(rebuild(ck.root, swap=swap) if swap else ck.root, notes=notes, warnings=warnings)

@@ -1,0 +1,123 @@
+"""``_metadata`` of a state_dict: a mapping from the path of each module (``""``, ``layer1``, ``layer1.0``) to the
+version of its layout. torch hangs it on the OrderedDict as an attribute; whoever renames keys renames its paths too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from ckptkit.tree import Node, OrderedDict
+
+Paths = dict[str, Node]
+
+ATTRIBUTE = "_metadata"
+
+
+def of(mapping: Node) -> Paths | None:
+    """The ``_metadata`` of a state_dict, None if it has none that is a mapping from strings."""
+    state = mapping.state if isinstance(mapping, OrderedDict) else None
+    paths = state.get(ATTRIBUTE) if isinstance(state, dict) else None
+    return paths if isinstance(paths, dict) and all(isinstance(path, str) for path in paths) else None
+
+
+def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
+    """`entries` as a mapping of the type of `old`, with the edited ``_metadata`` of `old`."""
+    if not isinstance(old, OrderedDict):
+        return dict(entries)
+    paths = of(old)
+    if paths is None:
+        return OrderedDict(entries, old.state)
+    new = edit(paths)
+    kept = OrderedDict(new, paths.state) if isinstance(paths, OrderedDict) else new
+    return OrderedDict(entries, {**old.state, ATTRIBUTE: kept})
+
+
+def stripped(paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]) -> Paths:
+    """Paths without the prefixes. Where two meet (``""`` and ``module``), the inner one stays.
+
+    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` still lies below it.
+    """
+    depth: dict[str, int] = {}
+    found: Paths = {}
+    for path, value in paths.items():
+        below = path + "."
+        on_the_way = path and any(each != below and each.startswith(below) for each in prefixes)
+        if on_the_way and not any(name.startswith(below) for name in kept):
+            continue
+        short = strip(below)
+        new, gone = short[:-1], len(below) - len(short)
+        if gone >= depth.get(new, 0):
+            found[new], depth[new] = value, gone
+    return found
+
+
+def prefixed(paths: Paths, prefix: str) -> Paths:
+    """Paths below `prefix`, with the entries of the modules that are now around them, as torch makes them."""
+    inside = prefix.rpartition(".")[0]
+    parts = inside.split(".") if inside else []
+    found: Paths = {".".join(parts[:n]): {"version": 1} for n in range(len(parts))}
+    for path, value in paths.items():
+        found[prefix + path if path else inside] = value
+    return found
+
+
+def pruned(paths: Paths, names: Iterable[str]) -> Paths:
+    """The paths that still have a name below them, and the root."""
+    live = {""}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path not in live:
+            live.add(path)
+            path = path.rpartition(".")[0]
+    return {path: value for path, value in paths.items() if path in live}
+
+
+def renamed(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
+    """Paths as their keys went, old name -> new name; what cannot be derived is left out and added to `lost`.
+
+    A module is where its own parameters are. One that has none is where its submodules are, if these kept their
+    last component; one without either moves with the module around it.
+    """
+    new = _derived(paths, names)
+    found: Paths = {}
+    for path, value in paths.items():
+        target = new[path]
+        if target is None:
+            lost.append(path)
+        elif target not in found or path:
+            found[target] = value
+    return found
+
+
+def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
+    own: dict[str, set[str]] = defaultdict(set)
+    for old, new in names.items():
+        own[_parent(old)].add(_parent(new))
+    below: dict[str, set[str]] = defaultdict(set)
+    by_depth = sorted(paths, key=lambda path: path.count("."))
+    for path in reversed(by_depth):
+        votes = own.get(path) or below[path]
+        if path and len(votes) == 1:
+            (vote,) = votes
+            if _last(vote) == _last(path):
+                below[_parent(path)].add(_parent(vote))
+    result: dict[str, str | None] = {"": ""}
+    for path in by_depth:
+        votes = own.get(path) or below[path]
+        if path:
+            result[path] = next(iter(votes)) if len(votes) == 1 else None if votes else _inherited(path, result)
+    return result
+
+
+def _inherited(path: str, result: Mapping[str, str | None]) -> str | None:
+    around = result.get(_parent(path), _parent(path))
+    return None if around is None else f"{around}.{_last(path)}".removeprefix(".")
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
