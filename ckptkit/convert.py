@@ -13,10 +13,11 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import UsageError
 from ckptkit.formats.format import Format, WriteOptions
 from ckptkit.plan import Plan
-from ckptkit.publish import Published, publish
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ckptkit.publish import Published
 
 PathLike = str | os.PathLike[str]
 Step = Callable[[Checkpoint], Checkpoint]
@@ -125,6 +126,8 @@ def _publish(
     plan = formats.layout(checkpoint, format, options or WriteOptions())
     published = None
     if not dry_run:
+        from ckptkit.publish import publish  # not needed by those who only read
+
         if replace_source:
             publishing["force"] = True
         published = publish(plan, path, replace_source=replace_source, **publishing)

@@ -20,6 +20,7 @@ class Limits:
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples used as dict keys: CPython hashes them recursively
     odd_keys: int = 10_000  # dict keys whose hashes a file can choose: large integers, floats, tuples
+    key_values: int = 1_000_000  # values in all tuples used as dict keys
     string_bytes: int = 64 << 20  # one text string
     line_bytes: int = 1 << 20  # one line of a text opcode
     name_bytes: int = 64 << 10  # a module, class, record or tensor name

@@ -14,6 +14,7 @@ from ckptkit.errors import TensorError
 from ckptkit.limits import LIMITS
 
 Shape = tuple[int, ...]
+_INT64 = 1 << 63  # torch's sizes, strides and offsets are smaller
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,11 +139,11 @@ def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: 
         raise TensorError(f"{len(shape)} dimensions, more than {LIMITS.rank}")
     last = offset
     empty = False
-    if type(offset) is not int or offset < 0:
-        raise TensorError(f"storage offset {offset!r} is not a non-negative integer")
+    if type(offset) is not int or not 0 <= offset < _INT64:
+        raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     for n, s in zip(shape, stride or shape, strict=True):
-        if type(n) is not int or type(s) is not int or n < 0 or s < 0:
-            raise TensorError(f"shape {shape!r}, stride {stride!r}: not all non-negative integers")
+        if type(n) is not int or type(s) is not int or not (0 <= n < _INT64 and 0 <= s < _INT64):
+            raise TensorError("a tensor's sizes and strides are not all non-negative integers of 64 bits")
         if n:
             last += (n - 1) * s
         else:

@@ -257,8 +257,12 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
+    seen: set[tuple[int, int]] = set()  # cycles multiply the ways to read a path
     while waiting:
         path, node, rest = waiting.pop()
+        if (id(node), len(rest)) in seen:
+            continue
+        seen.add((id(node), len(rest)))
         for key, child in children(node):
             text = key_text(key)
             if text == rest:

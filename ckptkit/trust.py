@@ -8,6 +8,7 @@ classes are their owners' affair: kept by name, and named in a warning.
 from __future__ import annotations
 
 import sys
+from _compat_pickle import IMPORT_MAPPING
 
 from ckptkit.dtypes import TABLE
 from ckptkit.tree import Global, Node, Object
@@ -28,7 +29,7 @@ WEIGHTS_ONLY: frozenset[tuple[str, str]] = frozenset(
     | _names("builtins", "bytearray", "complex", "set")
     | _names("collections", "Counter", "OrderedDict")
     | _names("torch", *_STORAGES, *_TENSORS, "Size", "Tensor", "device")
-    | _names("torch", *(row.name for row in TABLE if not row.name.startswith("float6")))
+    | _names("torch", *(row.name for row in TABLE if not row.name.startswith("float6_")))
     | _names("torch", *(f"per_{what}" for what in (
         "channel_affine", "channel_affine_float_qparams", "channel_symmetric", "tensor_affine", "tensor_symmetric",
     )))
@@ -78,7 +79,27 @@ _INERT: frozenset[tuple[str, str]] = frozenset(
     | _names("torch.nn.backends.thnn", "_get_thnn_function_backend")
 )  # fmt: skip
 
-_GUARDED = sys.stdlib_module_names | {"numpy", "torch", "commands", "exceptions", "os2emxpath", "popen2", "sets"}
+# Whose calls are refused unless they are in a table: the standard libraries of this Python, of Python 2 (protocol 2
+# maps its names to today's), and of the versions in between; and those whose files these are.
+_GUARDED = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not in name} | {
+    "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "exceptions", "imghdr",
+    "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath", "ossaudiodev", "pipes", "popen2", "sets",
+    "smtpd", "sndhdr", "spwd", "sunau", "telnetlib", "test", "uu", "xdrlib",
+    "functorch", "numpy", "torch", "torchgen",
+}  # fmt: skip
+
+# Harmless calls that call one of their arguments: its position.
+_CALLERS = {
+    ("torch._tensor", "_rebuild_from_type_v2"): 0,
+    ("torch._tensor", "_rebuild_from_type"): 0,
+    ("torch.tensor", "_rebuild_from_type"): 0,
+    ("numpy.random._pickle", "__bit_generator_ctor"): 0,
+    ("numpy.random._pickle", "__generator_ctor"): 1,
+    ("numpy.random._pickle", "__randomstate_ctor"): 1,
+    ("numpy.random", "__RandomState_ctor"): 1,
+    ("copyreg", "__newobj__"): 0,
+    ("copyreg", "__newobj_ex__"): 0,
+}
 
 
 def refused_by_weights_only(name: Global) -> bool:
@@ -95,11 +116,24 @@ def is_harmful(node: Object) -> bool:
     if not isinstance(made, Global):
         return True
     name = (made.module, made.name)
+    if name in _CALLERS and len(node.args) > _CALLERS[name]:
+        return _calls_harm(made, node.args[_CALLERS[name]])
     if name in WEIGHTS_ONLY:
         return _allocates(node)
     if name in _INERT or made.module.partition(".")[0] not in _GUARDED:
         return False
     return not (node.new and made.module.startswith("torch.") and made.name.lstrip("_")[:1].isupper())
+
+
+def _calls_harm(made: Global, called: Node) -> bool:
+    """Whether `made`, one of the `_CALLERS`, would call something harmful; a class it makes through ``__new__``."""
+    if isinstance(called, str) or called is None:  # numpy's name of a generator
+        return False
+    if not isinstance(called, Global):
+        return True
+    if called.module.startswith("numpy.random."):
+        return not made.module.startswith("numpy.random")
+    return (called.module, called.name) in _CALLERS or is_harmful(Object(called, new=made.module == "copyreg"))
 
 
 def _allocates(node: Object) -> bool:

@@ -76,7 +76,9 @@ class CommandLine(click.Group):
             raise
 
 
-@click.group(cls=CommandLine, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    "ckptkit", cls=CommandLine, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option("--traceback", is_flag=True, envvar="CKPTKIT_TRACEBACK", help="Show where an error comes from.")
 @click.version_option(__version__, prog_name="ckptkit")
 @click.pass_context

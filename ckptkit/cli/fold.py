@@ -10,7 +10,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,8})(?![^.])")
+_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
 RUNS = 8  # runs of numbers that are spelled out between braces
 
 Indices = tuple[tuple[int, ...], ...]  # for each index in a name, the values that it takes

@@ -50,6 +50,8 @@ def command(files: tuple[str, ...], as_json: bool, key: str | None, **wanted: An
              ckptkit inspect --json --digest run.pth
     """
     want = Wanted(**wanted)
+    if want.digest and not as_json:
+        raise click.UsageError("--digest goes with --json")
     failures: list[CkptkitError] = []
     if as_json:
         render.emit_json({"schema": SCHEMA, "files": _each(files, key, lambda ck: _facts(ck, want), failures)})

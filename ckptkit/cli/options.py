@@ -79,14 +79,13 @@ class Edit:
         self._report(done)
 
     def _report(self, done: Conversion) -> None:
-        path = self.dst or self.src
         count = _tensors(done.checkpoint)
         if self.as_json:
-            render.emit_json(_facts(self, done, path, count))
+            render.emit_json(_facts(self, done, count))
         elif not self.quiet:
             verb = "would write" if self.dry_run else "wrote"
             said = "; ".join((f"{render.plural(count, 'tensor')}, {render.size(done.plan.size)}", *done.notes))
-            render.emit(render.escape(f"{verb} {path}: {said}"))
+            render.emit(render.escape(f"{verb} {done.path}: {said}"))
             if self.dry_run:
                 render.emit(*map(render.escape, str(done.plan).split("\n")))
         if not self.quiet:
@@ -107,11 +106,12 @@ def _tensors(checkpoint: Checkpoint) -> int:
     return summarize(checkpoint).totals.tensors
 
 
-def _facts(edit: Edit, done: Conversion, path: str, count: int) -> dict[str, Any]:
+def _facts(edit: Edit, done: Conversion, count: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "source": edit.src,
-        "destination": path,
+        "destination": done.path,
+        "format": done.format,
         "in_place": edit.in_place,
         "dry_run": edit.dry_run,
         "tensors": count,

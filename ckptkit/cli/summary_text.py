@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from ckptkit.cli.fold import Folded, Item, fold, unfolded
 from ckptkit.cli.render import escape, plural, shape, size, table
-from ckptkit.reports.summary import Row, Summary
+from ckptkit.reports.summary import Row, Summary, Value
 from ckptkit.reports.values import Plain, plain
 from ckptkit.tree import Global, Node, Object, Pairs, SetNode, join, key_text, walk
 from ckptkit.trust import describe
 from ckptkit.weights import as_tensor
 
-SHOWN = 24  # values, objects or metadata entries; --json and --tree show all
+SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
+LISTED = 8  # values of a list; likewise
 LONG = 200  # characters of a value; likewise
 
 
 def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterator[str]:
-    """Everything but advice."""
+    """Everything but warnings and advice; of a pickled module, its weights only."""
     yield escape(_heading(summary))
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
@@ -30,8 +32,10 @@ def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterat
         if part:
             yield f"\n{title}\n" if title else ""
             yield from _tensors(_arranged((_item(row, shared) for row in part), flat, sort))
-    yield from _block("values", fold(Item(join(v.path), (v.type, v.value), 0) for v in summary.values), _value)
-    yield from _block("objects", fold(Item(join(o.path), o.global_, 0) for o in summary.objects), _object)
+    values = [value for value in summary.values if not summary.in_module(value.path)]
+    objects = [each for each in summary.objects if not summary.in_module(each.path)]
+    yield from _block("values", fold(_values(values)), _value)
+    yield from _block("objects", fold(Item(join(o.path), o.global_, 0) for o in objects), _object)
     yield from _block("metadata", [Folded(k, v, 0, 1) for k, v in summary.metadata.items()], _object)
 
 
@@ -110,9 +114,25 @@ def _block(title: str, rows: list[Folded], text: Callable[[Hashable], str]) -> I
             yield f"  and {len(rows) - SHOWN:,} more: --tree shows all"
 
 
+def _values(values: list[Value]) -> Iterator[Item]:
+    """Values near the root first; those of one list in one row, as ``betas.{0..1}``."""
+    nearest = sorted(values, key=lambda value: len(value.path))
+    for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
+        same = list(group)
+        positions = [value.path[-1] if value.path and isinstance(value.path[-1], int) else None for value in same]
+        if len(same) > 1 and positions == list(range(len(same))):
+            yield Item(
+                f"{parent}{'.' * bool(parent)}{{0..{len(same) - 1}}}",
+                tuple((value.type, value.value) for value in same),
+                0,
+            )
+        else:
+            yield from (Item(join(value.path), ((value.type, value.value),), 0) for value in same)
+
+
 def _value(columns: Any) -> str:
-    kind, value = columns
-    return value_text(kind, value, LONG)
+    texts = [value_text(kind, value, LONG) for kind, value in columns[:LISTED]]
+    return ", ".join(texts) + (f", ... ({len(columns):,})" if len(columns) > LISTED else "")
 
 
 def _object(columns: Hashable) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bridge import Difference
+from ckptkit.errors import CkptkitError
 from ckptkit.reports import advice
 from ckptkit.tensor import Shape, Tensor
 
@@ -63,7 +64,8 @@ def compare(
     name: str = "A",
 ) -> Diff:
     """How A differs from B: names, dtypes, shapes; with `values` also the elements, by bytes unless a tolerance is
-    given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the advice.
+    given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the advice. Raises TensorError for values that
+    cannot be compared.
     """
     mismatched, changed = [], []
     compare_values = values or atol is not None or rtol is not None
@@ -71,7 +73,7 @@ def compare(
         ours, theirs = _kind(a[key]), _kind(b[key])
         if ours != theirs:
             mismatched.append(Mismatch(key, ours, theirs))
-        elif compare_values and (difference := bridge.compare(a[key], b[key], atol=atol, rtol=rtol)):
+        elif compare_values and (difference := _difference(key, a[key], b[key], atol, rtol)):
             changed.append(Changed(key, difference))
     return _names(a, b, name, mismatched=tuple(mismatched), changed=tuple(changed), values_compared=compare_values)
 
@@ -84,6 +86,14 @@ def against(a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *,
     pairs = ((key, _kind(a[key]), Kind(*shapes[key])) for key in _common(a, shapes))
     mismatched = tuple(Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape)
     return _names(a, shapes, name, mismatched=mismatched)
+
+
+def _difference(key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None) -> Difference | None:
+    try:
+        return bridge.compare(a, b, atol=atol, rtol=rtol)
+    except CkptkitError as error:
+        error.message = f"{key}: {error.message}"
+        raise
 
 
 def _kind(tensor: Tensor) -> Kind:

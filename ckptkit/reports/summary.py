@@ -47,8 +47,7 @@ class Opaque(NamedTuple):
     global_: str
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones counted once.
 
     `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once; `unused_nbytes` what
@@ -79,6 +78,11 @@ class Summary:
     totals: Totals
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
     is_module: bool = False  # whether the weights are those of a whole pickled module
+
+    def in_module(self, path: Path) -> bool:
+        """Whether a value is an attribute somewhere inside the pickled module that holds the weights."""
+        base = self.weights if self.is_module else None
+        return base is not None and len(path) > len(base) and _same(path[: len(base)], base)
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:

@@ -11,7 +11,7 @@ Plain = bool | int | float | str | None
 Key = str | int
 
 BYTES_SHOWN = 1_024  # byte strings up to this length are shown as text
-EXACT = 1 << 63  # integers from here on are text: JSON readers would round them
+EXACT = 1 << 8 * LIMITS.int_bytes  # integers from here on are described: Python puts no more digits into text
 _SCALARS = frozenset({bool, float, str, type(None)})
 
 
@@ -72,11 +72,8 @@ def bytes_text(data: bytes | bytearray) -> str:
 
 
 def number(value: int) -> int | str:
-    """An integer as such, or as text where a reader of JSON could not hold it."""
-    if -EXACT < value < EXACT:
-        return value
-    digits = value.bit_length() <= 8 * LIMITS.int_bytes
-    return str(value) if digits else f"<integer of {value.bit_length():,} bits>"
+    """An integer as such, or what it is where it has too many digits to be printed."""
+    return value if -EXACT < value < EXACT else f"<integer of {value.bit_length():,} bits>"
 
 
 def key_list(path: Path) -> list[Key]:

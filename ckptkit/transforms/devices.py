@@ -127,9 +127,9 @@ def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[st
 
 
 def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
-    wanted = f"everywhere but on {devices}" if isinstance(devices, str) else "on " + ", ".join(devices)
-    there = sorted({each.device for each in places.storages}) or ["no device"]
-    return f"there is nothing {wanted}: the storages are on {', '.join(there)}"
+    there = ", ".join(sorted({each.device for each in places.storages})) or "no device"
+    wanted = "another device" if isinstance(devices, str) else ", ".join(devices)
+    return f"nothing to retag: the storages are on {there}, none on {wanted}"
 
 
 def _left(root: Node, changing: Container[int]) -> str:

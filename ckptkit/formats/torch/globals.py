@@ -19,6 +19,7 @@ from ckptkit.weights import as_tensor
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
 Builder = Callable[[Object, Node], None]
+_LATIN1 = ("latin1", "latin-1")
 
 
 # Plain values
@@ -51,14 +52,14 @@ def _bytes(made: Global, args: Args) -> Node:
         return make(args[0])
     if isinstance(args[0], Blob) and len(args) == 1:
         return Blob(args[0].extent, made.name)
-    if isinstance(args[0], str) and len(args) == 2:
+    if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return make(_latin1(args[0]))
     raise UnsupportedError(f"pickle calls {made} with something other than bytes")
 
 
 def _encode(made: Global, args: Args) -> Node:
     """_codecs.encode(text, "latin1"): how protocol 2 spells bytes."""
-    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
+    if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return _latin1(args[0])
     return Object(made, args)
 
@@ -71,8 +72,11 @@ def _latin1(text: str) -> bytes:
 
 
 def _complex(made: Global, args: Args) -> Node:
-    if len(args) == 2 and all(isinstance(each, (int, float)) for each in args):
-        return complex(*map(float, args))
+    try:
+        if len(args) == 2 and all(isinstance(each, (int, float)) for each in args):
+            return complex(*map(float, args))
+    except OverflowError:
+        pass
     raise FormatError("pickle makes a complex number of something other than two numbers")
 
 
@@ -102,7 +106,7 @@ def _storage(node: Node) -> TypedStorage:
 
 def _offset(typed: TypedStorage, node: Node) -> int:
     if type(node) is not int or node < 0:
-        raise TensorError(f"storage offset {node!r} is not a non-negative integer")
+        raise TensorError("a tensor's storage offset is not a non-negative integer")
     return typed.start + node
 
 

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from struct import unpack
 
+from ckptkit.bridge import stream
 from ckptkit.bytesource import ByteSource, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TruncatedError, UnsupportedError
@@ -25,7 +26,7 @@ from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.limits import check
 from ckptkit.tensor import Storage
-from ckptkit.tree import Global, Node
+from ckptkit.tree import Blob, ByteString, Global, Node
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
@@ -49,6 +50,8 @@ def read(probe: Probe) -> Checkpoint:
     if type(version.root) is not int or version.root != PROTOCOL_VERSION:
         raise UnsupportedError(f"legacy stream of a protocol version other than {PROTOCOL_VERSION}")
     system = unpickle(source, version.stop)
+    if not isinstance(system.root, dict):
+        raise FormatError("the third pickle of a legacy stream does not describe a system")
     stream = _Stream(source)
     table = StorageTable(stream.open)
     modules: dict[str, str] = {}
@@ -62,7 +65,8 @@ def read(probe: Probe) -> Checkpoint:
     keys = unpickle(source, tree.stop)
     end = stream.bind(keys, table.itemsizes())
     return Checkpoint(
-        tree.root, FORMAT.name, source, globals=tree.globals, origin=modules,
+        tree.root, FORMAT.name, source, {f"module_source:{name}": text for name, text in modules.items()},
+        globals=(*system.globals, *tree.globals, *keys.globals),
         warnings=(*tree.warnings, *_warnings(source, system.root, modules, end)),
     )  # fmt: skip
 
@@ -129,7 +133,11 @@ def _module(pid: tuple[Node, ...], modules: dict[str, str]) -> Node:
     _, made, _, text = pid
     if not isinstance(made, Global):
         raise FormatError("a module's source is recorded for something that is not a class")
-    modules[str(made)] = str(text) if text is not None else ""
+    if isinstance(text, Blob):  # a str of Python 2
+        text = ByteString(b"".join(stream(text.extent)))
+    if not isinstance(text, (str, ByteString, type(None))):
+        raise FormatError(f"the source of {made} is no text")
+    modules[str(made)] = "" if text is None else str(text)
     check("memo_sparse", len(modules), "classes with their source")
     return made
 
@@ -139,7 +147,7 @@ def _warnings(source: ByteSource, system: Node, modules: dict[str, str], end: in
     if isinstance(system, dict) and system.get("little_endian") is False:
         said.append("written on a big-endian machine; its data is read as little-endian, as torch does")
     if modules:
-        said.append(f"the source code of {len(modules)} classes is in the file; it is not carried over")
+        said.append(f"the source code of {len(modules)} classes is in the file; it is kept as metadata")
     if end < source.size:
         said.append(f"{source.size - end:,} bytes after the last storage belong to nothing")
     return said

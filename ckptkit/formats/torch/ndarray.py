@@ -1,19 +1,22 @@
 """numpy arrays and scalars inside pickles, read without numpy.
 
 An array is ``numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")`` (module ``numpy._core`` since numpy 2), then
-BUILD with (version, shape, dtype, is_fortran, data); protocol 5 has ``_frombuffer(data, dtype, shape, order)``.
+BUILD with (version, shape, dtype, is_fortran, data); protocol 5 has ``_frombuffer(data, dtype, shape, order[, axes])``.
 A dtype is ``numpy.dtype("f4", False, True)``, then BUILD with (version, byte order, ...).
 A scalar is ``numpy.core.multiarray.scalar(dtype, data)``.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from math import prod
 from struct import unpack
 
 from ckptkit.bytesource import Extent, Memory, Range
 from ckptkit.dtypes import BY_NUMPY, DType
 from ckptkit.errors import CorruptError, FormatError
+from ckptkit.limits import LIMITS
 from ckptkit.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.tree import Blob, ByteString, Global, Node, Object
 
@@ -32,10 +35,22 @@ def built(target: Object, state: Node) -> None:
 
 
 def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
-    """_frombuffer(data, dtype, shape, order)."""
-    if len(args) != 4 or not isinstance(args[2], tuple):
+    """_frombuffer(data, dtype, shape, order), or with order "K" and the axes in the order of which they are shown."""
+    if not 4 <= len(args) <= 5 or not isinstance(args[2], tuple):
         return Object(made, args)
-    return Object(made, args, tensor=_array(args[1], args[2], args[3] == "F", args[0]))
+    tensor = _array(args[1], args[2], args[3] == "F", args[0])
+    if tensor is not None and len(args) == 5 and args[4] is not None:
+        tensor = _transposed(tensor, args[4])
+    return Object(made, args, tensor=tensor)
+
+
+def _transposed(tensor: Tensor, axes: Node) -> Tensor:
+    if not isinstance(axes, tuple) or not all(type(axis) is int for axis in axes):
+        raise FormatError("the axes of a numpy array are not integers")
+    if sorted(axes) != list(range(len(tensor.shape))):
+        raise FormatError("the axes of a numpy array are not a permutation")
+    shape, stride = (tuple(each[axis] for axis in axes) for each in (tensor.shape, tensor.stride))
+    return replace(tensor, shape=shape, stride=stride)
 
 
 def scalar(made: Global, args: tuple[Node, ...]) -> Node:
@@ -62,8 +77,8 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
     kind, extent = _dtype(dtype), _extent(data)
     if kind is None or extent is None:
         return None
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise FormatError(f"a numpy array of shape {shape!r}")
+    if len(shape) > LIMITS.rank or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+        raise FormatError("a numpy array of impossible shape")
     if prod(shape) * kind[0].itemsize != extent.length:
         raise CorruptError(f"a numpy array of shape {shape} and {kind[0]} in {extent.length:,} bytes")
     stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
@@ -75,7 +90,7 @@ def _dtype(node: Node) -> tuple[DType, bool] | None:
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None
-    if not isinstance(name, str) or len(name) < 2 or not name[1:].isdigit() or len(name) > 4:
+    if not isinstance(name, str) or not re.fullmatch("[a-z][0-9]{1,3}", name) or len(node.steps) > 1:
         return None
     kind, size = _KINDS.get(name[0]), int(name[1:])
     found = BY_NUMPY.get(kind if kind == "bool" else f"{kind}{size * 8}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckptkit.limits import check
 from ckptkit.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, join, rebuild
 from ckptkit.trust import describe, refused_by_weights_only
 
@@ -16,36 +17,51 @@ def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
     An entry of a mapping goes with its key; elsewhere None takes the place, so that the others keep theirs. An object
     that weights_only accepts goes all the same if it holds one that it refuses.
     """
-    dropped: list[tuple[Path, Node]] = []
-    swap: dict[int, Node] = {}
-    mappings: list[dict[Node, Node]] = []
-    seen: set[int] = set()
-    waiting: list[tuple[Path, Node]] = [((), root)]
-    while waiting:
-        path, node = waiting.pop()
-        if isinstance(node, (dict, list, tuple)):
-            if id(node) not in seen:
-                seen.add(id(node))
-                if isinstance(node, dict):
-                    mappings.append(node)
-                waiting.extend([((*path, key), child) for key, child in children(node)][::-1])
-        elif isinstance(node, (Object, Global, SetNode)) and _is_refused(node):
-            dropped.append((path, node))
-            swap[id(node)] = None
+    dropped, mappings = _find(root)
     if not dropped:
         return root, ()
+    gone = {id(node) for _, node in dropped}
+    swap: dict[int, Node] = dict.fromkeys(gone)
     for mapping in mappings:
-        if any(id(value) in swap for value in mapping.values()):
-            swap[id(mapping)] = _without(mapping, swap)
-    pruned = rebuild(root, lambda leaf: None if id(leaf) in swap else leaf, swap)
+        if any(id(each) in gone for pair in mapping.items() for each in pair):
+            swap[id(mapping)] = _without(mapping, gone)
+    pruned = rebuild(root, lambda leaf: None if id(leaf) in gone else leaf, swap)
     named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
     more = ", ..." if len(named) > SHOWN else ""
     return pruned, (f"left out {len(named)} values that weights_only refuses: {', '.join(named[:SHOWN])}{more}",)
 
 
-def _without(mapping: dict[Node, Node], swap: dict[int, Node]) -> dict[Node, Node]:
-    kept = {key: value for key, value in mapping.items() if id(value) not in swap or swap[id(value)] is not None}
+def _find(root: Node) -> tuple[list[tuple[Path, Node]], list[dict[Node, Node]]]:
+    """The keys and values to leave out, with their paths, and the mappings that remain."""
+    dropped: list[tuple[Path, Node]] = []
+    mappings: list[dict[Node, Node]] = []
+    seen: set[int] = set()
+    waiting: list[tuple[Path, Node]] = [((), root)]
+    while waiting:
+        path, node = waiting.pop()
+        check("depth", len(path), "levels of values")
+        if isinstance(node, (dict, list, tuple)):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, dict):
+                mappings.append(node)
+                dropped += [((*path, key), key) for key in node if key.__class__ is not str and _is_refused(key)]
+            waiting.extend([((*path, key), child) for key, child in _inside(node)][::-1])
+        elif isinstance(node, (Object, Global, SetNode)) and _is_refused(node):
+            dropped.append((path, node))
+    return dropped, mappings
+
+
+def _without(mapping: dict[Node, Node], gone: set[int]) -> dict[Node, Node]:
+    kept = {key: value for key, value in mapping.items() if id(key) not in gone and id(value) not in gone}
     return OrderedDict(kept, mapping.state) if isinstance(mapping, OrderedDict) else kept
+
+
+def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
+    yield from children(node)
+    if isinstance(node, OrderedDict) and node.state is not None:
+        yield "(attributes)", node.state
 
 
 def _is_refused(node: Node) -> bool:

@@ -6,6 +6,7 @@ nothing before it has its whole operand: where the window ends too early it rais
 
 from __future__ import annotations
 
+import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from codecs import escape_decode
 from collections.abc import Callable
@@ -20,7 +21,12 @@ from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pa
 BLOB = 1 << 16  # byte strings from this length on stay in the source
 CUT = "the file is cut: download or copy it again"
 NOT_STORED = "pickle refers to a value that it has not stored"
+NO_TUPLE = "pickle makes a call with arguments that are no tuple"
 UNSET = object()
+_DROPPED = "pickle drops a value that it made: what that did would be lost"
+_UNHASHABLE = (list, dict, SetNode, Pairs, Blob, bytearray)
+_UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")
+_ESCAPED = re.compile(r"(?:[^\\]|\\(?:[\\'\"abfnrtv0-3]|[4-7](?![0-7]{2})|x[0-9a-fA-F]{2}))*")
 
 U4 = Struct("<I").unpack_from
 I4 = Struct("<i").unpack_from
@@ -30,10 +36,10 @@ _F8 = Struct(">d").unpack_from
 
 
 class Short(Exception):
-    """The window ends before the opcode does: it takes `need` bytes from the opcode's start, or at least more."""
+    """The window ends before the opcode does, which reaches to its offset `end` at least."""
 
-    def __init__(self, need: int) -> None:
-        self.need = need
+    def __init__(self, end: int) -> None:
+        self.end = end
 
 
 class Opcodes:
@@ -58,6 +64,7 @@ class Opcodes:
         self.globals: dict[tuple[str, str], Global] = {}
         self.reducers: dict[int, known.Reducer] = {}  # by id of the Global
         self.odd_keys = 0
+        self.key_values = 0  # in tuples used as dict keys
         self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of the dict that could not hold them
         self.stopped = False
 
@@ -85,7 +92,7 @@ class Opcodes:
 
     def _global(self, module: str, name: str) -> Global:
         """The one Global of this name. Newlines in a name would become opcodes when it is written back."""
-        if not module or not name or "\n" in module + name or "\r" in module + name:
+        if not module or not all(name.split(".")) or _UNNAMEABLE.search(module + name):
             raise FormatError(f"pickle names a global that cannot exist: {module!r} {name!r}")
         check("name_bytes", len(module) + len(name), "characters of a global's name")
         if "." in name and self.protocol < 4:
@@ -103,9 +110,9 @@ class Opcodes:
     def _line(self, data: bytes, pos: int, encoding: str = "utf-8") -> tuple[str, int]:
         """The text up to the next newline, and the offset after it."""
         end = data.find(b"\n", pos)
+        check("line_bytes", (len(data) if end < 0 else end) - pos, "bytes of a line in a pickle")
         if end < 0:
-            check("line_bytes", len(data) - pos, "bytes of a line in a pickle")
-            raise Short(0)
+            raise Short(len(data) + 1)
         return data[pos:end].decode(encoding), end + 1
 
     def op_global(self, data: bytes, pos: int) -> int:
@@ -126,7 +133,7 @@ class Opcodes:
     def op_proto(self, data: bytes, pos: int) -> int:
         if data[pos] > 5:
             raise UnsupportedError(f"pickle protocol {data[pos]}; ckptkit reads 0 to 5")
-        self.protocol = max(self.protocol, data[pos])
+        self.protocol = data[pos]
         return pos + 1
 
     def op_frame(self, data: bytes, pos: int) -> int:
@@ -164,7 +171,7 @@ class Opcodes:
             raise FormatError("pickle holds an integer of negative length")
         check("int_bytes", size, "bytes of an integer in a pickle")
         if pos + size > len(data):
-            raise Short(size + 5)
+            raise Short(pos + size)
         self.stack.append(int.from_bytes(data[pos : pos + size], "little", signed=True))
         return pos + size
 
@@ -197,19 +204,18 @@ class Opcodes:
 
     def op_string(self, data: bytes, pos: int) -> int:
         """A quoted literal of Python 2."""
-        text, pos = self._line(data, pos)
+        text, pos = self._line(data, pos, "latin-1")
         if len(text) < 2 or text[0] not in "'\"" or text[-1] != text[0]:
             raise FormatError("pickle holds a string without its quotes")
-        try:
-            self.stack.append(python2_string(escape_decode(text[1:-1].encode("latin-1"))[0]))
-        except ValueError as error:
-            raise FormatError("pickle holds a string with a malformed escape") from error
+        if not _ESCAPED.fullmatch(text, 1, len(text) - 1):
+            raise FormatError("pickle holds a string with a malformed escape")
+        self.stack.append(python2_string(escape_decode(text[1:-1].encode("latin-1"))[0]))
         return pos
 
     def op_binunicode8(self, data: bytes, pos: int) -> int:
         size = _U8(data, pos)[0]
         if pos + 8 + size > len(data):
-            raise Short(size + 9)
+            raise Short(pos + 8 + size)
         self.stack.append(str(data[pos + 8 : pos + 8 + size], "utf-8", "surrogatepass"))
         return pos + 8 + int(size)
 
@@ -235,7 +241,7 @@ class Opcodes:
         if size >= BLOB:
             return self._blob(pos, size, kind)
         if pos + size > len(data):
-            raise Short(size + 9)
+            raise Short(pos + size)
         self.stack.append(make(data[pos : pos + size]))
         return pos + size
 
@@ -318,15 +324,16 @@ class Opcodes:
         """Whether hashing is harmless: shallow, and with hashes that a file cannot choose in any number."""
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
-        if isinstance(key, (int, float, complex, tuple)):
+        if isinstance(key, (int, float, complex)) or (isinstance(key, tuple) and not _all_text(key)):
             self.odd_keys += 1
             check("odd_keys", self.odd_keys, "dict keys that are large integers, floats or tuples")
         level, depth = [key], 0
         while level:
-            if any(isinstance(each, (list, dict, SetNode, Pairs, Blob, bytearray)) for each in level):
+            if any(isinstance(each, _UNHASHABLE) and not _is_frozen(each) for each in level):
                 return False
             check("key_depth", depth := depth + 1, "tuples nested in a dict key")
-            check("odd_keys", len(level), "values in a dict key")
+            self.key_values += sum(len(each) for each in level if isinstance(each, tuple))
+            check("key_values", self.key_values, "values in tuples used as dict keys")
             level = [inner for each in level if isinstance(each, tuple) for inner in each]
         return True
 
@@ -371,24 +378,28 @@ class Opcodes:
 
         Anything else that drops a value would hide a call from whoever reads on.
         """
-        if len(data) - pos < 16 and self.base + len(data) < (self.frame_end or self.end):
-            raise Short(32)
+        after = pos
+        while data[after : after + 1] in (b"0", b"1"):
+            after += 1
+        check("pickle_stack", after - pos, "values dropped at once in a pickle")
+        if after == len(data) or after + 1 + OPERANDS.get(data[after], 0) > len(data):
+            raise Short(max(len(data), after) + 1)
+        get = _GETS.get(data[after])
+        if get is None:
+            raise UnsupportedError(_DROPPED)
+        end = get(self, data, after + 1)
+        kept = self.stack.pop()
         dropped: list[Node] = []
-        op = data[pos - 1]
-        while op in (0x30, 0x31):  # POP, POP_MARK
+        for op in data[pos - 1 : after]:
             if op == 0x30 and self.stack:
                 dropped.append(self.stack.pop())
             else:  # POP takes an open mark where the stack above it is empty
                 dropped.extend(self._items())
-            op = data[pos]
-            pos += 1
-        kept: Node = ()
-        if op in _GETS:
-            pos = _GETS[op](self, data, pos)
-            kept = self.stack[-1]
-        if not isinstance(kept, tuple) or not all(any(each is item for item in kept) for each in dropped):
-            raise UnsupportedError("pickle drops a value that it made: what that did would be lost")
-        return pos
+        same = set(map(id, kept)) if isinstance(kept, tuple) else set()
+        if not isinstance(kept, tuple) or any(id(each) not in same and not _is_scalar(each) for each in dropped):
+            raise UnsupportedError(_DROPPED)
+        self.stack.append(kept)
+        return end
 
     def op_binget(self, data: bytes, pos: int) -> int:
         self.stack.append(self._get(data[pos]))
@@ -416,11 +427,15 @@ class Opcodes:
 
     def op_newobj(self, data: bytes, pos: int) -> int:
         args = self.stack.pop()
+        if not isinstance(args, tuple):
+            raise FormatError(NO_TUPLE)
         self.stack[-1] = Object(self.stack[-1], args, new=True)
         return pos
 
     def op_newobj_ex(self, data: bytes, pos: int) -> int:
         kwargs, args = self.stack.pop(), self.stack.pop()
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise FormatError(NO_TUPLE)
         self.stack[-1] = Object(self.stack[-1], args, new=True, kwargs=kwargs)
         return pos
 
@@ -466,6 +481,18 @@ def _decimal(text: str, least: int | None = None) -> int:
     if least is not None and value < least:
         raise FormatError(f"pickle holds {value} where an index must be")
     return value
+
+
+def _is_scalar(node: Node) -> bool:
+    return node is None or isinstance(node, (str, int, float, complex, bytes))
+
+
+def _is_frozen(node: Node) -> bool:
+    return isinstance(node, SetNode) and node.frozen
+
+
+def _all_text(key: tuple[Node, ...]) -> bool:
+    return all(each.__class__ is str for each in key)
 
 
 def _kind(node: Node) -> str:

@@ -3,7 +3,9 @@
 One pass, iterative, deterministic. Strings and other immutable scalars are stored in the memo by value; containers,
 tuples, tensors and objects by identity, so that what was shared is shared again. Sizes, strides and the keys of
 storages are written out where they stand. Only what protocol 2 cannot say (keyword arguments of ``__new__``, items of
-a set subclass) raises the protocol to 4. Other normalisations, all of equal meaning:
+a set subclass, a module with a name that Python 2 had) raises the protocol to 4.
+
+Other normalisations, all of equal meaning:
 
 - ``_rebuild_tensor`` and hooks of None become ``_rebuild_tensor_v2`` with an empty OrderedDict;
 - bytes are spelt ``_codecs.encode(text, "latin1")``, a set ``set([...])``;
@@ -12,7 +14,7 @@ a set subclass) raises the protocol to 4. Other normalisations, all of equal mea
 
 from __future__ import annotations
 
-from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Callable, Iterator
 from struct import Struct, pack
 from typing import NamedTuple
@@ -82,11 +84,12 @@ def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "kee
 
 
 class _Writer:
-    def __init__(self, persistent_id: PersistentId) -> None:
+    def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
         self.persistent_id = persistent_id
+        self.protocol = protocol
+        self.needed = 2  # the protocol that what has been met so far needs
         self.parts: list[bytes] = []
         self.emit = self.parts.append
-        self.protocol = 2
         self.count = 0  # memo entries
         self.by_id: dict[int, int] = {}  # id of a node -> its memo entry
         self.by_value: dict[tuple[type, Node], int] = {}
@@ -116,6 +119,8 @@ class _Writer:
                     break
             else:
                 frames.pop()
+        if self.needed > self.protocol:  # in which names are spelt differently from the start
+            return _Writer(self.persistent_id, self.needed).write(root)
         data = b"".join((b"\x80", bytes((self.protocol,)), *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")
         return Pickled(data, self._notes())
@@ -230,7 +235,7 @@ class _Writer:
         yield node.args
         if node.kwargs is not None:
             yield node.kwargs
-            self.protocol = 4
+            self.needed = 4
         yield _NEWOBJ_EX if node.kwargs is not None else _NEWOBJ if node.new else _REDUCE
         yield _Put(node)
         for step, value in node.steps:
@@ -245,7 +250,7 @@ class _Writer:
         elif step == "append":
             yield from self._elements(value)
         else:
-            self.protocol = 4
+            self.needed = 4
             yield _MARK
             yield from value
             yield _ADDITEMS
@@ -327,7 +332,7 @@ class _Writer:
         self.emit(self._global(node))
 
     def _global(self, node: Global) -> bytes:
-        """Opcodes for a class or function by name, under the name that it has in Python 2 as protocol 2 wants it."""
+        """Opcodes for a class or function by name."""
         index = self.by_id.get(id(node))
         if index is not None:
             return _get(index)
@@ -344,14 +349,22 @@ class _Writer:
             code = self._global(_GETATTR) + self._global(Global(node.module, outer))
             code += b"X" + _U4(len(name)) + name + b"\x86R"
         else:
-            module, name_ = REVERSE_NAME_MAPPING.get(
-                (node.module, node.name), (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name)
-            )
+            module, name_ = self._spelt(node)
             if "\n" in module + name_:
                 raise FormatError(f"the name of a global holds a newline: {str(node)!r}")
             code = b"c" + module.encode() + b"\n" + name_.encode() + b"\n"
         self.by_value[key] = self.count
         return code + self._put(node)
+
+    def _spelt(self, node: Global) -> tuple[str, str]:
+        """Module and name: those that Python 2 had, as protocol 2 wants them, if they are read as the same again."""
+        name = node.module, node.name
+        if self.protocol > 2:
+            return name
+        spelt = REVERSE_NAME_MAPPING.get(name, (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name))
+        if NAME_MAPPING.get(spelt, (IMPORT_MAPPING.get(spelt[0], spelt[0]), spelt[1])) != name:
+            self.needed = 4
+        return spelt
 
     # Tensors
 

@@ -69,6 +69,8 @@ class StorageTable:
             raise FormatError(f"storage {key!r} has no device or no size")
         check("name_bytes", len(key) + len(location), "characters of a storage's name")
         nbytes = numel * (1 if dtype is None else dtype.itemsize)
+        if key in self._views:
+            raise _two_ways(key)
         references = self._references.setdefault(key, [])
         if references:
             storage = references[0].typed.storage
@@ -94,7 +96,7 @@ class StorageTable:
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
         )
-        if seen[1:] != metadata[1:] or view.storage is not root.storage:
+        if seen[1:] != metadata[1:] or view.storage is not root.storage or key in self._references:
             raise _two_ways(key)
         return view
 

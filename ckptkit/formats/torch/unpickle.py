@@ -24,6 +24,7 @@ from ckptkit.errors import FormatError, TruncatedError
 from ckptkit.formats.torch.opcodes import (
     CUT,
     I4,
+    NO_TUPLE,
     NOT_STORED,
     OPERANDS,
     RARE,
@@ -127,7 +128,7 @@ class _Machine(Opcodes):
                 elif op == 0x58:  # BINUNICODE
                     end = pos + 4 + U4(data, pos)[0]
                     if end > len(data):
-                        raise Short(end - start)
+                        raise Short(end)
                     push(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
                     pos = end
                 elif op == 0x28:  # MARK
@@ -142,11 +143,10 @@ class _Machine(Opcodes):
                 elif op == 0x52:  # REDUCE
                     items = stack.pop()
                     value = stack[-1]
+                    if items.__class__ is not tuple:
+                        raise FormatError(NO_TUPLE)
                     reducer = reducers.get(id(value))
-                    if reducer is None or items.__class__ is not tuple:
-                        stack[-1] = Object(value, items)
-                    else:
-                        stack[-1] = reducer(value, items)
+                    stack[-1] = Object(value, items) if reducer is None else reducer(value, items)
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                 elif op == 0x86:  # TUPLE2
@@ -204,13 +204,13 @@ class _Machine(Opcodes):
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     end = pos + 1 + data[pos]
                     if end > len(data):
-                        raise Short(end - start)
+                        raise Short(end)
                     push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
                     pos = end
                 elif op == 0x55:  # SHORT_BINSTRING
                     end = pos + 1 + data[pos]
                     if end > len(data):
-                        raise Short(end - start)
+                        raise Short(end)
                     push(python2_string(data[pos + 1 : end]))
                     pos = end
                 elif op == 0x2E:  # STOP
@@ -228,7 +228,7 @@ class _Machine(Opcodes):
                     if self.data is not data:
                         data = self.data
         except Short as short:
-            need = short.need
+            need = short.end - start
         except (IndexError, StructError) as error:
             need = 1 + OPERANDS.get(op, 0) if start < len(data) else 1
             if len(data) - start >= need:
@@ -246,6 +246,7 @@ class _Machine(Opcodes):
         """Move the window to `start`, at least `need` bytes long. A window never reaches beyond its frame."""
         have = len(self.data) - start
         need = max(need, have + 1)
+        check("string_bytes", need, "bytes of one value in a pickle")
         at = self.base + start
         if have == 0 and at == self.frame_end:
             self.frame_end = None

@@ -6,6 +6,8 @@
     <top>/byteorder              "little" or "big"; little where it is missing
     <top>/.format_version, .storage_alignment, .data/serialization_id        since about 2.7; not needed to read
 
+    <top>/.data/ckptkit.json     ours: {"version": 1, "metadata": {text: text}}, what torch has no place for
+
 <top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`; caffe2/serialize.)
 
 Written as every torch since 1.6 reads it and 2.1 and later map it: <top> is ``archive``; data.pkl, byteorder, the
@@ -16,13 +18,15 @@ storages are instead of looking them up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ckptkit.bytesource import Derived, Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.dtypes import UINT8, DType
 from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.plain_json import dump
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.storages import StorageTable, storage_class
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
@@ -36,10 +40,12 @@ from ckptkit.tree import Global, Node
 TOP = "archive"
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)
+BESIDE = ".data/ckptkit.json"
+BESIDE_VERSION = 1
 _CONTROL_BYTES = 64  # what version and its like may have
 _KNOWN = (
     "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
-    ".data/serialization_id",
+    ".data/serialization_id", BESIDE,
 )  # fmt: skip
 
 
@@ -47,8 +53,7 @@ def matches(probe: Probe) -> bool:
     archive = probe.zip
     if archive is None:
         return False
-    names = (f"{archive.top}/{name}.pkl" in archive for name in ("data", "constants", "bytecode"))
-    return tuple(names) == (True, False, False)
+    return {name for name in ("data", "constants", "bytecode") if f"{archive.top}/{name}.pkl" in archive} == {"data"}
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -74,9 +79,20 @@ class _Archive:
         warnings = self._check_records()
         tree = self._unpickle()
         return Checkpoint(
-            tree.root, FORMAT.name, self.directory.source, globals=tree.globals, origin=self.directory,
+            tree.root, FORMAT.name, self.directory.source, self._metadata(), tree.globals, origin=self.directory,
             warnings=(*tree.warnings, *warnings, *self._noticed()),
         )  # fmt: skip
+
+    def _metadata(self) -> dict[str, str]:
+        """What another format kept beside the tree, and ckptkit in a record of its own; nothing if that is not ours."""
+        name = self.folder + BESIDE
+        if name not in self.directory:
+            return {}
+        said = strict_json.parse(self.directory.read(name), BESIDE)
+        texts = said.get("metadata") if isinstance(said, dict) and said.get("version") == BESIDE_VERSION else None
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise FormatError(f"record {BESIDE} is not one that ckptkit wrote")
+        return texts
 
     def _check_records(self) -> list[str]:
         """Everything but the pickle and the storages; what is worth a warning."""
@@ -162,18 +178,23 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """One file with the whole tree and the storages that it refers to. Raises what the pickle writer raises, and
     TensorError for a storage that torch could not read back."""
     numbering = _Numbering()
-    pickled = write_pickle(checkpoint.root, numbering)
+    pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
     members = [
         Member(f"{TOP}/data.pkl", pickled.data),
         Member(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
         *numbering.members(big_endian),
         Member(f"{TOP}/version", b"3\n"),
+        *_beside(checkpoint.metadata),
     ]
-    notes = list(pickled.notes)
-    if lost := sorted(checkpoint.metadata.keys() - {"format"}):
-        notes.append(f"metadata that a .pth has no place for is left out: {', '.join(lost)}")
-    return Plan((OutputFile("", tuple(lay_out(members))),), tuple(notes))
+    return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes)
+
+
+def _beside(metadata: Mapping[str, str]) -> Iterator[Member]:
+    texts = {key: text for key, text in metadata.items() if key != "format"}  # the hub's word for "of torch"
+    if texts:
+        said = dump({"version": BESIDE_VERSION, "metadata": texts})
+        yield Member(f"{TOP}/{BESIDE}", said.encode("utf-8", "surrogatepass"))
 
 
 class _Numbering:
@@ -239,6 +260,6 @@ FORMAT = Format(
     title="torch.save since 1.6: a zip archive",
     matches=matches,
     read=read,
-    suffixes=(".pth", ".pt", ".bin", ".ckpt", ".tar", ".th"),
+    suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
     layout=layout,
 )

@@ -172,7 +172,9 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
     stop = source.size - len(tail) + at
     if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
         stop -= _LOCATOR.size + _END64.size
-        start, size, count = _read_end64(tail[: at - _LOCATOR.size], tail[at - _LOCATOR.size :], stop, (start, size, count))
+        start, size, count = _read_end64(
+            tail[: at - _LOCATOR.size], tail[at - _LOCATOR.size :], stop, (start, size, count)
+        )
     elif _U32 in (size, start):
         raise FormatError("zip64 end record is missing")
     if start + size != stop:

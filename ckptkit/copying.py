@@ -1,0 +1,323 @@
+"""Writes the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
+
+Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``, ``sendfile``), and read and
+written in pieces where it cannot: another file system, a remote source, macOS, Windows. Short ranges are cut out of
+what was read ahead, and written together with the literals between them. Checksums are taken on the way through.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptkit import bridge
+from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
+from ckptkit.errors import InputChangedError
+from ckptkit.plan import Deferred, Segment, Summed, length
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+WINDOW = 1 << 20  # bytes read ahead, joined into one write, and held by a piece that is checksummed
+NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges follow each other
+SHORT = 32 << 10  # bytes; below, reading ahead is cheaper than a system call for each range (measured)
+CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
+TASK = 256 << 20  # bytes of a task for an executor
+THREAD_TASK = 32 << 20  # bytes of a task for a thread
+THREADS = 4
+
+_O_BINARY = getattr(os, "O_BINARY", 0)
+_NOT_HERE = {
+    errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM,
+}  # fmt: skip
+
+Progress = Callable[[int], None]
+Sum = tuple[int, int, int]  # number, CRC-32, bytes that it was taken of
+
+
+class Task(NamedTuple):
+    """Segments to be written one after another from byte `start` of the file `path`; picklable."""
+
+    path: str
+    start: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that it writes."""
+        return sum(map(length, self.segments))
+
+
+def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
+    """The work on a file as independent tasks of about `size` bytes. Only ranges are cut; holes are left unfilled."""
+    batch: list[Segment] = []
+    start = at = 0
+    for segment in segments:
+        for part in _parts(segment, size):
+            batch.append(part)
+            at += length(part)
+            if at - start >= size:
+                yield Task(path, start, tuple(batch))
+                batch, start = [], at
+    if batch:
+        yield Task(path, start, tuple(batch))
+
+
+def _parts(segment: Segment, size: int) -> Iterable[Segment]:
+    if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
+        return (segment,)
+    if isinstance(segment, Summed):
+        return [Summed(part, segment.number) for part in _split(segment.extent, size)]
+    return _split(segment, size)
+
+
+def _split(extent: Extent, size: int) -> Iterable[Extent]:
+    if isinstance(extent, Derived):  # might have to be computed from its beginning for each part
+        return (extent,)
+    starts = range(0, extent.length, size)
+    return [extent.part(start, min(size, extent.length - start)) for start in starts]
+
+
+def execute(
+    files: Sequence[tuple[str, Sequence[Segment]]], executor: Executor | None, progress: Progress
+) -> list[dict[int, int]]:
+    """Write the files (path, segments), which exist and are empty; the checksums of each, by number.
+
+    Without an executor, threads are used where there is much to compute; kernel copies into one file gain nothing
+    from them. Raises what reading and writing raise, when no task is running any more.
+    """
+    if executor is not None:
+        sums = _spread([list(cut(path, segments, TASK)) for path, segments in files], executor, progress)
+    elif sum(_work(segment) for _, segments in files for segment in segments) < 2 * THREAD_TASK:
+        sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
+    else:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+            sums = _spread([list(cut(path, segments, THREAD_TASK)) for path, segments in files], threads, progress)
+    found = [combined(each for part in parts for each in part) for parts in sums]
+    for (path, segments), known in zip(files, found, strict=True):
+        if known:
+            _fill(path, segments, known)
+    return found
+
+
+def _work(segment: Segment) -> int:
+    return length(segment) if isinstance(segment, (Summed, Derived)) else 0
+
+
+def _spread(files: list[list[Task]], executor: Executor, progress: Progress) -> list[list[list[Sum]]]:
+    from concurrent.futures import as_completed, wait
+
+    futures = {executor.submit(run, task): task for tasks in files for task in tasks}
+    try:
+        for future in as_completed(futures):
+            future.result()
+            progress(futures[future].size)
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise
+    done = (future.result() for future in futures)
+    return [[next(done) for _ in tasks] for tasks in files]
+
+
+def _fill(path: str, segments: Iterable[Segment], sums: dict[int, int]) -> None:
+    """Write the deferred segments, whose checksums are known now."""
+    at = 0
+    with open(path, "r+b", buffering=0) as file:
+        for segment in segments:
+            if isinstance(segment, Deferred):
+                file.seek(at)
+                write_all(file.fileno(), segment.render(sums))
+            at += length(segment)
+
+
+def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:
+    """Write one task; the checksums of its parts, in order. Raises OSError, InputError, InputChangedError."""
+    fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        os.lseek(fd, task.start, os.SEEK_SET)
+        writer = _Writer(fd, progress)
+        writer.write(task.segments)
+    finally:
+        os.close(fd)
+    return writer.sums
+
+
+class _Writer:
+    """Writes segments one after another, from where `fd` stands."""
+
+    def __init__(self, fd: int, progress: Progress) -> None:
+        self.sums: list[Sum] = []
+        self._fd = fd
+        self._progress = progress
+        self._ahead = ReadAhead()
+        self._pending: list[bytes] = []
+        self._copiers = [_copy_file_range, _sendfile, _read_and_write]
+
+    def write(self, segments: Iterable[Segment]) -> None:
+        """Write the segments. One loop without calls for what is short: there may be hundreds of thousands."""
+        read, pending, size = self._ahead.read, self._pending, 0
+        for segment in segments:
+            extent, number = segment if isinstance(segment, Summed) else (segment, None)
+            if isinstance(extent, bytes):
+                data = extent
+            elif isinstance(extent, Range) and extent[2] < SHORT:
+                data = read(*extent)
+            elif isinstance(extent, Deferred):
+                data = extent.template
+            elif isinstance(extent, Derived) and extent.length < SHORT:
+                data = b"".join(bridge.stream(extent))
+            else:
+                self._long(extent, number)
+                size = 0
+                continue
+            if number is not None:
+                self._count(number, data)
+            pending.append(data)
+            size += len(data)
+            if size >= WINDOW:
+                self._flush()
+                size = 0
+        self._flush()
+
+    def _long(self, extent: Extent, number: int | None) -> None:
+        self._flush()
+        if isinstance(extent, Range) and number is None and isinstance(extent.source, LocalFile):
+            self._copy(extent.source, extent.offset, extent.length)
+            return
+        for piece in _pieces(extent):
+            if number is not None:
+                self._count(number, piece)
+            write_all(self._fd, piece)
+            self._progress(len(piece))
+
+    def _count(self, number: int, data: bytes | memoryview) -> None:
+        known, crc, size = self.sums[-1] if self.sums else (None, 0, 0)
+        if known == number:
+            self.sums[-1] = (number, zlib.crc32(data, crc), size + len(data))
+        else:
+            self.sums.append((number, zlib.crc32(data), len(data)))
+
+    def _flush(self) -> None:
+        if self._pending:
+            data = b"".join(self._pending)
+            self._pending.clear()
+            write_all(self._fd, data)
+            self._progress(len(data))
+
+    def _copy(self, source: LocalFile, offset: int, count: int) -> None:
+        while count:
+            try:
+                done = self._copiers[0](self._fd, source, offset, min(count, CHUNK))
+            except OSError as error:
+                if error.errno not in _NOT_HERE or len(self._copiers) == 1:
+                    raise
+                del self._copiers[0]
+                continue
+            if not done:
+                raise InputChangedError("became shorter while it was read", where=source.name)
+            offset += done
+            count -= done
+            self._progress(done)
+
+
+def _copy_file_range(fd: int, source: LocalFile, offset: int, count: int) -> int:
+    if not hasattr(os, "copy_file_range"):
+        raise OSError(errno.ENOSYS, "")
+    return os.copy_file_range(source.fd, fd, count, offset)
+
+
+def _sendfile(fd: int, source: LocalFile, offset: int, count: int) -> int:
+    if not hasattr(os, "sendfile"):
+        raise OSError(errno.ENOSYS, "")
+    return os.sendfile(fd, source.fd, offset, count)
+
+
+def _read_and_write(fd: int, source: LocalFile, offset: int, count: int) -> int:
+    done = 0
+    for piece in _pieces(Range(source, offset, count)):
+        write_all(fd, piece)
+        done += len(piece)
+    return done
+
+
+def _pieces(extent: Extent) -> Iterator[bytes | memoryview]:
+    """The bytes of an extent; those of a local file through one buffer that stays in the processor's cache."""
+    if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
+        yield from bridge.stream(extent)
+        return
+    buffer = memoryview(bytearray(min(WINDOW, extent.length)))
+    for at in range(0, extent.length, WINDOW):
+        piece = buffer[: min(WINDOW, extent.length - at)]
+        extent.source.read_into(extent.offset + at, piece)
+        yield piece
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write every byte: a system may take fewer than it is given."""
+    done = os.write(fd, data)
+    while done < len(data):
+        done += os.write(fd, memoryview(data)[done:])
+
+
+class ReadAhead:
+    """Reads short ranges, which mostly follow each other, through a window that grows as long as they do."""
+
+    def __init__(self) -> None:
+        self._source: ByteSource | None = None
+        self._start = 0
+        self._data = b""
+        self._size = NEARBY
+
+    def read(self, source: ByteSource, offset: int, length: int) -> bytes:
+        """`length` bytes of `source` from `offset`."""
+        at = offset - self._start
+        if source is not self._source or at < 0 or at + length > len(self._data):
+            self._move(source, offset, length)
+            at = 0
+        return self._data[at : at + length]
+
+    def _move(self, source: ByteSource, offset: int, length: int) -> None:
+        follows = source is self._source and 0 <= offset - self._start <= len(self._data) + self._size
+        self._size = min(4 * self._size, WINDOW) if follows else NEARBY
+        wanted = max(length, min(self._size, source.size - offset))
+        self._data = source.read(offset, wanted)
+        self._source, self._start = source, offset
+
+
+def combined(sums: Iterable[Sum]) -> dict[int, int]:
+    """The checksum of each number, whose parts come in order."""
+    found: dict[int, int] = {}
+    for number, crc, size in sums:
+        found[number] = crc32_combine(found[number], crc, size) if number in found else crc
+    return found
+
+
+def crc32_combine(first: int, second: int, size: int) -> int:
+    """The CRC-32 of two runs of bytes, from those of each and the size of the second.
+
+    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply it by x**(8 size).
+    """
+    power, square = 1 << 31, 1 << 30  # x**0, x**1
+    exponent = 8 * size
+    while exponent:
+        if exponent & 1:
+            power = _multiply(square, power)
+        square = _multiply(square, square)
+        exponent >>= 1
+    return _multiply(power, first) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ 0xEDB88320 if b & 1 else b >> 1
+    return product

@@ -1,0 +1,246 @@
+"""Torch's own tensors of a checkpoint's: one torch storage for each Storage, one tensor for each Tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import bridge
+from ckptkit.dtypes import BY_NAME, DType
+from ckptkit.errors import DeviceError, TensorError, UnsupportedError, UsageError
+from ckptkit.tensor import Storage, Tensor, TypedStorage, check_geometry
+from ckptkit.tree import Global, Node, Object
+from ckptkit.weights import as_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+    Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
+    MapLocation = str | torch.device | Mapping[str, str] | Restore | None
+else:
+    MapLocation = Any
+
+
+class Tensors:
+    """Makes the tensors of one checkpoint, each once, so that what shared memory shares memory again.
+
+    `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to devices, or a
+    function of a storage on the CPU and its tag. A device that is not there raises DeviceError.
+    """
+
+    def __init__(self, map_location: MapLocation = None) -> None:
+        import torch
+
+        forms = (str, torch.device, Mapping, type(None))
+        if not isinstance(map_location, forms) and not callable(map_location):
+            raise UsageError(f"map_location cannot be a {type(map_location).__name__}")
+        self._map_location = map_location
+        self._devices: dict[str, torch.device] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
+        """The bytes of a storage, where `map_location` wants them. `dtype` is that of the tensors on it."""
+        if id(storage) not in self._storages:
+            self._storages[id(storage)] = self._load(storage, dtype.component if dtype else 1)
+        return self._storages[id(storage)]
+
+    def _load(self, storage: Storage, component: int) -> torch.UntypedStorage:
+        import torch
+
+        where = self._map_location
+        if not callable(where):
+            return bridge.to_torch_storage(storage, self.device(storage.device), component)
+        memory = bridge.to_torch_storage(storage, "cpu", component)
+        given = where(memory, storage.device)
+        if given is None:
+            return _restored(memory, storage.device)
+        return given._untyped_storage if isinstance(given, torch.storage.TypedStorage) else given
+
+    def device(self, tag: str) -> torch.device:
+        """Where torch puts what is tagged `tag`: torch is asked, with a storage of no bytes, once for each device."""
+
+        where = self._map_location
+        if callable(where):
+            raise UnsupportedError("a function as map_location says nothing about tensors that have no storage")
+        location = tag if where is None else where.get(tag, tag) if isinstance(where, Mapping) else str(where)
+        if location not in self._devices:
+            self._devices[location] = _restored(_empty(), location).device
+        return self._devices[location]
+
+    def tensor(self, node: Tensor | Object) -> torch.Tensor:
+        """The tensor that a node is, or that the call which it describes would give.
+
+        Python attributes and classes of tensors are not restored. Raises UnsupportedError for what only its own
+        class can make.
+        """
+        if id(node) not in self._tensors:
+            self._tensors[id(node)] = self._strided(node) if isinstance(node, Tensor) else self._called(node)
+        return self._tensors[id(node)]
+
+    def _strided(self, tensor: Tensor) -> torch.Tensor:
+        import torch
+
+        if tensor.storage is not None:
+            return bridge.rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
+        dtype = bridge.torch_dtype(tensor.dtype)
+        made = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
+        return _parameter(made, tensor) if tensor.kind == "parameter" else made.requires_grad_(tensor.requires_grad)
+
+    def _called(self, node: Object) -> torch.Tensor:
+        name = node.global_.name if node.global_ and node.global_.module in _MODULES else ""
+        make = _CALLS.get(name)
+        try:
+            if make is not None:
+                return make(self, node)
+            if node.tensor is not None and node.tensor.layout == "strided":
+                return self._strided(node.tensor)
+        except (RuntimeError, ValueError, TypeError, IndexError, OverflowError) as error:
+            why = str(error).strip().split("\n")[0]
+            raise TensorError(f"the tensor that {node.global_} makes does not hold together: {why}") from error
+        raise UnsupportedError(
+            f"a tensor that {node.global_ or 'its own class'} makes cannot be made without its class",
+            hint="ckptkit.load(..., whole=True) gives the tree with such values left as they are",
+        )
+
+
+def _empty() -> torch.UntypedStorage:
+    import torch
+
+    return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+
+
+def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """A storage moved as `torch.load` moves it, by whatever is registered for the tag."""
+    import torch
+
+    try:
+        moved: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)  # type: ignore[no-untyped-call]
+        return moved
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).strip().split("\n")[0]
+        raise DeviceError(
+            f"cannot put tensors on {location}: {why}", hint="map_location='cpu' needs no device"
+        ) from error
+
+
+def _parameter(made: torch.Tensor, like: Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.nn.Parameter(made, like.requires_grad)
+
+
+# What the calls of torch/_utils.py do, each with the arguments of a node that the reader has checked
+
+
+def _parameter_call(tensors: Tensors, node: Object) -> torch.Tensor:
+    """(data, requires_grad, hooks[, state])"""
+    assert node.tensor is not None
+    return _parameter(tensors.tensor(node.args[0]).detach(), node.tensor)
+
+
+def _from_type(tensors: Tensors, node: Object) -> torch.Tensor:
+    """(function, class, arguments, state): the tensor without its class and attributes."""
+    inner = Object(node.args[0], node.args[2], tensor=node.tensor)
+    return tensors._called(inner)
+
+
+def _on_device(tensors: Tensors, node: Object) -> torch.Tensor:
+    """(data, dtype, device, requires_grad)"""
+    data, dtype, device, grad = node.args
+    made = tensors.tensor(data).to(device=tensors.device(device), dtype=bridge.torch_dtype(BY_NAME[dtype.name]))
+    return made.requires_grad_(bool(grad))
+
+
+def _sparse(tensors: Tensors, node: Object) -> torch.Tensor:
+    """(layout, data): COO (indices, values, size[, is_coalesced]); others (compressed, plain, values, size)"""
+    import torch
+
+    assert node.tensor is not None
+    layout, shape, data = node.tensor.layout, node.tensor.shape, node.args[1]
+    if layout == "sparse_coo":
+        coalesced = bool(data[3]) if len(data) > 3 and data[3] is not None else None
+        indices, values = map(tensors.tensor, data[:2])
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=coalesced)
+    compressed, plain, values = map(tensors.tensor, data[:3])
+    kind = {"sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc,
+            "sparse_bsr": torch.sparse_bsr, "sparse_bsc": torch.sparse_bsc}[layout]  # fmt: skip
+    return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=True)
+
+
+def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
+    """(storage, offset, size, stride, (scheme, scale, zero_point) or (scheme, scales, zero_points, axis), ..)"""
+    import torch
+
+    like, scheme = node.tensor, node.args[4]
+    assert like is not None and like.storage is not None
+    memory = tensors.storage(like.storage, like.dtype)
+    dtype = bridge.torch_dtype(like.dtype)
+    if scheme[0].name == "per_tensor_affine":
+        made = torch._empty_affine_quantized(
+            (0,), scale=scheme[1], zero_point=scheme[2], dtype=dtype, device=memory.device
+        )
+    else:
+        wide = {"per_channel_affine": (torch.double, torch.long)}.get(scheme[0].name, (torch.float, torch.float))
+        scales, zeros = (_numbers(tensors, part, kind) for part, kind in zip(scheme[1:3], wide, strict=True))
+        if not 0 <= scheme[3] < len(like.shape) or not len(scales) == len(zeros) == like.shape[scheme[3]]:
+            raise TensorError(f"quantized per channel of axis {scheme[3]}, which does not fit shape {like.shape}")
+        made = torch._empty_per_channel_affine_quantized(
+            like.shape, scales=scales, zero_points=zeros, axis=scheme[3], dtype=dtype, device=memory.device
+        )  # fmt: skip
+    made.set_(memory, like.offset, like.shape, like.stride)
+    return made.requires_grad_(like.requires_grad)
+
+
+def _numbers(tensors: Tensors, node: Node, dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    return tensors.tensor(node) if as_tensor(node) is not None else torch.tensor(node, dtype=dtype)
+
+
+def _nested(tensors: Tensors, node: Object) -> torch.Tensor:
+    """(buffer, sizes, strides, offsets): torch does not look whether these lie inside the buffer"""
+    import torch
+
+    buffer, sizes, strides, offsets = map(tensors.tensor, node.args)
+    whole = as_tensor(node.args[0])
+    assert whole is not None
+    for shape, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        check_geometry(None, whole.dtype, tuple(shape), tuple(stride), offset)
+        if 0 not in shape and offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) >= whole.numel:
+            raise TensorError(f"a nested tensor of {shape} at {offset} lies outside its buffer of {whole.numel:,}")
+    made: torch.Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+    return made
+
+
+_MODULES = ("torch._utils", "torch._tensor", "torch.tensor")
+_CALLS: dict[str, Callable[[Tensors, Object], torch.Tensor]] = {
+    "_rebuild_parameter": _parameter_call,
+    "_rebuild_parameter_with_state": _parameter_call,
+    "_rebuild_from_type": _from_type,
+    "_rebuild_from_type_v2": _from_type,
+    "_rebuild_device_tensor_from_numpy": _on_device,
+    "_rebuild_device_tensor_from_cpu_tensor": _on_device,
+    "_rebuild_xla_tensor": _on_device,
+    "_rebuild_sparse_tensor": _sparse,
+    "_rebuild_sparse_csr_tensor": _sparse,
+    "_rebuild_qtensor": _quantized,
+    "_rebuild_nested_tensor": _nested,
+}
+
+
+def typed_storage(tensors: Tensors, node: TypedStorage) -> object:
+    """A storage as `torch.load` gives it: typed, unless it was saved as bytes."""
+    import torch
+
+    memory = tensors.storage(node.storage, node.dtype)
+    if node.dtype is None:
+        return memory
+    dtype = bridge.torch_dtype(node.dtype)
+    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def dtype_of(node: Global) -> object:
+    """``torch.float16`` for a Global of that name, the Global itself for any other."""
+    known = node.module == "torch" and node.name in BY_NAME
+    return bridge.torch_dtype(BY_NAME[node.name]) if known else node

@@ -1,0 +1,269 @@
+"""``load``: the weights, or the whole tree, as what Python and torch users work with."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from ckptkit import bridge
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import open_checkpoint
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.loading.tensors import MapLocation, Tensors, dtype_of, typed_storage
+from ckptkit.tensor import Tensor, TypedStorage
+from ckptkit.transforms import metadata
+from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
+from ckptkit.weights import Weights
+
+PathLike = str | os.PathLike[str]
+
+
+def load(
+    path: PathLike | Checkpoint, key: str | None = None, map_location: MapLocation = None, *, whole: bool = False
+) -> Any:
+    """The weights in a file, folder or Checkpoint: name -> torch tensor, as ``torch.load`` would give that part of it.
+
+    `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors that shared memory
+    share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree is given: plain values as what they
+    are, and what only its own class could make left as a :class:`ckptkit.tree.Object`. Raises CkptkitError: UsageError
+    where there are no weights, DeviceError for a device that is not there.
+    """
+    ck = open_checkpoint(path, key=key)
+    values = Values(Tensors(map_location))
+    try:
+        return values(ck.root) if whole else values.state_dict(ck.required)
+    except CkptkitError as error:
+        raise error.at(ck.name or "checkpoint") from error.__cause__
+
+
+def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
+    """Names and nodes of a state_dict: its tensors, and the other values that belong to it (``_extra_state``...).
+
+    A mapping with ``_metadata`` is a state_dict and belongs to it as a whole; any other may be a wrapper.
+    """
+    if weights.is_module:
+        yield from weights.nodes.items()
+        return
+    complete = metadata.of(weights.node) is not None
+    for name, node in weights.node.items():
+        if isinstance(name, str) and (complete or name in weights.nodes or name.endswith("_extra_state")):
+            yield name, node
+
+
+class Values:
+    """Makes Python's values of nodes, each once: sharing and cycles stay, at any depth."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self._made: dict[int, Any] = {}
+        self._keep: list[Node] = []  # ids in _made stay taken
+        self._queue: list[tuple[Node, Any]] = []
+
+    def __call__(self, root: Node) -> Any:
+        made = self._value(root)
+        self._finish()
+        return made
+
+    def _finish(self) -> None:
+        while self._queue:
+            old, new = self._queue.pop()
+            self._fill(old, new)
+
+    def state_dict(self, weights: Weights) -> dict[str, Any]:
+        """Name -> tensor. Those of a pickled module are detached, as its ``state_dict()`` would give them."""
+        ordered = isinstance(weights.node, OrderedDict) or weights.is_module
+        found: dict[str, Any] = collections.OrderedDict() if ordered else {}
+        for name, node in entries(weights):
+            try:
+                found[name] = self(node)
+            except CkptkitError as error:
+                error.message = f"{join((*weights.path, name))}: {error.message}"
+                raise
+            if weights.is_module:
+                found[name] = found[name].detach()
+        if isinstance(weights.node, OrderedDict):
+            self._attributes(weights.node, found)
+            self._finish()
+        return found
+
+    def _value(self, node: Node) -> Any:
+        """The value of a node, which may still have to be filled."""
+        if node.__class__ in _PLAIN:
+            return node
+        if id(node) in self._made:
+            return self._made[id(node)]
+        if isinstance(node, tuple) or (isinstance(node, SetNode) and node.frozen):
+            return self._frozen(node)
+        self._keep.append(node)
+        self._made[id(node)] = made = self._leaf(node) if isinstance(node, _LEAVES) else self._shell(node)
+        return made
+
+    def _leaf(self, node: Node) -> Any:
+        if isinstance(node, Tensor):
+            return self._tensor(node, node)
+        if isinstance(node, TypedStorage):
+            return typed_storage(self.tensors, node)
+        if isinstance(node, Global):
+            return dtype_of(node)
+        if isinstance(node, Blob):
+            data = b"".join(bridge.stream(node.extent))
+            return bytearray(data) if node.kind == "bytearray" else data
+        return node.data if isinstance(node, ByteString) else node
+
+    def _shell(self, node: Node) -> Any:
+        made = self._object(node) if isinstance(node, Object) else _SHELLS[type(node)]()
+        if isinstance(made, (dict, list, set, Pairs, Object)):
+            self._queue.append((node, made))
+        return made
+
+    def _object(self, node: Object) -> Any:
+        """What an Object would be, if that is a tensor or a plain value; else an Object of what it holds."""
+        if node.tensor is not None and node.tensor.layout != "subclass":
+            return self._tensor(node, node.tensor)
+        if node.value is not None:
+            return node.value
+        name = (node.global_.module, node.global_.name) if node.global_ else ("", "")
+        made = _OBJECTS[name](node) if name in _OBJECTS else None
+        return Object(None, new=node.new) if made is None else made
+
+    def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:
+        made = self.tensors.tensor(node)
+        return made.numpy() if like.kind == "ndarray" else made
+
+    def _frozen(self, root: Node) -> Any:
+        """Tuples and frozen sets, the inner ones first; anything else in them has a value or a shell at once."""
+        waiting = [root]
+        while waiting:
+            node = waiting[-1]
+            parts = node if isinstance(node, tuple) else node.items
+            missing = [] if id(node) in self._made else [part for part in parts if self._is_waited_for(part)]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            if id(node) not in self._made:
+                values = [self._value(part) for part in parts]
+                self._keep.append(node)
+                self._made[id(node)] = tuple(values) if isinstance(node, tuple) else frozenset(_hashable(values))
+        return self._made[id(root)]
+
+    def _is_waited_for(self, part: Node) -> bool:
+        frozen = isinstance(part, tuple) or (isinstance(part, SetNode) and part.frozen)
+        return frozen and id(part) not in self._made
+
+    def _fill(self, old: Node, new: Any) -> None:
+        if isinstance(new, Object):
+            self._fill_object(old, new)
+        elif isinstance(new, dict):
+            for key, value in _items(old):
+                self._put(new, key, self._value(value))
+            if isinstance(old, OrderedDict):
+                self._attributes(old, new)
+        elif isinstance(new, list):
+            new.extend(map(self._value, old))
+        elif isinstance(new, set):
+            new.update(_hashable(map(self._value, old.items)))
+        else:
+            new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
+
+    def _put(self, new: dict[Any, Any], key: Node, value: Any) -> None:
+        """A key that would be another one's equal, or could not be a key, stays the node that it is."""
+        made = self._value(key)
+        try:
+            new[key if made in new else made] = value
+        except TypeError:
+            new[key] = value
+
+    def _attributes(self, old: OrderedDict, new: Any) -> None:
+        """``_metadata``, the one attribute that torch sets; others are whatever a file wants them to be."""
+        if isinstance(old.state, dict) and "_metadata" in old.state:
+            new._metadata = self._value(old.state["_metadata"])
+
+    def _fill_object(self, old: Object, new: Object) -> None:
+        value = self._value
+        new.callable, new.args, new.kwargs = value(old.callable), value(old.args), value(old.kwargs)
+        for step, each in old.steps:
+            if step == "build":
+                new.steps.append((step, value(each)))
+            elif step == "set":
+                new.steps.append((step, [(value(key), value(item)) for key, item in each]))
+            else:
+                new.steps.append((step, list(map(value, each))))
+
+
+_PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
+_LEAVES = (Tensor, TypedStorage, Global, Blob, ByteString, bytearray)
+_SHELLS: dict[type, Callable[[], Any]] = {
+    dict: dict, list: list, OrderedDict: collections.OrderedDict, SetNode: set, Pairs: lambda: Pairs([]),
+}  # fmt: skip
+
+
+def _items(node: Node) -> Iterable[tuple[Node, Node]]:
+    """The items of a mapping, of a Counter's argument, or of the steps that fill a defaultdict."""
+    if isinstance(node, dict):
+        return node.items()
+    if node.steps:
+        return [pair for _, pairs in node.steps for pair in pairs]
+    return node.args[0].items() if node.args and isinstance(node.args[0], dict) else ()
+
+
+def _hashable(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise FormatError(f"a set holds a {type(value).__name__}, which cannot be in one") from error
+        yield value
+
+
+# Objects that are plain values; None where the arguments are not what they should be
+
+
+def _size(node: Object) -> Any:
+    import torch
+
+    plain = len(node.args) == 1 and _are(node.args[0], int)
+    return torch.Size(node.args[0]) if plain else None
+
+
+def _device(node: Object) -> Any:
+    import torch
+
+    if not _are(node.args, (str, int)):
+        return None
+    try:
+        return torch.device(*node.args)
+    except (RuntimeError, TypeError):  # a device that this torch has no name for
+        return None
+
+
+def _counter(node: Object) -> Any:
+    plain = not node.steps and (not node.args or (len(node.args) == 1 and isinstance(node.args[0], dict)))
+    return collections.Counter() if plain else None
+
+
+_FACTORIES = {each.__name__: each for each in (list, dict, set, int, float, str)}
+
+
+def _defaultdict(node: Object) -> Any:
+    factory = node.args[0] if len(node.args) == 1 else None
+    if any(step != "set" for step, _ in node.steps) or not (factory is None or isinstance(factory, Global)):
+        return None
+    if factory is None:
+        return collections.defaultdict(None)
+    made = _FACTORIES.get(factory.name) if factory.module == "builtins" else None
+    return collections.defaultdict(made) if made else None
+
+
+def _are(values: Node, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(values, (tuple, list)) and all(isinstance(each, kind) for each in values)
+
+
+_OBJECTS: dict[tuple[str, str], Callable[[Object], Any]] = {
+    ("torch", "Size"): _size,
+    ("torch", "device"): _device,
+    ("collections", "Counter"): _counter,
+    ("collections", "defaultdict"): _defaultdict,
+}

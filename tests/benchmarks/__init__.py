@@ -1,0 +1,1 @@
+"""What the commands cost, beside `cp` and beside plain torch: ``python -m tests.benchmarks``."""

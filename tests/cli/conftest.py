@@ -1,0 +1,59 @@
+"""The command line in this process, and files that torch made."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckptkit.cli import main
+
+Ckptkit = Callable[..., Result]
+
+
+@pytest.fixture
+def ckptkit() -> Ckptkit:
+    """``ckptkit("inspect", path)``: the result, its exit code, what it printed."""
+
+    def invoke(*args: object) -> Result:
+        result = CliRunner().invoke(main, [os.fspath(arg) if isinstance(arg, Path) else str(arg) for arg in args])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def as_json(ckptkit: Ckptkit) -> Callable[..., Any]:
+    """``as_json("inspect", path)``: what the command prints with --json, exit code 0."""
+
+    def invoke(command: str, *args: object) -> Any:
+        result = ckptkit(command, "--json", *args)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return invoke
+
+
+@pytest.fixture
+def run_pth(tmp_path: Path) -> Path:
+    """A checkpoint as a training script leaves it, from a DataParallel model."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.DataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "run.pth"
+    wrapped = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "name": "näme"}
+    torch.save({**wrapped, "loss": float("nan")}, path)
+    return path

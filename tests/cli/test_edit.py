@@ -1,0 +1,247 @@
+"""The commands that write: what they write, opened with torch; what they say; what they refuse."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Ckptkit
+
+Json = Callable[..., Any]
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def without(prefix: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.pth"
+
+
+def test_strip_module(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    result = ckptkit("strip-module", run_pth, out)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(f"wrote {out}: 9 tensors, ")
+    assert result.stdout.endswith("; stripped 'module.' from 9 keys of model\n")
+    before, after = load(run_pth), load(out)
+    assert equal(after["model"], without("module.", before["model"]))
+    assert after["epoch"] == 3 and list(after) == list(before)
+
+
+def test_strip_module_takes_other_prefixes(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"_orig_mod.module.w": torch.ones(1), "b": torch.zeros(1)}, tmp_path / "c.pth")
+    result = ckptkit("strip-module", "--prefix", "_orig_mod.", "--prefix", "module.", tmp_path / "c.pth", out)
+    assert list(load(out)) == ["w", "b"]
+    assert "left without a change: 'b'" in result.stderr
+
+
+def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"model": {"module.w": torch.ones(1)}, "ema": {"module.w": torch.ones(1)}}, tmp_path / "e.pth")
+    result = ckptkit("strip-module", tmp_path / "e.pth", out)
+    assert "--key model --key ema" in result.stderr
+    assert list(load(out)["ema"]) == ["module.w"]
+    ckptkit("strip-module", "--force", "--key", "model", "--key", "ema", tmp_path / "e.pth", out)
+    assert list(load(out)["model"]) == list(load(out)["ema"]) == ["w"]
+
+
+def test_nothing_to_strip_is_a_warning_and_a_copy(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "p.pth")
+    result = ckptkit("strip-module", tmp_path / "p.pth", out)
+    assert result.exit_code == 0
+    assert result.stderr == "ckptkit: no key begins with 'module.'\n"
+    assert equal(load(out), load(tmp_path / "p.pth"))
+
+
+def test_a_collision_is_3(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"module.w": torch.ones(1), "w": torch.zeros(1)}, tmp_path / "p.pth")
+    result = ckptkit("strip-module", tmp_path / "p.pth", out)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "'w'" in result.stderr and not out.exists()
+
+
+def test_add_module(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path) -> None:
+    ckptkit("strip-module", run_pth, tmp_path / "plain.pth")
+    assert ckptkit("add-module", tmp_path / "plain.pth", out).exit_code == 0
+    assert equal(load(out)["model"], load(run_pth)["model"])
+    assert ckptkit("add-module", "--prefix", "net.", "--force", tmp_path / "plain.pth", out).exit_code == 0
+    assert all(name.startswith("net.") for name in load(out)["model"])
+
+
+def test_remap(ckptkit: Ckptkit, as_json: Json, tmp_path: Path, out: Path, simulated_cuda: Any) -> None:
+    with simulated_cuda(1):
+        torch.save({"w": torch.ones(3)}, tmp_path / "c.pth")
+    assert ckptkit("remap", tmp_path / "c.pth", out, "--map", "cuda:1=cuda:0").exit_code == 0
+    assert as_json("inspect", out)["files"][0]["tensors"][0]["device"] == "cuda:0"
+    result = ckptkit("remap", tmp_path / "c.pth", out, "--to", "cpu", "--force")
+    assert "cuda:1 -> cpu" in result.stdout
+    assert torch.equal(load(out)["w"], torch.ones(3))
+
+
+def test_remap_says_one_thing(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    assert ckptkit("remap", run_pth, out).exit_code == 2
+    assert ckptkit("remap", run_pth, out, "--to", "cpu", "--map", "cuda:0=cpu").exit_code == 2
+    assert ckptkit("remap", run_pth, out, "--map", "cuda:0").exit_code == 2
+    assert ckptkit("remap", run_pth, out, "--to", "gpu").exit_code == 2
+
+
+def test_rename(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, tmp_path / "p.pth")
+    (tmp_path / "names.json").write_text('{"a.w": "first"}')
+    result = ckptkit("rename", tmp_path / "p.pth", out, "--map", tmp_path / "names.json", "--sub", r"^(?=b)b\.=c.")
+    assert result.exit_code == 0, result.stderr
+    assert list(load(out)) == ["first", "c.w"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--sub", "no equals"], ["--map", "absent.json"], ["--map", "list.json"], ["--map", "nested.json"]],
+)
+def test_rename_refuses_what_it_cannot_read(
+    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, run_pth: Path, out: Path, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(run_pth.parent)
+    Path("list.json").write_text("[]")
+    Path("nested.json").write_text('{"a": {"b": "c"}}')
+    assert ckptkit("rename", run_pth, out, *arguments).exit_code == 2
+    assert not out.exists()
+
+
+def test_extract_and_wrap_are_ways_back(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path) -> None:
+    assert ckptkit("extract", run_pth, tmp_path / "model.pth", "--key", "model").exit_code == 0
+    assert equal(load(tmp_path / "model.pth"), load(run_pth)["model"])
+    assert ckptkit("wrap", tmp_path / "model.pth", out, "--key", "model").exit_code == 0
+    assert equal(load(out)["model"], load(run_pth)["model"])
+
+
+def test_convert_names_what_is_left_out(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    target = tmp_path / "run.safetensors"
+    result = ckptkit("convert", run_pth, target)
+    assert result.exit_code == 0
+    stored, weights = load_file(target), load(run_pth)["model"]
+    assert equal(dict(sorted(stored.items())), dict(sorted(weights.items())))
+    assert "optimizer" in result.stderr
+
+
+def test_convert_applies_everything_in_its_order(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    weights = {"module.enc.w": torch.ones(2, 2), "module.dec.w": torch.ones(2), "module.enc.n": torch.ones(3).long()}
+    torch.save(weights, tmp_path / "p.pth")
+    result = ckptkit(
+        "convert", tmp_path / "p.pth", out,
+        "--compact", "--to", "cpu", "--cast", "enc.*=float16", "--sub", r"^net\.=", "--add", "net.",
+        "--strip", "module.", "--drop", "module.dec.*",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert {name: tensor.dtype for name, tensor in load(out).items()} == {"enc.w": torch.float16, "enc.n": torch.int64}
+
+
+def test_cast_without_a_glob_is_for_all(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"a": torch.ones(2), "norm": torch.ones(2)}, tmp_path / "p.pth")
+    assert ckptkit("convert", tmp_path / "p.pth", out, "--cast", "bf16", "--cast", "norm=fp32").exit_code == 0
+    assert [tensor.dtype for tensor in load(out).values()] == [torch.bfloat16, torch.float32]
+
+
+def test_convert_wants_a_suffix_that_it_knows(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    result = ckptkit("convert", run_pth, tmp_path / "run.unknown")
+    assert result.exit_code == 2
+    assert ".safetensors" in result.stderr and "--format" in result.stderr
+    assert ckptkit("convert", run_pth, tmp_path / "run.unknown", "--format", "torch-zip").exit_code == 0
+    assert load(tmp_path / "run.unknown")["epoch"] == 3
+
+
+def test_editing_keeps_the_format_under_an_unknown_suffix(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    assert ckptkit("strip-module", run_pth, tmp_path / "run.best").exit_code == 0
+    assert load(tmp_path / "run.best")["epoch"] == 3
+
+
+def test_objects(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+    torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, tmp_path / "o.pth")
+    kept = ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu")
+    assert kept.exit_code == 0 and "argparse.Namespace" in kept.stderr
+    assert ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "error", "--force").exit_code == 3
+    assert ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "drop", "--force").exit_code == 0
+    assert list(load(out)) == ["w"]
+
+
+def test_an_existing_destination_is_kept_without_force(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    out.write_text("mine")
+    result = ckptkit("strip-module", run_pth, out)
+    assert result.exit_code == 2
+    assert "--force" in result.stderr
+    assert out.read_text() == "mine"
+    assert ckptkit("strip-module", "--force", run_pth, out).exit_code == 0
+
+
+def test_the_source_is_no_destination(ckptkit: Ckptkit, run_pth: Path) -> None:
+    before = run_pth.read_bytes()
+    assert ckptkit("strip-module", "--force", run_pth, run_pth).exit_code == 2
+    assert run_pth.read_bytes() == before
+
+
+def test_in_place(ckptkit: Ckptkit, run_pth: Path) -> None:
+    expected = without("module.", load(run_pth)["model"])
+    result = ckptkit("strip-module", "--in-place", run_pth)
+    assert result.exit_code == 0, result.stderr
+    assert equal(load(run_pth)["model"], expected)
+
+
+def test_a_destination_or_in_place(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    assert ckptkit("strip-module", run_pth).exit_code == 2
+    assert ckptkit("strip-module", "--in-place", run_pth, out).exit_code == 2
+
+
+def test_dry_run_writes_nothing(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    result = ckptkit("strip-module", "--dry-run", run_pth, out)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"would write {out}: 9 tensors, ")
+    assert "copied" in result.stdout
+    assert not out.exists()
+
+
+def test_quiet(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    result = ckptkit("convert", "--quiet", run_pth, out.with_suffix(".safetensors"))
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_verify_and_durable(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    assert ckptkit("strip-module", "--verify", "--durable", run_pth, out).exit_code == 0
+    assert load(out)["epoch"] == 3
+
+
+def test_the_json_report(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    target = tmp_path / "run.safetensors"
+    result = ckptkit("convert", "--json", "--strip", "module.", run_pth, target)
+    found = json.loads(result.stdout)
+    assert found["schema"] == "ckptkit.edit/1"
+    assert (found["source"], found["destination"]) == (str(run_pth), str(target))
+    assert (found["format"], found["tensors"], found["size"]) == ("safetensors", 9, target.stat().st_size)
+    assert found["done"] == ["stripped 'module.' from 9 keys of model"]
+    assert any("optimizer" in line for line in found["left_out"])
+    assert (found["in_place"], found["dry_run"]) == (False, False)
+
+
+def test_an_unwritable_place_is_4(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    result = ckptkit("strip-module", run_pth, tmp_path / "no folder" / "out.pth")
+    assert result.exit_code == 4
+    assert "no folder" in result.stderr
+
+
+def test_an_unknown_entry_is_2(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+    result = ckptkit("extract", run_pth, out, "--key", "nope")
+    assert result.exit_code == 2
+    assert "model" in result.stderr

@@ -1,0 +1,210 @@
+"""The program: help, exit codes, closed and full outputs, what is imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptkit as package
+from ckptkit import cli
+from ckptkit.errors import CkptkitError, OutputError, UsageError
+from tests.cli.conftest import Ckptkit
+from tests.conftest import Run
+
+PROGRAM = [sys.executable, "-m", "ckptkit"]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.pth"
+    torch.save({"module.w": torch.zeros(2)}, path)
+    return path
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_with_an_example(ckptkit: Ckptkit, name: str) -> None:
+    for option in ("-h", "--help"):
+        result = ckptkit(name, option)
+        assert result.exit_code == 0
+        assert f"Example: ckptkit {name}" in result.stdout
+
+
+def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
+    result = ckptkit("--help")
+    assert result.exit_code == 0
+    listed = [line.split(maxsplit=1) for line in result.stdout.partition("Commands:\n")[2].splitlines()]
+    assert [words[0] for words in listed] == list(cli.COMMANDS)
+    assert not any(words[1].endswith("...") for words in listed)
+
+
+def test_no_command_is_usage_with_the_help(ckptkit: Ckptkit) -> None:
+    result = ckptkit()
+    assert result.exit_code == 2
+    assert "Commands:" in result.stdout
+
+
+def test_version(ckptkit: Ckptkit) -> None:
+    assert ckptkit("--version").stdout == f"ckptkit, version {package.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["inspect"], ["inspect", "--nope", "x"], ["remap", "a", "b"]])
+def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
+    result = ckptkit(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    first, second = result.stderr.splitlines()
+    assert first.startswith("ckptkit: ")
+    assert second.startswith("hint: `ckptkit")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UsageError("no", where="x.pth", hint="do"), 2, "ckptkit: x.pth: no\nhint: do\n"),
+        (CkptkitError("no"), 3, "ckptkit: no\n"),
+        (OutputError("no"), 4, "ckptkit: no\n"),
+        (MemoryError(), 3, "ckptkit: needs more memory than there is\n"),
+        (KeyboardInterrupt(), 130, "ckptkit: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_exit_codes(
+    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, error: BaseException, code: int, said: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("ckptkit.convert.open_checkpoint", fail)
+    monkeypatch.setattr("ckptkit.cli._mute", lambda: None)
+    result = ckptkit("inspect", small)
+    assert (result.exit_code, result.stderr.lstrip("\n")) == (code, said)
+
+
+def test_a_bug_is_5_and_one_line(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path) -> None:
+    monkeypatch.setattr("ckptkit.convert.open_checkpoint", lambda *_, **__: 1 / 0)
+    result = ckptkit("inspect", small)
+    assert result.exit_code == 5
+    assert result.stderr.startswith("ckptkit: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_the_traceback_on_request(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, how: str) -> None:
+    monkeypatch.setattr("ckptkit.convert.open_checkpoint", lambda *_, **__: 1 / 0)
+    if how == "environment":
+        monkeypatch.setenv("CKPTKIT_TRACEBACK", "1")
+    result = ckptkit(*["--traceback"] * (how == "option"), "inspect", small)
+    assert result.exit_code == 5
+    assert "Traceback" in result.stderr and "test_main.py" in result.stderr
+
+
+def test_missing_and_damaged_files_are_3(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "bad.pth").write_bytes(b"PK\x03\x04 cut")
+    for name in ("absent.pth", "bad.pth"):
+        done = run("inspect", tmp_path / name)
+        assert (done.code, done.stdout) == (3, "")
+        assert done.stderr.startswith(f"ckptkit: {tmp_path / name}: ")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize(
+    "options", [["inspect"], ["inspect", "--json"], ["--help"], ["inspect", "--help"], ["formats"]]
+)
+def test_CL_04_full(small: Path, options: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        arguments = [str(small)] if options[0] == "inspect" else []
+        done = subprocess.run([*PROGRAM, *options, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 4
+    assert done.stderr == "ckptkit: standard output: No space left on device\n"
+
+
+def test_CL_04_closed_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "many.pth"
+    torch.save({f"w{i}.x": torch.zeros(1) for i in range(5_000)}, path)
+    for options in ([], ["--json"], ["--tree"]):
+        child = subprocess.Popen(
+            [*PROGRAM, "inspect", *options, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.read(10)
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        child.stderr.close()
+        assert child.wait() == 141
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file descriptors of a shell")
+def test_CL_04_closed_output(small: Path) -> None:
+    script = f"{sys.executable} -m ckptkit inspect {small} >&-"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (4, "ckptkit: standard output: is closed\n")
+    script = f"{sys.executable} -m ckptkit inspect {small}.absent 2>&-"
+    assert subprocess.run(["sh", "-c", script], capture_output=True).returncode == 3
+
+
+def test_CL_04_ascii(run: Run, tmp_path: Path) -> None:
+    torch.save({"größe": torch.zeros(1)}, tmp_path / "g.pth")
+    done = run("inspect", tmp_path / "g.pth", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
+    assert done.code == 0
+    assert r"gr\xf6\xdfe" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["--help.pt", "-rf.pt", "@args.pt", "*.pt", "$(x).pt"])
+def test_CL_05_names_that_look_like_options(run: Run, tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.zeros(1)}, tmp_path / name)
+    done = run("inspect", "--", name, cwd=tmp_path)
+    assert done.code == 0
+    assert done.stdout.startswith(f"{name}: torch-zip")
+
+
+def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small: Path) -> None:
+    canary = "import sys; sys.stderr.write('canary'); sys.exit(9)"
+    for name in ("torch", "json", "click", "numpy", "tabulate", "dataclasses", "struct"):
+        small.with_name(f"{name}.py").write_text(canary)
+    done = run("inspect", "--json", "--digest", small.name, cwd=small.parent)
+    assert (done.code, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (["--help"], {"tabulate", "json", "ckptkit.formats", "ckptkit.bridge", "ckptkit.reports"}),
+        (["inspect", "FILE"], {"ckptkit.reports.digest", "ckptkit.reports.diff", "ckptkit.transforms"}),
+        (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.cli.fold"}),
+    ],
+)
+def test_CL_07_only_what_is_needed_is_imported(small: Path, arguments: list[str], unneeded: set[str]) -> None:
+    script = (
+        "import sys; from ckptkit.cli import main\n"
+        "try: main.main(sys.argv[1:])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "print('', *sys.modules)"
+    )
+    given = [str(small) if each == "FILE" else each for each in arguments]
+    done = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "ckptkit.cli.inspect" in loaded
+    assert not loaded & {"torch", "numpy", "tqdm", "fsspec", "safetensors", *unneeded}
+
+
+def test_a_command_is_short() -> None:
+    """Parse, one call, print: what is longer belongs in the library."""
+    folder = Path(cli.__file__).parent
+    for name in cli.COMMANDS:
+        tree = ast.parse((folder / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8"))
+        (command,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "command")
+        body = command.body[1:]
+        assert body[-1].end_lineno - body[0].lineno < 20, name  # type: ignore[operator]
+
+
+def test_formats_and_env(ckptkit: Ckptkit) -> None:
+    text = ckptkit("formats").stdout
+    assert "torch-zip" in text and ".safetensors" in text
+    assert f"torch        {torch.__version__}" in ckptkit("env").stdout

@@ -1,0 +1,169 @@
+"""render: nothing from a file moves the cursor, numbers are exact, JSON is JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from io import StringIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.cli import render
+from ckptkit.errors import OutputError
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("layers.0.weight", "layers.0.weight"),
+        ("größe 模型 🙂", "größe 模型 🙂"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("\x1b]52;c;aGk=\x07", r"\x1b]52;c;aGk=\x07"),
+        ("a\rb\nc\td", r"a\rb\nc\td"),
+        ("\x7f\x85\x9b", r"\x7f\x85\x9b"),
+        ("a\u202eb\u2066c", r"a\u202eb\u2066c"),
+        ("a\u200bb\ufeffc\u2060", r"a\u200bb\ufeffc\u2060"),
+        ("\u2028\u2029", r"\u2028\u2029"),
+        ("\udcff", r"\udcff"),
+        ("a\u00a0b", r"a\xa0b"),
+        ("v\ufe0f\U000e0100\u3164\u115f\u034f", r"v\ufe0f\U000e0100\u3164\u115f\u034f"),
+        ("\U000f0000", r"\U000f0000"),
+    ],
+)
+def test_CL_01_escape(text: str, expected: str) -> None:
+    assert render.escape(text) == expected
+
+
+@given(st.text(st.characters(), max_size=20))
+def test_CL_01_what_is_printed_is_printable(text: str) -> None:
+    shown = render.escape(text)
+    assert shown.isprintable()
+    assert not any(unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") for c in shown)
+    if text.isascii() and text.isprintable():
+        assert shown == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1_000, "1.0 kB"),
+        (999_949, "999.9 kB"),
+        (999_950, "1.0 MB"),
+        (1_089_896, "1.1 MB"),
+        (2 << 30, "2.1 GB"),
+        (5 * 10**12, "5.0 TB"),
+        (10**18, "1,000.0 PB"),
+        (1 << 5_000, "inf PB"),
+    ],
+)
+def test_size(nbytes: int, expected: str) -> None:
+    assert render.size(nbytes) == expected
+
+
+def test_plural() -> None:
+    assert [render.plural(n, "tensor") for n in (0, 1, 97_000)] == ["0 tensors", "1 tensor", "97,000 tensors"]
+
+
+def test_a_table_aligns() -> None:
+    lines = list(render.table(("name", "size"), [("a", "1 B"), ("long.name", "10 kB")], right=("size",)))
+    assert [line.split(maxsplit=1) for line in lines] == [["name", "size"], ["a", "1 B"], ["long.name", "10 kB"]]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_a_table_keeps_what_looks_like_a_number() -> None:
+    assert list(render.table(("name", "x"), [("007", "1e5"), ("0x10", "-0")]))[1:] == ["007     1e5", "0x10    -0"]
+
+
+def test_a_long_table_is_aligned_too() -> None:
+    lines = list(render.table(("name", "size"), [(f"n{i}", f"{i} B") for i in range(3_000)], right=("size",)))
+    assert lines[0] == "name     size"
+    assert lines[1] == "n0        0 B"
+    assert lines[-1] == "n2999  2999 B"
+
+
+def test_a_table_of_nothing_is_nothing() -> None:
+    assert list(render.table(("name",), [])) == []
+
+
+def test_on_a_terminal_the_name_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "encoder." * 10 + "weight"
+    lines = list(render.table(("name", "shape"), [(name, "[16, 3, 3, 3]")]))
+    assert max(map(len, lines)) < 40
+    assert "..." in lines[1] and lines[1].startswith("encoder.") and "weight  [16" in lines[1]
+
+
+def test_in_a_pipe_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", StringIO())
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "encoder." * 1_000
+    assert name in next(iter(list(render.table(("name", "shape"), [(name, "[]")]))[1:]))
+
+
+@pytest.mark.parametrize("room", [16, 17, 40])
+def test_shortened(room: int) -> None:
+    text = "".join(map(chr, range(97, 123))) * 4
+    cut = render.shortened(text, room)
+    assert len(cut) == room
+    assert text.startswith(cut.split("...")[0]) and text.endswith(cut.split("...")[1])
+    assert render.shortened("short", room) == "short"
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda t: st.lists(t) | st.dictionaries(st.text(), t)))
+def test_CL_03_json_pieces_are_the_json(value: object) -> None:
+    assert json.loads("".join(render.json_pieces(value))) == value
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1_000, 1_001, 2_500])
+def test_iterators_are_lists(count: int) -> None:
+    text = "".join(
+        render.json_pieces({"n": iter(range(count)), "of": iter([{"m": iter([1]), "x": 2} for _ in range(2)])})
+    )
+    assert json.loads(text) == {"n": list(range(count)), "of": [{"m": [1], "x": 2}] * 2}
+
+
+def test_iterators_are_not_read_ahead() -> None:
+    def endless() -> object:
+        yield from range(10_000_000_000)
+
+    pieces = render.json_pieces({"n": endless()})
+    assert sum(len(next(pieces)) for _ in range(5)) < 100_000
+
+
+def test_CL_03_no_word_that_json_lacks() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        list(render.json_pieces({"x": float("nan")}))
+    words = [render.json_number(x) for x in (float("nan"), float("inf"), float("-inf"), 0.5, "NaN", None)]
+    assert words == ["NaN", "Infinity", "-Infinity", 0.5, "NaN", None]
+
+
+def test_CL_03_surrogates_are_escaped() -> None:
+    assert "".join(render.json_pieces(["\ud800"])) == r'["\ud800"]'
+
+
+def test_CL_04_a_closed_standard_output_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(OutputError, match="standard output: is closed"):
+        render.emit("lost")
+
+
+def test_CL_04_a_closed_standard_error_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    render.warn("unheard")
+
+
+def test_CL_02_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    render.warn("run.pth: bad key 'a\n[OK] safe'", "do\nthis")
+    assert capsys.readouterr().err == "ckptkit: run.pth: bad key 'a\\n[OK] safe'\nhint: do\\nthis\n"

@@ -1,0 +1,78 @@
+"""What the tests share: the corpus of real files, the command line, tags of a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "ckptkit"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+class Corpus:
+    """Real checkpoint files: ``corpus / "name"`` is the path of one, or skips the test if it is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __truediv__(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.exists():
+            pytest.skip(f"{name} is not in the folder CKPTKIT_CORPUS")
+        return path
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    """The folder that CKPTKIT_CORPUS names; skips the test where it is not set."""
+    folder = os.environ.get("CKPTKIT_CORPUS")
+    if not folder:
+        pytest.skip("CKPTKIT_CORPUS is not set: no corpus of real files")
+    if not os.path.isdir(folder):
+        pytest.skip(f"CKPTKIT_CORPUS={folder} is not a folder")
+    return Corpus(Path(folder))
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    """``run("inspect", path)``: ckptkit in a process of its own, as a person would call it."""
+
+    def command(*args: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Done:
+        done = subprocess.run(
+            [*COMMAND, *map(str, args)],
+            capture_output=True,
+            encoding="utf-8",
+            cwd=cwd,
+            env={**ENVIRONMENT, **(env or {})},
+            timeout=120,
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def simulated_cuda() -> Callable[..., AbstractContextManager[None]]:
+    """``with simulated_cuda(1): torch.save(...)`` tags every storage ``cuda:1``, without a GPU."""
+    from fixtures.make import simulated_cuda
+
+    return simulated_cuda

@@ -1,0 +1,957 @@
+"""safetensors: the library and torch are the oracle, for what is read and for what is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file, save_model
+
+from ckptkit import bridge, tree
+from ckptkit.bytesource import LocalFile, Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.dtypes import BY_NAME, TABLE
+from ckptkit.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    InputError,
+    LimitError,
+    TensorError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.formats import safetensors as ours
+from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.torch import zip_archive
+from ckptkit.plan import Deferred, Plan, Summed
+from ckptkit.tensor import Storage, Tensor
+
+State = dict[str, torch.Tensor]
+SHARED = [row.name for row in TABLE if row.safetensors and hasattr(torch, row.name)]
+
+
+def file_of(header: object, data: bytes = b"", *, pad: str = "") -> bytes:
+    """A safetensors file; `header` is JSON text, or what to make it of."""
+    text = (header if isinstance(header, str) else json.dumps(header)) + pad
+    raw = text.encode("utf-8", "surrogatepass")
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def entry(begin: int, end: int, dtype: str = "U8", shape: list[int] | None = None, **more: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end], **more}
+
+
+def read(data: bytes) -> Checkpoint:
+    return ours.read(Probe(Memory(data, "x.safetensors")))
+
+
+def read_file(path: Path) -> Checkpoint:
+    return ours.read(Probe(LocalFile(path)))
+
+
+def stored(tensor: Tensor) -> bytes:
+    """The bytes of a tensor that was read from a file: a range of it, whole."""
+    assert tensor.storage is not None and isinstance(tensor.storage.record, Range) and tensor.is_contiguous
+    return tensor.storage.record.read()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor in row-major order, by torch."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes()) if tensor.numel() else b""
+
+
+def sample(name: str) -> torch.Tensor:
+    """64 bytes, no two equal where the dtype allows it."""
+    tensor = torch.arange(64, dtype=torch.uint8)
+    return (tensor % 2).bool() if name == "bool" else tensor.view(getattr(torch, name))
+
+
+def saved(state: object, folder: Path) -> Checkpoint:
+    """What ckptkit reads of what torch saves."""
+    torch.save(state, folder / "saved.pth")
+    return zip_archive.FORMAT.read(Probe(LocalFile(folder / "saved.pth")))
+
+
+def executed(plan: Plan) -> bytes:
+    """The bytes of the one file of a plan."""
+    (file,) = plan.files
+    sums: dict[int, int] = {}
+    parts: list[bytes | Deferred] = []
+    for segment in file.segments:
+        if isinstance(segment, (bytes, Deferred)):
+            parts.append(segment)
+            continue
+        extent = segment.extent if isinstance(segment, Summed) else segment
+        parts.append(b"".join(map(bytes, bridge.stream(extent))))
+        if isinstance(segment, Summed):
+            sums[segment.number] = zlib.crc32(parts[-1], sums.get(segment.number, 0))
+    data = b"".join(part.render(sums) if isinstance(part, Deferred) else part for part in parts)
+    assert len(data) == plan.size
+    return data
+
+
+def written(checkpoint: Checkpoint, path: Path, **options: Any) -> Plan:
+    plan = ours.layout(checkpoint, WriteOptions(**options))
+    path.write_bytes(executed(plan))
+    return plan
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(header_of(path)["__metadata__"]["ckptkit"])
+    return record
+
+
+# Reading: what the library writes
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    state = {
+        "b": torch.randn(3, 4),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 5),
+        "ключ\n\x1b": torch.tensor([True, False]),
+        "": torch.tensor([1.0, -0.0, math.nan], dtype=torch.bfloat16),
+    }
+    save_file(state, tmp_path / "x.safetensors", metadata={"format": "pt", "author": "weight"})
+    checkpoint = read_file(tmp_path / "x.safetensors")
+    assert checkpoint.format == "safetensors"
+    assert checkpoint.metadata == {"format": "pt", "author": "weight"}
+    assert checkpoint.warnings == ()
+    assert list(checkpoint.root) == [name for name in header_of(tmp_path / "x.safetensors") if name != "__metadata__"]
+    for name, tensor in state.items():
+        ours_ = checkpoint.weights[name]
+        assert (ours_.dtype.name, ours_.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
+        assert stored(ours_) == raw(tensor)
+        assert ours_.storage is not None
+        assert (ours_.device, ours_.storage.crc32, ours_.kind, ours_.requires_grad) == ("cpu", None, "tensor", False)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_every_dtype_of_the_library(tmp_path: Path, name: str) -> None:
+    tensor = sample(name)
+    save_file({"a": tensor}, tmp_path / "x.safetensors")
+    found = read_file(tmp_path / "x.safetensors").weights["a"]
+    assert (found.dtype.name, found.shape, stored(found)) == (name, tuple(tensor.shape), raw(tensor))
+
+
+def test_order_is_that_of_the_header() -> None:
+    checkpoint = read(file_of({"z": entry(2, 3), "a": entry(0, 2), "m": entry(3, 3)}, b"abc"))
+    assert list(checkpoint.weights) == ["z", "a", "m"]
+    assert [stored(each) for each in checkpoint.weights.values()] == [b"c", b"ab", b""]
+
+
+def test_each_tensor_has_a_storage_of_its_own() -> None:
+    weights = read(file_of({"a": entry(0, 2), "b": entry(2, 4)}, b"abcd")).weights
+    assert weights["a"].storage is not weights["b"].storage
+
+
+# Reading: matching
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (file_of({}), True),
+        (file_of({"a": entry(0, 1)}, b"x"), True),
+        (file_of(" \n\t{}"), True),
+        (file_of({})[:9], True),
+        (bytes(8) + b"{", True),
+        (b"", False),
+        (file_of({})[:8], False),
+        (file_of("[]"), False),
+        (b"version {https://git-lfs.github.com/spec/v1}", False),
+        (b'let x = {"a": 1}', False),
+        (b"PK\x03\x04" + bytes(4) + b"{}", True),
+        (b"PK\x03\x04\x14\x00\x08\x08{}", False),
+        (b"\x80\x02}q\x00.\x00\x00{}", False),
+    ],
+)
+def test_matches(data: bytes, expected: bool) -> None:
+    assert ours.matches(Probe(Memory(data, "x.bin"))) is expected
+
+
+def test_matches_an_impossible_length_by_name() -> None:
+    data = (2**63).to_bytes(8, "little") + b"{}"
+    assert ours.matches(Probe(Memory(data, "x.safetensors")))
+    assert not ours.matches(Probe(Memory(data, "x.bin")))
+
+
+# Reading: hostile and damaged files
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 9, 12])
+def test_ST_01_shorter_than_its_header(size: int) -> None:
+    with pytest.raises(TruncatedError):
+        read(file_of({"a": entry(0, 1)}, b"x")[:size])
+
+
+@pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1])
+def test_ST_01_length_above_the_limit(length: int) -> None:
+    with pytest.raises(LimitError, match="safetensors_header_bytes"):
+        read(length.to_bytes(8, "little") + b"{}")
+
+
+def test_ST_01_length_just_beyond_the_file() -> None:
+    with pytest.raises(TruncatedError):
+        read((3).to_bytes(8, "little") + b"{}")
+
+
+def test_ST_02_header_of_spaces() -> None:
+    assert read(file_of("{}", pad=" " * 9_000_000)).root == {}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":%s,"a":%s}',
+        '{"a":%s,"\\u0061":%s}',
+        '{"__metadata__":{"x":"1","x":"2"},"a":%s}',
+        '{"__metadata__":{},"__metadata__":{},"a":%s}',
+        '{"a":{"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[0,1]}}',
+    ],
+)
+def test_ST_03_repeated_names(header: str) -> None:
+    text = header.replace("%s", json.dumps(entry(0, 1)))
+    with pytest.raises(AmbiguousError):
+        read(file_of(text, b"x"))
+
+
+@pytest.mark.parametrize("number", ["2.0", "4e0", "-0", "1e400", "true", '"2"', "NaN", "null", "02", "-1", "[1]"])
+@pytest.mark.parametrize("place", ["shape", "data_offsets"])
+def test_ST_04_numbers(number: str, place: str) -> None:
+    text = json.dumps(entry(0, 1)).replace(f'"{place}": [', f'"{place}": [{number}, ', 1)
+    with pytest.raises(FormatError):
+        read(file_of('{"a":' + text + "}", b"x"))
+
+
+def test_ST_04_other_dialects() -> None:
+    for text in ("{}{}", "{}\0", "[]", "null", '"a"', "{'a':1}", "{} // no", '{"a":1,}', "\ufeff{}"):
+        with pytest.raises(FormatError):
+            read(file_of(text))
+    utf16 = "{}".encode("utf-16-le")
+    with pytest.raises(FormatError):
+        read(len(utf16).to_bytes(8, "little") + utf16)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' + "[" * 200 + "]" * 200 + "}"])
+def test_ST_05_depth(text: str) -> None:
+    with pytest.raises(InputError):
+        read(file_of(text))
+
+
+def test_ST_06_big_integers() -> None:
+    with pytest.raises(FormatError):
+        read(file_of('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,' + "9" * 5000 + "]}}", b"x"))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "F128", "", "U7", None, 1, ["F32"], {"F32": 1}])
+def test_ST_07_unknown_dtype(dtype: Any) -> None:
+    with pytest.raises(FormatError, match=r"tensor 'a'.*dtype"):
+        read(file_of({"a": entry(0, 1, dtype)}, b"x"))
+
+
+@pytest.mark.parametrize("missing", ["dtype", "shape", "data_offsets"])
+def test_ST_07_missing_field(missing: str) -> None:
+    with pytest.raises(FormatError, match="lacks"):
+        read(file_of({"a": {key: value for key, value in entry(0, 1).items() if key != missing}}, b"x"))
+
+
+def test_ST_07_unknown_field() -> None:
+    with pytest.raises(AmbiguousError, match="strides"):
+        read(file_of({"a": entry(0, 1, strides=[1])}, b"x"))
+
+
+@pytest.mark.parametrize("bad", [None, [], "F32", 3, {}])
+def test_ST_07_entry_is_no_tensor(bad: object) -> None:
+    with pytest.raises(FormatError):
+        read(file_of({"a": bad}))
+
+
+@pytest.mark.parametrize("metadata", [[], "pt", 0, False, "", {"a": 1}, {"a": None}, {"a": {}}, {"format": ["pt"]}])
+def test_ST_07_metadata_that_are_no_texts(metadata: object) -> None:
+    with pytest.raises(FormatError, match="__metadata__"):
+        read(file_of({"__metadata__": metadata}))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        {"a": (1, 4)},
+        {"a": (0, 1), "b": (2, 4)},
+        {"a": (0, 3), "b": (2, 4)},
+        {"a": (0, 4), "b": (0, 4)},
+        {"a": (0, 4), "b": (1, 3)},
+        {"a": (0, 4), "b": (2, 2)},
+        {"a": (0, 4), "b": (5, 5)},
+        {"a": (0, 2), "b": (0, 2), "c": (2, 4)},
+    ],
+)
+def test_ST_08_ranges_that_do_not_tile(spans: dict[str, tuple[int, int]]) -> None:
+    with pytest.raises(FormatError, match="begins at"):
+        read(file_of({name: entry(*span) for name, span in spans.items()}, b"abcd"))
+
+
+@pytest.mark.parametrize("offsets", [[1, 0], [0], [], [0, 1, 2], [0, -1], 1, None, {"0": 1}])
+def test_ST_08_offsets_that_are_none(offsets: object) -> None:
+    with pytest.raises(FormatError, match="data_offsets"):
+        read(file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}, b"x"))
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63 - 1], [2**63, 2, 0], [0] * 64, [2**64, 0]])
+def test_ST_09_huge_sizes_beside_a_zero(shape: list[int]) -> None:
+    assert read(file_of({"a": entry(0, 0, "F32", shape)})).weights["a"].shape == tuple(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nbytes"), [([2], 4), ([2**62, 4], 0), ([3, 3], 35), ([], 0), ([], 8), ([1, 1, 1], 5), ([2**64] * 64, 4)]
+)
+def test_ST_09_shape_and_bytes_disagree(shape: list[int], nbytes: int) -> None:
+    with pytest.raises(FormatError, match="does not fill"):
+        read(file_of({"a": entry(0, nbytes, "F32", shape)}, bytes(nbytes)))
+
+
+def test_ST_09_too_many_dimensions() -> None:
+    for rank, size in ((65, 1), (100_000, 2**63)):
+        with pytest.raises(TensorError, match=f"tensor 'a': {rank:,} dimensions"):
+            read(file_of({"a": entry(0, 1, "U8", [size] * rank)}, b"x"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes", "expected"),
+    [
+        ("F4", [8], 4, (4,)),
+        ("F4", [3, 2], 3, (3, 1)),
+        ("F4", [0], 0, (0,)),
+        ("F6_E2M3", [4], 3, (4,)),
+        ("F6_E3M2", [2, 4], 6, (2, 4)),
+    ],
+)
+def test_ST_10_small_elements(dtype: str, shape: list[int], nbytes: int, expected: tuple[int, ...]) -> None:
+    found = read(file_of({"a": entry(0, nbytes, dtype, shape)}, bytes(range(nbytes)))).weights["a"]
+    assert (found.shape, found.nbytes, stored(found)) == (expected, nbytes, bytes(range(nbytes)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes"),
+    [
+        ("F4", [3], 1),
+        ("F4", [3], 2),
+        ("F4", [2, 3], 3),
+        ("F4", [0, 3], 0),
+        ("F4", [], 0),
+        ("F4", [], 1),
+        ("F6_E2M3", [1], 1),
+    ],
+)
+def test_ST_10_small_elements_that_do_not_fill_bytes(dtype: str, shape: list[int], nbytes: int) -> None:
+    with pytest.raises(FormatError):
+        read(file_of({"a": entry(0, nbytes, dtype, shape)}, bytes(nbytes)))
+
+
+def test_ST_11_trailing_data() -> None:
+    for header, data in (({"a": entry(0, 1)}, b"xy"), ({}, b"x")):
+        with pytest.raises(CorruptError, match="follow the last tensor"):
+            read(file_of(header, data))
+
+
+def test_ST_11_missing_data() -> None:
+    with pytest.raises(TruncatedError) as caught:
+        read(file_of({"a": entry(0, 1), "b": entry(1, 3)}, b"xy"))
+    assert "1 bytes too early" in str(caught.value) and "download" in str(caught.value.hint)
+
+
+def test_ST_12_polyglots() -> None:
+    with pytest.raises(CorruptError):
+        read(file_of({"a": entry(0, 1)}, b"x") + b"PK\x05\x06" + bytes(18))
+    with pytest.raises(CkptkitError):
+        read(b"PK\x03\x04" + file_of({}))
+
+
+@pytest.mark.parametrize("name", ["", "\0", "\x1b[2J", "../../etc/passwd", "\u202eabc", "n" * 60_000, "a.b\n[OK]"])
+def test_ST_13_names_are_data(name: str) -> None:
+    assert list(read(file_of({name: entry(0, 1)}, b"x")).weights) == [name]
+
+
+def test_ST_13_names_that_are_no_text() -> None:
+    with pytest.raises(FormatError):
+        read(file_of('{"\\ud800":' + json.dumps(entry(0, 1)) + "}", b"x"))
+    with pytest.raises(LimitError, match="name_bytes"):
+        read(file_of({"n" * (1 << 20): entry(0, 1)}, b"x"))
+
+
+def test_ST_14_metadata_are_inert() -> None:
+    texts = {
+        "chat_template": "{{ x.__class__ }}",
+        "url": "file:///etc/passwd",
+        "pickle": "gASVIQAAAAAAAACMBXBvc2l4lIw=",
+    }
+    assert read(file_of({"__metadata__": texts})).metadata == texts
+
+
+def test_ST_15_payloads_survive(tmp_path: Path) -> None:
+    payload = bytes([2, 3, 255]) + bytes.fromhex("0100807fffffffff010080ff000000800000c07f")
+    header = {"f": entry(0, 20, "F32", [5]), "odd": entry(20, 23, "BOOL")}
+    checkpoint = read(file_of(header, payload[3:] + payload[:3]))
+    written(checkpoint, tmp_path / "y.safetensors")
+    assert (tmp_path / "y.safetensors").read_bytes().endswith(payload[3:] + payload[:3])
+
+
+@pytest.mark.parametrize("pad", ["", " ", "  \n", " " * 7])
+def test_ST_16_any_alignment(tmp_path: Path, pad: str) -> None:
+    data = file_of({"a": entry(0, 8, "F32", [2])}, b"abcdefgh", pad=pad)
+    (tmp_path / "x.safetensors").write_bytes(data)
+    assert stored(read(data).weights["a"]) == raw(load_file(tmp_path / "x.safetensors")["a"]) == b"abcdefgh"
+
+
+@pytest.mark.parametrize("metadata", ["{}", '{"__metadata__":null}', '{"__metadata__":{}}'])
+def test_control_14_nothing_in_it(metadata: str) -> None:
+    checkpoint = read(file_of(metadata))
+    assert (checkpoint.root, checkpoint.metadata) == ({}, {})
+
+
+def test_control_14_white_space_is_noted() -> None:
+    checkpoint = read(file_of(" \n\t" + json.dumps({"a": entry(0, 1)}) + " \n", b"x"))
+    assert list(checkpoint.weights) == ["a"] and "white space" in checkpoint.warnings[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_headers_are_refused_or_equal_the_library(data: st.DataObject) -> None:
+    good = bytearray(
+        file_of({"__metadata__": {"format": "pt"}, "a": entry(0, 4, "F16", [2]), "b": entry(4, 6)}, b"abcdef")
+    )
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(good) - 1))
+        good[position] = data.draw(st.integers(0, 255) | st.sampled_from(b'{}[]",:0123456789'))
+    try:
+        checkpoint = read(bytes(good))
+    except CkptkitError:
+        return
+    expected = dict(safetensors.deserialize(bytes(good)))
+    assert {name: stored(tensor) for name, tensor in checkpoint.root.items()} == {
+        name: bytes(view["data"]) for name, view in expected.items()
+    }
+
+
+# Writing
+
+
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+    base = torch.randn(6, 4)
+    state = {
+        "z": base,
+        "column": base[:, 1],
+        "transposed": base.t(),
+        "expanded": base[:1, :1].expand(3, 2),
+        "half": torch.tensor([math.nan, -0.0], dtype=torch.float16),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(2, 0),
+        "conjugated": torch.randn(2, dtype=torch.complex64).conj(),
+        "negated": torch.randn(2, dtype=torch.complex64).conj().imag,
+        "имя\n": torch.tensor([True]),
+    }
+    written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert set(file.keys()) == set(state)
+        assert file.metadata()["format"] == "pt"
+    for name, tensor in load_file(tmp_path / "x.safetensors").items():
+        assert (tensor.dtype, tensor.shape) == (state[name].dtype, state[name].shape)
+        assert raw(tensor) == raw(state[name].resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_library_reads_every_dtype(tmp_path: Path, name: str) -> None:
+    tensor = sample(name)
+    written(saved({"a": tensor}, tmp_path), tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")["a"]
+    assert (found.dtype, found.shape, raw(found)) == (tensor.dtype, tensor.shape, raw(tensor))
+
+
+def test_a_file_of_the_library_is_written_back_byte_for_byte(tmp_path: Path) -> None:
+    state = {f"{i:02}.{name}": sample(name) for i, name in enumerate(SHARED)}
+    save_file(state, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    plan = written(read_file(tmp_path / "x.safetensors"), tmp_path / "y.safetensors")
+    assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "x.safetensors").read_bytes()
+    assert len(plan.files[0].segments) == 2  # the header and one run of bytes
+
+
+def test_data_lie_where_the_library_puts_them(tmp_path: Path) -> None:
+    state = {
+        "b": torch.ones(2),
+        "a": torch.ones(3),
+        "small": torch.tensor([True]),
+        "c": torch.ones(1, dtype=torch.int64),
+    }
+    save_file(state, tmp_path / "x.safetensors")
+    written(saved(state, tmp_path), tmp_path / "y.safetensors")
+    theirs, mine = header_of(tmp_path / "x.safetensors"), header_of(tmp_path / "y.safetensors")
+    assert {name: mine[name] for name in state} == {name: theirs[name] for name in state}
+    assert [name for name in mine if name != "__metadata__"] == list(state)
+
+
+def test_the_buffer_is_aligned(tmp_path: Path) -> None:
+    for length in range(1, 10):
+        written(saved({"n" * length: torch.ones(2)}, tmp_path), tmp_path / "x.safetensors")
+        assert int.from_bytes((tmp_path / "x.safetensors").read_bytes()[:8], "little") % 8 == 0
+
+
+def test_a_plain_dict_needs_no_record(tmp_path: Path) -> None:
+    written(saved({"a": torch.ones(2)}, tmp_path), tmp_path / "x.safetensors")
+    assert header_of(tmp_path / "x.safetensors")["__metadata__"] == {"format": "pt"}
+
+
+def test_the_same_bytes_each_time(tmp_path: Path) -> None:
+    shared = torch.ones(2)
+    checkpoint = saved({"epoch": 3, "model": OrderedDict(b=shared, a=shared, c=torch.zeros(1))}, tmp_path)
+    options = WriteOptions()
+    assert executed(ours.layout(checkpoint, options)) == executed(ours.layout(checkpoint, options))
+
+
+def test_planning_reads_no_tensor(tmp_path: Path) -> None:
+    class Unread(Memory):
+        def read(self, offset: int, length: int) -> bytes:
+            raise AssertionError("read early")
+
+    storage = Storage(Range(Unread(bytes(8)), 0, 8))
+    tensor = Tensor(storage, BY_NAME["float32"], (2,), (1,))
+    assert ours.layout(Checkpoint({"a": tensor, "b": tensor}), WriteOptions()).size > 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_view_is_written_as_torch_would_copy_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Tensors of every shared dtype, sliced, transposed and expanded."""
+    state = {}
+    for name in data.draw(
+        st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=6, unique=True)
+    ):
+        state[name] = view = tensor_of(data)
+        for _ in range(data.draw(st.integers(0, 2))):
+            state[name] = view = changed(data, view)
+    folder = tmp_path_factory.mktemp("views")
+    written(saved(state, folder), folder / "x.safetensors", ties=data.draw(st.sampled_from(["alias", "duplicate"])))
+    found = load_file(folder / "x.safetensors")
+    again = read_file(folder / "x.safetensors")
+    assert list(again.weights) == list(state)
+    for name, tensor in state.items():
+        assert stored(again.weights[name]) == raw(tensor) == raw(found[name])
+        assert (again.weights[name].shape, found[name].dtype) == (tuple(tensor.shape), tensor.dtype)
+
+
+def tensor_of(data: st.DataObject) -> torch.Tensor:
+    name = data.draw(st.sampled_from(SHARED))
+    dtype: torch.dtype = getattr(torch, name)
+    least = 1 if BY_NAME[name].packed > 1 else 0  # a pair needs a dimension
+    shape = data.draw(st.lists(st.integers(0, 4), min_size=least, max_size=4))
+    nbytes = math.prod(shape) * dtype.itemsize
+    fill = bytes(i % 2 if name == "bool" else (37 * i + 11) % 256 for i in range(nbytes))
+    return torch.frombuffer(bytearray(fill), dtype=dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
+
+
+def changed(data: st.DataObject, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.dim() or BY_NAME[str(tensor.dtype)[6:]].packed > 1:
+        return tensor
+    axis, other = (data.draw(st.integers(0, tensor.dim() - 1)) for _ in range(2))
+    kind = data.draw(st.sampled_from(["transpose", "slice", "expand", "select"]))
+    if kind == "transpose":
+        return tensor.transpose(axis, other)
+    if kind == "expand":
+        return tensor.unsqueeze(axis).expand(*tensor.shape[:axis], 3, *tensor.shape[axis:])
+    if kind == "select" and tensor.shape[axis]:
+        return tensor.select(axis, data.draw(st.integers(0, tensor.shape[axis] - 1)))
+    index = [slice(None)] * tensor.dim()
+    index[axis] = slice(data.draw(st.integers(0, 2)), None, data.draw(st.integers(1, 3)))
+    return tensor[tuple(index)]
+
+
+# Writing: what has no place
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.ones(2, dtype=torch.complex128), "complex128"),
+        (torch.ones(2, dtype=torch.complex32), "complex32"),
+        (torch.ones(2, device="meta"), "meta"),
+        (torch.eye(2).to_sparse(), "sparse_coo"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
+    ],
+)
+def test_tensors_that_safetensors_does_not_know(tmp_path: Path, tensor: torch.Tensor, why: str) -> None:
+    checkpoint = saved({"fine": torch.ones(1), "odd.weight": tensor}, tmp_path)
+    with pytest.raises(TensorError, match=rf"'odd\.weight' \({why}\)") as caught:
+        ours.layout(checkpoint, WriteOptions())
+    assert ("--cast complex64" if why == "complex128" else "--drop") in str(caught.value.hint)
+
+
+def test_many_refused_tensors_are_counted(tmp_path: Path) -> None:
+    checkpoint = saved({f"t{i}": torch.ones(1, dtype=torch.complex128) for i in range(5)}, tmp_path)
+    with pytest.raises(TensorError, match=r"'t2' \(complex128\) and 2 more"):
+        ours.layout(checkpoint, WriteOptions())
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800", "n" * (1 << 17)])
+def test_names_that_a_header_cannot_have(name: str) -> None:
+    tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
+    with pytest.raises(TensorError, match="name"):
+        ours.layout(Checkpoint({name: tensor}), WriteOptions())
+
+
+def test_a_pair_without_a_dimension() -> None:
+    tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["float4_e2m1fn_x2"], (), ())
+    with pytest.raises(TensorError, match="without dimensions"):
+        ours.layout(Checkpoint({"a": tensor}), WriteOptions())
+
+
+def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    checkpoint = saved({"n" * 60_000 + str(i): torch.ones(1) for i in range(3)}, tmp_path)
+    limits = type(ours.LIMITS)(safetensors_header_bytes=150_000)
+    monkeypatch.setattr("ckptkit.limits.LIMITS", limits)
+    with pytest.raises(LimitError, match="safetensors_header_bytes"):
+        ours.layout(checkpoint, WriteOptions())
+
+
+def test_the_whole_tree_is_for_later(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError):
+        ours.layout(saved({"a": torch.ones(1)}, tmp_path), WriteOptions(everything=True))
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        ours.layout(saved({"epoch": 3}, tmp_path), WriteOptions())
+
+
+def test_arrays_are_written(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=">i4").reshape(2, 3)
+    big = Tensor(
+        Storage(Range(Memory(array.tobytes()), 0, 24), big_endian=True),
+        BY_NAME["int32"],
+        (2, 3),
+        (3, 1),
+        kind="ndarray",
+    )
+    written(Checkpoint({"a": big}), tmp_path / "x.safetensors")
+    assert load_file(tmp_path / "x.safetensors")["a"].tolist() == array.tolist()
+
+
+# Ties, and the way back
+
+
+def test_ties_are_stored_once_and_come_back(tmp_path: Path) -> None:
+    shared, views = torch.ones(2, 3), torch.arange(4.0)
+    state = OrderedDict(
+        head=shared, body=torch.zeros(1), embed=shared, part=views[:2], same_part=views[:2], rest=views[2:]
+    )
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    metadata = header_of(tmp_path / "x.safetensors")["__metadata__"]
+    assert (metadata["head"], metadata["same_part"]) == ("embed", "part")
+    assert set(load_file(tmp_path / "x.safetensors")) == {"body", "embed", "part", "rest"}
+    assert record_of(tmp_path / "x.safetensors")["ties"] == {"head": 0, "same_part": 4}
+    assert plan.notes == ()
+    again = read_file(tmp_path / "x.safetensors")
+    assert list(again.weights) == list(state)
+    assert again.weights["head"].storage is again.weights["embed"].storage
+    assert again.weights["head"] is not again.weights["embed"]
+    assert again.metadata == {"format": "pt"} and again.warnings == ()
+
+
+def test_ties_may_be_written_twice(tmp_path: Path) -> None:
+    shared = torch.ones(2)
+    plan = written(saved({"b": shared, "a": shared}, tmp_path), tmp_path / "x.safetensors", ties="duplicate")
+    assert header_of(tmp_path / "x.safetensors")["__metadata__"] == {"format": "pt"}
+    assert set(load_file(tmp_path / "x.safetensors")) == {"a", "b"}
+    assert plan.notes == ("tensors that share memory with others: 1; their bytes are written for each",)
+
+
+def test_other_overlaps_are_written_for_each(tmp_path: Path) -> None:
+    base = torch.arange(6.0).reshape(2, 3)
+    state = {"whole": base, "row": base[0], "flat": base.reshape(-1), "transposed": base.t(), "own": torch.ones(2)}
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    assert {name: each.tolist() for name, each in load_file(tmp_path / "x.safetensors").items()} == {
+        name: each.tolist() for name, each in state.items()
+    }
+    assert plan.notes == ("tensors that share memory with others: 3; their bytes are written for each",)
+
+
+def test_empty_tensors_are_not_ties(tmp_path: Path) -> None:
+    empty = torch.empty(0, 2)
+    written(saved({"a": empty, "b": empty}, tmp_path), tmp_path / "x.safetensors")
+    assert set(load_file(tmp_path / "x.safetensors")) == {"a", "b"}
+
+
+@pytest.mark.parametrize("name", ["format", "ckptkit", "author"])
+def test_names_that_the_metadata_have_already_are_not_ties(tmp_path: Path, name: str) -> None:
+    storage = Storage(Range(Memory(b"x"), 0, 1))
+    state = {key: Tensor(storage, BY_NAME["uint8"], (1,), (1,)) for key in ("a", name)}
+    written(Checkpoint(state, metadata={"author": "me"}), tmp_path / "x.safetensors")
+    again = read_file(tmp_path / "x.safetensors")
+    assert again.metadata == {"format": "pt", "author": "me"} and set(again.weights) == {"a", name}
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 3)
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head.weight = self.embed.weight
+
+
+def test_ties_of_the_hub_are_restored(tmp_path: Path) -> None:
+    model = Tied()
+    save_model(model, str(tmp_path / "x.safetensors"), metadata={"format": "pt"})
+    again = read_file(tmp_path / "x.safetensors")
+    assert set(again.weights) == set(model.state_dict())
+    assert again.weights["head.weight"].storage is again.weights["embed.weight"].storage
+    assert again.metadata == {"format": "pt"}
+    assert "'head.weight'" in again.warnings[0]
+
+
+def test_metadata_that_only_look_like_ties_stay() -> None:
+    texts = {"format": "a", "a": "b", "b": "nothing", "c": "nothing"}
+    checkpoint = read(file_of({"__metadata__": texts, "a": entry(0, 1), "nothing_": entry(1, 2)}, b"xy"))
+    assert checkpoint.metadata == texts and set(checkpoint.weights) == {"a", "nothing_"}
+
+
+def test_a_state_dict_comes_back(tmp_path: Path) -> None:
+    state = Tied().state_dict()
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    assert plan.notes == ()
+    again = read_file(tmp_path / "x.safetensors")
+    assert isinstance(again.root, tree.OrderedDict)
+    assert list(again.root) == list(state)
+    assert isinstance(again.root.state["_metadata"], tree.OrderedDict)
+    assert again.root.state == {"_metadata": dict(state._metadata)}  # type: ignore[attr-defined]
+    assert list(again.root.state["_metadata"]) == list(state._metadata)  # type: ignore[attr-defined]
+
+
+def test_a_state_dict_without_metadata_stays_ordered(tmp_path: Path) -> None:
+    written(saved(OrderedDict(a=torch.ones(1)), tmp_path), tmp_path / "x.safetensors")
+    root = read_file(tmp_path / "x.safetensors").root
+    assert isinstance(root, tree.OrderedDict) and root.state is None
+
+
+def test_attributes_that_cannot_be_kept_are_named(tmp_path: Path) -> None:
+    state = Tied().state_dict()
+    state._metadata["odd"] = {"version": {1, 2}}  # type: ignore[attr-defined]
+    state.colour = "red"  # type: ignore[attr-defined]
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    assert plan.notes == ("left out: _metadata of the state_dict", "left out: colour of the state_dict")
+    assert read_file(tmp_path / "x.safetensors").root.state is None
+
+
+def test_parameters_come_back(tmp_path: Path) -> None:
+    one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    leaf = torch.ones(2, requires_grad=True)
+    for state in (
+        {"one": one},
+        {"one": one, "two": two},
+        {"one": one, "two": two, "leaf": leaf, "plain": torch.ones(1)},
+    ):
+        written(saved(state, tmp_path), tmp_path / "x.safetensors")
+        again = read_file(tmp_path / "x.safetensors").weights
+        assert {name: (each.kind == "parameter", each.requires_grad) for name, each in again.items()} == {
+            name: (isinstance(each, torch.nn.Parameter), each.requires_grad) for name, each in state.items()
+        }
+    written(saved({"one": one}, tmp_path), tmp_path / "x.safetensors")
+    assert record_of(tmp_path / "x.safetensors") == {"version": 1, "parameters": True, "requires_grad": True}
+
+
+# What stands beside the weights
+
+
+def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    values = {
+        "epoch": 3,
+        "best": math.inf,
+        "name": "résumé\n",
+        "done": False,
+        "nothing": None,
+        "tiny": 5e-324,
+        "args": {"lr": 0.1, "betas": (0.9, 0.999), "steps": [1, 2], "by_step": {30: "drop"}, "$odd": 1},
+    }
+    checkpoint = saved(
+        {**values, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "tags": {"a"}}, tmp_path
+    )
+    plan = written(checkpoint, tmp_path / "x.safetensors")
+    moments = [each for state in optimizer.state.values() for each in state.values()]
+    size = sum(each.nbytes for each in moments)
+    assert plan.notes == (f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)", "left out: tags (SetNode)")
+    kept = record_of(tmp_path / "x.safetensors")["values"]
+    assert kept.pop("args") == {
+        "$dict": [
+            ["lr", 0.1],
+            ["betas", {"$tuple": [0.9, 0.999]}],
+            ["steps", [1, 2]],
+            ["by_step", {"$dict": [[30, "drop"]]}],
+            ["$odd", 1],
+        ]
+    }
+    assert kept == {
+        "epoch": 3,
+        "best": {"$float": "inf"},
+        "name": "résumé\n",
+        "done": False,
+        "nothing": None,
+        "tiny": 5e-324,
+    }
+
+
+def test_values_survive_another_round(tmp_path: Path) -> None:
+    written(saved({"epoch": 3, "state_dict": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors")
+    first = read_file(tmp_path / "x.safetensors")
+    assert list(first.root) == ["a"]
+    written(first, tmp_path / "y.safetensors")
+    assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "x.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "value", [10**19, {1, 2}, b"bytes", 1j, "\ud800", OrderedDict(a=1), {"k": [torch.ones(1)]}, ["x" * 300_000]]
+)
+def test_values_that_are_not_plain_are_named(tmp_path: Path, value: object) -> None:
+    plan = written(saved({"odd": value, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors")
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("left out: odd (")
+    assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
+
+
+def test_values_that_contain_themselves_are_named() -> None:
+    knot: list[object] = []
+    knot.append(knot)
+    bomb: list[object] = []
+    for _ in range(30):
+        bomb = [bomb, bomb]
+    tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
+    plan = ours.layout(Checkpoint({"knot": knot, "bomb": bomb, "model": {"a": tensor}}), WriteOptions())
+    assert plan.notes == ("left out: knot (list)", "left out: bomb (list)")
+
+
+def test_nested_wrappers(tmp_path: Path) -> None:
+    state = {"run": {"epoch": 3, "state_dict": {"a": torch.ones(1)}}, "odd": {1}}
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    assert record_of(tmp_path / "x.safetensors")["values"] == {"run.epoch": 3}
+    assert plan.notes == ("left out: odd (SetNode)",)
+
+
+def test_extra_states_are_counted(tmp_path: Path) -> None:
+    state = {"a": torch.ones(1), "l._extra_state": None, "m._extra_state": {"x": 1}}
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    assert plan.notes == ("left out: 2 entries of the weights called _extra_state",)
+
+
+def test_a_pickled_module_is_written_as_its_state_dict(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    plan = written(saved(model, tmp_path), tmp_path / "x.safetensors")
+    assert set(load_file(tmp_path / "x.safetensors")) == {"weight", "bias"}
+    assert plan.notes == ("left out: the module itself (torch.nn.modules.linear.Linear); written as its state_dict",)
+    assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
+
+
+# Records that ckptkit did not write
+
+
+def with_record(record: object, **metadata: str) -> Checkpoint:
+    text = record if isinstance(record, str) else json.dumps(record)
+    return read(file_of({"__metadata__": {"ckptkit": text, **metadata}, "a": entry(0, 1), "b": entry(1, 2)}, b"xy"))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "hello",
+        "[]",
+        "[" * 100_000,
+        '{"version":1,"version":1}',
+        {},
+        {"version": 2, "ordered": True},
+        {"version": 1, "ties": ["c"]},
+        {"version": 1, "ties": {"c": -1}},
+        {"version": 1, "ties": {"c": 3}},
+        {"version": 1, "ties": {"c": True}},
+        {"version": 1, "ties": {"c": [0]}},
+        {"version": 1, "ties": {"a": 0}},
+        {"version": 1, "ties": {"d": 0}},
+        {"version": 1, "ties": {"c": 0, "e": 0}},
+        {"version": 1, "state_dict_metadata": [1]},
+        {"version": 1, "state_dict_metadata": {"$tuple": []}},
+        {"version": 1, "state_dict_metadata": {"$call": ["os.system"]}},
+        {"version": 1, "state_dict_metadata": {"$dict": [[[], 1]]}},
+        {"version": 1, "state_dict_metadata": {"$float": "1"}},
+        {"version": 1, "parameters": "a"},
+        {"version": 1, "parameters": [["a"]]},
+        {"version": 1, "requires_grad": {"a": 1}},
+        {"version": 1, "values": [1]},
+    ],
+)
+def test_a_record_that_is_not_understood_is_left_alone(record: object) -> None:
+    checkpoint = with_record(record, c="a", e="b")
+    assert isinstance(checkpoint.root, dict) and not isinstance(checkpoint.root, tree.OrderedDict)
+    assert "not understood" in checkpoint.warnings[0] and "ckptkit" in checkpoint.metadata
+    assert set(checkpoint.weights) == {"a", "b", "c", "e"}  # the hub's convention still holds
+
+
+def test_a_record_is_the_authority_on_ties() -> None:
+    checkpoint = with_record({"version": 1, "ties": {"c": 1}}, c="a", author="b")
+    assert list(checkpoint.weights) == ["a", "c", "b"]
+    assert checkpoint.metadata == {"author": "b"} and checkpoint.warnings == ()
+
+
+def test_records_are_not_inherited(tmp_path: Path) -> None:
+    """What was not understood does not come along as if it described the new file."""
+    written(with_record({"version": 9}), tmp_path / "x.safetensors")
+    assert header_of(tmp_path / "x.safetensors")["__metadata__"] == {"format": "pt"}
+
+
+# There and back again, and real files
+
+
+def test_a_checkpoint_of_torch_comes_back_through_safetensors(tmp_path: Path) -> None:
+    state = Tied().state_dict()
+    written(saved({"epoch": 3, "state_dict": state}, tmp_path), tmp_path / "x.safetensors")
+    assert zip_archive.FORMAT.layout is not None
+    plan = zip_archive.FORMAT.layout(read_file(tmp_path / "x.safetensors"), WriteOptions())
+    (tmp_path / "y.pth").write_bytes(executed(plan))
+    again = torch.load(tmp_path / "y.pth", weights_only=True)
+    assert type(again) is OrderedDict and list(again) == list(state)
+    assert again._metadata == state._metadata  # type: ignore[attr-defined]
+    assert all(raw(again[name]) == raw(state[name]) for name in state)
+    assert again["head.weight"].data_ptr() == again["embed.weight"].data_ptr()
+
+
+def test_a_file_of_the_hub(corpus: Any) -> None:
+    path = corpus / "torchtune__gemma_hf_checkpoint.safetensors"
+    checkpoint, expected = read_file(path), load_file(path)
+    assert set(checkpoint.weights) == set(expected)
+    for name, tensor in expected.items():
+        found = checkpoint.weights[name]
+        assert (found.dtype.name, found.shape, stored(found)) == (
+            str(tensor.dtype)[6:],
+            tuple(tensor.shape),
+            raw(tensor),
+        )

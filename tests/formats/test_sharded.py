@@ -1,0 +1,355 @@
+"""Sharded checkpoints: whatever the index and the folder disagree on is an error, and nothing is dropped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptkit.bytesource import Folder, LocalFile, Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError, PathError
+from ckptkit.formats import sharded
+from ckptkit.formats.format import Probe
+
+State = dict[str, torch.Tensor]
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def make(
+    folder: Path,
+    shards: dict[str, State] | None = None,
+    *,
+    weight_map: object = None,
+    metadata: object = None,
+    index: str = INDEX,
+    save: Callable[[State, Path], object] = save_file,
+) -> Path:
+    """A folder with shards and the index that fits them, unless `weight_map` is another."""
+    folder.mkdir(exist_ok=True)
+    shards = {ONE: {"a": torch.ones(2)}, TWO: {"b": torch.zeros(3)}} if shards is None else shards
+    places = {}
+    for name, state in shards.items():
+        save(state, folder / name)
+        places |= dict.fromkeys(state, name)
+    said = {} if metadata is None else {"metadata": metadata}
+    text = json.dumps({**said, "weight_map": places if weight_map is None else weight_map})
+    (folder / index).write_text(text, encoding="utf-8")
+    return folder
+
+
+def read(path: Path) -> Checkpoint:
+    probe = Probe(Folder(path) if path.is_dir() else LocalFile(path))
+    assert sharded.FORMAT.matches(probe)
+    return sharded.FORMAT.read(probe)
+
+
+def values(checkpoint: Checkpoint) -> dict[str, list[float]]:
+    found = {}
+    for name, tensor in checkpoint.weights.items():
+        assert tensor.storage is not None
+        extent = tensor.storage.record.locate()
+        assert isinstance(extent, Range) and tensor.dtype.name == "float32"
+        found[name] = torch.frombuffer(bytearray(extent.read()), dtype=torch.float32).tolist()
+    return found
+
+
+# What others write
+
+
+def test_shards_of_safetensors(tmp_path: Path) -> None:
+    weight_map = {"b": TWO, "a": ONE}
+    metadata = {"total_size": 20, "author": "me", "total_parameters": 5}
+    for path in (make(tmp_path / "x", weight_map=weight_map, metadata=metadata), tmp_path / "x" / INDEX):
+        checkpoint = read(path)
+        assert list(checkpoint.weights) == ["b", "a"]  # the order of the index
+        assert values(checkpoint) == {"b": [0, 0, 0], "a": [1, 1]}
+        assert checkpoint.format == "sharded" and checkpoint.warnings == ()
+        assert checkpoint.metadata == {"author": "me", "total_parameters": "5"}
+        assert isinstance(checkpoint.source, Folder)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_shards_of_torch(tmp_path: Path, zipped: bool) -> None:
+    tied = torch.full((2,), 3.0)
+    shards = {
+        "pytorch_model-00001-of-00002.bin": {"a": torch.ones(2)},
+        "pytorch_model-00002-of-00002.bin": {"head": tied, "embed": tied},
+    }
+
+    def save(state: State, path: Path) -> None:
+        torch.save(state, path, _use_new_zipfile_serialization=zipped)
+
+    make(tmp_path / "x", shards, index="pytorch_model.bin.index.json", metadata={"total_size": 16}, save=save)
+    checkpoint = read(tmp_path / "x")
+    assert values(checkpoint) == {"a": [1, 1], "head": [3, 3], "embed": [3, 3]}
+    assert checkpoint.weights["head"].storage is checkpoint.weights["embed"].storage
+    assert checkpoint.warnings == ()
+
+
+def test_one_shard_without_a_number(tmp_path: Path) -> None:
+    make(tmp_path / "x", {"model.safetensors": {"a": torch.ones(2)}})
+    assert values(read(tmp_path / "x")) == {"a": [1, 1]}
+
+
+def test_an_index_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make(tmp_path / "x"))
+    assert values(read(Path(INDEX))) == {"a": [1, 1], "b": [0, 0, 0]}
+
+
+def test_extra_states_are_entries_like_others(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "l._extra_state": torch.zeros(1)}
+    make(tmp_path / "x", {"model.safetensors": state})
+    assert list(read(tmp_path / "x").root) == ["a", "l._extra_state"]
+
+
+def test_ties_that_the_index_records(tmp_path: Path) -> None:
+    make(tmp_path / "x", metadata={"total_size": 20, "head": "a"})
+    checkpoint = read(tmp_path / "x")
+    assert list(checkpoint.weights) == ["a", "b", "head"]
+    assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
+    assert checkpoint.metadata == {}
+
+
+def test_ties_that_a_shard_records(tmp_path: Path) -> None:
+    make(tmp_path / "x")
+    save_file({"a": torch.ones(2)}, tmp_path / "x" / ONE, metadata={"format": "pt", "head": "a"})
+    checkpoint = read(tmp_path / "x")
+    assert list(checkpoint.weights) == ["a", "b", "head"]
+    assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
+    assert checkpoint.metadata == {"format": "pt"}
+
+
+def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "x", {ONE: {"a": torch.ones(1 << 18)}, TWO: {"b": torch.ones(1 << 18)}})
+    lengths = []
+    original = LocalFile.read
+
+    def counted(source: LocalFile, offset: int, length: int) -> bytes:
+        lengths.append(length)
+        return original(source, offset, length)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    read(tmp_path / "x")
+    assert 0 < sum(lengths) < 10_000
+
+
+# Matching
+
+
+def test_matches(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "other.index.json").write_text('{"a": 1}')
+    assert sharded.FORMAT.matches(Probe(Folder(folder)))
+    assert sharded.FORMAT.matches(Probe(LocalFile(folder / INDEX)))
+    assert not sharded.FORMAT.matches(Probe(Folder(empty)))
+    assert not sharded.FORMAT.matches(Probe(LocalFile(folder / ONE)))
+    assert not sharded.FORMAT.matches(Probe(LocalFile(tmp_path / "other.index.json")))
+    assert not sharded.FORMAT.matches(Probe(Memory((folder / INDEX).read_bytes(), INDEX)))
+
+
+# Hostile and damaged folders
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "a/../../x",
+        "/etc/passwd",
+        "C:\\x",
+        "\\\\srv\\x",
+        "file://x",
+        "%2e%2e%2fx",
+        "a\0b",
+        "",
+        ".",
+        "..",
+        "sub/x",
+    ],
+)
+def test_SH_01_names_that_lead_out(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "x", weight_map={"a": ONE, "b": name})
+    (tmp_path / "x" / "sub").mkdir()
+    for outside in (tmp_path / "x" / "sub" / "x", tmp_path / "x.safetensors"):
+        save_file({"b": torch.ones(1)}, outside)
+    with pytest.raises(PathError):
+        read(tmp_path / "x")
+
+
+def test_SH_02_links(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    shutil.move(folder / ONE, elsewhere)
+    for target in (elsewhere, tmp_path / "x" / ONE):
+        (folder / ONE).unlink(missing_ok=True)
+        (folder / ONE).symlink_to(target)
+        with pytest.raises(PathError):
+            read(folder)
+
+
+def test_SH_02_links_of_the_hub(tmp_path: Path) -> None:
+    made = make(tmp_path / "made")
+    snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, name in enumerate(sorted(os.listdir(made))):
+        shutil.move(made / name, blobs / f"{number:040}")
+        (snapshot / name).symlink_to(f"../../blobs/{number:040}")
+    for path in (snapshot, snapshot / INDEX):
+        assert values(read(path)) == {"a": [1, 1], "b": [0, 0, 0]}
+
+
+def test_SH_03_special_files(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    (folder / TWO).unlink()
+    os.mkfifo(folder / TWO)
+    with pytest.raises(PathError):
+        read(folder)
+    (folder / TWO).unlink()
+    (folder / TWO).mkdir()
+    with pytest.raises(PathError):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        '{"weight_map":[]}',
+        '{"weight_map":null}',
+        '{"weight_map":{"a":1}}',
+        '{"weight_map":{"a":null}}',
+        '{"weight_map":{"a":["x"]}}',
+        '{"weight_map":{"a":"x","a":"x"}}',
+        '{"weight_map":{"a":"x","\\u0061":"y"}}',
+        '{"weight_map":{},"metadata":[1]}',
+        '{"weight_map":{},"metadata":"x"}',
+        '{"weight_map":{},"metadata":{"total_size":NaN}}',
+        '{"weight_map":{}}trailing',
+        "[" * 100_000,
+        '{"weight_map":{"a":' + "[" * 200 + "]" * 200 + "}}",
+    ],
+)
+def test_SH_04_index(tmp_path: Path, text: str) -> None:
+    make(tmp_path / "x")
+    (tmp_path / "x" / INDEX).write_text(text)
+    with pytest.raises(InputError) as caught:
+        read(tmp_path / "x")
+    assert str(caught.value).startswith(str(tmp_path / "x" / INDEX))
+
+
+def test_SH_04_an_empty_map_is_no_damage(tmp_path: Path) -> None:
+    make(tmp_path / "x", {})
+    assert read(tmp_path / "x").root == {}
+
+
+def test_SH_05_a_tensor_that_is_not_there(tmp_path: Path) -> None:
+    make(tmp_path / "x", weight_map={"a": ONE, "b": TWO, "c": TWO})
+    with pytest.raises(CorruptError, match=f"puts 'c' into {TWO}"):
+        read(tmp_path / "x")
+
+
+def test_SH_05_a_tensor_that_nobody_knows(tmp_path: Path) -> None:
+    make(
+        tmp_path / "x",
+        {ONE: {"a": torch.ones(1), "c": torch.ones(1)}, TWO: {"b": torch.ones(1)}},
+        weight_map={"a": ONE, "b": TWO},
+    )
+    with pytest.raises(CorruptError, match=f"{ONE} holds 'c'"):
+        read(tmp_path / "x")
+
+
+def test_SH_05_a_tensor_that_is_there_twice(tmp_path: Path) -> None:
+    make(tmp_path / "x", {ONE: {"a": torch.ones(1), "b": torch.ones(1)}, TWO: {"b": torch.ones(1)}})
+    with pytest.raises(AmbiguousError, match=f"'b' is in {ONE} and in {TWO}"):
+        read(tmp_path / "x")
+
+
+@pytest.mark.parametrize("total", [0, -1, 2**64, 20.0, "20", None, True, [20]])
+def test_SH_06_total_size_lies(tmp_path: Path, total: Any) -> None:
+    make(tmp_path / "x", metadata={"total_size": total})
+    checkpoint = read(tmp_path / "x")
+    (warning,) = checkpoint.warnings
+    assert "20" in warning and "total_size" not in checkpoint.metadata
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (b'{"weight_map":{}}', ""),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+        (b"<!doctype html>", ""),
+        (b"", ""),
+    ],
+)
+def test_SH_07_shards_of_another_kind(tmp_path: Path, content: bytes, hint: str) -> None:
+    folder = make(tmp_path / "x")
+    (folder / TWO).write_bytes(content)
+    with pytest.raises(FormatError) as caught:
+        read(folder)
+    assert str(caught.value).startswith(str(folder / TWO)) and hint in str(caught.value.hint)
+
+
+def test_SH_07_the_index_as_its_own_shard(tmp_path: Path) -> None:
+    make(tmp_path / "x", weight_map={"a": ONE, "b": INDEX})
+    with pytest.raises(CkptkitError):
+        read(tmp_path / "x")
+
+
+def test_SH_07_damage_is_told_of_the_shard(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    (folder / TWO).write_bytes((folder / TWO).read_bytes()[:-1])
+    with pytest.raises(CkptkitError) as caught:
+        read(folder)
+    assert caught.value.where == str(folder / TWO)
+
+
+def test_SH_09_missing_shards(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    (folder / TWO).unlink()
+    with pytest.raises(CorruptError, match=f"1 of 2 shards are missing: {TWO}"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"],
+        ["model-00001-of-00002.safetensors", "model-00002-of-00003.safetensors"],
+    ],
+)
+def test_SH_09_numbers_that_do_not_fit(tmp_path: Path, names: list[str]) -> None:
+    make(tmp_path / "x", {name: {f"t{i}": torch.ones(1)} for i, name in enumerate(names)})
+    with pytest.raises(CorruptError, match="numbered"):
+        read(tmp_path / "x")
+
+
+def test_SH_09_two_indexes(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    (folder / "pytorch_model.bin.index.json").write_text((folder / INDEX).read_text())
+    with pytest.raises(AmbiguousError) as caught:
+        read(folder)
+    assert "index.json" in str(caught.value.hint)
+    assert values(read(folder / INDEX)) == {"a": [1, 1], "b": [0, 0, 0]}
+
+
+def test_SH_09_shards_of_another_download_beside_them(tmp_path: Path) -> None:
+    """Files that the index does not name are nobody's business."""
+    folder = make(tmp_path / "x")
+    save_file({"c": torch.ones(1)}, folder / "model-00003-of-00003.safetensors")
+    torch.save({"a": torch.zeros(2)}, folder / "pytorch_model.bin")
+    assert values(read(folder)) == {"a": [1, 1], "b": [0, 0, 0]}

@@ -1,0 +1,659 @@
+"""The container layer, by row of the threat table; zips are made by hand, by zipfile, or come from the corpus."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit import limits
+from ckptkit.bridge.operations import stream
+from ckptkit.bytesource import ByteSource, Derived, LocalFile, Memory, Range
+from ckptkit.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    InputError,
+    LimitError,
+    PathError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.formats.torch.zip_container import ZipDirectory, read_directory
+from tests.conftest import Corpus
+from tests.formats.torch.zips import LOCAL, Member, build, deflate
+
+DATA = b"0123456789abcdef"
+DESCRIPTOR = 0x0008
+
+
+def directory(data: bytes) -> ZipDirectory:
+    return read_directory(Memory(data, "made.zip"))
+
+
+def descriptor(crc: int, stored: int, size: int, *, signed: bool = True, wide: bool = False) -> bytes:
+    return (b"PK\7\x08" if signed else b"") + struct.pack("<LQQ" if wide else "<LLL", crc, stored, size)
+
+
+def described(name: str = "a/0", data: bytes = DATA, after: bytes | None = None, **more: Any) -> Member:
+    """A member as torch writes it: nothing in the local header, a descriptor behind the data."""
+    member = Member(name, data, local={"crc": 0, "stored": 0, "size": 0, **more.pop("local", {})}, **more)
+    member.facts["flags"] = 0x0800 | DESCRIPTOR
+    member.after = descriptor(zlib.crc32(data), len(data), len(data)) if after is None else after
+    return member
+
+
+def test_a_plain_zip() -> None:
+    found = directory(build(Member("a/0", DATA), Member("a/1", b""), Member("a/2", DATA * 9, deflated=True)))
+    assert found.names == ["a/0", "a/1", "a/2"]
+    assert found.top == "a" and "a/1" in found and "A/1" not in found
+    assert [found.read(name) for name in found.names] == [DATA, b"", DATA * 9]
+    assert [found.crc(name) for name in found.names] == [zlib.crc32(DATA), 0, zlib.crc32(DATA * 9)]
+    record = found.record("a/0")
+    assert isinstance(record, Range) and record.offset == 33 and record.read() == DATA
+    inflated = found.record("a/2")
+    assert isinstance(inflated, Derived) and inflated.operation == "inflate" and inflated.length == len(DATA) * 9
+    assert b"".join(stream(inflated)) == DATA * 9
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("seekable", [True, False])
+@pytest.mark.parametrize("wide", [True, False])
+def test_what_zipfile_writes_is_read(compression: int, seekable: bool, wide: bool) -> None:
+    buffer = io.BytesIO()
+
+    class Pipe:
+        """What zipfile cannot seek in gets data descriptors."""
+
+        write, flush = staticmethod(buffer.write), staticmethod(buffer.flush)
+
+    with zipfile.ZipFile(buffer if seekable else Pipe(), "w", compression) as made:  # type: ignore[arg-type]
+        for name, data in (("top/data.pkl", b"x" * 1000), ("top/data/0", b""), ("top/data/1", bytes(range(256)))):
+            with made.open(name, "w", force_zip64=wide) as file:
+                file.write(data)
+        made.comment = b"said on the side"
+    found = directory(buffer.getvalue())
+    assert [found.read(name) for name in found.names] == [b"x" * 1000, b"", bytes(range(256))]
+
+
+def test_the_directory_may_list_members_in_another_order() -> None:
+    data = bytearray(build(Member("a/0", DATA), Member("a/1", b"other")))
+    start = data.index(b"PK\1\2")
+    first, second = data[start : start + 49], data[start + 49 : start + 98]
+    data[start : start + 98] = second + first
+    found = directory(bytes(data))
+    assert found.names == ["a/1", "a/0"]
+    assert found.read("a/0") == DATA and found.read("a/1") == b"other"
+
+
+# The corpus of zip cases
+
+
+def outcome(path: Path) -> str:
+    try:
+        found = read_directory(LocalFile(path))
+        for name in found.names:
+            found.read(name)
+    except CkptkitError as error:
+        return type(error).__name__
+    return "read"
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    found = {path.stem: outcome(path) for path in sorted(folder.glob("*.zip"))}
+    assert found
+    return found
+
+
+def test_corpus_accept(corpus: Corpus) -> None:
+    assert {name: what for name, what in outcomes(corpus / "containers/zip/accept").items() if what != "read"} == {}
+
+
+@pytest.mark.parametrize("group", ["malicious", "reject"])
+def test_corpus_refused(corpus: Corpus, group: str) -> None:
+    assert {name: what for name, what in outcomes(corpus / "containers/zip" / group).items() if what == "read"} == {}
+
+
+# How each name of the corpus' undecided group ends, and why. The first prefix that fits counts.
+IFFY = (
+    ("crc_collision", "read", "members with equal checksums are no contradiction"),
+    ("crc_zero_nonempty", "read", "torch can be told to write no checksums"),
+    ("nosubdir", "read", "torch writes no entries for folders"),
+    ("prefix", "FormatError", "torch takes a file for a zip by its first four bytes"),
+    ("non_ascii_original_name", "FormatError", "a second name in an extra field"),
+    ("extra3byte", "FormatError", "extra fields that do not parse"),
+    ("zip64_extra", "FormatError", "a zip64 field has exactly what does not fit 32 bits"),
+    ("zip64_eocd_extensible_data", "FormatError", "the zip64 end record stands right before its locator"),
+    ("8bitcomment", "AmbiguousError", "a second end record inside the comment"),
+    ("suffix_not_comment", "AmbiguousError", "bytes after the end record"),
+    ("comment_cdsize", "AmbiguousError", "local header and directory have other sizes"),
+    ("store_cdsize", "AmbiguousError", "local header and directory have other sizes"),
+    ("trailing_slash_attr_mismatch", "AmbiguousError", "a folder with bytes"),
+    ("data_descriptor_flag_off_cd_zero", "CorruptError", "deflated to nothing at all"),
+    ("data_descriptor_flag_off", "AmbiguousError", "no sizes in the header, and no flag that says where they are"),
+    ("data_descriptor", "CorruptError", "no descriptor where the directory's sizes put it"),
+)
+
+
+def test_corpus_iffy(corpus: Corpus) -> None:
+    expected = {}
+    found = outcomes(corpus / "containers/zip/iffy")
+    for name in found:
+        expected[name] = next(end for start, end, _ in IFFY if name.startswith(start))
+    assert found == expected
+
+
+# Names
+
+
+@pytest.mark.parametrize("second", ["a/data.pkl", "a/DATA.PKL", "A/data.pkl"])
+def test_ZP_01_duplicate_names(second: str) -> None:
+    with pytest.raises(AmbiguousError, match="same name"):
+        directory(build(Member("a/data.pkl", DATA), Member("a/0", b""), Member(second, DATA)))
+
+
+def test_ZP_01_a_file_and_a_folder_of_one_name() -> None:
+    with pytest.raises(AmbiguousError, match="folder"):
+        directory(build(Member("a/x", DATA), Member("a/x/", b"")))
+    with pytest.raises(AmbiguousError, match="folder"):
+        directory(build(Member("a/x/", DATA)))
+    assert directory(build(Member("a/x/", b""), Member("a/x/y", DATA))).names == ["a/x/", "a/x/y"]
+
+
+def test_ZP_01_names_are_bytes() -> None:
+    """Two forms of one letter are two names: torch compares bytes and knows ASCII case only."""
+    found = directory(build(Member("a/\u00e9", b"1"), Member("a/e\u0301", b"2"), Member("a/\u00c9", b"3")))
+    assert [found.read(name) for name in found.names] == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        (b"", FormatError), (b"a/\0", FormatError), (b"a/x\0.pkl", FormatError), (b"a/\x1b[2J", FormatError),
+        (b"a/\n", FormatError), (b"a/\x7f", FormatError), (b"a/\xff", FormatError), (b"a/\xc0\xaf", FormatError),
+        (b"/a", PathError), (b"../a", PathError), (b"a/../b", PathError), (b"a/..", PathError), (b"..", PathError),
+        (b"a\\b", PathError),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_ZP_14_names(name: bytes, error: type[InputError], place: int) -> None:
+    members = [Member("a/0", DATA), Member("a/1", DATA)]
+    members.insert(place, Member(name, DATA))
+    with pytest.raises(error) as refused:
+        directory(build(*members))
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a/..b", "a/b..", "a/...", "ü b/ö", "lstm.save/x", "a/" + "n" * 60_000])
+def test_ZP_14_names_that_are_fine(name: str) -> None:
+    assert directory(build(Member("a/0", DATA), Member(name, b"other"))).read(name) == b"other"
+
+
+# Local headers against the directory
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        {"name": b"a/1"}, {"n": 2}, {"flags": 1}, {"flags": 0x40}, {"flags": 0x0800}, {"method": 8}, {"crc": 1},
+        {"crc": 0}, {"stored": 15}, {"size": 17}, {"stored": 0, "size": 0}, {"stored": 0, "size": 0, "crc": 0},
+        {"stored": 0xFFFFFFFF},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ZP_02_local_header_differs(local: dict[str, Any]) -> None:
+    with pytest.raises(AmbiguousError, match=r"differ|overlap"):
+        directory(build(Member("a/0", DATA, local=local), Member("a/1", DATA)))
+
+
+def test_ZP_02_no_local_header() -> None:
+    with pytest.raises(CorruptError, match="no record"):
+        directory(build(Member("a/0", DATA), Member("a/1", DATA, local={"magic": b"PK\3\5"})))
+
+
+@pytest.mark.parametrize("flag", [0, 6, 13])
+def test_ZP_03_encrypted(flag: int) -> None:
+    member = Member("a/0", DATA)
+    member.facts["flags"] = 1 << flag
+    with pytest.raises(UnsupportedError, match="encrypted"):
+        directory(build(member))
+
+
+@pytest.mark.parametrize("flag", [4, 5, 7, 8, 9, 10, 12, 14, 15])
+def test_ZP_03_flags_that_nobody_sets(flag: int) -> None:
+    with pytest.raises(UnsupportedError, match="flags"):
+        directory(build(Member("a/0", DATA, central={"flags": 1 << flag})))
+
+
+@pytest.mark.parametrize("deflated", [True, False])
+def test_ZP_04_crc(deflated: bool) -> None:
+    member = Member("a/0", DATA, deflated=deflated)
+    member.facts["crc"] ^= 1
+    found = directory(build(member))
+    with pytest.raises(CorruptError, match="damaged") as refused:
+        found.read("a/0")
+    assert refused.value.where == "made.zip"
+
+
+def test_ZP_04_verify_reads_everything_and_keeps_nothing() -> None:
+    data = random.Random(4).randbytes(3 << 20)
+    good = build(Member("a/0", b"12"), Member("a/1", data))
+    directory(good).verify("a/1")
+    flipped = bytearray(good)
+    flipped[good.index(data) + len(data) - 1] ^= 1
+    with pytest.raises(CorruptError, match="damaged"):
+        directory(bytes(flipped)).verify("a/1")
+
+
+def test_ZP_05_crc_zero_means_unknown() -> None:
+    member = Member("a/0", DATA)
+    member.facts["crc"] = 0
+    found = directory(build(member, Member("a/1", b"")))
+    assert found.crc("a/0") is None and found.crc("a/1") == 0
+    assert found.read("a/0") == DATA
+    found.verify("a/0")
+
+
+def test_ZP_06_two_entries_one_member() -> None:
+    shared = Member("a/0", DATA)
+    data = bytearray(build(shared, Member("a/1", DATA)))
+    second = data.index(b"PK\1\2", data.index(b"PK\1\2") + 1)
+    struct.pack_into("<L", data, second + 42, 0)
+    with pytest.raises(AmbiguousError, match="one and the same"):
+        directory(bytes(data))
+
+
+def test_ZP_06_quoted_overlap() -> None:
+    """Each member's data begins with the next member's local header, and all end with the same kernel."""
+    kernel, members = b"kernel", [Member("a/9", b"kernel")]
+    for number in range(8, -1, -1):
+        kernel = members[0].head() + kernel
+        members.insert(0, Member(f"a/{number}", kernel))
+    body = members[0].head() + kernel
+    entries = b""
+    for member in members:
+        entries += member.entry(body.index(member.head()))
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 10, 10, len(entries), len(body), 0)
+    with pytest.raises(AmbiguousError, match="overlap"):
+        directory(body + entries + end)
+
+
+@pytest.mark.parametrize(("stored", "size"), [(24, 24), (16, 24), (24, 16), (15, 15), (0, 0), (1 << 31, 1 << 31)])
+def test_ZP_07_sizes_of_stored_members(stored: int, size: int) -> None:
+    with pytest.raises((CorruptError, AmbiguousError)):
+        directory(build(described(central={"stored": stored, "size": size}), described("a/1")))
+
+
+def test_ZP_07_a_member_that_reaches_beyond_the_last() -> None:
+    """By the directory's sizes alone; or only once its local header is known."""
+    for over, extra in ((1, b""), (1 << 40, b""), (1, b"FB\5\0ZZZZZ")):
+        member = Member("a/0", DATA, local_extra=extra)
+        if over == 1 << 40:
+            member.central_extra = field(1, struct.pack("<2Q", over, over))
+        short = min(16 + over, 0xFFFFFFFF)
+        member.facts |= {"stored": short, "size": short}
+        with pytest.raises(CorruptError, match="reaches"):
+            directory(build(member))
+        if not extra:
+            with pytest.raises(CorruptError, match="reaches"):
+                read_directory(Remote(build(member)))
+
+
+@pytest.mark.parametrize("size", [0, 143, 145, 1 << 14])
+def test_ZP_07_sizes_of_deflated_members(size: int) -> None:
+    member = Member("a/0", DATA * 9, deflated=True)
+    member.facts["size"] = size
+    with pytest.raises(CorruptError, match="inflate"):
+        directory(build(member)).read("a/0")
+
+
+@pytest.mark.parametrize("stored", [b"", b"\xff" * 9, deflate(DATA)[:-1], deflate(DATA) + b"more"])
+def test_ZP_07_deflated_junk(stored: bytes) -> None:
+    member = Member("a/0", DATA, deflated=True)
+    member.stored, member.facts["stored"] = stored, len(stored)
+    with pytest.raises(CorruptError, match="inflate"):
+        directory(build(member)).read("a/0")
+
+
+def test_ZP_08_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member("a/0", bytes(1 << 20), deflated=True)
+    found = directory(build(member))
+    assert found.read("a/0") == bytes(1 << 20)
+    monkeypatch.setattr(limits, "LIMITS", replace(limits.LIMITS, record_bytes=(1 << 20) - 1))
+    with pytest.raises(LimitError, match="record_bytes"):
+        found.read("a/0")
+    member.facts["size"] = 1 << 31
+    with pytest.raises(LimitError, match="inflate_ratio"):
+        directory(build(member)).locate("a/0")
+
+
+@pytest.mark.parametrize("method", [1, 9, 12, 14, 93, 99])
+def test_ZP_09_methods(method: int) -> None:
+    member = Member("a/0", DATA)
+    member.facts["method"] = method
+    with pytest.raises(UnsupportedError, match=f"method {method}"):
+        directory(build(member))
+
+
+# The end of the file
+
+GOOD = build(Member("a/0", DATA))
+END_RECORD = GOOD[-22:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GOOD + END_RECORD, GOOD[:-22] + END_RECORD[:-2] + b"\x16\0" + END_RECORD,
+        build(Member("a/0", DATA), comment=b"x" + END_RECORD), build(Member("a/0", DATA), comment=b"PK\5\6"),
+        GOOD + b"\0", GOOD + bytes(256), GOOD + GOOD, build(Member("a/0", DATA), end={"comment": 3}),
+    ],
+)  # fmt: skip
+def test_ZP_10_end_records(data: bytes) -> None:
+    with pytest.raises(AmbiguousError, match=r"end record"):
+        directory(data)
+
+
+@pytest.mark.parametrize("comment", [b"", b"hello", b"x" * 0xFFFF])
+def test_ZP_10_comments(comment: bytes) -> None:
+    assert directory(build(Member("a/0", DATA), comment=comment)).read("a/0") == DATA
+
+
+@pytest.mark.parametrize("prefix", [b"\0", bytes(256), b"PK\7\x08", b"PK00"])
+def test_ZP_10_prefix(prefix: bytes) -> None:
+    with pytest.raises(FormatError, match="begin"):
+        directory(prefix + GOOD)
+
+
+@pytest.mark.parametrize("shift", [-1, 1, 100_000])
+@pytest.mark.parametrize("fact", ["start", "size"])
+def test_ZP_10_a_directory_elsewhere(fact: str, shift: int) -> None:
+    truth = {"start": len(GOOD) - 22 - 49, "size": 49}
+    with pytest.raises(AmbiguousError, match="directory ends"):
+        directory(build(Member("a/0", DATA), end={fact: truth[fact] + shift}))
+
+
+@pytest.mark.parametrize("count", [0, 2, 0xFFFF])
+def test_ZP_10_counts(count: int) -> None:
+    with pytest.raises(CorruptError, match="entries"):
+        directory(build(Member("a/0", DATA), end={"count": count, "here": count}))
+
+
+WIDE = {"count": 0xFFFF, "here": 0xFFFF, "size": 0xFFFFFFFF, "start": 0xFFFFFFFF}
+
+
+@pytest.mark.parametrize("end", [{}, WIDE, {"start": 0xFFFFFFFF}])
+def test_ZP_11_zip64_end(end: dict[str, int]) -> None:
+    assert directory(build(Member("a/0", DATA), zip64={}, end=end)).read("a/0") == DATA
+
+
+@pytest.mark.parametrize(
+    ("zip64", "end"),
+    [
+        ({"locator_offset": 0}, WIDE), ({"locator_offset": 1 << 63}, WIDE), ({"magic": b"PK\6\5"}, WIDE),
+        ({"length": 45}, WIDE), ({"more": b"12345678"}, WIDE), ({"length": 52, "more": b"12345678"}, WIDE),
+        ({"count": 2, "here": 2}, {}), ({"size": 48}, {}), ({"start": 1}, {}), (None, WIDE),
+        (None, {"start": 0xFFFFFFFF}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ZP_11_zip64_lies(zip64: dict[str, Any] | None, end: dict[str, int]) -> None:
+    with pytest.raises(FormatError, match="zip64"):
+        directory(build(Member("a/0", DATA), zip64=zip64, end=end))
+
+
+@pytest.mark.parametrize("start", [0, 1 << 63, (1 << 64) - 1])
+def test_ZP_11_zip64_points_elsewhere(start: int) -> None:
+    with pytest.raises(AmbiguousError, match="directory ends"):
+        directory(build(Member("a/0", DATA), zip64={"start": start}, end=WIDE))
+
+
+def field(kind: int, data: bytes) -> bytes:
+    return struct.pack("<HH", kind, len(data)) + data
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b"   ", b"\0", field(0x7075, b"\1abcdname"), field(1, bytes(8)) * 2, field(1, bytes(7)),
+        field(1, struct.pack("<Q", 17)), struct.pack("<HH", 0x9999, 5) + b"1234", b"FB\x05\0ZZZZ",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["local", "central"])
+def test_ZP_12_extra_fields(extra: bytes, where: str) -> None:
+    with pytest.raises((FormatError, AmbiguousError), match="a/0"):
+        directory(build(Member("a/0", DATA, **{f"{where}_extra": extra})))
+
+
+@pytest.mark.parametrize("extra", [field(0x5455, b"\1abcd"), b"FB\0\0", b"FB\4\0ZZZZ", b"FB\2\0ZZ" + field(9, b"")])
+def test_ZP_12_extra_fields_that_are_fine(extra: bytes) -> None:
+    made = build(Member("a/0", DATA, local_extra=extra), Member("a/1", DATA, local_extra=extra, central_extra=extra))
+    assert [directory(made).read(name) for name in ("a/0", "a/1")] == [DATA, DATA]
+
+
+def test_ZP_12_zip64_fields() -> None:
+    short = {"stored": 0xFFFFFFFF, "size": 0xFFFFFFFF}
+    wide = field(1, struct.pack("<2Q", 16, 16))
+    one = Member("a/0", DATA, local=short, local_extra=wide)
+    two = Member("a/1", DATA, central={**short, "offset": 0xFFFFFFFF})
+    two.central_extra = field(1, struct.pack("<3Q", 16, 16, len(one.head()) + len(DATA)))
+    found = directory(build(one, two))
+    assert found.read("a/0") == found.read("a/1") == DATA
+    two.central_extra = field(1, struct.pack("<2Q", 16, 16))
+    with pytest.raises(FormatError, match="zip64"):
+        directory(build(one, two))
+    one.local_extra = field(1, struct.pack("<2Q", 16, 17))
+    with pytest.raises(AmbiguousError, match="differ"):
+        directory(build(one))
+
+
+@pytest.mark.parametrize("numbers", [(16, 0), (16, 0, 1 << 33), (16, 16), ()])
+def test_ZP_12_torch_zip64_fields(numbers: tuple[int, ...]) -> None:
+    """In a local header: the size, a zero for the stored size, perhaps the offset, while the short fields are zero."""
+    extra = field(1, struct.pack(f"<{len(numbers)}Q", *numbers)) + b"FB\1\0Z"
+    after = descriptor(CRC, 16, 16, wide=True)
+    if (1 << 33) in numbers:
+        with pytest.raises(AmbiguousError, match="differ"):
+            directory(build(described(local_extra=extra, after=after)))
+    else:
+        assert directory(build(described(local_extra=extra, after=after))).read("a/0") == DATA
+
+
+CRC = zlib.crc32(DATA)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("wide", [True, False])
+def test_ZP_13_descriptors(signed: bool, wide: bool) -> None:
+    after = descriptor(CRC, 16, 16, signed=signed, wide=wide)
+    found = directory(build(described(after=after), described("a/1", DATA[:9])))
+    assert found.read("a/0") == DATA and found.read("a/1") == DATA[:9]
+
+
+def test_ZP_13_the_flag_may_stand_in_the_local_header_alone() -> None:
+    assert directory(build(described(central={"flags": 0x0800}))).read("a/0") == DATA
+    with pytest.raises(AmbiguousError, match="flags"):
+        directory(build(described(local={"flags": 0x0800})))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        b"", bytes(16), descriptor(CRC ^ 1, 16, 16), descriptor(0, 16, 16), descriptor(CRC, 15, 16),
+        descriptor(CRC, 16, 17), descriptor(CRC, 16, 16)[:-1], b"\1" + descriptor(CRC, 16, 16),
+        descriptor(CRC, 16, 1 << 40, wide=True), descriptor(CRC, 17, 16, signed=False),
+    ],
+)  # fmt: skip
+def test_ZP_13_descriptor_lies(after: bytes) -> None:
+    with pytest.raises((CorruptError, AmbiguousError)):
+        directory(build(described(after=after), described("a/1")))
+
+
+def test_ZP_15_attributes_are_nothing_to_us() -> None:
+    made = build(Member("a/0", b"/etc/passwd", central={"made": 0x0314, "external": 0o120777 << 16}))
+    assert directory(made).read("a/0") == b"/etc/passwd"
+
+
+def test_ZP_16_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(Member("a/0", DATA), Member("a/1", DATA))
+    for name, least in (("zip_entries", 2), ("zip_directory_bytes", 98)):
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "LIMITS", replace(limits.LIMITS, **{name: least}))
+            assert len(directory(made).names) == 2
+            patch.setattr(limits, "LIMITS", replace(limits.LIMITS, **{name: least - 1}))
+            with pytest.raises(LimitError, match=name):
+                directory(made)
+
+
+def test_ZP_16_a_count_costs_nothing() -> None:
+    with pytest.raises(LimitError, match="zip_entries"):
+        directory(build(Member("a/0", DATA), zip64={"count": 1 << 60, "here": 1 << 60}, end=WIDE))
+
+
+@pytest.mark.parametrize(
+    "end", [{"disk": 1}, {"first_disk": 1}, {"here": 0}, {"here": 2}, {"disk": 0xFFFF, "first_disk": 0xFFFF}]
+)
+def test_ZP_22_several_parts(end: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedError, match="parts"):
+        directory(build(Member("a/0", DATA), end=end))
+    with pytest.raises(UnsupportedError, match="parts"):
+        directory(build(Member("a/0", DATA), zip64=end))
+
+
+def test_ZP_22_members_elsewhere() -> None:
+    with pytest.raises(UnsupportedError, match="parts"):
+        directory(build(Member("a/0", DATA, central={"disk": 1})))
+    with pytest.raises(UnsupportedError, match="parts"):
+        directory(build(Member("a/0", DATA), zip64={"locator_disks": 2}))
+
+
+@pytest.mark.parametrize("zip64", [None, {}])
+def test_ZP_23_truncation(zip64: dict[str, Any] | None) -> None:
+    whole = build(Member("a/0", DATA), Member("a/1", DATA * 4, deflated=True), described("a/2"), zip64=zip64)
+    for length in range(4, len(whole)):
+        with pytest.raises(TruncatedError, match="no end record: the download or save is incomplete") as refused:
+            directory(whole[:length])
+        assert refused.value.hint
+
+
+def test_ZP_23_a_cut_comment() -> None:
+    with pytest.raises(AmbiguousError, match="end record"):
+        directory(build(Member("a/0", DATA), comment=b"hello")[:-1])
+
+
+def test_a_record_that_is_not_listed() -> None:
+    hidden = Member("a/hidden", b"hidden!!").head() + b"hidden!!"
+    for made in (
+        build(Member("a/0", DATA), gap=hidden),
+        build(Member("a/0", DATA), Member("a/1", DATA, before=hidden)),
+        build(Member("a/0", DATA, before=hidden)),
+    ):
+        with pytest.raises(AmbiguousError, match="not in the directory"):
+            directory(made)
+
+
+def test_what_an_edit_in_place_leaves_is_no_member() -> None:
+    """An older version of a listed record, an older directory: dead bytes."""
+    old = build(Member("a/data.pkl", b"old"), Member("a/0", DATA))
+    size = Member("a/data.pkl", b"old").head() + b"old"
+    new = Member("a/data.pkl", b"new one", before=old[len(size) + len(Member("a/0", DATA).head()) + len(DATA) :])
+    found = directory(build(Member("a/0", DATA, before=size), new))
+    assert found.read("a/data.pkl") == b"new one" and found.read("a/0") == DATA
+    assert found.start > found.entries["a/data.pkl"].data
+
+
+def test_every_flipped_byte_is_refused_or_changes_nothing() -> None:
+    whole = build(
+        described("a/0"), Member("a/1", DATA * 4, deflated=True), Member("a/2", DATA, local_extra=b"FB\2\0ZZ"), zip64={}
+    )
+    before = {name: directory(whole).read(name) for name in directory(whole).names}
+    refused = 0
+    for place in range(len(whole)):
+        for flip in (0x01, 0x80, 0xFF):
+            data = bytearray(whole)
+            data[place] ^= flip
+            try:
+                found = directory(bytes(data))
+                assert {name: found.read(name) for name in found.names} == before, (place, flip)
+            except CkptkitError:
+                refused += 1
+    assert refused > 2 * len(whole)
+
+
+# Where bytes are read, and when
+
+
+class Remote(ByteSource):
+    """Bytes far away: each read is counted."""
+
+    def __init__(self, data: bytes) -> None:
+        self.name, self.size, self.identity = "remote.zip", len(data), ("remote", 1)
+        self.reads: list[tuple[int, int]] = []
+        self._data = data
+
+    def read(self, offset: int, length: int) -> bytes:
+        assert 0 <= offset <= offset + length <= self.size
+        self.reads.append((offset, length))
+        return self._data[offset : offset + length]
+
+
+def test_remote_local_headers_are_read_when_needed() -> None:
+    made = build(*(described(f"a/{n}", bytes([n]) * 9, local_extra=b"FB\3\0ZZZ") for n in range(200)), zip64={})
+    remote = Remote(made)
+    found, near = read_directory(remote), directory(made)
+    assert len(remote.reads) <= 4
+    record = found.record("a/7")
+    assert record.length == 9 and len(remote.reads) <= 4
+    assert record.locate().offset == near.record("a/7").offset  # type: ignore[union-attr]
+    assert found.read("a/199") == bytes([199]) * 9
+
+
+def test_remote_local_headers_are_checked_when_read() -> None:
+    remote = read_directory(Remote(build(Member("a/0", DATA, local={"name": b"a/1"}))))
+    with pytest.raises(AmbiguousError, match="differ"):
+        remote.record("a/0").locate()
+
+
+class Counting(LocalFile):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.count = self.bytes = 0
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.count += 1
+        self.bytes += length
+        return super().read(offset, length)
+
+
+@pytest.mark.parametrize(("members", "size", "reads", "read"), [(20, 1 << 20, 30, 90_000), (3000, 100, 30, 1_500_000)])
+def test_few_reads_of_local_headers(tmp_path: Path, members: int, size: int, reads: int, read: int) -> None:
+    """Far apart: one small read each. Close together: many in one read."""
+    path = tmp_path / "a.zip"
+    path.write_bytes(build(*(described(f"a/{n}", bytes(size)) for n in range(members))))
+    source = Counting(path)
+    assert len(read_directory(source).names) == members
+    assert source.count <= reads and source.bytes <= read
+
+
+@pytest.mark.parametrize("make", [Memory, lambda data: Remote(data)])
+def test_errors_name_the_file(make: Callable[[bytes], ByteSource]) -> None:
+    with pytest.raises(TruncatedError) as refused:
+        read_directory(make(GOOD[:-5]))
+    assert refused.value.where in ("<memory>", "remote.zip")
+
+
+def test_headers_are_what_the_helper_says() -> None:
+    """The hand that makes these files agrees with zipfile's."""
+    assert struct.calcsize("<4s5H3L2H") == 30 and len(LOCAL) == 11
+    with zipfile.ZipFile(io.BytesIO(build(described(), Member("a/1", DATA, deflated=True), zip64={}))) as made:
+        assert made.testzip() is None
+        assert [info.filename for info in made.infolist()] == ["a/0", "a/1"]

@@ -1,0 +1,127 @@
+"""Laid-out zips, read by zipfile and by our own reader."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+from ckptkit.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.formats.torch.zip_container import read_directory
+from ckptkit.formats.torch.zip_writer import ALIGNMENT, Member, lay_out
+from ckptkit.plan import Deferred, Segment, Summed, length
+from tests.formats.torch.zips import execute
+
+SOURCE = Memory(bytes(range(256)) * 300)
+
+
+def of(start: int, size: int) -> Range:
+    return Range(SOURCE, start, size)
+
+
+def crc(extent: Range) -> int:
+    return zlib.crc32(extent.read())
+
+
+MEMBERS = [
+    Member("a/data.pkl", b"pickle"), Member("a/0", of(3, 100), crc(of(3, 100))), Member("a/1", of(5, 0)),
+    Member("a/2", of(7, 77)), Member("a/\u00e9", b""), Member("a/3", Derived("slice", (of(0, 500),), (9,), 300)),
+    Member("a/long", b"x" * 70_000), Member("a/4", of(0, 70_000), crc(of(0, 70_000))), Member("a/version", b"3\n"),
+]  # fmt: skip
+CONTENTS = {
+    "a/data.pkl": b"pickle", "a/0": of(3, 100).read(), "a/1": b"", "a/2": of(7, 77).read(), "a/\u00e9": b"",
+    "a/3": of(9, 300).read(), "a/long": b"x" * 70_000, "a/4": of(0, 70_000).read(), "a/version": b"3\n",
+}  # fmt: skip
+
+
+def test_zipfile_reads_it(tmp_path: Path) -> None:
+    with zipfile.ZipFile(execute(lay_out(MEMBERS), tmp_path / "a.zip")) as made:
+        assert made.testzip() is None
+        assert {name: made.read(name) for name in made.namelist()} == CONTENTS
+        assert {info.date_time for info in made.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+        assert {(info.compress_type, info.flag_bits, info.extract_version) for info in made.infolist()} == {
+            (0, 0x800, 20)
+        }
+
+
+def test_we_read_it_and_all_data_is_aligned(tmp_path: Path) -> None:
+    found = read_directory(LocalFile(execute(lay_out(MEMBERS), tmp_path / "a.zip")))
+    assert {name: found.read(name) for name in found.names} == CONTENTS
+    assert all(entry.data % ALIGNMENT == 0 for entry in found.entries.values())
+    assert all(found.crc(name) == zlib.crc32(data) for name, data in CONTENTS.items())
+
+
+def kind(segment: Segment) -> str:
+    return type(segment).__name__
+
+
+def test_segments_are_few() -> None:
+    """Literals are joined; what has no checksum yet is summed, and put into its header and the directory later."""
+    segments = lay_out(MEMBERS)
+    assert [kind(each) for each in segments] == [
+        "bytes", "Range", "Deferred", "Summed", "Deferred", "Summed", "bytes", "bytes", "bytes", "Range", "Deferred",
+    ]  # fmt: skip
+    assert [each.number for each in segments if isinstance(each, Summed)] == [3, 5]
+    assert [[number for _, number in each.holes] for each in segments if isinstance(each, Deferred)] == [
+        [3],
+        [5],
+        [3, 5],
+    ]
+
+
+def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
+    segments = lay_out(MEMBERS)
+    assert execute(segments, tmp_path / "a.zip").stat().st_size == sum(map(length, segments))
+
+
+def test_an_empty_extent_needs_no_checksum() -> None:
+    assert [kind(each) for each in lay_out([Member("a", of(0, 0)), Member("b", of(0, 0), 0)])] == ["bytes"]
+
+
+@pytest.mark.parametrize("count", [0xFFFE, 0xFFFF, 70_000])
+def test_ZP_16_many_members(tmp_path: Path, count: int) -> None:
+    path = execute(lay_out(Member(f"a/{n}", b"%d" % n) for n in range(count)), tmp_path / "a.zip")
+    with zipfile.ZipFile(path) as made:
+        assert len(made.namelist()) == count and made.read(f"a/{count - 1}") == b"%d" % (count - 1)
+    assert len(read_directory(LocalFile(path)).names) == count
+    assert struct.unpack("<2H", path.read_bytes()[-14:-10]) == (min(count, 0xFFFF),) * 2
+
+
+@pytest.mark.parametrize("size", [(1 << 32) - 2, (1 << 32) - 1, 1 << 32, 5 << 30])
+def test_ZP_24_large_members(tmp_path: Path, size: int) -> None:
+    """A sparse source, a sparse output: nothing of the large member is read."""
+    with open(tmp_path / "source", "wb") as file:
+        file.truncate(size)
+    source = LocalFile(tmp_path / "source")
+    members = [
+        Member("a/0", Range(source, 0, size), 0),
+        Member("a/1", b"after"),
+        Member("a/2", of(0, 9), crc(of(0, 9))),
+    ]
+    path = execute(lay_out(members), tmp_path / "a.zip")
+    found = read_directory(LocalFile(path))
+    wide = size >= 0xFFFFFFFF
+    head = LocalFile(path).read(0, 38)
+    assert struct.unpack("<4xH", head[:6]) == (45 if wide else 20,)
+    assert struct.unpack("<2L", head[18:26]) == (min(size, 0xFFFFFFFF),) * 2
+    assert head[33:37] == (b"\1\0\x10\0" if wide else b"FB\x1b\0")
+    assert [entry.size for entry in found.entries.values()] == [size, 5, 9]
+    assert all(entry.data % ALIGNMENT == 0 for entry in found.entries.values())
+    assert found.read("a/1") == b"after" and found.read("a/2") == of(0, 9).read()
+    with zipfile.ZipFile(path) as made:
+        infos = made.infolist()
+        assert [info.file_size for info in infos] == [size, 5, 9]
+        assert [info.extract_version for info in infos] == [
+            45 if size >= (1 << 32) - 1 else 20,
+            *[infos[1].extract_version] * 2,
+        ]
+        assert made.read("a/1") == b"after" and made.read("a/2") == of(0, 9).read()
+        made.open("a/0").close()  # its local header agrees
+
+
+def test_the_same_bytes_each_time(tmp_path: Path) -> None:
+    paths = [execute(lay_out(MEMBERS), tmp_path / name) for name in ("a", "b")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()

@@ -1,0 +1,356 @@
+"""Weights as torch tensors: torch.load on the same file is the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from ckptkit import dtypes
+from ckptkit.bytesource import Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
+from ckptkit.loading.tensors import Tensors
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.tree import Global, Object
+
+Cuda = Callable[..., AbstractContextManager[None]]
+
+DTYPES = sorted({row.name for row in dtypes.TABLE if isinstance(getattr(torch, row.name, None), torch.dtype)})
+PLAIN = [name for name in DTYPES if dtypes.BY_NAME[name].kind in ("float", "int", "bool", "complex")]
+
+
+def saved(value: object, path: Path, **options: Any) -> Path:
+    torch.save(value, path, **options)
+    return path
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Everything that torch knows about a tensor, and its bytes."""
+    assert type(ours) is type(theirs)
+    assert (ours.dtype, ours.shape, ours.device) == (theirs.dtype, theirs.shape, theirs.device)
+    assert ours.requires_grad == theirs.requires_grad
+    if ours.layout == torch.strided and not ours.is_nested:
+        assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
+        assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
+        if ours.device.type != "meta":
+            assert bytes(ours.untyped_storage().tolist()) == bytes(theirs.untyped_storage().tolist())
+
+
+def net() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_state_dict(tmp_path: Path, legacy: bool) -> None:
+    path = saved(net().state_dict(), tmp_path / "a.pth", _use_new_zipfile_serialization=not legacy)
+    ours, theirs = ckptkit.load(path), torch.load(path, weights_only=True)
+    assert type(ours) is type(theirs)
+    assert list(ours) == list(theirs)
+    assert ours._metadata == theirs._metadata
+    for name in theirs:
+        same(ours[name], theirs[name])
+    assert ours["0.weight"].untyped_storage().data_ptr() == ours["2.weight"].untyped_storage().data_ptr()
+    assert not any(net().load_state_dict(ours))
+
+
+def test_part_of_a_checkpoint(tmp_path: Path) -> None:
+    path = saved({"epoch": 3, "a": {"w": torch.ones(2)}, "b": {"w": torch.zeros(2)}}, tmp_path / "a.pth")
+    with pytest.raises(CkptkitError, match="could be the weights"):
+        ckptkit.load(path)
+    ours = ckptkit.load(path, key="b")
+    assert type(ours) is dict
+    assert ours["w"].tolist() == [0.0, 0.0]
+    with pytest.raises(UsageError):
+        ckptkit.load(path, key="epoch")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(tmp_path: Path, name: str) -> None:
+    kind = getattr(torch, name)
+    memory = torch.arange(64, dtype=torch.uint8)
+    try:
+        value = torch.empty(0, dtype=kind).set_(memory.untyped_storage(), 1, (2,), (1,))
+        path = saved({"w": value}, tmp_path / "a.pth")
+    except (RuntimeError, KeyError, NotImplementedError) as error:
+        pytest.skip(f"torch itself cannot save this: {error}")
+    same(ckptkit.load(path)["w"], torch.load(path, weights_only=True)["w"])
+
+
+def views() -> dict[str, Any]:
+    base = torch.arange(24.0)
+    complex_ = torch.tensor([1 + 2j, 3 - 4j])
+    return {
+        "whole": base,
+        "transposed": base.view(4, 6).t(),
+        "slice": base[3:9:2],
+        "expanded": base[:1].expand(5),
+        "empty": base[:0],
+        "scalar": base[7],
+        "conjugate": complex_.conj(),
+        "negative": complex_.conj().imag,
+        "parameter": nn.Parameter(base[:6].view(2, 3)),
+        "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+        "grad": torch.ones(2, requires_grad=True),
+        "meta": torch.empty(2, 3, device="meta"),
+    }
+
+
+def test_views_parameters_and_flags(tmp_path: Path) -> None:
+    path = saved(views(), tmp_path / "a.pth")
+    ours, theirs = ckptkit.load(path), torch.load(path, weights_only=True)
+    for name in theirs:
+        same(ours[name], theirs[name])
+    assert len({ours[n].untyped_storage().data_ptr() for n in ("whole", "transposed", "slice", "expanded")}) == 1
+
+
+def test_one_tensor_in_two_places_is_one(tmp_path: Path) -> None:
+    weight = torch.ones(2)
+    ours = ckptkit.load(saved({"a": weight, "b": weight}, tmp_path / "a.pth"))
+    assert ours["a"] is ours["b"]
+
+
+DENSE = torch.tensor([[0, 1.5, 0, 0], [2, 0, 0, 3], [0, 0, 0, 0], [0, 0, 4, 0]])
+SCALES, ZEROS = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0, 1, 2, 3])
+SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": DENSE.to_sparse,
+    "coo uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
+    "csr": DENSE.to_sparse_csr,
+    "csc": DENSE.to_sparse_csc,
+    "bsr": lambda: DENSE.to_sparse_bsr((2, 2)),
+    "bsc": lambda: DENSE.to_sparse_bsc((2, 2)),
+    "quantized": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.quint8),
+    "quantized int32": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.qint32),
+    "per channel": lambda: torch.quantize_per_channel(DENSE, SCALES, ZEROS, 1, torch.qint8),
+    "per channel, float": lambda: torch.quantize_per_channel(DENSE, SCALES, ZEROS.float(), 1, torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)]),
+    "sparse parameter": lambda: nn.Parameter(DENSE.to_sparse()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", list(SPECIAL))
+def test_special_layouts(tmp_path: Path, name: str) -> None:
+    path = saved({"w": SPECIAL[name](), "v": torch.ones(1)}, tmp_path / "a.pth")
+    ours, theirs = ckptkit.load(path)["w"], torch.load(path, weights_only=True)["w"]
+    same(ours, theirs)
+    assert ours.layout == theirs.layout
+    if theirs.is_quantized:
+        assert ours.qscheme() == theirs.qscheme()
+        assert torch.equal(ours.int_repr(), theirs.int_repr())
+        assert torch.equal(ours.dequantize(), theirs.dequantize())
+    elif theirs.is_nested:
+        assert all(torch.equal(a, b) for a, b in zip(ours.unbind(), theirs.unbind(), strict=True))
+    else:
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+        assert theirs.layout != torch.sparse_coo or ours.is_coalesced() == theirs.is_coalesced()
+
+
+def test_a_tensor_with_attributes_is_that_tensor(tmp_path: Path) -> None:
+    weight = torch.ones(2)
+    weight.note = "mine"  # type: ignore[attr-defined]
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.tag = 3  # type: ignore[attr-defined]
+    ours = ckptkit.load(saved({"w": weight, "p": parameter}, tmp_path / "a.pth"))
+    assert ours["w"].tolist() == [1.0, 1.0]
+    assert isinstance(ours["p"], nn.Parameter)
+    assert not hasattr(ours["w"], "note"), "attributes of a file are not set on torch's objects"
+
+
+def test_a_pickled_module_gives_what_its_state_dict_would(tmp_path: Path) -> None:
+    model = net()
+    ours = ckptkit.load(saved({"model": model, "epoch": 1}, tmp_path / "a.pth"))
+    assert list(ours) == list(model.state_dict())
+    for name, theirs in model.state_dict().items():
+        same(ours[name], theirs)
+
+
+# map_location
+
+
+FORMS: list[Any] = ["cpu", torch.device("cpu"), "meta", torch.device("meta"), {"cuda:1": "cpu"}, {"cuda:1": "meta"}]
+
+
+def mapped(path: Path, form: Any, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+    ours, theirs = ckptkit.load(path, map_location=form), torch.load(path, map_location=form, weights_only=True)
+    for name in theirs:
+        same(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=repr)
+def test_map_location_is_torchs(tmp_path: Path, simulated_cuda: Cuda, form: Any) -> None:
+    with simulated_cuda(1):
+        path = saved({"w": torch.arange(4.0), "v": torch.arange(6)[2:]}, tmp_path / "a.pth")
+    assert ckptkit.open(path).weights["w"].device == "cuda:1"
+    mapped(path, form)
+
+
+def test_map_location_function_is_torchs(tmp_path: Path, simulated_cuda: Cuda) -> None:
+    with simulated_cuda(1):
+        path = saved({"w": torch.arange(4.0)}, tmp_path / "a.pth")
+    seen: list[tuple[Any, ...]] = []
+
+    def here(storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
+        seen.append((type(storage), str(storage.device), storage.nbytes(), tag))
+        return storage
+
+    mapped(path, here)
+    assert seen[0] == seen[1]
+    mapped(path, lambda storage, tag: torch.UntypedStorage(storage.nbytes()).copy_(storage))
+
+
+def test_map_location_function_that_gives_none(tmp_path: Path, simulated_cuda: Cuda) -> None:
+    path = saved({"w": torch.arange(4.0)}, tmp_path / "a.pth")
+    mapped(path, lambda storage, tag: None)
+    with simulated_cuda(1):
+        path = saved({"w": torch.arange(4.0)}, tmp_path / "b.pth")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError):
+            ckptkit.load(path, map_location=lambda storage, tag: None)
+
+
+def test_what_is_registered_for_a_tag_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vendor's package, played by one that puts its tensors on the CPU."""
+    registry = list(torch.serialization._package_registry)
+    monkeypatch.setattr(torch.serialization, "_package_registry", registry)
+    torch.serialization.register_package(
+        0, lambda storage: "vendor:0", lambda storage, tag: storage if tag == "vendor:0" else None
+    )
+    path = saved({"w": torch.arange(4.0)}, tmp_path / "a.pth")
+    assert ckptkit.open(path).weights["w"].device == "vendor:0"
+    mapped(path, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("form", [None, "cuda:1", {"cpu": "cuda:1"}, torch.device("cuda", 1), {"cuda:1": "nowhere"}])
+def test_a_device_that_is_not_there(tmp_path: Path, simulated_cuda: Cuda, form: Any) -> None:
+    with simulated_cuda(1):
+        path = saved({"w": torch.ones(2)}, tmp_path / "a.pth")
+    with pytest.raises(DeviceError) as caught:
+        ckptkit.load(path, map_location=form)
+    assert caught.value.hint is not None
+    assert "map_location='cpu'" in caught.value.hint
+    assert str(path) in str(caught.value)
+
+
+def test_map_location_of_another_type(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        ckptkit.load(saved({"w": torch.ones(2)}, tmp_path / "a.pth"), map_location=3)  # type: ignore[arg-type]
+
+
+def test_meta_reads_nothing() -> None:
+    class Unreadable(Memory):
+        def read(self, offset: int, length: int) -> bytes:
+            raise AssertionError("was read")
+
+    storage = Storage(Range(Unreadable(bytes(8)), 0, 8), "cuda:0")
+    ck = Checkpoint({"w": Tensor(storage, dtypes.BY_NAME["float32"], (2,), (1,))})
+    assert ckptkit.load(ck, map_location="meta")["w"].is_meta
+
+
+def test_big_endian() -> None:
+    storage = Storage(Range(Memory(bytes.fromhex("3fc00000c0000000")), 0, 8), big_endian=True)
+    ck = Checkpoint({"w": Tensor(storage, dtypes.BY_NAME["float32"], (2,), (1,))})
+    assert ckptkit.load(ck)["w"].tolist() == [1.5, -2.0]
+
+
+# Tensors that a file describes wrongly
+
+
+def tensor(*values: int, dtype: str = "int64") -> Tensor:
+    row = dtypes.BY_NAME[dtype]
+    data = b"".join(value.to_bytes(row.itemsize, "little", signed=True) for value in values)
+    return Tensor(Storage(Range(Memory(data), 0, len(data))), row, (len(values),), (1,))
+
+
+def shaped(leaf: Tensor, *shape: int) -> Tensor:
+    return Tensor(leaf.storage, leaf.dtype, shape, (shape[-1], 1) if len(shape) == 2 else (1,))
+
+
+def call(name: str, *args: object, layout: str = "strided", **like: Any) -> Object:
+    leaf = tensor(*range(8), dtype="int8")
+    values = {"shape": (4,), "stride": (1,), "dtype": leaf.dtype, "storage": leaf.storage, **like}
+    shown = Tensor(values["storage"], values["dtype"], values["shape"], values["stride"], layout=layout)
+    return Object(Global("torch._utils", name), args, tensor=shown)
+
+
+QINT8 = dtypes.BY_NAME["qint8"]
+PER_CHANNEL = Global("torch", "per_channel_affine")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        call("_rebuild_sparse_tensor", None, (shaped(tensor(9), 1, 1), tensor(1), (4,)), layout="sparse_coo",
+             stride=()),
+        call("_rebuild_sparse_tensor", None, (tensor(0, 9), tensor(7), tensor(1), (1, 4)), layout="sparse_csr",
+             shape=(1, 4), stride=()),
+        call("_rebuild_nested_tensor", tensor(1, 2), shaped(tensor(3), 1, 1), shaped(tensor(1), 1, 1), tensor(0),
+             layout="nested", shape=(), stride=()),
+        call("_rebuild_nested_tensor", tensor(1, 2), shaped(tensor(2), 1, 1), shaped(tensor(-1), 1, 1), tensor(1),
+             layout="nested", shape=(), stride=()),
+        call("_rebuild_nested_tensor", tensor(1, 2), shaped(tensor(2), 1, 1), shaped(tensor(1), 1, 1), tensor(-5),
+             layout="nested", shape=(), stride=()),
+        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1], [0], 0), False, None, dtype=QINT8),
+        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1] * 4, [0] * 4, 7), False, None, dtype=QINT8),
+        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1] * 4, [0] * 4, -1), False, None, dtype=QINT8),
+        call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL,), False, None, dtype=QINT8),
+        call("_rebuild_qtensor", None, 0, 0, 0, (Global("torch", "per_tensor_affine"), "x", "y"), 0, 0, dtype=QINT8),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_hold_together(node: Object) -> None:
+    with pytest.raises(TensorError) as caught:
+        ckptkit.load(Checkpoint({"w": node, "v": tensor(1)}))
+    assert str(caught.value).startswith("w: ") or ": w: " in str(caught.value)
+
+
+def test_what_only_its_class_can_make() -> None:
+    node = call("_rebuild_wrapper_subclass", layout="subclass", storage=None, stride=())
+    with pytest.raises(UnsupportedError) as caught:
+        ckptkit.load(Checkpoint({"w": node}))
+    assert "_rebuild_wrapper_subclass" in str(caught.value)
+
+
+def test_calls_of_other_modules_are_not_taken_for_torchs() -> None:
+    """A name alone does not make it the known call: what it reads as is given, nothing is called."""
+    leaf = tensor(1, 2)
+    node = Object(Global("evil", "_rebuild_parameter"), (), tensor=leaf)
+    assert ckptkit.load(Checkpoint({"w": node}))["w"].tolist() == [1, 2]
+
+
+def test_device_tensors(tmp_path: Path) -> None:
+    """What xla and others write: values on the CPU, and where they shall go."""
+    data = tensor(1, 2)
+    args = (data, Global("torch", "float32"), "xla:0", True)
+    node = Object(Global("torch._utils", "_rebuild_device_tensor_from_numpy"), args, tensor=data)
+    made = ckptkit.load(Checkpoint({"w": node}), map_location="cpu")["w"]
+    assert (made.tolist(), made.dtype, made.requires_grad) == ([1.0, 2.0], torch.float32, True)
+    with pytest.raises(DeviceError):
+        ckptkit.load(Checkpoint({"w": node}))
+    with pytest.raises(UnsupportedError):
+        ckptkit.load(Checkpoint({"w": node}), map_location=lambda storage, tag: storage)
+
+
+def test_each_storage_is_read_once() -> None:
+    reads = []
+
+    class Counted(Memory):
+        def read(self, offset: int, length: int) -> bytes:
+            reads.append((offset, length))
+            return super().read(offset, length)
+
+    storage = Storage(Range(Counted(bytes(8)), 0, 8))
+    leaf = Tensor(storage, dtypes.BY_NAME["float32"], (2,), (1,))
+    made = Tensors()
+    made.tensor(leaf)
+    made.tensor(Tensor(storage, leaf.dtype, (1,), (1,), 1))
+    made.storage(TypedStorage(storage, None).storage)
+    assert reads == [(0, 8)]

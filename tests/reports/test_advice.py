@@ -1,0 +1,93 @@
+"""advice: the right command, ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from ckptkit.reports.advice import advise, strip_module
+from ckptkit.reports.summary import summarize
+from ckptkit.tree import Global, Node
+from tests.reports.made import checkpoint, module, opaque, tensor, view
+
+
+def advice(root: Node, **fields: object) -> tuple[str, ...]:
+    return advise(summarize(checkpoint(root, **fields)))
+
+
+def test_nothing_to_say() -> None:
+    assert advice({"fc.weight": tensor(1), "module_list.0": tensor(2)}) == ()
+
+
+def test_all_keys_have_the_prefix() -> None:
+    (line,) = advice({"module.a": tensor(1), "module.b": tensor(2)})
+    assert line == "all keys start with 'module.': ckptkit strip-module run.pth run-stripped.pth"
+
+
+def test_most_keys_have_the_prefix() -> None:
+    (line,) = advice({"_orig_mod.a": tensor(1), "_orig_mod.b": tensor(2), "c": tensor(3)})
+    assert line.startswith("2 of 3 keys start with '_orig_mod.': ckptkit strip-module --prefix _orig_mod. run.pth")
+
+
+def test_few_keys_with_the_prefix_are_a_part_of_the_model() -> None:
+    assert advice({"module.a": tensor(1), "b": tensor(2)}) == ()
+
+
+def test_prefixes_outside_the_weights_do_not_count() -> None:
+    assert advice({"model": {"a": tensor(1)}, "module.x": tensor(1), "module.y": tensor(1)}) == ()
+
+
+def test_devices() -> None:
+    (line,) = advice({"a": tensor(1, device="cuda:3"), "b": tensor(1), "c": tensor(1, device="mps")})
+    assert line == "saved on cuda:3, mps; to load without: ckptkit remap --to cpu run.pth run-cpu.pth"
+
+
+def test_waste() -> None:
+    big = tensor(*[0.0] * (1 << 19))
+    (line,) = advice({"a": view(big, (10,))})
+    assert line.endswith("ckptkit convert --compact run.pth run-compact.pth")
+    assert line.startswith("2,097,112 bytes")
+    assert advice({"a": view(big, (1 << 19,))}) == ()
+
+
+def test_objects_that_weights_only_refuses() -> None:
+    names = (Global("argparse", "Namespace"), Global("collections", "OrderedDict"))
+    (line,) = advice({"model": {"a": tensor(1)}, "args": opaque("argparse.Namespace")}, globals=names)
+    assert line.startswith("torch.load(weights_only=True) refuses argparse.Namespace; ")
+    assert line.endswith("ckptkit convert --objects drop run.pth run-plain.pth")
+
+
+def test_a_whole_module_keeps_its_weights() -> None:
+    (line,) = advice(module({"weight": tensor(1)}), globals=(Global("models", "Net"),))
+    assert line.endswith("ckptkit convert run.pth run-weights.safetensors")
+
+
+def test_what_else_could_be_meant() -> None:
+    (line,) = advice({"model": {"a": tensor(1)}, "ema": {"a": tensor(1)}})
+    assert line == "ema holds weights too: ckptkit inspect --key ema run.pth"
+
+
+@pytest.mark.parametrize("path", ["a b.pth", "it's.pth", "$HOME/`x`.pth", "-rf.pth", "run.pth.tar", "run", "dir/"])
+def test_CL_05_paths_survive_the_shell(path: str) -> None:
+    words = shlex.split(strip_module(path))
+    assert words[-2] == path
+    assert (words[-3] == "--") == path.startswith("-")
+
+
+def test_outputs_lie_beside_inputs() -> None:
+    def output(path: str) -> str:
+        return shlex.split(strip_module(path))[-1]
+
+    assert output("a/run.pth.tar") == "a/run-stripped.pth.tar"
+    assert output("a/v1.5.ckpt") == "a/v1.5-stripped.ckpt"
+    assert output("https://host/a/run.pth") == "run-stripped.pth"
+    assert output("shards/") == "shards-stripped"
+
+
+def test_long_lists_are_cut() -> None:
+    names = tuple(Global("m", f"C{n}") for n in range(9))
+    found = summarize(checkpoint({"x": opaque("m.C0")}))
+    (line,) = advise(replace(found, globals=names))
+    assert "m.C3 and 5 more" in line

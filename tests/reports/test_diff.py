@@ -1,0 +1,99 @@
+"""diff: what is missing, too much, mismatched, changed; and when a prefix is all there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit.dtypes import BY_NAME
+from ckptkit.errors import TensorError
+from ckptkit.reports.diff import Kind, against, compare
+from ckptkit.tensor import Tensor
+from tests.reports.made import tensor, view
+
+
+def test_equal() -> None:
+    found = compare({"a": tensor(1), "b": tensor(2)}, {"b": tensor(2), "a": tensor(1)}, values=True)
+    assert found.equal
+    assert found.common == 2
+    assert found.advice == ()
+
+
+def test_missing_is_in_b_alone() -> None:
+    found = compare({"a": tensor(1), "mine": tensor(1)}, {"a": tensor(1), "theirs": tensor(1)})
+    assert (found.missing, found.unexpected, found.common) == (("theirs",), ("mine",), 1)
+    assert not found.equal
+
+
+def test_shape_is_a_mismatch() -> None:
+    found = compare({"a": tensor(1, 2)}, {"a": tensor(1, 2, shape=(2, 1))}, values=True)
+    assert [tuple(each) for each in found.mismatched] == [("a", Kind("float32", (2,)), Kind("float32", (2, 1)))]
+    assert found.changed == ()
+
+
+def test_values_only_on_request() -> None:
+    a, b = {"a": tensor(1, 2, 3)}, {"a": tensor(1, 5, 3)}
+    assert compare(a, b).equal
+    (changed,) = compare(a, b, values=True).changed
+    assert (changed.name, changed.difference.count, changed.difference.first) == ("a", 1, 1)
+
+
+def test_values_are_compared_by_bytes() -> None:
+    assert compare({"a": tensor(float("nan"))}, {"a": tensor(float("nan"))}, values=True).equal
+    assert not compare({"a": tensor(0.0)}, {"a": tensor(-0.0)}, values=True).equal
+
+
+def test_a_tolerance_compares_values() -> None:
+    a, b = {"a": tensor(1.0, 2.0)}, {"a": tensor(1.0, 2.25)}
+    assert compare(a, b, atol=0.25).equal
+    assert compare(a, b, atol=0.125).changed[0].difference.largest == 0.25
+    assert compare(a, b, rtol=0.125).equal
+    assert not compare(a, b, rtol=0.0).equal
+
+
+def test_values_that_are_not_there_are_an_error_that_names_them() -> None:
+    meta = {"w": Tensor(None, BY_NAME["float32"], (2,), (1,))}
+    assert compare(meta, {"w": tensor(1, 2)}).equal
+    with pytest.raises(TensorError, match=r"^w: "):
+        compare(meta, {"w": tensor(1, 2)}, values=True)
+
+
+def test_views_are_compared_by_their_elements() -> None:
+    base = tensor(1, 2, 3, 4)
+    assert compare({"a": view(base, (2,), (2,), 1)}, {"a": tensor(2, 4)}, values=True).equal
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("module.", "ckptkit strip-module run.pth run-stripped.pth"),
+        ("_orig_mod.", "ckptkit strip-module --prefix _orig_mod. run.pth run-stripped.pth"),
+        ("a.b.", "ckptkit strip-module --prefix a.b. run.pth run-stripped.pth"),
+    ],
+)
+def test_a_prefix_too_much_is_noticed(prefix: str, command: str) -> None:
+    names = ("fc.weight", "fc.bias", "scale")
+    found = compare({prefix + n: tensor(1) for n in names}, {n: tensor(1) for n in names}, name="run.pth")
+    assert found.advice == (f"no key is missing after: {command}",)
+
+
+def test_a_prefix_that_is_missing_is_noticed() -> None:
+    found = compare({"fc.weight": tensor(1)}, {"module.fc.weight": tensor(1)}, name="run.pth")
+    assert found.advice == ("no key is missing after: ckptkit add-module run.pth run-wrapped.pth",)
+
+
+def test_a_prefix_on_some_keys_is_noticed() -> None:
+    a = {"n_averaged": tensor(1), "module.fc.weight": tensor(1)}
+    assert "strip-module" in compare(a, {"fc.weight": tensor(1)}).advice[0]
+
+
+def test_no_advice_where_a_prefix_does_not_help() -> None:
+    assert compare({"module.a": tensor(1)}, {"b": tensor(1)}).advice == ()
+    assert compare({"module.a": tensor(1)}, {"a": tensor(1), "b": tensor(1)}).advice == ()
+    assert compare({}, {"a": tensor(1)}).advice == ()
+
+
+def test_against_a_model_only_shapes_count() -> None:
+    a = {"a": tensor(1, 2), "b": tensor(1, 2)}
+    found = against(a, {"a": ("float16", (2,)), "b": ("float32", (1, 2)), "c": ("float32", ())})
+    assert [each.name for each in found.mismatched] == ["b"]
+    assert found.missing == ("c",)

@@ -1,0 +1,208 @@
+"""summary: every tensor, value and object at its place, named and counted right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ckptkit.bytesource import Memory, Range
+from ckptkit.dtypes import BY_NAME
+from ckptkit.errors import LimitError, UsageError
+from ckptkit.reports.summary import Summary, summarize
+from ckptkit.tensor import Tensor, TypedStorage
+from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from tests.reports.made import checkpoint, module, opaque, storage, tensor, view
+
+
+def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:
+    return {each.path: (each.type, each.value) for each in summary.values}
+
+
+def test_names_and_paths_of_a_wrapped_state_dict() -> None:
+    weight, moment = tensor(1, 2), tensor(3, 4)
+    root = {"model": OrderedDict({"fc.weight": weight}), "optimizer": {"state": {0: {"exp_avg": moment}}}, "epoch": 3}
+    found = summarize(checkpoint(root))
+    assert found.weights == ("model",)
+    assert [(row.name, row.path, row.place) for row in found.rows] == [
+        ("fc.weight", ("model", "fc.weight"), "model.fc.weight"),
+        (None, ("optimizer", "state", 0, "exp_avg"), "optimizer.state.0.exp_avg"),
+    ]
+    assert values(found) == {("epoch",): ("int", 3)}
+
+
+def test_a_bare_state_dict_is_the_root() -> None:
+    found = summarize(checkpoint({"a": tensor(1), "b": tensor(2)}))
+    assert found.weights == ()
+    assert [row.name for row in found.rows] == ["a", "b"]
+
+
+def test_tensors_that_follow_the_weights_have_no_name() -> None:
+    found = summarize(checkpoint({"model": {"a": tensor(1)}, "last": [tensor(2)], "a": tensor(3)}))
+    assert [row.name for row in found.rows] == ["a", None, None]
+
+
+def test_a_whole_pickled_module_is_named_as_its_state_dict() -> None:
+    inner = module({"weight": tensor(1, 2), "bias": None})
+    found = summarize(checkpoint(module({"scale": tensor(3)}, {"fc": inner})))
+    assert found.is_module
+    assert [row.name for row in found.rows] == ["scale", "fc.weight"]
+    assert found.rows[1].path == ("_modules", "fc", "_parameters", "weight")
+    assert [each.path for each in found.objects] == [(), ("_modules", "fc")]
+
+
+def test_storages_are_numbered_and_shared_ones_are_equal() -> None:
+    base = tensor(1, 2, 3, 4)
+    found = summarize(checkpoint({"a": base, "b": tensor(5), "c": view(base, (2,), offset=2)}))
+    assert [row.storage for row in found.rows] == [0, 1, 0]
+
+
+def test_a_tensor_without_a_storage_has_no_number() -> None:
+    meta = Tensor(None, BY_NAME["float32"], (2, 3), (3, 1))
+    (row,) = summarize(checkpoint({"a": meta})).rows
+    assert (row.storage, row.nbytes) == (None, 24)
+
+
+def test_totals() -> None:
+    base = tensor(1, 2, 3, 4)
+    root = {"model": {"a": base, "tied": base, "part": view(base, (2,))}, "optimizer": [tensor(*range(10))]}
+    totals = summarize(checkpoint(root)).totals
+    assert totals.tensors == 4
+    assert totals.parameters == 4 + 2  # the tied one counts once, the optimizer not
+    assert totals.nbytes == 16 + 16 + 8 + 40
+    assert totals.storage_nbytes == 16 + 40
+    assert totals.unused_nbytes == 0
+
+
+def test_unused_bytes_of_a_storage() -> None:
+    assert summarize(checkpoint({"a": view(tensor(*range(100)), (10,))})).totals.unused_nbytes == 360
+
+
+def test_parameters_without_weights_are_all_elements() -> None:
+    assert summarize(checkpoint([tensor(1, 2), tensor(3)])).totals.parameters == 3
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (None, ("none", None)),
+        (True, ("bool", True)),
+        (-7, ("int", -7)),
+        (0.5, ("float", 0.5)),
+        ("text", ("str", "text")),
+        (2 + 1j, ("complex", "(2+1j)")),
+        (b"a\xff\n", ("bytes", r"a\xff\n")),
+        (bytes(2_000), ("bytes", "2,000 bytes")),
+        (ByteString(b"\xe9t\xe9"), ("str", "été")),
+        (Blob(Range(Memory(bytes(10)), 0, 10)), ("bytes", "10 bytes")),
+        (TypedStorage(storage((1, 2)), BY_NAME["float32"]), ("storage", "2 x float32 on cpu")),
+        (Global("torch", "bfloat16"), ("torch.dtype", "torch.bfloat16")),
+        (opaque("torch.device", "cuda", 1), ("torch.device", "cuda:1")),
+        (opaque("torch.Size", (2, 3)), ("torch.Size", "(2, 3)")),
+        (1 << 63, ("int", 1 << 63)),
+        (-(1 << 8191), ("int", -(1 << 8191))),
+        ((1 << 63) - 1, ("int", (1 << 63) - 1)),
+        (1 << 8_200, ("int", "<integer of 8,201 bits>")),
+    ],
+)
+def test_values(node: Node, expected: tuple[str, object]) -> None:
+    assert values(summarize(checkpoint({"x": node}))) == {("x",): expected}
+
+
+def test_numpy_scalars_are_values() -> None:
+    scalar = opaque("numpy.core.multiarray.scalar", opaque("numpy.dtype", "f8", False, True), b"\0" * 8)
+    scalar.value = 0.25
+    found = summarize(checkpoint({"best": scalar}))
+    assert values(found) == {("best",): ("numpy.scalar", 0.25)}
+    assert found.objects == []
+
+
+def test_objects_and_classes_are_listed_and_entered() -> None:
+    args = opaque("argparse.Namespace", state={"lr": 0.1, "inner": opaque("my.Config")})
+    found = summarize(checkpoint({"args": args, "class": Global("torch.optim", "Adam")}))
+    assert [(each.path, each.global_) for each in found.objects] == [
+        (("args",), "argparse.Namespace"),
+        (("args", "inner"), "my.Config"),
+        (("class",), "torch.optim.Adam"),
+    ]
+    assert values(found) == {("args", "lr"): ("float", 0.1)}
+
+
+def test_an_object_that_is_a_tensor_is_one_row() -> None:
+    inside = tensor(1, 2)
+    subclass = Object(Global("my", "rebuild"), (inside, 5), tensor=inside)
+    found = summarize(checkpoint({"a": subclass, "b": tensor(3)}))
+    assert [(row.name, row.path) for row in found.rows] == [("a", ("a",)), ("b", ("b",))]
+    assert (found.values, found.objects) == ([], [])
+
+
+def test_calls_that_no_checkpoint_needs_are_pointed_out() -> None:
+    root = {"a": opaque("posix.system", "id"), "b": [opaque("posix.system", "ls")], "c": opaque("argparse.Namespace")}
+    (warning,) = summarize(checkpoint(root)).warnings
+    assert warning == "loading it with pickle would call posix.system, for the value at a and at 1 more"
+
+
+def test_ambiguous_weights_are_a_warning_that_names_them() -> None:
+    found = summarize(checkpoint({"first": {"a": tensor(1)}, "second": {"a": tensor(2)}}))
+    assert found.weights is None
+    assert [row.name for row in found.rows] == [None, None]
+    assert "first" in found.warnings[0] and "second" in found.warnings[0]
+
+
+def test_a_key_chooses() -> None:
+    root = {"first": {"a": tensor(1)}, "second": {"a": tensor(2)}}
+    found = summarize(checkpoint(root, key="second"))
+    assert [row.name for row in found.rows] == [None, "a"]
+    with pytest.raises(UsageError, match="third"):
+        summarize(checkpoint(root, key="third"))
+
+
+def test_the_same_weights_at_two_places_are_named_once() -> None:
+    shared = {"a": tensor(1)}
+    found = summarize(checkpoint({"model": shared, "copy": shared}))
+    assert [(row.name, row.path) for row in found.rows] == [("a", ("model", "a")), (None, ("copy", "a"))]
+
+
+def test_a_cycle_ends() -> None:
+    root: dict[str, Node] = {"a": tensor(1)}
+    root["self"] = root
+    assert [row.path for row in summarize(checkpoint(root)).rows] == [("a",)]
+
+
+def test_RS_05_depth_is_an_error_of_ours() -> None:
+    root: list[Node] = []
+    for _ in range(5_000):
+        root = [root]
+    with pytest.raises(LimitError, match="deep"):
+        summarize(checkpoint({"deep": root}))
+
+
+def test_RS_05_keys_that_compare_for_ever_are_not_compared() -> None:
+    """Two paths through keys that are equal and very deep: comparing them recurses in C."""
+
+    def deep() -> Node:
+        made: list[Node] = []
+        for _ in range(200_000):
+            made = [made]
+        return made
+
+    weights = {"w": tensor(1)}
+    root = {"x": Pairs([(deep(), {"w": weights}), (deep(), {"w": weights})]), "weights": weights}
+    assert [row.name for row in summarize(checkpoint(root)).rows] == [None, None, "w"]
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda pairs: Pairs(list(pairs))])
+def test_containers_are_walked(make: Callable[[object], Node]) -> None:
+    root = {"x": make([("n", [1, (2, SetNode([3]))])])}
+    assert [each.path for each in summarize(checkpoint(root)).values] == [
+        ("x", "n", 0),
+        ("x", "n", 1, 0),
+        ("x", "n", 1, 1, 0),
+    ]
+
+
+def test_what_the_checkpoint_says_of_itself() -> None:
+    names = (Global("collections", "OrderedDict"),)
+    found = summarize(checkpoint({}, metadata={"format": "pt"}, globals=names, warnings=("odd",)))
+    assert (found.path, found.format, found.size) == ("run.pth", "torch-zip", 8)
+    assert (found.metadata, found.globals, found.warnings) == ({"format": "pt"}, names, ("odd",))

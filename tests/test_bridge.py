@@ -1,0 +1,567 @@
+"""The bridge: computed byte ranges against torch and numpy, and torch's own tensors made of records."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit import bridge
+from ckptkit.bridge import gather as gathering
+from ckptkit.bridge import operations
+from ckptkit.bytesource import Derived, LocalFile, Memory, Pending, Range, Record
+from ckptkit.dtypes import BY_NAME, TABLE
+from ckptkit.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
+from ckptkit.tensor import Storage, Tensor
+
+
+def record(data: bytes) -> Range:
+    return Range(Memory(data), 0, len(data))
+
+
+def read(what: Record, start: int = 0, stop: int | None = None) -> bytes:
+    return b"".join(bytes(piece) for piece in bridge.stream(what.locate(), start, stop))
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The contiguous bytes of a tensor, by torch alone."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+
+
+def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
+    """Our description of a torch tensor, over a copy of the bytes of its storage."""
+    data = bytes(tensor.detach().untyped_storage())
+    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+    if big_endian:
+        data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
+    return Tensor(
+        Storage(record(data), big_endian=big_endian),
+        dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        conj=tensor.is_conj(),
+        neg=tensor.is_neg(),
+    )
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces so small that a few bytes take many of them."""
+    for module, name, size in (
+        (operations, "PIECE", 32),
+        (gathering, "TILE", 96),
+        (gathering, "BOX", 48),
+        (gathering, "CALL", 16),
+        (bridge.tensors, "PIECE", 32),
+        (bridge.tensors, "_WIDE", 3),
+    ):
+        monkeypatch.setattr(module, name, size)
+
+
+# stream
+
+
+def test_stream_gives_a_range_in_bounded_pieces() -> None:
+    data = bytes(range(256)) * (10 << 12)
+    pieces = [bytes(piece) for piece in bridge.stream(Range(Memory(data), 5, len(data) - 9))]
+    assert b"".join(pieces) == data[5:-4]
+    assert max(map(len, pieces)) == bridge.PIECE
+    assert read(Range(Memory(data), 5, 100), 10, 20) == data[15:25]
+
+
+def test_stream_of_a_source_that_is_too_short() -> None:
+    with pytest.raises(TruncatedError):
+        read(Range(Memory(b"abc"), 1, 3))
+
+
+def test_every_operation_is_in_the_table_of_the_docstring() -> None:
+    rows = [line.split()[0] for line in (operations.__doc__ or "").splitlines() if line[:1].isalpha()]
+    assert set(bridge.OPERATIONS) <= set(rows)
+
+
+def test_derived_extents_pickle_by_value(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(range(64)))
+    tensor = Tensor(Storage(Range(LocalFile(path), 0, 64)), BY_NAME["int16"], (4, 8), (1, 4))
+    extent = bridge.contiguous(tensor).locate()
+    assert read(pickle.loads(pickle.dumps(extent))) == read(extent)
+
+
+# slice, inflate, latin1
+
+
+def test_slice_of_a_computed_extent() -> None:
+    swapped = Derived("byteswap", (record(bytes(range(32))),), (4,), 32)
+    assert read(Derived("slice", (swapped,), (6,), 10)) == read(swapped)[6:16]
+    assert read(Derived("slice", (swapped,), (6,), 10), 3, 5) == read(swapped)[9:11]
+
+
+def deflated(data: bytes) -> bytes:
+    machine = zlib.compressobj(9, zlib.DEFLATED, -15)
+    return machine.compress(data) + machine.flush()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_inflate_any_part() -> None:
+    data = b"checkpoint " * 100
+    extent = Derived("inflate", (record(deflated(data)),), (), len(data))
+    assert read(extent) == data
+    for start, stop in itertools.product((0, 1, 31, 32, 33, 1000, 1100), repeat=2):
+        assert read(extent, start, stop) == data[start:stop]
+
+
+def test_inflate_is_bounded() -> None:
+    data = deflated(bytes(64 << 20))
+    pieces = [len(piece) for piece in bridge.stream(Derived("inflate", (record(data),), (), 64 << 20))]
+    assert (sum(pieces), max(pieces)) == (64 << 20, bridge.PIECE)
+
+
+@pytest.mark.parametrize(
+    ("data", "length", "said"),
+    [
+        (deflated(b"x" * 100), 99, "more than 99"),
+        (deflated(b"x" * 100), 101, "100 of 101"),
+        (deflated(b"x" * 100)[:-1], 100, "too early"),
+        (deflated(b"x" * 100) + b"junk", 100, "other bytes"),
+        (b"\xff" * 10, 10, "damaged"),
+        (b"", 0, "too early"),
+    ],
+)
+def test_inflate_refuses_what_does_not_fit(data: bytes, length: int, said: str) -> None:
+    with pytest.raises(CorruptError, match=said):
+        read(Derived("inflate", (record(data),), (), length))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_latin1_text_stands_for_bytes() -> None:
+    data = bytes(range(256)) * 3
+    extent = Derived("latin1", (record(data.decode("latin-1").encode()),), (), len(data))
+    assert read(extent) == data
+    assert read(extent, 100, 700) == data[100:700]
+
+
+@pytest.mark.parametrize("text", ["aĀ".encode(), b"a\xff", b"a\xc3", b"ab", b"abcd"])
+def test_latin1_refuses_other_text(text: bytes) -> None:
+    with pytest.raises(CorruptError):
+        read(Derived("latin1", (record(text),), (), 3))
+
+
+# byteswap, conj, neg, cast
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("component", [2, 4, 8])
+def test_byteswap_any_part(component: int) -> None:
+    data = bytes(range(160))
+    want = np.frombuffer(data, f"u{component}").byteswap().tobytes()
+    extent = Derived("byteswap", (record(data),), (component,), len(data))
+    assert read(extent) == want
+    for start, stop in itertools.product(range(0, 161, 7), repeat=2):
+        assert read(extent, start, stop) == want[start:stop]
+
+
+AWKWARD = [0.0, -0.0, 1.5, -2.25, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_conj_and_neg_bits_are_carried_out(dtype: torch.dtype) -> None:
+    values = torch.tensor([complex(x, y) for x in AWKWARD for y in AWKWARD], dtype=dtype).reshape(7, 7)
+    for view in (values.conj(), values.conj().t(), values.conj()[1:, ::2], values.conj().imag):
+        assert view.is_conj() or view.is_neg()
+        assert read(bridge.contiguous(described(view))) == raw(view)
+
+
+def test_negation_flips_the_sign_of_zero_in_both_parts() -> None:
+    view = torch._neg_view(torch.tensor([complex(0.0, -0.0), complex(1.0, -2.0)]))
+    want = np.array([complex(-0.0, 0.0), complex(-1.0, 2.0)], np.complex64)  # torch gives +0 for some lengths
+    assert read(bridge.contiguous(described(view))) == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64])
+def test_neg_of_other_dtypes(dtype: torch.dtype) -> None:
+    view = torch._neg_view(torch.tensor([0, 1, -2, 100], dtype=dtype))
+    assert read(bridge.contiguous(described(view))) == raw(view)
+
+
+@pytest.mark.parametrize(("operation", "dtype"), [("neg", "bool"), ("neg", "float8_e4m3fnuz"), ("conj", "float32")])
+def test_neg_and_conj_refuse_what_has_none(operation: str, dtype: str) -> None:
+    with pytest.raises(TensorError):
+        read(Derived(operation, (record(bytes(8)),), (dtype,), 8))
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOATS, [*FLOATS, "int32", "complex64"])))
+def test_cast_is_what_torch_makes_of_it(source: str, target: str) -> None:
+    values = torch.linspace(-200, 200, 101).to(getattr(torch, source))
+    cast = bridge.cast_record(record(raw(values)), BY_NAME[source], BY_NAME[target], big_endian=False)
+    want = raw(values.to(getattr(torch, target)))
+    assert (cast.length, read(cast)) == (len(want), want)
+    assert read(cast, 7, 50) == want[7:50]
+
+
+def test_cast_of_a_big_endian_record() -> None:
+    values = torch.arange(10, dtype=torch.float32)
+    swapped = np.frombuffer(raw(values), "u4").byteswap().tobytes()
+    for target in (torch.float32, torch.float16):
+        name = str(target).removeprefix("torch.")
+        cast = bridge.cast_record(record(swapped), BY_NAME["float32"], BY_NAME[name], big_endian=True)
+        assert read(cast) == raw(values.to(target))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("complex64", "float32"), ("quint8", "float32"), ("float32", "quint4x2"), ("float4_e2m1fn_x2", "float32")],
+)
+def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str) -> None:
+    with pytest.raises(TensorError):
+        bridge.cast_record(record(bytes(16)), BY_NAME[source], BY_NAME[target], big_endian=False)
+
+
+def test_cast_refuses_a_fraction_of_an_element() -> None:
+    with pytest.raises(TensorError):
+        bridge.cast_record(record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False)
+
+
+def test_a_dtype_that_torch_does_not_have() -> None:
+    with pytest.raises(UnsupportedError):
+        bridge.torch_dtype(BY_NAME["float6_e2m3"])
+
+
+# contiguous
+
+
+def test_contiguous_costs_nothing_where_nothing_is_to_be_done() -> None:
+    source = record(bytes(64))
+    storage = Storage(source)
+    assert bridge.contiguous(Tensor(storage, BY_NAME["float32"], (4, 4), (4, 1))) is source
+    part = bridge.contiguous(Tensor(storage, BY_NAME["float32"], (2, 4), (4, 1), 4)).locate()
+    assert part == Range(source.source, 16, 32)
+    assert bridge.contiguous(Tensor(storage, BY_NAME["float32"], (0, 4), (1, 9), 4)).locate().length == 0
+
+
+@pytest.mark.parametrize("dtype", [row for row in TABLE if row.storage and row.bits >= 8 and row.kind != "quantized"])
+def test_every_dtype_transposed_and_big_endian(dtype: object) -> None:
+    numbers = torch.arange(768, dtype=torch.uint8)
+    values = (numbers % 2 if str(dtype) == "bool" else numbers).view(getattr(torch, str(dtype)))
+    matrix = values[: len(values) // 6 * 6].reshape(6, -1)
+    for view in (matrix, matrix.t(), matrix[1:4], matrix[:, 1:3], matrix[::2, ::2]):
+        assert read(bridge.contiguous(described(view))) == raw(view)
+        assert read(bridge.contiguous(described(view, big_endian=True))) == raw(view)
+
+
+def test_elements_smaller_than_a_byte() -> None:
+    storage = Storage(record(b"\x12\x34\x56"))
+    half = BY_NAME["quint4x2"]
+    assert read(bridge.contiguous(Tensor(storage, half, (4,), (1,), 2))) == b"\x34\x56"
+    for shape, stride, offset in (((2,), (2,), 0), ((4,), (1,), 1)):
+        with pytest.raises(TensorError):
+            bridge.contiguous(Tensor(storage, half, shape, stride, offset))
+
+
+@pytest.mark.parametrize("layout", ["strided", "sparse_coo"])
+def test_a_tensor_without_bytes_of_its_own(layout: str) -> None:
+    with pytest.raises(TensorError):
+        bridge.contiguous(
+            Tensor(None, BY_NAME["float32"], (2, 2), (2, 1) if layout == "strided" else (), layout=layout)
+        )
+
+
+DIMS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=5)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@settings(max_examples=400, deadline=None)
+@given(
+    dims=DIMS,
+    offset=st.integers(0, 50),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    inflated=st.booleans(),
+    cut=st.tuples(st.integers(0, 4000), st.integers(0, 4000)),
+)
+def test_TM_05_any_strides(
+    dims: list[tuple[int, int]], offset: int, itemsize: int, inflated: bool, cut: tuple[int, int]
+) -> None:
+    shape, stride = tuple(n for n, _ in dims), tuple(s for _, s in dims)
+    elements = offset + 1 + sum((n - 1) * s for n, s in dims)
+    data = np.random.default_rng(elements).integers(0, 256, elements * itemsize, np.uint8).tobytes()
+    name = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}[itemsize]
+    where = Pending("inflate", (record(deflated(data)),), (), len(data)) if inflated else record(data)
+    made = bridge.contiguous(Tensor(Storage(where), BY_NAME[name], shape, stride, offset))
+    strides = tuple(s * itemsize for s in stride)
+    want = np.ndarray(shape, f"V{itemsize}", data, offset * itemsize, strides).tobytes()
+    assert read(made) == want
+    start, stop = min(*cut, len(want)), min(max(cut), len(want))
+    assert read(made, start, stop) == want[start:stop]
+
+
+def test_an_expanded_tensor_is_read_once_for_each_tile() -> None:
+    extent = bridge.contiguous(Tensor(Storage(record(b"ab")), BY_NAME["int16"], (1 << 40,), (0,))).locate()
+    assert extent.length == 2 << 40
+    first = next(iter(bridge.stream(extent)))
+    assert bytes(first[:4]) == b"abab"
+    assert len(first) <= gathering.TILE
+    assert read(extent, (2 << 40) - 3) == b"bab"
+
+
+@pytest.mark.parametrize("shape", [(64, 100_000), (100_000, 64), (3000, 2000)])
+def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
+    class Counting(Memory):
+        calls = 0
+
+        def read(self, offset: int, length: int) -> bytes:
+            self.calls += 1
+            return super().read(offset, length)
+
+    values = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
+    source = Counting(values.tobytes())
+    tensor = Tensor(Storage(Range(source, 0, source.size)), BY_NAME["float32"], shape[::-1], (1, shape[1]))
+    assert read(bridge.contiguous(tensor)) == values.T.tobytes()
+    assert source.calls < 200
+
+
+# compare
+
+
+def compared(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> bridge.Difference | None:
+    return bridge.compare(described(a), described(b), **tolerance)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_compare_by_bytes() -> None:
+    a = torch.arange(100, dtype=torch.float32)
+    b = a.clone()
+    assert compared(a, b) is None
+    b[[17, 60, 99]] += 1
+    assert compared(a, b) == bridge.Difference(3, 17)
+    assert compared(a.reshape(10, 10).t(), a.reshape(10, 10).t().contiguous()) is None
+
+
+def test_DS_27_equality_is_of_bytes() -> None:
+    nan = torch.tensor([math.nan])
+    odd = (nan.view(torch.int32) + 1).view(torch.float32)
+    assert compared(nan, nan.clone()) is None
+    assert compared(nan, odd) == bridge.Difference(1, 0)
+    assert compared(torch.tensor([0.0]), torch.tensor([-0.0])) == bridge.Difference(1, 0)
+    assert compared(torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0]))) is not None
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_compare_within_a_tolerance() -> None:
+    a = torch.linspace(0, 1, 50)
+    b = a.clone().double()
+    b[[7, 30]] += torch.tensor([0.5, 0.01], dtype=torch.float64)
+    assert compared(a, b, atol=1.0) is None
+    found = compared(a, b, atol=0.1)
+    assert found is not None
+    assert (found.count, found.first) == (1, 7)
+    assert found.largest == pytest.approx(0.5)
+    assert compared(torch.tensor(AWKWARD), torch.tensor(AWKWARD).to(torch.bfloat16), rtol=1e-2) is None
+
+
+def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
+    found = compared(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), atol=1.0)
+    assert found == bridge.Difference(1, 1, math.inf)
+    assert compared(torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0) == bridge.Difference(1, 0, math.inf)
+    assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == bridge.Difference(1, 0, math.sqrt(2))
+
+
+def test_compare_refuses_other_shapes_and_dtypes() -> None:
+    with pytest.raises(TensorError):
+        compared(torch.zeros(2), torch.zeros(3), atol=1.0)
+    with pytest.raises(TensorError):
+        compared(torch.zeros(2), torch.zeros(2).half())
+
+
+# torch's own tensors
+
+
+VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: t,
+    lambda t: t.t(),
+    lambda t: t[1:, ::2],
+    lambda t: t[0, 0],
+    lambda t: t[:0],
+    lambda t: t.expand(3, *t.shape),
+    lambda t: t.conj(),
+    lambda t: t.conj().imag,
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_rebuild(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    base = torch.arange(24).reshape(4, 6) * (1 + 2j)
+    want = view(base)
+    path = tmp_path / "storage"
+    path.write_bytes(bytes(want.untyped_storage()))
+    source = LocalFile(path)
+    tensor = described(want)
+    storage = Storage(Range(source, 0, source.size))
+    made = bridge.rebuild(tensor, bridge.to_torch_storage(storage))
+    assert torch.equal(made, want)
+    assert (made.stride(), made.storage_offset()) == (want.stride(), want.storage_offset())
+    assert (made.is_conj(), made.is_neg()) == (want.is_conj(), want.is_neg())
+
+
+def test_rebuild_keeps_parameters_and_gradients_apart() -> None:
+    storage = Storage(record(bytes(8)))
+    untyped = bridge.to_torch_storage(storage)
+    dtype = BY_NAME["float32"]
+    for kind, grad in itertools.product(("tensor", "parameter"), (True, False)):
+        made = bridge.rebuild(Tensor(storage, dtype, (2,), (1,), requires_grad=grad, kind=kind), untyped)
+        assert (isinstance(made, torch.nn.Parameter), made.requires_grad) == (kind == "parameter", grad)
+        assert made.untyped_storage().data_ptr() == untyped.data_ptr()
+
+
+def test_rebuild_refuses_quantized_tensors() -> None:
+    storage = Storage(record(bytes(8)))
+    with pytest.raises(UnsupportedError):
+        bridge.rebuild(Tensor(storage, BY_NAME["quint8"], (8,), (1,)), bridge.to_torch_storage(storage))
+
+
+def test_a_big_endian_storage_is_swapped() -> None:
+    values = torch.arange(6, dtype=torch.int32)
+    tensor = described(values, big_endian=True)
+    assert tensor.storage is not None
+    made = bridge.rebuild(tensor, bridge.to_torch_storage(tensor.storage, component=tensor.dtype.component))
+    assert torch.equal(made, values)
+
+
+def test_a_computed_storage_is_filled() -> None:
+    data = bytes(range(256)) * 100
+    storage = Storage(Pending("inflate", (record(deflated(data)),), (), len(data)))
+    assert bytes(bridge.to_torch_storage(storage)) == data
+
+
+def test_the_meta_device_reads_nothing() -> None:
+    made = bridge.to_torch_storage(Storage(Range(Memory(b""), 0, 1 << 50)), "meta")
+    assert (made.device.type, made.nbytes()) == ("meta", 1 << 50)
+
+
+def test_a_device_that_is_not_there() -> None:
+    absent = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(DeviceError) as caught:
+        bridge.to_torch_storage(Storage(record(bytes(8))), absent)
+    assert "map_location='cpu'" in (caught.value.hint or "")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_cuda_device_is_filled_piece_by_piece() -> None:
+    data = np.random.default_rng(0).integers(0, 256, (80 << 20) + 5, np.uint8).tobytes()
+    made = bridge.to_torch_storage(Storage(record(data)), "cuda:0")
+    assert made.device.type == "cuda"
+    assert bytes(made.to(device=torch.device("cpu"))) == data
+
+
+# the user's models
+
+
+CODE = """
+import sibling_of_the_model
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, width, depth=2):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(depth))
+
+class Stubborn(Net):
+    def __init__(self):
+        super().__init__(3)
+        self.scale = self.layers[0].weight.sum().item()
+
+class Broken(Net):
+    def __init__(self):
+        raise RuntimeError("no such config")
+
+number = 5
+plain = dict
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "model_of_the_user.py"
+    path.write_text(CODE)
+    (tmp_path / "sibling_of_the_model.py").write_text("")
+    before = set(sys.modules)
+    yield path
+    for name in {"model_of_the_user", "sibling_of_the_model"} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def test_a_model_from_a_file_is_built_on_the_meta_device(model_file: Path) -> None:
+    path = list(sys.path)
+    model = bridge.model_from(f"{model_file}:Net", {"width": 1 << 20})
+    assert {each.device.type for each in model.parameters()} == {"meta"}
+    assert bridge.model_shapes(model)["layers.1.weight"] == ("float32", (1 << 20, 1 << 20))
+    assert list(bridge.model_shapes(model)) == list(model.state_dict())
+    assert sys.path == path
+
+
+def test_a_model_that_needs_numbers_is_built_on_the_cpu(model_file: Path) -> None:
+    model = bridge.model_from(f"{model_file}:Stubborn")
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+
+
+def test_a_model_from_a_module() -> None:
+    shapes = bridge.model_shapes(bridge.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3}))
+    assert shapes == {"weight": ("float32", (3, 2)), "bias": ("float32", (3,))}
+
+
+def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model_file.parent)
+    assert bridge.model_shapes(bridge.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})) == {}
+
+
+@pytest.mark.parametrize(
+    ("spec", "args", "said", "hint"),
+    [
+        ("{file}", {}, "names no model", "Class"),
+        ("{file}:", {}, "names no model", "Class"),
+        ("no_such_module_here:Net", {}, "cannot be imported", "path"),
+        ("{file}x.py:Net", {}, "cannot be imported", ""),
+        ("{file}:Missing", {}, "has no class 'Missing'", "Net, Stubborn, Broken"),
+        ("{file}:number", {}, "has no class 'number'", "Net"),
+        ("{file}:plain", {}, "gives a dict", ""),
+        ("{file}:Net", {}, "missing a required argument: 'width'", "--arg NAME=JSON"),
+        ("{file}:Net", {"width": 2, "wide": 2}, "unexpected keyword argument 'wide'", "width"),
+        ("{file}:Broken", {}, "RuntimeError: no such config", "--arg"),
+    ],
+)
+def test_models_that_cannot_be_had(spec: str, args: dict[str, object], said: str, hint: str, model_file: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        bridge.model_from(spec.format(file=model_file), args)
+    assert said in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_module_that_ends_the_process_does_not(tmp_path: Path) -> None:
+    (tmp_path / "script_of_the_user.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ModelError, match="SystemExit"):
+        bridge.model_from(f"{tmp_path}/script_of_the_user.py:Net")
+    sys.modules.pop("script_of_the_user", None)
+
+
+def test_the_environment_is_plain_data() -> None:
+    found = bridge.environment()
+    assert (found["torch"], found["numpy"]) == (torch.__version__, np.__version__)
+    devices = found["devices"]
+    assert isinstance(devices, dict)
+    assert len(devices) >= 1 + torch.cuda.device_count()
+    assert devices["cpu"]["memory"] > 0

@@ -1,0 +1,276 @@
+"""The engine: every kind of segment, every way to copy, short counts, checksums, threads and processes."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import multiprocessing
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit import copying
+from ckptkit.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.copying import ReadAhead, Task, crc32_combine, cut, execute, run
+from ckptkit.errors import CorruptError, InputChangedError
+from ckptkit.plan import Deferred, Segment, Summed, length
+
+NOISE = np.random.default_rng(7).integers(0, 256, 3 << 20, np.uint8).tobytes()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> LocalFile:
+    path = tmp_path / "source"
+    path.write_bytes(NOISE)
+    return LocalFile(path)
+
+
+def every_kind(source: LocalFile) -> tuple[tuple[Segment, ...], bytes]:
+    """All kinds of segments, short and long, and the bytes that they stand for."""
+    memory = Memory(NOISE[::-1])
+    swapped = np.frombuffer(NOISE, "u2").byteswap().tobytes()
+    segments: tuple[Segment, ...] = (
+        b"head",
+        Deferred(b"sums:....,....", ((5, 1), (10, 0))),
+        Range(source, 10, 200),
+        Range(source, 5, 1 << 20),
+        b"",
+        Range(memory, 7, 100),
+        Range(memory, 9, 100_000),
+        Range(source, 0, 0),
+        Derived("byteswap", (Range(source, 0, 600),), (2,), 600),
+        Derived("byteswap", (Range(source, 0, 1 << 20),), (2,), 1 << 20),
+        Summed(Range(source, 100, 2 << 20), 0),
+        Summed(Range(source, 3, 30), 0),
+        Summed(Range(memory, 0, 50_000), 1),
+        Summed(Derived("byteswap", (Range(source, 0, 80_000),), (2,), 80_000), 1),
+        Summed(Derived("byteswap", (Range(source, 0, 80),), (2,), 80), 1),
+        Deferred(b"plain", ()),
+        Deferred(b"....", ((0, 1),)),
+    )
+    first = NOISE[100 : 100 + (2 << 20)] + NOISE[3:33]
+    second = NOISE[::-1][:50_000] + swapped[:80_000] + swapped[:80]
+    zero, one = zlib.crc32(first).to_bytes(4, "little"), zlib.crc32(second).to_bytes(4, "little")
+    want = (
+        b"head" + b"sums:" + one + b"," + zero
+        + NOISE[10:210] + NOISE[5 : 5 + (1 << 20)] + NOISE[::-1][7:107] + NOISE[::-1][9:100_009]
+        + swapped[:600] + swapped[: 1 << 20] + first + second + b"plain" + one
+    )  # fmt: skip
+    return segments, want
+
+
+def written(
+    segments: Sequence[Segment],
+    tmp_path: Path,
+    executor: Executor | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> bytes:
+    path = tmp_path / "output"
+    path.write_bytes(b"")
+    execute([(str(path), segments)], executor, progress)
+    return path.read_bytes()
+
+
+def test_every_kind_of_segment(source: LocalFile, tmp_path: Path) -> None:
+    segments, want = every_kind(source)
+    assert written(segments, tmp_path) == want
+
+
+def test_progress_counts_every_byte_once(source: LocalFile, tmp_path: Path) -> None:
+    segments, want = every_kind(source)
+    told: list[int] = []
+    written(segments, tmp_path, progress=told.append)
+    assert sum(told) == len(want)
+    told.clear()
+    with ThreadPoolExecutor(2) as threads:
+        written(segments, tmp_path, threads, told.append)
+    assert sum(told) == len(want)
+
+
+def test_several_files_have_checksums_of_their_own(source: LocalFile, tmp_path: Path) -> None:
+    files: list[tuple[str, Sequence[Segment]]] = []
+    for number in range(3):
+        path = tmp_path / str(number)
+        path.touch()
+        files.append((str(path), (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, number, 1000), 0))))
+    sums = execute(files, None, lambda count: None)
+    for number, (path_, _) in enumerate(files):
+        data = NOISE[number : number + 1000]
+        assert Path(path_).read_bytes() == zlib.crc32(data).to_bytes(4, "little") + data
+        assert sums[number] == {0: zlib.crc32(data)}
+
+
+def refuse(code: int) -> Callable[..., int]:
+    def call(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("without", [["copy_file_range"], ["copy_file_range", "sendfile"]])
+def test_where_the_kernel_does_not_copy(
+    code: int, without: list[str], source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in without:
+        monkeypatch.setattr(os, name, refuse(code), raising=False)
+    segments, want = every_kind(source)
+    assert written(segments, tmp_path) == want
+
+
+def test_where_the_system_has_no_such_calls(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("copy_file_range", "sendfile", "preadv"):
+        monkeypatch.delattr(os, name, raising=False)
+    segments, want = every_kind(source)
+    assert written(segments, tmp_path) == want
+
+
+def test_another_failure_is_not_worked_around(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "copy_file_range", refuse(errno.EIO), raising=False)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        written([Range(source, 0, 1 << 20)], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["copy_file_range", "sendfile", "preadv", "write"])
+def test_DS_08_short_counts(name: str, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, name):
+        pytest.skip(f"no os.{name} here")
+    real: Callable[..., int] = getattr(os, name)
+    position = {"copy_file_range": 2, "sendfile": 3}.get(name)
+
+    def short(*args: Any) -> int:
+        if position is not None:
+            return real(*(min(each, 70_001) if at == position else each for at, each in enumerate(args)))
+        if name == "preadv":
+            return real(args[0], [args[1][0][:70_001]], args[2])
+        return real(args[0], memoryview(args[1])[:70_001])
+
+    if name == "sendfile":
+        monkeypatch.setattr(os, "copy_file_range", refuse(errno.EXDEV), raising=False)
+    monkeypatch.setattr(os, name, short)
+    segments, want = every_kind(source)
+    assert written(segments, tmp_path) == want
+
+
+@pytest.mark.parametrize("without", [[], ["copy_file_range"], ["copy_file_range", "sendfile"]])
+def test_DS_17_a_source_that_became_shorter(
+    without: list[str], source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in without:
+        monkeypatch.setattr(os, name, refuse(errno.EXDEV), raising=False)
+    os.truncate(source.path, 1 << 20)
+    with pytest.raises(InputChangedError):
+        written([Range(source, 0, 2 << 20)], tmp_path)
+
+
+# tasks
+
+
+@pytest.mark.parametrize("size", [1, 1000, 70_000, 1 << 30])
+def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> None:
+    segments, want = every_kind(source)
+    if size == 1:  # a task for each byte would be millions: a shorter plan
+        segments, want = (b"ab", Range(source, 0, 100), b"c"), b"ab" + NOISE[:100] + b"c"
+    path = tmp_path / "output"
+    path.touch()
+    tasks = list(cut(str(path), segments, size))
+    assert sum(task.size for task in tasks) == len(want)
+    sums = {}
+    for task in reversed(tasks):
+        sums[task.start] = run(pickle.loads(pickle.dumps(task)))
+    known = copying.combined(each for start in sorted(sums) for each in sums[start])
+    copying._fill(str(path), segments, known)
+    assert path.read_bytes() == want
+
+
+def test_threads_share_checksums(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
+    segments, want = every_kind(source)
+    assert written(segments, tmp_path) == want
+
+
+def test_a_failing_task_ends_the_others(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
+    damaged = Derived("inflate", (Range(source, 0, 1000),), (), 1000)
+    with pytest.raises(CorruptError):
+        written([Summed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
+
+
+def test_processes_carry_out_a_plan(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "TASK", 500_000)
+    segments, want = every_kind(source)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        assert written(segments, tmp_path, processes) == want
+        Path(source.path).write_bytes(b"another file")
+        with pytest.raises(InputChangedError):
+            written(segments, tmp_path, processes)
+
+
+def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
+    sizes = [task.size for task in cut("x", [Range(source, 0, 3 << 20), Summed(Range(source, 0, 3 << 20), 0)], 1 << 20)]
+    assert sizes == [1 << 20] * 6
+    assert [Task("x", 0, (b"abc",)).size, length(b"abc")] == [3, 3]
+
+
+# reading ahead
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(NOISE) - 40_000), st.integers(0, 40_000)), max_size=30))
+def test_reading_ahead_gives_what_is_there(ranges: list[tuple[int, int]]) -> None:
+    sources = itertools.cycle([Memory(NOISE), Memory(NOISE)])
+    ahead = ReadAhead()
+    for offset, count in ranges:
+        assert ahead.read(next(sources), offset, count) == NOISE[offset : offset + count]
+
+
+class Counting(Memory):
+    """Counts the reads and the bytes that were read."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.reads: list[int] = []
+
+    def read(self, offset: int, length: int) -> bytes:
+        self.reads.append(length)
+        return super().read(offset, length)
+
+
+def test_reading_ahead_pays_for_ranges_that_follow_each_other() -> None:
+    source, ahead = Counting(NOISE), ReadAhead()
+    for offset in range(0, len(NOISE) - 200, 264):
+        ahead.read(source, offset, 200)
+    assert len(source.reads) < 12
+    assert max(source.reads) <= copying.WINDOW
+
+
+def test_reading_ahead_does_not_pay_for_ranges_that_are_far_apart() -> None:
+    source, ahead = Counting(NOISE), ReadAhead()
+    for offset in range(0, len(NOISE) - 200, 100_000):
+        ahead.read(source, offset, 200)
+    assert max(source.reads) <= copying.NEARBY
+
+
+# checksums
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_combined_checksums_are_those_of_zlib(first: bytes, second: bytes) -> None:
+    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 65_536, 3 << 20])
+def test_combined_checksums_of_long_runs(size: int) -> None:
+    first, second = NOISE[:1000], NOISE[:size]
+    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), size) == zlib.crc32(first + second)

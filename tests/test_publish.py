@@ -1,0 +1,556 @@
+"""The protocol around the engine: all of the output, or the destination as it was and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit import publish as publishing
+from ckptkit.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.errors import (
+    InputChangedError,
+    LimitError,
+    OutputError,
+    OutputExistsError,
+    TruncatedError,
+    UsageError,
+    VerifyError,
+)
+from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.publish import publish
+
+DATA = bytes(range(256)) * 400  # 100 KiB
+OLD = b"what was there before"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> LocalFile:
+    (tmp_path / "inputs").mkdir()
+    path = tmp_path / "inputs" / "source.pt"
+    path.write_bytes(DATA)
+    return LocalFile(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where outputs go; no temporary may be left in it."""
+    path = tmp_path / "outputs"
+    path.mkdir()
+    yield path
+    assert [name for name in os.listdir(os.fsencode(path)) if b".ckptkit-" in name] == []
+
+
+def file_plan(*segments: Segment) -> Plan:
+    return Plan((OutputFile("", segments),))
+
+
+def copy_plan(source: LocalFile) -> Plan:
+    return file_plan(b"head", Range(source, 0, source.size), Range(source, 5, 10))
+
+
+COPY = b"head" + DATA + DATA[5:15]
+
+
+def folder_plan(source: LocalFile) -> Plan:
+    return Plan(
+        (
+            OutputFile("model-1.bin", (Range(source, 0, 60_000),)),
+            OutputFile("model-2.bin", (Range(source, 60_000, source.size - 60_000),)),
+            OutputFile("index.json", (b"{}",)),
+            OutputFile("empty", ()),
+        )
+    )
+
+
+# new outputs
+
+
+def test_a_file(source: LocalFile, folder: Path) -> None:
+    told: list[int] = []
+    done = publish(copy_plan(source), folder / "out.pt", progress=told.append)
+    assert (folder / "out.pt").read_bytes() == COPY
+    assert (Path(done.path), done.nbytes, done.files) == (folder / "out.pt", len(COPY), 1)
+    assert sum(told) == len(COPY)
+
+
+@pytest.mark.parametrize("name", ["", "/", "//"])
+def test_a_folder(name: str, source: LocalFile, folder: Path) -> None:
+    done = publish(folder_plan(source), f"{folder}/out{name}")
+    found = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    assert found == {
+        "model-1.bin": DATA[:60_000], "model-2.bin": DATA[60_000:], "index.json": b"{}", "empty": b"",
+    }  # fmt: skip
+    assert (done.nbytes, done.files) == (len(DATA) + 2, 4)
+
+
+def test_a_relative_name(source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    publish(copy_plan(source), "out.pt")
+    assert (folder / "out.pt").read_bytes() == COPY
+
+
+def test_a_name_behind_a_linked_folder(source: LocalFile, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "deeper")
+    publish(copy_plan(source), f"{tmp_path}/link/../out.pt")
+    assert (tmp_path / "deep" / "out.pt").read_bytes() == COPY
+
+
+def test_DS_30_long_and_odd_names(source: LocalFile, folder: Path) -> None:
+    for name in ("x" * 255, "é" * 127, os.fsdecode(b"\xff.pt")):
+        publish(copy_plan(source), folder / name)
+        assert (folder / name).read_bytes() == COPY
+
+
+def test_the_temporary_is_beside_the_destination_and_says_whose_it_is() -> None:
+    one, other = publishing.temporary_name("/some/out.pt"), publishing.temporary_name("/some/out.pt")
+    assert one != other
+    assert re.fullmatch(rf"/some/\.out\.pt\.ckptkit-{os.getpid()}-[0-9a-f]{{16}}\.tmp", one)
+    assert len(os.fsencode(os.path.basename(publishing.temporary_name("/some/" + "é" * 127)))) <= 255
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o000, 0o666)])
+def test_FS_07_the_mode_follows_the_umask(umask: int, mode: int, source: LocalFile, folder: Path) -> None:
+    before = os.umask(umask)
+    try:
+        publish(copy_plan(source), folder / "out.pt")
+        publish(folder_plan(source), folder / "out")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "out.pt").stat().st_mode) == mode
+    assert stat.S_IMODE((folder / "out" / "model-1.bin").stat().st_mode) == mode
+    assert stat.S_IMODE((folder / "out").stat().st_mode) == mode | (mode & 0o444) >> 2
+
+
+def test_FS_05_nobody_else_reads_what_is_not_finished(source: LocalFile, folder: Path) -> None:
+    modes: set[int] = set()
+
+    def look(count: int) -> None:
+        modes.update(stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir())
+
+    publish(copy_plan(source), folder / "out.pt", progress=look)
+    assert modes == {0o600}
+
+
+def test_DS_32_the_output_is_deterministic(source: LocalFile, folder: Path) -> None:
+    segments = (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, 0, source.size), 0))
+    for name in ("a", "b"):
+        publish(file_plan(*segments), folder / name)
+    assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
+
+
+# a destination that is there
+
+
+def test_DS_14_an_existing_file_is_kept(source: LocalFile, folder: Path) -> None:
+    (folder / "out.pt").write_bytes(OLD)
+    with pytest.raises(OutputExistsError) as caught:
+        publish(copy_plan(source), folder / "out.pt")
+    assert "--force" in (caught.value.hint or "")
+    assert (folder / "out.pt").read_bytes() == OLD
+
+
+def test_DS_31_a_replaced_file_leaves_its_mode_and_its_other_names_keep_the_old_bytes(
+    source: LocalFile, folder: Path
+) -> None:
+    out = folder / "out.pt"
+    out.write_bytes(OLD)
+    out.chmod(0o640)
+    os.link(out, folder / "other")
+    publish(copy_plan(source), out, force=True)
+    assert out.read_bytes() == COPY
+    assert stat.S_IMODE(out.stat().st_mode) == 0o640
+    assert (folder / "other").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("target", ["there", "missing", "out.pt"])
+def test_FS_04_a_link_is_replaced_and_never_followed(target: str, source: LocalFile, folder: Path) -> None:
+    (folder / "there").write_bytes(OLD)
+    (folder / "out.pt").symlink_to(folder / target)
+    with pytest.raises(OutputExistsError):
+        publish(copy_plan(source), folder / "out.pt")
+    publish(copy_plan(source), folder / "out.pt", force=True)
+    assert not (folder / "out.pt").is_symlink()
+    assert (folder / "out.pt").read_bytes() == COPY
+    assert (folder / "there").read_bytes() == OLD
+    assert not (folder / "missing").exists()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_DS_15_a_file_does_not_replace_what_is_no_file(force: bool, source: LocalFile, folder: Path) -> None:
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "fifo")
+    for place in (folder / "folder", folder / "fifo", "/dev/null", "/", folder / ".", folder / ".."):
+        with pytest.raises(UsageError):
+            publish(copy_plan(source), place, force=force)
+    assert sorted(os.listdir(folder)) == ["fifo", "folder"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_FS_06_a_folder_is_never_merged(force: bool, source: LocalFile, folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "mine").write_bytes(OLD)
+    (folder / "file").write_bytes(OLD)
+    for name, kind in (("out", OutputExistsError), ("file", UsageError)):
+        with pytest.raises(kind):
+            publish(folder_plan(source), folder / name, force=force)
+    assert os.listdir(folder / "out") == ["mine"]
+    assert (folder / "file").read_bytes() == OLD
+
+
+def test_an_empty_folder_is_taken(source: LocalFile, folder: Path) -> None:
+    (folder / "out").mkdir()
+    publish(folder_plan(source), folder / "out")
+    assert len(os.listdir(folder / "out")) == 4
+
+
+def test_a_folder_that_is_not_there(source: LocalFile, folder: Path) -> None:
+    with pytest.raises(OutputError) as caught:
+        publish(copy_plan(source), folder / "no" / "out.pt")
+    assert caught.value.hint == f"mkdir -p {folder / 'no'}"
+
+
+def test_names_that_leave_the_folder_of_a_plan(folder: Path) -> None:
+    for names in (["../a"], ["a/b"], [".."], ["a", "a"]):
+        with pytest.raises(UsageError):
+            publish(Plan(tuple(OutputFile(name, (b"x",)) for name in names)), folder / "out")
+    assert os.listdir(folder) == []
+
+
+def test_DS_12_the_input_is_not_the_output(source: LocalFile, tmp_path: Path) -> None:
+    inputs = tmp_path / "inputs"
+    os.link(source.path, inputs / "hard")
+    (inputs / "soft").symlink_to("source.pt")
+    for spelling in ("source.pt", "./source.pt", "../inputs/source.pt", "hard", "soft"):
+        with pytest.raises(UsageError, match="is the file that is read"):
+            publish(copy_plan(source), f"{inputs}/{spelling}", force=True)
+    assert (inputs / "source.pt").read_bytes() == DATA
+    assert len(os.listdir(inputs)) == 3
+
+
+def test_the_input_is_replaced_where_that_is_asked_for(source: LocalFile, tmp_path: Path) -> None:
+    publish(copy_plan(source), source.path, replace_source=True)
+    assert Path(source.path).read_bytes() == COPY
+    assert os.listdir(tmp_path / "inputs") == ["source.pt"]
+
+
+# failures
+
+
+class Stop(Exception):
+    """A bug, as far as ckptkit can tell."""
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("plan", [copy_plan, folder_plan])
+def test_DS_18_an_interrupted_run_leaves_nothing(
+    failure: type[BaseException], plan: Callable[[LocalFile], Plan], source: LocalFile, folder: Path
+) -> None:
+    def interrupt(count: int) -> None:
+        raise failure
+
+    with pytest.raises(failure):
+        publish(plan(source), folder / "out", progress=interrupt)
+    assert os.listdir(folder) == []
+
+
+def failing(name: str, code: int, after: int = 0) -> Callable[..., Any]:
+    """os.<name>, whose calls fail from number `after` on."""
+    real, calls = getattr(os, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("write", 0), ("write", 1), ("copy_file_range", 0), ("fsync", 0), ("replace", 0), ("chmod", 1), ("open", 1)],
+)
+def test_DS_06_a_call_that_fails_leaves_the_old_file(
+    name: str, after: int, code: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(os, name):
+        pytest.skip(f"no os.{name} here")
+    (folder / "out.pt").write_bytes(OLD)
+    monkeypatch.setattr(os, name, failing(name, code, after))
+    with pytest.raises(OutputError, match=os.strerror(code)) as caught:
+        publish(copy_plan(source), folder / "out.pt", force=True)
+    monkeypatch.undo()
+    assert ("are free" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
+    assert (folder / "out.pt").read_bytes() == OLD
+    assert os.listdir(folder) == ["out.pt"]
+
+
+def test_DS_22_a_folder_is_all_or_nothing(source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, after in (("open", 1), ("open", 3), ("write", 0), ("rename", 0), ("mkdir", 0), ("copy_file_range", 1)):
+        monkeypatch.setattr(os, name, failing(name, errno.EIO, after))
+        with pytest.raises(OutputError):
+            publish(folder_plan(source), folder / "out")
+        monkeypatch.undo()
+        assert os.listdir(folder) == []
+
+
+def test_DS_04_no_space_is_known_before_anything_is_written(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10_000, 5_000, 5_000))
+    monkeypatch.setattr(os, "open", failing("open", errno.EIO))
+    with pytest.raises(OutputError, match=f"needs {len(COPY):,} bytes, 5,000 are free"):
+        publish(copy_plan(source), folder / "out.pt")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small tmpfs can be mounted by root on Linux only")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_DS_04_a_disk_that_is_full(source: LocalFile, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (small_disk / "out.pt").write_bytes(OLD)
+    with pytest.raises(OutputError, match="needs 102,414 bytes"):
+        publish(copy_plan(source), small_disk / "out.pt", force=True)
+    monkeypatch.setattr(publishing, "_free", lambda path: 1 << 40)  # somebody else takes it meanwhile
+    with pytest.raises(OutputError, match=os.strerror(errno.ENOSPC)):
+        publish(copy_plan(source), small_disk / "out.pt", force=True)
+    assert (small_disk / "out.pt").read_bytes() == OLD
+    assert os.listdir(small_disk) == ["out.pt"]
+
+
+def test_DS_07_an_input_that_cannot_be_read(source: LocalFile, folder: Path) -> None:
+    plan = file_plan(Range(Memory(DATA), 0, len(DATA)), Range(Memory(b"short"), 0, 10))
+    with pytest.raises(TruncatedError):
+        publish(plan, folder / "out.pt")
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("change", ["append", "rewrite", "truncate"])
+def test_DS_17_an_input_that_changes(change: str, source: LocalFile, folder: Path) -> None:
+    def meddle(count: int) -> None:
+        with open(source.path, "r+b") as file:
+            if change == "append":
+                file.seek(0, os.SEEK_END)
+                file.write(b"more")
+            elif change == "rewrite":
+                file.write(b"other bytes")
+            else:
+                file.truncate(50_000)
+        os.utime(source.path, ns=(1, 1))  # also where the clock is coarse
+
+    with pytest.raises(InputChangedError):
+        publish(copy_plan(source), folder / "out.pt", progress=meddle)
+    assert os.listdir(folder) == []
+
+
+def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(source: LocalFile, folder: Path) -> None:
+    def swap(count: int) -> None:
+        Path(source.path).unlink(missing_ok=True)
+        Path(source.path).write_bytes(bytes(len(DATA)))
+
+    publish(copy_plan(source), folder / "out.pt", progress=swap)
+    assert (folder / "out.pt").read_bytes() == COPY
+
+
+def test_a_plan_that_writes_less_than_it_says(source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "execute", lambda *args: [{}])
+    with pytest.raises(OutputError, match="0 bytes were written instead of"):
+        publish(copy_plan(source), folder / "out.pt")
+
+
+# --verify
+
+
+def flipping(number: int) -> Callable[[int, Any], int]:
+    """os.write, with the last bit of the `number`-th write flipped."""
+    real, calls = os.write, [0]
+
+    def write(fd: int, data: Any) -> int:
+        calls[0] += 1
+        changed = bytearray(data)
+        changed[-1] ^= calls[0] == number
+        return real(fd, changed)
+
+    return write
+
+
+def all_kinds(source: LocalFile) -> Plan:
+    return file_plan(
+        b"head",
+        Range(source, 0, 200),
+        Range(Memory(DATA), 0, len(DATA)),
+        Summed(Range(source, 7, 60_000), 0),
+        Derived("byteswap", (Range(source, 0, 60_000),), (2,), 60_000),
+        Deferred(bytes(8), ((4, 0),)),
+        Range(source, 7, 60_000),
+    )
+
+
+def test_verify_agrees_with_what_was_written(source: LocalFile, folder: Path) -> None:
+    publish(all_kinds(source), folder / "out.pt", verify=True)
+    publish(folder_plan(source), folder / "out", verify=True)
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_DS_23_verify_finds_a_flipped_bit(
+    number: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", flipping(number))
+    with pytest.raises(VerifyError, match="at byte"):
+        publish(all_kinds(source), folder / "out.pt", verify=True)
+    assert os.listdir(folder) == []
+
+
+# what is on the disk
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the calls that matter, in their order; fsync says what was brought to the disk."""
+    seen: list[str] = []
+
+    def note(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kind = "folder" if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode) else ""
+            seen.append(f"{name} {kind}".strip())
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "link", "replace", "rename"):
+        note(name)
+    return seen
+
+
+def test_DS_03_durable_outputs_are_on_the_disk_before_they_have_a_name(
+    source: LocalFile, folder: Path, calls: list[str]
+) -> None:
+    publish(copy_plan(source), folder / "new", durable=True)
+    assert calls == ["fsync", "link", "fsync folder"]
+    calls.clear()
+    publish(folder_plan(source), folder / "out", durable=True)
+    assert calls == ["fsync"] * 4 + ["fsync folder", "rename", "fsync folder"]
+
+
+def test_DS_03_a_replaced_file_always_is(source: LocalFile, folder: Path, calls: list[str]) -> None:
+    (folder / "out.pt").write_bytes(OLD)
+    publish(copy_plan(source), folder / "out.pt", force=True)
+    assert calls == ["fsync", "replace", "fsync folder"]
+
+
+def test_a_new_output_waits_for_no_disk(source: LocalFile, folder: Path, calls: list[str]) -> None:
+    publish(copy_plan(source), folder / "out.pt")
+    publish(copy_plan(source), folder / "other", force=True)
+    publish(folder_plan(source), folder / "out")
+    assert calls == ["link", "replace", "rename"]
+
+
+# others at work
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_where_there_are_no_links(code: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing("link", code))
+    publish(copy_plan(source), folder / "out.pt")
+    assert (folder / "out.pt").read_bytes() == COPY
+
+    def somebody_else(count: int) -> None:
+        (folder / "raced").write_bytes(OLD)
+
+    with pytest.raises(OutputExistsError):
+        publish(copy_plan(source), folder / "raced", progress=somebody_else)
+    assert (folder / "raced").read_bytes() == OLD
+
+
+def test_DS_14_somebody_else_makes_the_file_meanwhile(source: LocalFile, folder: Path) -> None:
+    def somebody_else(count: int) -> None:
+        (folder / "out").mkdir(exist_ok=True)
+        (folder / "out" / "theirs").write_bytes(OLD)
+
+    with pytest.raises(OutputExistsError):
+        publish(folder_plan(source), folder / "out", progress=somebody_else)
+    assert os.listdir(folder / "out") == ["theirs"]
+    with pytest.raises(OutputExistsError):
+        publish(copy_plan(source), folder / "file", progress=lambda count: (folder / "file").touch())
+    assert (folder / "file").read_bytes() == b""
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_DS_20_many_writers_of_one_file(force: bool, source: LocalFile, folder: Path) -> None:
+    wins: list[int] = []
+
+    def write(number: int) -> None:
+        plan = file_plan(bytes([number]) * 1000, Range(source, 0, source.size))
+        try:
+            publish(plan, folder / "out.pt", force=force)
+            wins.append(number)
+        except OutputExistsError:
+            pass
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = (folder / "out.pt").read_bytes()
+    assert len(wins) == (12 if force else 1)
+    assert found[0] in wins
+    assert found == found[:1] * 1000 + DATA
+
+
+# how much
+
+
+def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = Derived("gather", (Range(Memory(bytes(16)), 0, 16),), (4, (1 << 40,), (0,), 0), 4 << 40)
+    monkeypatch.setattr(os, "open", failing("open", errno.EIO))
+    with pytest.raises(LimitError) as caught:
+        publish(file_plan(bomb), folder / "out.pt")
+    assert "--allow-expand" in (caught.value.hint or "")
+    with pytest.raises(OutputError, match=r"needs 4,398,046,511,104 bytes"):
+        publish(file_plan(bomb), folder / "out.pt", allow_expand=True)
+
+
+def test_TM_04_bytes_that_are_read_twice_count_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Memory(bytes(2 << 20))
+    views = [Range(source, start, 1 << 20) for start in range(100)]
+    assert publishing._referenced(file_plan(*views)) == (1 << 20) + 99
+    with pytest.raises(LimitError):
+        publish(file_plan(*views), folder / "out.pt")
+
+
+def test_what_a_plan_refers_to() -> None:
+    one, other = Memory(bytes(1000)), Memory(bytes(1000))
+    inflated = Derived("inflate", (Range(one, 900, 10),), (), 5000)
+    assert publishing._referenced(file_plan(b"literal")) == 0
+    assert publishing._referenced(file_plan(Range(one, 0, 10), Range(other, 0, 10), Summed(Range(one, 5, 10), 0))) == 25
+    slices = (Derived("slice", (inflated,), (0,), 10), Derived("slice", (inflated,), (10,), 10))
+    assert publishing._referenced(file_plan(Range(one, 0, 10), *slices)) == 5010
+
+
+def test_a_cast_to_wider_elements_is_no_bomb(source: LocalFile, folder: Path) -> None:
+    wide = Derived("cast", (Range(source, 0, source.size),), ("float8_e4m3fn", "float64"), 8 * source.size)
+    publish(file_plan(wide), folder / "out.pt")
+    assert (folder / "out.pt").stat().st_size == 8 * source.size

@@ -1,0 +1,408 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit import dtypes
+from ckptkit.bytesource import Memory, Range
+from ckptkit.errors import LimitError, UsageError
+from ckptkit.limits import LIMITS
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.tree import (
+    Blob,
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedDict,
+    Pairs,
+    SetNode,
+    children,
+    find,
+    join,
+    key_text,
+    rebuild,
+    walk,
+)
+
+STORAGE = Storage(Range(Memory(bytes(64)), 0, 64))
+
+
+def tensor() -> Tensor:
+    return Tensor(STORAGE, dtypes.BY_NAME["float32"], (2,), (1,))
+
+
+# Random graphs: a list of nodes, each made of earlier ones, so that sharing is common; cycles are tied afterwards.
+
+
+KINDS = ("leaf", "dict", "ordered", "list", "tuple", "set", "pairs", "object")
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Node:
+    made: list[Node] = [draw(st.sampled_from([0, "text", None])), tensor(), Global("a", "B")]
+    for _ in range(draw(st.integers(1, 12))):
+        parts = draw(st.lists(st.integers(0, len(made) - 1), max_size=4))
+        made.append(node(draw(st.sampled_from(KINDS)), [made[n] for n in parts], draw(st.booleans())))
+    for _ in range(draw(st.integers(0, 2))):
+        tie(draw(st.sampled_from(made)), draw(st.sampled_from(made)))
+    return made[-1]
+
+
+def node(kind: str, parts: list[Node], flag: bool) -> Node:
+    if kind == "leaf":
+        return ByteString(b"\xff") if flag else TypedStorage(STORAGE, None)
+    if kind == "dict":
+        return {(n if flag else f"k{n}"): part for n, part in enumerate(parts)} | {("key", 1): 1, Global("k", "K"): 2}
+    if kind == "ordered":
+        return OrderedDict(enumerate(parts), {"_metadata": parts[:1]} if flag else None)
+    if kind == "list":
+        return list(parts)
+    if kind == "tuple":
+        return tuple(parts)
+    if kind == "set":
+        return SetNode(list(parts), frozen=flag)
+    if kind == "pairs":
+        return Pairs([(part, part) for part in parts], parts[:1] if flag else None)
+    return made_object(parts, flag)
+
+
+def made_object(parts: list[Node], flag: bool) -> Object:
+    new = Object(Global("m", "C"), tuple(parts), new=flag, kwargs={"k": parts[:1]} if flag else None)
+    new.steps = [("append", list(parts)), ("set", [(n, part) for n, part in enumerate(parts)]), ("add", parts[:1])]
+    if flag:
+        new.steps.append(("build", {"state": parts[-1:]}))
+        new.tensor = tensor()
+        new.value = 1.5
+    return new
+
+
+def tie(target: Node, value: Node) -> None:
+    if isinstance(target, list):
+        target.append(value)
+    elif isinstance(target, dict):
+        target["tied"] = value
+    elif isinstance(target, Object):
+        target.steps.append(("build", value))
+
+
+def parts_of(each: Node) -> list[Node]:
+    """Everything in a node, written down independently of the code under test."""
+    if isinstance(each, OrderedDict):
+        return [*each.keys(), *each.values(), each.state]
+    if isinstance(each, dict):
+        return [*each.keys(), *each.values()]
+    if isinstance(each, (list, tuple)):
+        return list(each)
+    if isinstance(each, SetNode):
+        return list(each.items)
+    if isinstance(each, Pairs):
+        return [part for pair in each.pairs for part in pair] + [each.state]
+    if isinstance(each, Object):
+        steps = [p for step, value in each.steps for p in ([value] if step == "build" else value)]
+        return [each.callable, each.args, each.kwargs, each.tensor] + [
+            part for p in steps for part in (p if isinstance(p, tuple) and len(p) == 2 else [p])
+        ]
+    return []
+
+
+def label(each: Node) -> object:
+    if isinstance(each, SetNode):
+        return each.frozen
+    if isinstance(each, Object):
+        steps = [(step, 0 if step == "build" else len(value)) for step, value in each.steps]
+        return each.new, each.value, steps
+    return each if isinstance(each, (str, int, type(None))) else None
+
+
+def same_shape(a: Node, b: Node, leaf: type) -> None:
+    """One walk over both graphs: equal types, labels and lengths, and a mapping between identities that is 1 to 1."""
+    there: dict[int, int] = {}
+    waiting = [(a, b)]
+    keep = []
+    while waiting:
+        old, new = waiting.pop()
+        keep.append((old, new))
+        if isinstance(old, (Tensor, TypedStorage, Global, ByteString, Blob)):
+            assert isinstance(new, leaf)
+            assert new.of is old
+            assert there.setdefault(id(old), id(new)) == id(new)
+            continue
+        assert type(old) is type(new)
+        if isinstance(old, (str, int, type(None))):
+            assert old == new
+            continue
+        if id(old) in there:
+            assert there[id(old)] == id(new)
+            continue
+        there[id(old)] = id(new)
+        assert old is not new or old == ()
+        assert label(old) == label(new)
+        mine, theirs = parts_of(old), parts_of(new)
+        assert len(mine) == len(theirs)
+        waiting.extend(zip(mine, theirs, strict=True))
+    mutable = [id(new) for old, new in keep if not isinstance(old, (tuple, str, int, type(None)))]
+    assert len(set(mutable)) == len({id(old) for old, _ in keep if not isinstance(old, (tuple, str, int, type(None)))})
+
+
+class Seen:
+    """What the leaf function makes of a leaf."""
+
+    def __init__(self, of: Node) -> None:
+        self.of = of
+
+
+@given(graphs())
+def test_rebuild_copies_the_graph_as_it_is(root: Node) -> None:
+    calls: list[int] = []
+
+    def leaf(each: Node) -> Seen:
+        calls.append(id(each))
+        return Seen(each)
+
+    same_shape(root, rebuild(root, leaf), Seen)
+    assert len(calls) == len(set(calls)), "each leaf once"
+
+
+def test_rebuild_does_not_touch_the_old_tree() -> None:
+    old = {"a": [tensor()], "o": OrderedDict({1: 2}, {"s": []})}
+    new = rebuild(old)
+    new["a"].append(1)
+    new["o"].state["s"].append(1)
+    assert len(old["a"]) == 1
+    assert old["o"].state == {"s": []}
+
+
+@pytest.mark.parametrize("holder", [dict, list, tuple, OrderedDict, SetNode, Pairs, Object])
+def test_rebuild_swaps_wherever_the_node_is(holder: type) -> None:
+    old, new = [1], {"new": (2,)}
+
+    def hold(each: Node) -> Node:
+        if holder is Pairs:
+            return Pairs([(1, each)])
+        if holder is Object:
+            return Object(Global("a", "B"), (each,))
+        return holder({"k": each} if issubclass(holder, dict) else [each])
+
+    def held(each: Node) -> Node:
+        if holder is Object:
+            return each.args[0]
+        return parts_of(each)[1 if holder in (dict, OrderedDict, Pairs) else 0]
+
+    done = rebuild([hold(old), hold(old), old], swap={id(old): new})
+    assert done[2] == {"new": (2,)}
+    assert held(done[0]) is held(done[1]) is done[2] is not new
+
+
+@pytest.mark.parametrize("place", [lambda x: [x], lambda x: (x,), lambda x: {"k": (x, (x,))}])
+def test_rebuild_exchanges_once(place: Node) -> None:
+    """a stands for b and b for a: neither is exchanged back."""
+    a, b = ["a"], ["b"]
+    swap = {id(a): b, id(b): a}
+    assert rebuild(place(a), swap=swap) == place(["b"])
+    assert rebuild(place(b), swap=swap) == place(["a"])
+
+
+@pytest.mark.parametrize("place", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}])
+def test_rebuild_exchanges_leaves_and_tuples(place: Node) -> None:
+    leaf, pair = tensor(), (1, 2)
+    assert rebuild(place(leaf), swap={id(leaf): "text"}) == place("text")
+    assert rebuild(place(pair), swap={id(pair): ((3,),)}) == place(((3,),))
+    assert rebuild(place([]), lambda _: "leaf", {}) == place([])
+
+
+def test_rebuild_root_swapped() -> None:
+    root: list[Node] = []
+    assert rebuild(root, swap={id(root): 3}) == 3
+
+
+def chain(kind: str, depth: int) -> Node:
+    node: Node = tensor()
+    for _ in range(depth):
+        if kind == "object":
+            node = Object(Global("a", "B"), (node,))
+        elif kind == "build":
+            outer = Object(Global("a", "B"))
+            outer.steps.append(("build", node))
+            node = outer
+        else:
+            node = {"dict": lambda n: {"k": n}, "ordered": lambda n: OrderedDict({"k": n}), "list": lambda n: [n],
+                    "tuple": lambda n: (n,), "set": lambda n: SetNode([n]), "pairs": lambda n: Pairs([(n, 1)]),
+                    "state": lambda n: OrderedDict({}, n)}[kind](node)  # fmt: skip
+    return node
+
+
+DEEP = ("dict", "ordered", "list", "tuple", "set", "pairs", "object", "build", "state")
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_rebuild_any_depth(kind: str) -> None:
+    old, depth = chain(kind, 100_000), 0
+    new = rebuild(old)
+    while not isinstance(new, Tensor):
+        (new,) = (each for each in parts_of(new) if not isinstance(each, (str, int, Global, type(None))) and each != ())
+        depth += 1
+    assert depth == (200_000 if kind == "object" else 100_000)
+
+
+def test_rebuild_a_million_deep() -> None:
+    new = rebuild(chain("tuple", 1_000_000))
+    for _ in range(1_000_000):
+        (new,) = new
+    assert isinstance(new, Tensor)
+
+
+def test_rebuild_of_tuples_that_share() -> None:
+    """2**60 paths, 60 tuples."""
+    node: Node = (tensor(),)
+    for _ in range(60):
+        node = (node, node)
+    new = rebuild(node)
+    for _ in range(60):
+        assert new[0] is new[1]
+        new = new[0]
+
+
+def test_rebuild_tuple_in_a_cycle() -> None:
+    inner: list[Node] = []
+    pair = (inner, 1)
+    inner.append(pair)
+    new = rebuild(pair)
+    assert new[0][0] is new
+    assert new is not pair
+
+
+# walk
+
+
+def paths(root: Node) -> list[str]:
+    return [join(path) for path, _ in walk(root)]
+
+
+def test_walk_is_in_order_containers_first() -> None:
+    root = {"b": [1, {"x": 2}], "a": OrderedDict({3: (4,)}), "s": SetNode([5])}
+    assert paths(root) == ["", "b", "b.0", "b.1", "b.1.x", "a", "a.3", "a.3.0", "s", "s.0"]
+
+
+def test_walk_meets_a_shared_node_at_every_place() -> None:
+    shared = {"w": tensor()}
+    assert paths({"a": shared, "b": shared}) == ["", "a", "a.w", "b", "b.w"]
+
+
+def test_walk_ends_where_a_cycle_closes() -> None:
+    root: dict[str, Node] = {"w": 1}
+    root["self"] = root
+    root["list"] = [root]
+    assert paths(root) == ["", "w", "self", "list", "list.0"]
+
+
+def test_walk_shows_pairs_and_objects() -> None:
+    made = Object(Global("a", "B"), (1,), new=True)
+    made.steps = [("build", ({"x": 1}, {"slot": 2})), ("set", [("k", 3)]), ("append", [4, 5]), ("append", [6])]
+    root = {"o": made, "args": Object(Global("a", "f"), (7, 8)), "p": Pairs([("k", 9), ("k", 10)])}
+    assert paths(root)[1:] == [
+        "o", "o.x", "o.slot", "o.k", "o.0", "o.1", "o.2", "args", "args.0", "args.1", "p", "p.k", "p.k",
+    ]  # fmt: skip
+
+
+def test_walk_shows_a_counter_as_its_dict() -> None:
+    assert paths(Object(Global("collections", "Counter"), ({"a": 1},))) == ["", "a"]
+
+
+def test_walk_of_a_tree_made_to_explode_ends() -> None:
+    """2**50 paths."""
+    node: Node = [1]
+    for _ in range(50):
+        node = [node, node]
+    assert sum(1 for _ in walk(node)) < 4 * LIMITS.revisits
+
+
+def test_walk_of_one_wide_node_at_many_places_ends() -> None:
+    wide = list(range(10_000))
+    assert sum(1 for _ in walk([wide] * 10_000)) < 3 * LIMITS.revisits
+
+
+@pytest.mark.parametrize("kind", ["dict", "ordered", "list", "tuple", "set", "build"])
+def test_walk_too_deep(kind: str) -> None:
+    assert sum(1 for _ in walk(chain(kind, 900))) >= 901
+    with pytest.raises(LimitError):
+        list(walk(chain(kind, LIMITS.depth + 1)))
+
+
+@given(graphs())
+def test_walk_gives_the_path_of_each_node(root: Node) -> None:
+    for path, found in walk(root):
+        places = [root]
+        for key in path:
+            places = [child for place in places for name, child in children(place) if name is key]
+        assert any(each is found for each in places)
+
+
+@given(graphs())
+def test_walk_meets_every_node_that_is_shown(root: Node) -> None:
+    met = {id(each) for _, each in walk(root)}
+    waiting, seen = [root], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            assert id(each) in met
+            waiting.extend(child for _, child in children(each))
+
+
+# find
+
+
+def test_find() -> None:
+    leaf = tensor()
+    root = {"a": [{"b.c": leaf}], "a.0": {"d": 1}, 7: {"e": 2}, "": {"": 3}}
+    assert find(root, "") == ((), root)
+    assert find(root, "a.0.b.c") == (("a", 0, "b.c"), leaf)
+    assert find(root, "a.0.d") == (("a.0", "d"), 1)
+    assert find(root, "7.e") == ((7, "e"), 2)
+    assert find(root, ".") == (("", ""), 3)
+
+
+def test_find_nothing_lists_what_there_is() -> None:
+    with pytest.raises(UsageError) as caught:
+        find({"model": {}, "epoch": 1}, "modle")
+    assert caught.value.hint == "the entries are: model, epoch"
+
+
+def test_find_in_a_cycle() -> None:
+    root: dict[str, Node] = {}
+    root["a"] = root
+    root["a.a"] = root
+    with pytest.raises(UsageError):
+        find(root, "a." * 500 + "b")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("a", "a"), (3, "3"), (True, "True"), (None, "None"), (1.5, "1.5"), (b"\xff", "\xff"), (("a", 1), "(a, 1)"),
+        (ByteString(b"\xff"), "\xff"), (Global("m", "C"), "m.C"), ((("deep",),), "<tuple>"), (SetNode([]), "<SetNode>"),
+        (10 ** (3 * LIMITS.int_bytes), "<integer of 10205 bits>"),
+    ],
+)  # fmt: skip
+def test_key_text(key: Node, text: str) -> None:
+    assert key_text(key) == text
+
+
+def test_values_of_their_own_kind() -> None:
+    assert Global("a", "b") == Global("a", "b") != Global("a", "c")
+    assert len({Global("a", "b"), Global("a", "b")}) == 1
+    assert ByteString(b"x") == ByteString(b"x") != ByteString(b"y")
+    assert str(Global("a", "b.C")) == "a.b.C"
+    assert Object(1) != Object(1)
+
+
+def test_state_is_the_last_build() -> None:
+    made = Object(Global("a", "B"))
+    assert made.state is None
+    made.steps = [("build", 1), ("append", [2]), ("build", 3)]
+    assert made.state == 3

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit import dtypes
+from ckptkit.bytesource import Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, LimitError, UsageError
+from ckptkit.limits import LIMITS
+from ckptkit.tensor import Storage, Tensor
+from ckptkit.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.weights import WELL_KNOWN, Weights, as_tensor, locate, module_state
+
+
+def tensor(kind: str = "tensor") -> Tensor:
+    return Tensor(Storage(Range(Memory(bytes(8)), 0, 8)), dtypes.BY_NAME["float32"], (2,), (1,), kind=kind)
+
+
+def found(root: Node, key: str | None = None) -> Weights:
+    weights = locate(root, key)
+    assert weights is not None
+    return weights
+
+
+W = tensor()
+OPTIMIZER = {"state": {0: {"exp_avg": tensor()}}, "param_groups": [{"params": [0]}]}
+
+
+@pytest.mark.parametrize("mapping", [dict, OrderedDict])
+def test_the_root(mapping: type) -> None:
+    weights = found(mapping({"a": W, "b": tensor("parameter")}))
+    assert weights.path == ()
+    assert list(weights.tensors) == ["a", "b"]
+    assert weights.tensors["a"] is W
+
+
+def test_extra_state_does_not_count() -> None:
+    weights = found({"a": W, "_extra_state": {"x": 1}, "b._extra_state": None})
+    assert weights.path == ()
+    assert list(weights.nodes) == ["a"]
+
+
+@pytest.mark.parametrize("key", WELL_KNOWN)
+def test_well_known_entries(key: str) -> None:
+    assert found({"epoch": 3, key: {"a": W}, "something": {"a": W}}).path == (key,)
+
+
+def test_the_better_known_entry() -> None:
+    root = {"ema": {"a": W}, "model": {"a": W}, "state_dict": {"a": W}}
+    weights = found(root)
+    assert weights.path == ("state_dict",)
+    assert set(weights.others) == {("ema",), ("model",)}
+
+
+def test_the_only_mapping() -> None:
+    assert found({"a": 1, "run": [{"deep": {"a": W}}]}).path == ("run", 0, "deep")
+
+
+def test_in_a_tuple() -> None:
+    """torch.save((model.state_dict(), optimizer.state_dict()), path)"""
+    assert found(({"a": W}, OPTIMIZER)).path == (0,)
+    assert found({"all": ({"a": W},)}).path == ("all", 0)
+
+
+def test_an_optimizer_does_not_count() -> None:
+    assert found({"net1": {"a": W}, "optimizer": OPTIMIZER}).path == ("net1",)
+    assert locate({"optimizer": OPTIMIZER}) is None
+
+
+def test_several_are_ambiguous() -> None:
+    root = {"generator": {"a": W}, "critic": {"a": W}}
+    with pytest.raises(AmbiguousError) as caught:
+        locate(root)
+    assert "generator, critic" in str(caught.value)
+    assert caught.value.hint is not None
+    assert "--key generator" in caught.value.hint
+    assert found(root, "critic").path == ("critic",)
+
+
+def test_one_mapping_in_two_places_is_one() -> None:
+    shared = {"a": W}
+    assert found({"x": shared, "y": shared}).path == ("x",)
+
+
+def test_the_outermost_mapping() -> None:
+    """Tensors below, and a mapping of mappings above: the one with tensors counts."""
+    assert found({"x": {"a": W, "b": W}}).path == ("x",)
+
+
+def test_a_mixed_root_if_there_is_nothing_better() -> None:
+    weights = found({"epoch": 3, "a": W})
+    assert weights.path == ()
+    assert list(weights.nodes) == ["a"]
+    assert found({"epoch": 3, "a": W, "net": {"b": W}}).path == ("net",)
+
+
+def test_arrays_count_only_where_nothing_else_does() -> None:
+    array = tensor("ndarray")
+    assert found({"a": array}).path == ()
+    assert found({"a": array, "stats": {"m": array}, "net": {"b": W}}).path == ("net",)
+
+
+@pytest.mark.parametrize(
+    "root", [None, 3, "text", [], {"epoch": 3}, W, [W, W], {1: W}, Pairs([("a", W)]), SetNode([W])]
+)
+def test_no_weights(root: Node) -> None:
+    assert locate(root) is None
+    with pytest.raises(UsageError):
+        Checkpoint(root).required
+
+
+def test_an_empty_state_dict_is_one() -> None:
+    """torch.save({}) of a model without parameters."""
+    assert found(OrderedDict()).tensors == {}
+
+
+@pytest.mark.parametrize("key", ["nowhere", "epoch", "text", "list"])
+def test_a_key_that_names_no_weights(key: str) -> None:
+    with pytest.raises(UsageError):
+        locate({"a": W, "epoch": 3, "text": "t", "list": [W]}, key)
+
+
+def test_a_cycle() -> None:
+    root: dict[str, Node] = {"epoch": 1}
+    root["self"] = [root]
+    assert locate(root) is None
+    root["net"] = {"a": W}
+    assert found(root).path == ("net",)
+
+
+def test_deep_trees_are_searched_to_the_limit() -> None:
+    node: Node = {"a": W}
+    for _ in range(5 * LIMITS.depth):
+        node = [node]
+    assert locate(node) is None
+
+
+def test_objects_that_are_tensors() -> None:
+    made = Object(Global("torch._utils", "_rebuild_sparse_tensor"), (), tensor=W)
+    weights = found({"a": made, "b": W})
+    assert weights.nodes["a"] is made
+    assert weights.tensors["a"] is W
+    assert as_tensor(Object(Global("a", "B"))) is None
+
+
+# Pickled modules: what `state_dict` of the same modules gives
+
+
+def pickled(module: nn.Module, tensors: dict[int, Tensor]) -> Object:
+    """A module as a reader gives it, from its own attributes."""
+
+    def leaf(value: torch.Tensor | None) -> Tensor | None:
+        return None if value is None else tensors.setdefault(id(value), tensor())
+
+    made = Object(Global("a", type(module).__name__), (), new=True)
+    attributes = {
+        "training": True,
+        "_parameters": OrderedDict((name, leaf(each)) for name, each in module._parameters.items()),
+        "_buffers": OrderedDict((name, leaf(each)) for name, each in module._buffers.items()),
+        "_non_persistent_buffers_set": SetNode(sorted(module._non_persistent_buffers_set)),
+        "_modules": OrderedDict((name, each and pickled(each, tensors)) for name, each in module._modules.items()),
+    }
+    made.steps.append(("build", attributes))
+    return made
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU())
+        self.none = None
+        self.register_module("nothing", None)
+        self.head = nn.Linear(2, 2)
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.head.weight
+        self.own = nn.Parameter(torch.zeros(2))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("shown", torch.zeros(2))
+
+
+def test_module_state_is_the_state_dict() -> None:
+    module = Net()
+    tensors: dict[int, Tensor] = {}
+    weights = found({"model": pickled(module, tensors), "epoch": 3})
+    assert weights.is_module
+    assert weights.path == ("model",)
+    assert list(weights.tensors) == list(module.state_dict())
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert weights.tensors[name] is tensors[id(value)]
+
+
+def test_module_by_slots() -> None:
+    made = pickled(nn.Linear(1, 1), {})
+    made.steps = [("build", (made.state, {"slot": 1}))]
+    assert list(found(made).tensors) == ["weight", "bias"]
+
+
+def test_what_is_no_module() -> None:
+    assert module_state(Object(Global("a", "B"))) is None
+    made = Object(Global("a", "B"))
+    made.steps.append(("build", {"_parameters": {}, "_buffers": {}, "_modules": 3}))
+    assert module_state(made) is None
+
+
+def test_a_module_inside_itself() -> None:
+    made = pickled(nn.Sequential(nn.Linear(1, 1)), {})
+    made.state["_modules"]["again"] = made
+    with pytest.raises(LimitError):
+        module_state(made)
+
+
+def test_a_shared_submodule_has_two_names() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.append(module[0])
+    assert list(found(pickled(module, {})).tensors) == list(module.state_dict())

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import pytest
+
+from ckptkit import dtypes
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import UsageError
+from ckptkit.tensor import Tensor, TypedStorage
+from ckptkit.transforms.devices import DEVICES, remap
+from ckptkit.tree import Global, Node, Object, OrderedDict, SetNode
+from tests.transforms.trees import from_torch, lines, storage, tensor
+
+FLOAT32 = dtypes.BY_NAME["float32"]
+
+
+def device(*args: Node) -> Object:
+    return Object(Global("torch", "device"), args)
+
+
+def devices(ck: Checkpoint) -> list[str]:
+    return [each.device for each in ck.weights.values()]
+
+
+def on(*tags: str) -> Checkpoint:
+    return Checkpoint(OrderedDict({f"w{n}": tensor(device=tag) for n, tag in enumerate(tags)}))
+
+
+def test_all_to_one() -> None:
+    ck = on("cuda:1", "cuda:0", "cpu")
+    done = remap(ck, "cpu")
+    assert devices(done) == ["cpu", "cpu", "cpu"]
+    assert done.notes == ("retagged 1 storage: cuda:0 -> cpu", "retagged 1 storage: cuda:1 -> cpu")
+    assert not done.warnings
+    assert devices(ck) == ["cuda:1", "cuda:0", "cpu"], "the input is as it was"
+
+
+def test_mapping_is_exact_and_falls_through() -> None:
+    ck = on("cuda:1", "cuda", "cuda:10", "cpu")
+    done = remap(ck, {"cuda:1": "cuda:0", "cuda": "cpu"})
+    assert devices(done) == ["cuda:0", "cpu", "cuda:10", "cpu"]
+
+
+def test_mapping_is_applied_once() -> None:
+    assert devices(remap(on("cuda:0", "cuda:1"), {"cuda:0": "cuda:1", "cuda:1": "cuda:0"})) == ["cuda:1", "cuda:0"]
+
+
+def test_bytes_checksums_and_ties_stay() -> None:
+    one = storage(bytes(16), "cuda:1")
+    whole, view = Tensor(one, FLOAT32, (4,), (1,)), Tensor(one, FLOAT32, (2,), (1,), 2, kind="parameter")
+    ck = Checkpoint({"whole": whole, "view": view, "raw": [TypedStorage(one, None)], "again": whole})
+    done = remap(ck, "cpu")
+    new = done.root["whole"].storage
+    assert new is done.root["view"].storage is done.root["raw"][0].storage
+    assert done.root["again"] is done.root["whole"]
+    assert (new.record, new.crc32, new.device) == (one.record, one.crc32, "cpu")
+    assert (done.root["view"].offset, done.root["view"].kind) == (2, "parameter")
+    assert done.notes == ("retagged 1 storage: cuda:1 -> cpu",)
+
+
+def test_meta_stays_unless_it_is_named() -> None:
+    assert devices(remap(on("meta", "cuda:0"), "cpu")) == ["meta", "cpu"]
+    assert devices(remap(on("meta", "cuda:0"), {"meta": "cpu"})) == ["cpu", "cuda:0"]
+
+
+def test_tensors_without_storage() -> None:
+    ck = Checkpoint({"a": Tensor(None, FLOAT32, (2,), (1,)), "b": tensor(device="cuda:0")})
+    assert devices(remap(ck, "cpu")) == ["meta", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda t: Object(Global("a", "B"), (t,)),
+        lambda t: Object(Global("a", "B"), ((t,), {"k": [t]})),
+        lambda t: Object(Global("a", "B"), kwargs={"k": t}),
+        lambda t: SetNode([t]),
+        lambda t: OrderedDict({}, {"attribute": t}),
+    ],
+)
+def test_tensors_anywhere(place: Node) -> None:
+    leaf = tensor(device="cuda:1")
+    done = remap(Checkpoint({"x": place(leaf), "w": leaf}), "cpu")
+    assert done.notes == ("retagged 1 storage: cuda:1 -> cpu",)
+
+
+def test_nothing_to_do() -> None:
+    ck = on("cpu")
+    for request in ("cpu", {"cuda:1": "cpu"}):
+        done = remap(ck, request)
+        assert done.root is ck.root
+        assert not done.notes
+        assert "the storages are on cpu" in lines(done)
+
+
+@pytest.mark.parametrize("good", [*DEVICES, "cuda:0", "cuda:12", "xpu:1", "npu:3", "mps:0"])
+def test_devices(good: str) -> None:
+    assert devices(remap(on("cuda:7"), good)) == [good]
+
+
+@pytest.mark.parametrize(
+    "bad", ["gpu", "gpu:0", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cuda:0 ", "cpu:0", "", "cuda:99999", "cuda:١", "Cpu"]
+)
+def test_nonsense_is_refused(bad: str) -> None:
+    for request in (bad, {"cuda:0": bad}, {bad: "cpu"}):
+        with pytest.raises(UsageError) as caught:
+            remap(on("cuda:0"), request)
+        assert caught.value.hint
+
+
+def test_a_tag_of_the_file_can_always_be_named() -> None:
+    assert devices(remap(on("odd:tag"), {"odd:tag": "cpu"})) == ["cpu"]
+
+
+# Device arguments of rebuild calls (torch/_utils.py)
+
+
+def from_numpy(where: Node) -> Object:
+    return Object(Global("torch._utils", "_rebuild_device_tensor_from_numpy"), (tensor(), "dtype", where, False))
+
+
+def wrapper(where: Node) -> Object:
+    inner = (Global("a", "DTensor"), "dtype", (2,), (1,), 0, "layout", where, False)
+    args = (Global("torch._utils", "_rebuild_wrapper_subclass"), Global("a", "DTensor"), inner, {"state": 1})
+    return Object(Global("torch._tensor", "_rebuild_from_type_v2"), args)
+
+
+def test_string_argument() -> None:
+    done = remap(Checkpoint({"w": tensor(), "x": from_numpy("xla:0")}), "cpu")
+    assert done.root["x"].args[2] == "cpu"
+    assert done.notes == ("changed the argument of 1 rebuild call: xla:0 -> cpu",)
+
+
+def test_device_argument_of_a_wrapper_subclass() -> None:
+    shared = wrapper(device("cuda", 1))
+    ck = Checkpoint({"w": tensor(device="cuda:1"), "x": shared, "y": [shared]})
+    done = remap(ck, {"cuda:1": "cuda:0"})
+    new = done.root["x"]
+    assert new is done.root["y"][0]
+    assert new.args[2][6].args == ("cuda", 0)
+    assert new.args[2][:6] == shared.args[2][:6]
+    assert new.args[3] == {"state": 1}
+    assert not done.warnings
+    assert shared.args[2][6].args == ("cuda", 1), "the input is as it was"
+
+
+def test_same_arguments_elsewhere_stay() -> None:
+    call = from_numpy("xla:0")
+    done = remap(Checkpoint({"w": tensor(), "x": call, "mine": call.args}), "cpu")
+    assert done.root["mine"][2] == "xla:0"
+
+
+def test_device_value_shared_by_an_argument_is_still_the_users() -> None:
+    """The argument changes in a copy of its own."""
+    where = device("cuda", 1)
+    done = remap(Checkpoint({"w": tensor(), "x": wrapper(where), "mine": where}), "cpu")
+    assert done.root["x"].args[2][6].args == ("cpu",)
+    assert done.root["mine"].args == ("cuda", 1)
+
+
+# torch.device values
+
+
+def test_device_values_are_listed_and_left() -> None:
+    ck = Checkpoint({"w": tensor(device="cuda:1"), "config": {"device": device("cuda", 1), "other": device("cpu")}})
+    done = remap(ck, "cpu")
+    assert done.root["config"]["device"].args == ("cuda", 1)
+    assert "config.device (cuda:1)" in lines(done)
+    assert "config.other" not in lines(done)
+    assert "--values" in lines(done)
+
+
+@pytest.mark.parametrize("where", [device("cuda", 1), device("cuda:1")])
+def test_device_values_are_changed_on_request(where: Object) -> None:
+    ck = Checkpoint({"w": tensor(), "config": {"device": where, "again": where}})
+    done = remap(ck, {"cuda:1": "cuda:0"}, values=True)
+    assert done.root["config"]["device"].args == ("cuda", 0)
+    assert done.root["config"]["again"] is done.root["config"]["device"]
+    assert done.notes == ("changed 1 torch.device value: cuda:1 -> cuda:0",)
+    assert not done.warnings
+
+
+def test_device_value_alone_is_no_reason_to_write() -> None:
+    ck = Checkpoint({"w": tensor(), "device": device("cuda", 1)})
+    done = remap(ck, "cpu")
+    assert done.root is ck.root
+    assert len(done.warnings) == 2
+
+
+def test_device_object_with_odd_arguments() -> None:
+    """A file can hold anything: it is shown, not tripped over."""
+    ck = Checkpoint(
+        {"w": tensor(device="cuda:1"), "a": device(), "b": device({}), "c": Object(Global("torch", "device"), "cuda")}
+    )
+    assert devices(Checkpoint({"w": remap(ck, "cpu", values=True).root["w"]})) == ["cpu"]
+
+
+def test_order_and_metadata_stay() -> None:
+    from torch import nn
+
+    ck = Checkpoint(from_torch(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()))
+    done = remap(ck, "cuda:0")
+    assert list(done.weights) == list(ck.weights)
+    assert done.root.state == ck.root.state
+    assert set(devices(done)) == {"cuda:0"}

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit import dtypes
+from ckptkit.bridge import stream
+from ckptkit.bytesource import Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import UsageError
+from ckptkit.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.transforms.elements import cast, compact
+from ckptkit.tree import Global, Node, Object, OrderedDict
+from tests.transforms.trees import from_torch, lines, storage, tensor
+
+FLOAT32 = dtypes.BY_NAME["float32"]
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+
+def to_torch(leaf: Tensor) -> torch.Tensor:
+    """What a tensor reads as, through torch alone."""
+    assert leaf.storage is not None
+    data = b"".join(bytes(each) for each in stream(leaf.storage.record.locate()))
+    values = torch.frombuffer(bytearray(data or b"\0" * 16), dtype=torch.uint8)[: len(data)]
+    return values.view(getattr(torch, leaf.dtype.name)).as_strided(leaf.shape, leaf.stride, leaf.offset)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bytes: NaN is itself, and -0.0 is not 0.0."""
+    flat = [torch.empty(each.shape, dtype=each.dtype).copy_(each).view(-1).view(torch.uint8) for each in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
+
+
+def ck_of(**weights: torch.Tensor) -> Checkpoint:
+    return Checkpoint(from_torch(weights))
+
+
+# cast
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_cast_is_what_torch_does(source: str, target: str) -> None:
+    values = torch.tensor([0.0, -0.0, 1.5, -2.25, 3.1, 1e-7, math.inf, math.nan]).to(getattr(torch, source))
+    ck = ck_of(w=values.reshape(2, 4))
+    done = cast(ck, target)
+    assert same(to_torch(done.weights["w"]), values.reshape(2, 4).to(getattr(torch, target)))
+    if source != target:
+        assert done.notes == (f"cast 1 weight: {source} -> {target}",)
+    else:
+        assert done.root is ck.root
+        assert done.warnings
+
+
+def test_cast_leaves_what_is_no_float() -> None:
+    ck = ck_of(
+        w=torch.ones(2), i=torch.ones(2, dtype=torch.int64), b=torch.ones(2, dtype=torch.bool), c=torch.ones(2) + 1j
+    )
+    done = cast(ck, "fp16")
+    assert [each.dtype.name for each in done.weights.values()] == ["float16", "int64", "bool", "complex64"]
+    assert done.weights["i"] is ck.weights["i"]
+
+
+def test_cast_touches_only_the_weights() -> None:
+    ck = Checkpoint({"model": {"w": tensor()}, "optimizer": {"state": {0: {"exp_avg": tensor()}}, "param_groups": []}})
+    done = cast(ck, "bfloat16")
+    assert done.root["model"]["w"].dtype.name == "bfloat16"
+    assert done.root["optimizer"]["state"][0]["exp_avg"].dtype.name == "float32"
+
+
+def test_cast_keeps_views_and_ties() -> None:
+    base = torch.arange(12.0)
+    parts = {"whole": base, "rows": base[4:10].view(2, 3), "t": base.view(3, 4).t(), "again": base}
+    done = cast(Checkpoint(from_torch(parts)), "float16")
+    assert len({id(each.storage) for each in done.weights.values()}) == 1
+    for name, part in parts.items():
+        assert same(to_torch(done.weights[name]), part.half())
+    assert not done.warnings
+
+
+def test_cast_by_globs_the_last_one_counts() -> None:
+    ck = ck_of(**{"a.w": torch.ones(2), "a.norm": torch.ones(2), "b.w": torch.ones(2).double()})
+    done = cast(ck, {"*": "bf16", "*norm*": "float32"})
+    assert [each.dtype.name for each in done.weights.values()] == ["bfloat16", "float32", "bfloat16"]
+    assert sorted(done.notes) == ["cast 1 weight: float32 -> bfloat16", "cast 1 weight: float64 -> bfloat16"]
+    reverse = cast(ck, {"*norm*": "float32", "*": "bf16"})
+    assert {each.dtype.name for each in reverse.weights.values()} == {"bfloat16"}
+
+
+def test_cast_splits_a_storage_whose_tensors_differ_and_says_so() -> None:
+    base = torch.arange(4.0)
+    ck = ck_of(a=base[:2], b=base[2:], c=torch.ones(1))
+    done = cast(ck, {"a": "float16"})
+    assert same(to_torch(done.weights["a"]), base[:2].half())
+    assert same(to_torch(done.weights["b"]), base[2:])
+    assert done.weights["b"].storage is ck.weights["b"].storage
+    assert "no longer share memory with tensors that have another dtype now: 'a', 'b'" in lines(done)
+
+
+def test_cast_says_when_a_tie_to_the_rest_of_the_tree_is_cut() -> None:
+    leaf = tensor()
+    view = Tensor(leaf.storage, FLOAT32, (1,), (1,))
+    done = cast(Checkpoint({"state_dict": {"w": leaf}, "optimizer": [view]}), "float16")
+    assert done.root["optimizer"][0].storage is leaf.storage
+    assert "no longer share memory" in lines(done)
+
+
+def test_cast_one_tensor_in_two_places_stays_one() -> None:
+    leaf = tensor()
+    done = cast(Checkpoint({"state_dict": {"w": leaf}, "best": [leaf]}), "float16")
+    assert done.root["best"][0] is done.root["state_dict"]["w"]
+    assert not done.warnings
+
+
+def test_cast_keeps_device_parameter_and_grad() -> None:
+    ck = Checkpoint({"w": tensor(device="cuda:1", kind="parameter", requires_grad=True)})
+    new = cast(ck, "float64").weights["w"]
+    assert (new.device, new.kind, new.requires_grad, new.nbytes) == ("cuda:1", "parameter", True, 16)
+
+
+def test_cast_of_a_big_endian_storage() -> None:
+    data = struct.pack(">2f", 1.5, -2.0)
+    big = Storage(Range(Memory(data), 0, 8), big_endian=True)
+    new = cast(Checkpoint({"w": Tensor(big, FLOAT32, (2,), (1,))}), "float64").weights["w"]
+    assert new.storage is not None
+    assert not new.storage.big_endian
+    assert to_torch(new).tolist() == [1.5, -2.0]
+
+
+def test_cast_of_a_storage_with_bytes_left_over() -> None:
+    odd = storage(struct.pack("<f", 1.5) + b"\0\0\0")
+    new = cast(Checkpoint({"w": Tensor(odd, FLOAT32, (1,), (1,))}), "float16").weights["w"]
+    assert to_torch(new).tolist() == [1.5]
+
+
+def test_cast_of_a_meta_tensor() -> None:
+    assert cast(Checkpoint({"w": Tensor(None, FLOAT32, (2,), (1,))}), "float16").weights["w"].dtype.name == "float16"
+
+
+def sparse(values: Tensor) -> Object:
+    indices = Tensor(storage(bytes(16)), dtypes.BY_NAME["int64"], (1, 2), (2, 1))
+    layout = Object(Global("torch.serialization", "_get_layout"), ("torch.sparse_coo",))
+    shown = Tensor(values.storage, values.dtype, (5,), (), layout="sparse_coo")
+    args = (layout, (indices, values, Object(Global("torch", "Size"), ((5,),)), True))
+    return Object(Global("torch._utils", "_rebuild_sparse_tensor"), args, tensor=shown)
+
+
+def test_cast_of_a_sparse_tensor_is_of_its_values() -> None:
+    done = cast(Checkpoint({"w": sparse(tensor()), "v": tensor()}), "float16")
+    call = done.root["w"]
+    indices, values, _, coalesced = call.args[1]
+    assert (indices.dtype.name, values.dtype.name, coalesced) == ("int64", "float16", True)
+    assert (call.tensor.dtype.name, call.tensor.layout) == ("float16", "sparse_coo")
+    assert call.tensor.storage is values.storage
+    assert not done.warnings
+
+
+def test_cast_names_what_it_cannot_cast() -> None:
+    leaf = tensor()
+    made = Object(Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf)
+    float4 = Tensor(storage(b"\0"), dtypes.BY_NAME["float4_e2m1fn_x2"], (1,), (1,))
+    done = cast(Checkpoint({"w": made, "x": float4, "v": tensor()}), "float16")
+    assert done.root["w"].tensor.dtype.name == "float32"
+    assert "not cast, as their dtype is part of how they are made: 'w', 'x'" in lines(done)
+    assert done.notes == ("cast 1 weight: float32 -> float16",)
+
+
+@pytest.mark.parametrize("bad", ["float31", "int8", "bool", "complex64", "qint8", "float4_e2m1fn_x2", "float6_e2m3"])
+def test_cast_to_nonsense(bad: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cast(ck_of(w=torch.ones(1)), bad)
+    assert caught.value.hint
+
+
+def test_cast_glob_that_matches_nothing() -> None:
+    with pytest.raises(UsageError) as caught:
+        cast(ck_of(weight=torch.ones(1)), {"wieght": "float16"})
+    assert caught.value.hint == "did you mean 'weight'?"
+
+
+# compact
+
+
+def test_compact_cuts_to_a_view() -> None:
+    base = torch.arange(1000.0)
+    done = compact(ck_of(a=base[10:13]))
+    leaf = done.weights["a"]
+    assert leaf.storage is not None
+    assert (leaf.storage.nbytes, leaf.offset) == (12, 0)
+    assert same(to_torch(leaf), base[10:13])
+    assert done.notes == ("cut 1 storage to what is used: 3,988 bytes less",)
+
+
+def test_compact_keeps_overlaps_and_separates_the_rest() -> None:
+    base = torch.arange(1000.0)
+    parts = {
+        "a": base[10:20],
+        "b": base[15:30:3],
+        "c": base[500:510],
+        "a again": base[10:20],
+        "t": base[30:36].view(2, 3).t(),
+    }
+    done = compact(Checkpoint(from_torch(parts)))
+    for name, part in parts.items():
+        assert same(to_torch(done.weights[name]), part)
+    stores = {name: each.storage for name, each in done.weights.items()}
+    assert stores["a"] is stores["b"] is stores["a again"] is not stores["c"]
+    assert (
+        stores["a"].nbytes + stores["c"].nbytes + (stores["t"].nbytes if stores["t"] is not stores["a"] else 0)
+        <= 4 * 36
+    )
+
+
+def test_compact_leaves_one_buffer_that_is_used_up() -> None:
+    """Adjacent views, as those of an LSTM: one storage before, one storage after."""
+    base = torch.arange(10.0)
+    ck = ck_of(a=base[:4], b=base[4:])
+    done = compact(ck)
+    assert done.root is ck.root
+    assert done.warnings
+
+
+def test_compact_sees_the_whole_tree() -> None:
+    one = storage(bytes(400), "cuda:1")
+    weight, moment = Tensor(one, FLOAT32, (5,), (1,)), Tensor(one, FLOAT32, (5,), (1,), 50)
+    made = Object(Global("a", "B"), ((moment,),))
+    done = compact(Checkpoint({"model": {"w": weight}, "made": made}))
+    moved = done.root["made"].args[0][0]
+    assert (moved.offset, moved.storage.nbytes, moved.storage.device) == (0, 20, "cuda:1")
+    assert done.root["model"]["w"].storage is not moved.storage
+
+
+@pytest.mark.parametrize("user", [lambda s: TypedStorage(s, FLOAT32), lambda s: TypedStorage(s, None)])
+def test_compact_leaves_a_storage_that_is_referred_to_as_a_whole(user: Node) -> None:
+    one = storage(bytes(400))
+    ck = Checkpoint({"w": Tensor(one, FLOAT32, (5,), (1,)), "raw": [user(one)]})
+    assert compact(ck).root is ck.root
+
+
+def test_compact_aligns_to_the_coarsest_element() -> None:
+    one = storage(bytes(range(64)))
+    a = Tensor(one, dtypes.BY_NAME["uint8"], (3,), (1,), 33)
+    b = Tensor(one, dtypes.BY_NAME["int64"], (1,), (1,), 4)
+    done = compact(Checkpoint({"a": a, "b": b}))
+    assert to_torch(done.weights["a"]).tolist() == [33, 34, 35]
+    assert to_torch(done.weights["b"]).tolist() == [int.from_bytes(range(32, 40), "little")]
+    assert done.weights["a"].storage is done.weights["b"].storage
+    assert done.weights["a"].storage.nbytes == 8
+
+
+def test_compact_of_empty_tensors() -> None:
+    done = compact(Checkpoint({"e": Tensor(storage(bytes(40)), FLOAT32, (0, 3), (3, 1), 7)}))
+    leaf = done.weights["e"]
+    assert leaf.storage is not None
+    assert (leaf.storage.nbytes, leaf.offset, leaf.shape, leaf.stride) == (0, 0, (0, 3), (3, 1))
+
+
+def test_compact_keeps_elements_smaller_than_a_byte_whole() -> None:
+    ck = Checkpoint({"q": Tensor(storage(bytes(40)), dtypes.BY_NAME["quint4x2"], (4,), (1,), 8)})
+    assert compact(ck).root is ck.root
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
+    dtype = draw(st.sampled_from(["uint8", "int16", "float32", "int64"]))
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    stride = tuple(draw(st.integers(0, 4)) for _ in shape)
+    return dtype, shape, draw(st.sampled_from([stride, contiguous_stride(shape)])), draw(st.integers(0, 9))
+
+
+@given(st.lists(views(), min_size=1, max_size=5))
+def test_compact_changes_no_value(made: list[tuple[str, tuple[int, ...], tuple[int, ...], int]]) -> None:
+    one = storage(bytes(n % 251 for n in range(512)))
+    root = OrderedDict(
+        (str(n), Tensor(one, dtypes.BY_NAME[dtype], shape, stride, offset))
+        for n, (dtype, shape, stride, offset) in enumerate(made)
+    )
+    done = compact(Checkpoint(root))
+    for name, leaf in done.weights.items():
+        assert same(to_torch(leaf), to_torch(root[name]))
+    used = {place for leaf in root.values() if leaf.numel for place in range(leaf.extent[0], sum(leaf.extent))}
+    kept = sum({id(each.storage): each.storage.nbytes for each in done.weights.values() if each.storage}.values())
+    assert len(used) <= kept <= len(used) + 8 * 2 * len(made)
+    for a in root:
+        for b in root:
+            if root[a].numel and root[b].numel and overlap(root[a], root[b]):
+                assert done.weights[a].storage is done.weights[b].storage
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    (start, length), (other, size) = a.extent, b.extent
+    return start < other + size and other < start + length

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CollisionError, UsageError
+from ckptkit.transforms.keys import add_prefix, rename, select, strip_prefix
+from ckptkit.tree import Global, OrderedDict
+from tests.transforms.trees import checkpoint, from_torch, lines, metadata, module, named, tensor
+
+
+def net() -> nn.Module:
+    """Submodules with and without parameters, buffers, a tie."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    )
+    model[3][1].weight = model[3][0].weight
+    return model
+
+
+def names(ck: Checkpoint) -> list[str]:
+    return list(ck.weights)
+
+
+# strip_prefix
+
+
+def test_strip_is_the_state_dict_of_the_module_inside() -> None:
+    model = net()
+    ck = Checkpoint(from_torch(nn.DataParallel(model).state_dict()))
+    done = strip_prefix(ck)
+    assert names(done) == list(model.state_dict())
+    assert list(metadata(done).items()) == list(model.state_dict()._metadata.items())
+    assert done.weights["3.0.weight"].storage is done.weights["3.1.weight"].storage
+    assert isinstance(done.root, OrderedDict)
+    assert done.notes == (f"stripped 'module.' from {len(ck.weights)} keys",)
+    assert not done.warnings
+    assert names(ck)[0] == "module.0.weight", "the input is as it was"
+
+
+@pytest.mark.parametrize("prefixes", [("module.", "_orig_mod."), ("_orig_mod.", "module.")])
+@pytest.mark.parametrize("outer", ["module.", "_orig_mod."])
+def test_strip_takes_two_prefixes_in_either_nesting(prefixes: tuple[str, str], outer: str) -> None:
+    model = net()
+    inner = "_orig_mod." if outer == "module." else "module."
+    wrapped = OrderedDict((outer + inner + name, value) for name, value in from_torch(model.state_dict()).items())
+    versions = {"": {"version": 7}, outer[:-1]: {"version": 8}}
+    inside = {(outer + inner + path).rstrip("."): value for path, value in model.state_dict()._metadata.items()}
+    wrapped.state = {"_metadata": OrderedDict({**versions, **inside})}
+    done = strip_prefix(Checkpoint(wrapped), *prefixes)
+    assert names(done) == list(model.state_dict())
+    assert list(metadata(done).items()) == list(model.state_dict()._metadata.items())
+    assert not done.warnings
+
+
+def test_strip_only_leading() -> None:
+    done = strip_prefix(checkpoint("module.a.module.w", "module.amodule.w"))
+    assert names(done) == ["a.module.w", "amodule.w"]
+
+
+def test_strip_takes_one_level_and_points_out_the_next() -> None:
+    done = strip_prefix(checkpoint("module.module.w", "module.b"))
+    assert names(done) == ["module.w", "b"]
+    assert "1 key still begins with 'module.', a second level: run again" in lines(done)
+    assert names(strip_prefix(done)) == ["w", "b"]
+
+
+def test_strip_twice_when_given_twice() -> None:
+    assert names(strip_prefix(checkpoint("module.module.w"), "module.", "module.")) == ["w"]
+
+
+def test_strip_reports_other_keys_and_keeps_their_place() -> None:
+    done = strip_prefix(checkpoint("n_averaged", "module.w", "module.b"))
+    assert names(done) == ["n_averaged", "w", "b"]
+    assert done.notes == ("stripped 'module.' from 2 keys",)
+    assert "1 key left without a change: 'n_averaged'" in lines(done)
+
+
+def test_strip_extra_state() -> None:
+    root = OrderedDict({"module.w": tensor(), "module._extra_state": {"a": 1}})
+    assert list(strip_prefix(Checkpoint(root)).root) == ["w", "_extra_state"]
+
+
+def test_strip_collision_names_both() -> None:
+    with pytest.raises(CollisionError) as caught:
+        strip_prefix(checkpoint("w", "module.w"))
+    assert "'w' and 'module.w' would both be called 'w'" in str(caught.value)
+
+
+def test_strip_collision_of_two_prefixes() -> None:
+    with pytest.raises(CollisionError, match="would both be called 'w'"):
+        strip_prefix(checkpoint("a.w", "b.w"), "a.", "b.")
+
+
+def test_strip_nothing() -> None:
+    ck = checkpoint("w")
+    done = strip_prefix(ck)
+    assert done.root is ck.root
+    assert done.warnings == ("no key begins with 'module.'",)
+    assert not done.notes
+
+
+def test_strip_never_leaves_an_empty_name() -> None:
+    assert names(strip_prefix(checkpoint("module.", "module.w"))) == ["module.", "w"]
+
+
+def test_strip_empty_prefix() -> None:
+    with pytest.raises(UsageError):
+        strip_prefix(checkpoint("w"), "")
+
+
+def test_strip_prefix_of_two_components() -> None:
+    root = OrderedDict(named("a.b.w", "a.b.c.w"))
+    root.state = {"_metadata": OrderedDict({path: {"version": n} for n, path in enumerate(["", "a", "a.b", "a.b.c"])})}
+    done = strip_prefix(Checkpoint(root), "a.b.")
+    assert list(metadata(done).items()) == [("", {"version": 2}), ("c", {"version": 3})]
+
+
+def test_strip_prefix_of_two_components_keeps_paths_of_others() -> None:
+    root = OrderedDict(named("a.b.w", "a.x"))
+    root.state = {"_metadata": OrderedDict({path: {"version": n} for n, path in enumerate(["", "a", "a.b"])})}
+    done = strip_prefix(Checkpoint(root), "a.b.")
+    assert dict(metadata(done)) == {"": {"version": 2}, "a": {"version": 1}}
+
+
+def test_strip_prefix_without_a_dot() -> None:
+    root = OrderedDict(named("net_conv.w", "net_w"))
+    root.state = {"_metadata": OrderedDict({"": {"version": 1}, "net_conv": {"version": 2}})}
+    done = strip_prefix(Checkpoint(root), "net_")
+    assert names(done) == ["conv.w", "w"]
+    assert dict(metadata(done)) == {"": {"version": 1}, "conv": {"version": 2}}
+
+
+def test_strip_says_where_else_the_prefix_is() -> None:
+    root = {"state_dict": named("module.w"), "my ema": named("module.w"), "epoch": 1}
+    done = strip_prefix(Checkpoint(root))
+    assert list(done.root["my ema"]) == ["module.w"]
+    assert "--key state_dict --key 'my ema'" in lines(done)
+
+
+def test_strip_keys_are_exactly_those() -> None:
+    root = {"state_dict": named("module.w"), "ema": {"shadow": named("module.w")}}
+    done = strip_prefix(Checkpoint(root), keys=["ema.shadow"])
+    assert list(done.root["ema"]["shadow"]) == ["w"]
+    assert list(done.root["state_dict"]) == ["module.w"]
+    both = strip_prefix(Checkpoint(root), keys=["ema.shadow", "state_dict"])
+    assert list(both.root["state_dict"]) == ["w"]
+    assert not both.warnings
+
+
+def test_strip_key_of_an_optimizer_state_by_name() -> None:
+    root = {"model": named("module.w"), "optimizer": {"state": {"module.w": {"step": 1}, 3: {}}, "param_groups": []}}
+    done = strip_prefix(Checkpoint(root), keys=["model", "optimizer.state"])
+    assert list(done.root["optimizer"]["state"]) == ["w", 3]
+
+
+@pytest.mark.parametrize("key", ["nowhere", "epoch"])
+def test_strip_key_that_is_no_mapping(key: str) -> None:
+    with pytest.raises(UsageError):
+        strip_prefix(Checkpoint({"state_dict": named("module.w"), "epoch": 1}), keys=[key])
+
+
+def test_strip_one_mapping_in_two_places_stays_one() -> None:
+    shared = named("module.w")
+    done = strip_prefix(Checkpoint({"state_dict": shared, "best": [shared]}))
+    assert done.root["best"][0] is done.root["state_dict"]
+    assert not done.warnings
+
+
+def test_strip_of_a_pickled_module_gives_its_plain_state_dict() -> None:
+    weight = tensor(kind="parameter", requires_grad=True)
+    inner = module({"w": weight, "none": None}, buffers=[("mean", tensor())])
+    ck = Checkpoint({"net": module(submodules={"module": inner}, callable=Global("torch.nn.parallel", "DataParallel"))})
+    done = strip_prefix(ck)
+    assert isinstance(done.root["net"], OrderedDict)
+    assert list(done.root["net"]) == ["w", "mean"]
+    plain = done.weights["w"]
+    assert (plain.kind, plain.requires_grad, plain.storage) == ("tensor", False, weight.storage)
+    assert "the pickled module of net (torch.nn.parallel.DataParallel) is now its plain state_dict" in done.notes
+
+
+def test_strip_leaves_a_pickled_module_without_the_prefix() -> None:
+    ck = Checkpoint(module({"w": tensor()}))
+    assert strip_prefix(ck).root is ck.root
+
+
+# add_prefix
+
+
+@pytest.mark.parametrize("model", [net(), nn.BatchNorm1d(2)], ids=["net", "version 2 at the root"])
+def test_add_is_the_state_dict_of_data_parallel(model: nn.Module) -> None:
+    wanted = nn.DataParallel(model).state_dict()
+    done = add_prefix(Checkpoint(from_torch(model.state_dict())))
+    assert names(done) == list(wanted)
+    assert list(metadata(done).items()) == list(wanted._metadata.items())
+    assert done.notes == (f"added 'module.' to {len(wanted)} keys",)
+
+
+def test_add_two_components_is_what_torch_gives() -> None:
+    inner = net()
+    outer = nn.ModuleDict({"a": nn.ModuleDict({"b": inner})})
+    done = add_prefix(Checkpoint(from_torch(inner.state_dict())), "a.b.")
+    assert list(metadata(done).items()) == list(outer.state_dict()._metadata.items())
+
+
+def test_add_then_strip_is_where_we_were() -> None:
+    ck = Checkpoint(from_torch(net().state_dict()))
+    back = strip_prefix(add_prefix(ck))
+    assert names(back) == names(ck)
+    assert list(metadata(back).items()) == list(metadata(ck).items())
+
+
+def test_add_leaves_the_wrapper_alone() -> None:
+    """What is not a weight has no module to be in; dotted names next to weights have."""
+    root = {"epoch": 3, "fc.weight": tensor(), "fc._packed_params.dtype": Global("torch", "qint8")}
+    done = add_prefix(Checkpoint(root))
+    assert list(done.root) == ["epoch", "module.fc.weight", "module.fc._packed_params.dtype"]
+
+
+def test_add_collision() -> None:
+    with pytest.raises(CollisionError, match="'w' and 'mw' would both be called 'mw'"):
+        add_prefix(Checkpoint({"w": tensor(), "mw": "no weight, so it keeps its name"}), "m")
+
+
+def test_add_to_all_keys_of_a_mapping_that_was_named() -> None:
+    done = add_prefix(Checkpoint({"w": tensor(), "mw": 1, 3: 2}), "m", keys=[""])
+    assert list(done.root) == ["mw", "mmw", 3]
+
+
+def test_add_empty_prefix() -> None:
+    with pytest.raises(UsageError):
+        add_prefix(checkpoint("w"), "")
+
+
+def test_add_to_a_pickled_module() -> None:
+    done = add_prefix(Checkpoint(module({"w": tensor()})))
+    assert list(done.root) == ["module.w"]
+
+
+# rename
+
+
+def test_rename_by_map_is_exact() -> None:
+    done = rename(checkpoint("a.w", "a.w2"), {"a.w": "b.w"})
+    assert names(done) == ["b.w", "a.w2"]
+    assert done.notes == ("renamed 1 key",)
+
+
+def test_rename_exchanges_two_names() -> None:
+    ck = checkpoint("a", "b")
+    done = rename(ck, {"a": "b", "b": "a"})
+    assert names(done) == ["b", "a"]
+    assert done.weights["b"].storage is ck.weights["a"].storage
+
+
+def test_rename_map_first_then_substitutions_in_order() -> None:
+    done = rename(
+        checkpoint("x.gamma", "x.beta"), {"x.beta": "x.gamma"}, [("gamma", "weight"), (r"^(\w+)\.w", r"\1.W")]
+    )
+    assert names(done) == ["x.Weight", "x.gamma"]
+
+
+def test_rename_absent_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError) as caught:
+        rename(checkpoint("layer1.weight", "layer2.bias"), {"layer1.weigth": "w"})
+    assert caught.value.hint is not None
+    assert "'layer1.weight'" in caught.value.hint
+
+
+@pytest.mark.parametrize("substitution", [("(", ""), ("a", r"\1"), ("(?P<n>a)", r"\g<m>"), ("a", "\\")])
+def test_rename_bad_substitution(substitution: tuple[str, str]) -> None:
+    with pytest.raises(UsageError, match="bad substitution"):
+        rename(checkpoint("no match"), substitutions=[substitution])
+
+
+def test_rename_flags_in_the_expression() -> None:
+    assert names(rename(checkpoint("A.w"), substitutions=[("(?i)^a", "b")])) == ["b.w"]
+
+
+@pytest.mark.parametrize(("mapping", "substitutions"), [({"a": ""}, []), ({}, [("a", "")]), ({"a": 1}, [])])
+def test_rename_to_nothing(mapping: dict[str, str], substitutions: list[tuple[str, str]]) -> None:
+    with pytest.raises(UsageError):
+        rename(checkpoint("a"), mapping, substitutions)
+
+
+def test_rename_collision() -> None:
+    with pytest.raises(CollisionError, match=r"'a.1.w' and 'a.2.w' would both be called 'a.w'"):
+        rename(checkpoint("a.1.w", "a.2.w"), substitutions=[(r"\.\d", "")])
+
+
+def test_rename_nothing() -> None:
+    ck = checkpoint("a")
+    done = rename(ck, substitutions=[("zz", "y")])
+    assert done.root is ck.root
+    assert done.warnings
+
+
+def test_rename_metadata_follows() -> None:
+    """Against torch: the same modules under other names."""
+    old = nn.ModuleDict({"enc": net(), "head": nn.Linear(2, 2)})
+    new = nn.ModuleDict({"encoder": old["enc"], "top": old["head"]})
+    done = rename(Checkpoint(from_torch(old.state_dict())), substitutions=[("^enc", "encoder"), ("^head", "top")])
+    assert list(metadata(done).items()) == list(new.state_dict()._metadata.items())
+    assert names(done) == list(new.state_dict())
+    assert not done.warnings
+
+
+def test_rename_metadata_that_cannot_follow_is_dropped_and_named() -> None:
+    root = OrderedDict(named("a.w", "a.b"))
+    root.state = {"_metadata": OrderedDict({"": {}, "a": {"version": 2}})}
+    done = rename(Checkpoint(root), {"a.w": "x.w", "a.b": "y.b"})
+    assert list(metadata(done)) == [""]
+    assert "dropped 1 _metadata entry: no new name follows for 'a'" in lines(done)
+
+
+def test_rename_of_a_parameter_keeps_its_module() -> None:
+    root = OrderedDict(named("norm.gamma", "norm.beta"))
+    root.state = {"_metadata": OrderedDict({"": {}, "norm": {"version": 2}})}
+    done = rename(Checkpoint(root), substitutions=[("gamma", "weight"), ("beta", "bias")])
+    assert dict(metadata(done)) == {"": {}, "norm": {"version": 2}}
+
+
+# select
+
+
+def test_select_keep_and_drop() -> None:
+    ck = checkpoint("enc.a.w", "enc.b.w", "dec.a.w")
+    assert names(select(ck, keep=["enc.*"])) == ["enc.a.w", "enc.b.w"]
+    assert names(select(ck, drop=["*.a.w"])) == ["enc.b.w"]
+    assert names(select(ck, keep=["enc.*", "dec.*"], drop=["enc.b.*"])) == ["enc.a.w", "dec.a.w"]
+    assert select(ck, keep=["enc.*"]).notes == ("left out 1 key, kept 2",)
+
+
+def test_select_is_case_sensitive() -> None:
+    with pytest.raises(UsageError):
+        select(checkpoint("Enc.w"), keep=["enc.*"])
+
+
+def test_select_unmatched_glob_says_what_is_near() -> None:
+    with pytest.raises(UsageError) as caught:
+        select(checkpoint("encoder.weight", "decoder.weight"), drop=["encodr.weight"])
+    assert caught.value.hint is not None
+    assert "'encoder.weight'" in caught.value.hint
+
+
+def test_select_nothing_left() -> None:
+    with pytest.raises(UsageError, match="nothing is left"):
+        select(checkpoint("a"), drop=["*"])
+
+
+def test_select_everything() -> None:
+    ck = checkpoint("a")
+    done = select(ck, keep=["*"])
+    assert done.root is ck.root
+    assert done.warnings
+
+
+def test_select_keeps_what_is_no_weight() -> None:
+    done = select(Checkpoint({"epoch": 3, "a.w": tensor(), "b.w": tensor()}), keep=["a.*"])
+    assert list(done.root) == ["epoch", "a.w"]
+
+
+def test_select_drops_extra_state_by_name() -> None:
+    root = OrderedDict({"a.w": tensor(), "a._extra_state": {}, "b.w": tensor(), "b._extra_state": {}})
+    assert list(select(Checkpoint(root), drop=["b.*"]).root) == ["a.w", "a._extra_state"]
+
+
+def test_select_prunes_metadata() -> None:
+    done = select(Checkpoint(from_torch(net().state_dict())), keep=["3.*"])
+    assert list(metadata(done)) == ["", "3", "3.0", "3.1"]
+
+
+def test_select_keeps_ties() -> None:
+    done = select(Checkpoint(from_torch(net().state_dict())), keep=["3.*"])
+    assert done.weights["3.0.weight"].storage is done.weights["3.1.weight"].storage
+
+
+# all of them
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_order_types_and_the_rest_of_the_tree_stay(seed: int) -> None:
+    some = [f"module.{'abc'[n % 3]}.{n}" for n in range(9)]
+    random.Random(seed).shuffle(some)
+    weights = OrderedDict(named(*some), {"other attribute": 1})
+    moments = [weights[name] for name in some]
+    ck = Checkpoint({"state_dict": weights, "moments": moments, "args": (1, "module.a", {"b": {1: None}})})
+    done = rename(add_prefix(strip_prefix(ck)), substitutions=[("a", "A")])
+    assert names(done) == [name.replace("a", "A") for name in some]
+    assert list(done.root) == ["state_dict", "moments", "args"]
+    assert done.root["state_dict"].state == {"other attribute": 1}
+    assert done.root["args"] == (1, "module.a", {"b": {1: None}})
+    assert [id(each) for each in done.weights.values()] == [id(each) for each in done.root["moments"]]
+
+
+def test_the_result_loads_into_the_module_inside() -> None:
+    """Through torch, with the names and metadata that came out."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    done = strip_prefix(Checkpoint(from_torch(nn.DataParallel(model).state_dict())))
+    state_dict = {name: torch.zeros(each.shape) for name, each in done.weights.items()}
+    assert not any(model.load_state_dict(state_dict))
