@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
-from ckptkit.errors import InputChangedError
+from ckptkit.errors import InputChangedError, OutputError
 from ckptkit.plan import Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
@@ -110,17 +110,21 @@ def _work(segment: Segment) -> int:
 
 
 def _spread(files: list[list[Task]], executor: Executor, progress: Progress) -> list[list[list[Sum]]]:
-    from concurrent.futures import as_completed, wait
+    from concurrent.futures import BrokenExecutor, Future, as_completed, wait
 
-    futures = {executor.submit(run, task): task for tasks in files for task in tasks}
+    futures: dict[Future[list[Sum]], Task] = {}
     try:
+        futures.update((executor.submit(run, task), task) for tasks in files for task in tasks)
         for future in as_completed(futures):
             future.result()
             progress(futures[future].size)
-    except BaseException:
+    except BaseException as error:
         for future in futures:
             future.cancel()
         wait(futures)
+        if isinstance(error, BrokenExecutor):
+            hint = "it ran out of memory, or found another file where the input was"
+            raise OutputError("a worker ended before its work was done", hint=hint) from error
         raise
     done = (future.result() for future in futures)
     return [[next(done) for _ in tasks] for tasks in files]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ckptkit import copying
 from ckptkit.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.copying import ReadAhead, Task, crc32_combine, cut, execute, run
-from ckptkit.errors import CorruptError, InputChangedError
+from ckptkit.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.plan import Deferred, Segment, Summed, length
 
 NOISE = np.random.default_rng(7).integers(0, 256, 3 << 20, np.uint8).tobytes()
@@ -213,7 +213,7 @@ def test_processes_carry_out_a_plan(source: LocalFile, tmp_path: Path, monkeypat
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         assert written(segments, tmp_path, processes) == want
         Path(source.path).write_bytes(b"another file")
-        with pytest.raises(InputChangedError):
+        with pytest.raises(OutputError, match="a worker ended"):
             written(segments, tmp_path, processes)
 
 

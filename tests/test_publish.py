@@ -411,7 +411,7 @@ def test_verify_agrees_with_what_was_written(source: LocalFile, folder: Path) ->
     publish(folder_plan(source), folder / "out", verify=True)
 
 
-@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 6])  # the fifth are the holes, which the sixth fills
 def test_DS_23_verify_finds_a_flipped_bit(
     number: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", cwd=folder,
-        env={**ENVIRONMENT, "PATH": path, "COLUMNS": "200"}, timeout=120,
+        env={**ENVIRONMENT, "PATH": path, "TMPDIR": str(folder), "COLUMNS": "200"}, timeout=120,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import bridge
-from ckptkit.dtypes import BY_NAME, DType
+from ckptkit.dtypes import BY_NAME, UINT8, DType
 from ckptkit.errors import DeviceError, TensorError, UnsupportedError, UsageError
 from ckptkit.tensor import Storage, Tensor, TypedStorage, check_geometry
 from ckptkit.tree import Global, Node, Object
@@ -229,14 +229,12 @@ _CALLS: dict[str, Callable[[Tensors, Object], torch.Tensor]] = {
 }
 
 
-def typed_storage(tensors: Tensors, node: TypedStorage) -> object:
-    """A storage as `torch.load` gives it: typed, unless it was saved as bytes."""
+def typed_storage(tensors: Tensors, node: TypedStorage) -> torch.TypedStorage:
+    """A storage as `torch.load` gives it: one of bytes is of uint8."""
     import torch
 
     memory = tensors.storage(node.storage, node.dtype)
-    if node.dtype is None:
-        return memory
-    dtype = bridge.torch_dtype(node.dtype)
+    dtype = bridge.torch_dtype(node.dtype or UINT8)
     return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 

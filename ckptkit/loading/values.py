@@ -15,7 +15,7 @@ from ckptkit.loading.tensors import MapLocation, Tensors, dtype_of, typed_storag
 from ckptkit.tensor import Tensor, TypedStorage
 from ckptkit.transforms import metadata
 from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
-from ckptkit.weights import Weights
+from ckptkit.weights import Weights, as_tensor
 
 PathLike = str | os.PathLike[str]
 
@@ -77,7 +77,7 @@ class Values:
         found: dict[str, Any] = collections.OrderedDict() if ordered else {}
         for name, node in entries(weights):
             try:
-                found[name] = self(node)
+                found[name] = self(node) if as_tensor(node) is None else self.tensors.tensor(node)
             except CkptkitError as error:
                 error.message = f"{join((*weights.path, name))}: {error.message}"
                 raise

@@ -22,8 +22,12 @@ from ckptkit.tree import Global, Object
 
 Cuda = Callable[..., AbstractContextManager[None]]
 
-DTYPES = sorted({row.name for row in dtypes.TABLE if isinstance(getattr(torch, row.name, None), torch.dtype)})
-PLAIN = [name for name in DTYPES if dtypes.BY_NAME[name].kind in ("float", "int", "bool", "complex")]
+SHELLS = {f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)}  # torch cannot save them
+DTYPES = [
+    row.name
+    for row in dtypes.TABLE
+    if isinstance(getattr(torch, row.name, None), torch.dtype) and row.kind != "quantized" and row.name not in SHELLS
+]
 
 
 def saved(value: object, path: Path, **options: Any) -> Path:
@@ -34,7 +38,9 @@ def saved(value: object, path: Path, **options: Any) -> Path:
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Everything that torch knows about a tensor, and its bytes."""
     assert type(ours) is type(theirs)
-    assert (ours.dtype, ours.shape, ours.device) == (theirs.dtype, theirs.shape, theirs.device)
+    assert (ours.dtype, ours.device, ours.layout) == (theirs.dtype, theirs.device, theirs.layout)
+    assert ours.is_nested == theirs.is_nested
+    assert ours.is_nested or ours.shape == theirs.shape
     assert ours.requires_grad == theirs.requires_grad
     if ours.layout == torch.strided and not ours.is_nested:
         assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
@@ -77,11 +83,8 @@ def test_part_of_a_checkpoint(tmp_path: Path) -> None:
 def test_dtypes(tmp_path: Path, name: str) -> None:
     kind = getattr(torch, name)
     memory = torch.arange(64, dtype=torch.uint8)
-    try:
-        value = torch.empty(0, dtype=kind).set_(memory.untyped_storage(), 1, (2,), (1,))
-        path = saved({"w": value}, tmp_path / "a.pth")
-    except (RuntimeError, KeyError, NotImplementedError) as error:
-        pytest.skip(f"torch itself cannot save this: {error}")
+    value = torch.empty(0, dtype=kind).set_(memory.untyped_storage(), 1, (2,), (1,))
+    path = saved({"w": value}, tmp_path / "a.pth")
     same(ckptkit.load(path)["w"], torch.load(path, weights_only=True)["w"])
 
 
@@ -96,7 +99,7 @@ def views() -> dict[str, Any]:
         "empty": base[:0],
         "scalar": base[7],
         "conjugate": complex_.conj(),
-        "negative": complex_.conj().imag,
+        "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
         "parameter": nn.Parameter(base[:6].view(2, 3)),
         "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
         "grad": torch.ones(2, requires_grad=True),
@@ -142,7 +145,6 @@ def test_special_layouts(tmp_path: Path, name: str) -> None:
     path = saved({"w": SPECIAL[name](), "v": torch.ones(1)}, tmp_path / "a.pth")
     ours, theirs = ckptkit.load(path)["w"], torch.load(path, weights_only=True)["w"]
     same(ours, theirs)
-    assert ours.layout == theirs.layout
     if theirs.is_quantized:
         assert ours.qscheme() == theirs.qscheme()
         assert torch.equal(ours.int_repr(), theirs.int_repr())
