@@ -49,6 +49,8 @@ OTHERS = {
     "tabulate": ("cli",),
     "tqdm": ("cli",),
     "torch": ("bridge", "loading", "trainer"),
+    "sklearn": ("trainer",),
+    "matplotlib": ("trainer",),
     "numpy": None,
     "fsspec": ("bytesource",),
     "safetensors": ("bridge",),
@@ -111,7 +113,7 @@ def own(module: str) -> Iterator[str]:
 
 
 def layer(module: str) -> str:
-    return module.split(".")[0]
+    return "__main__" if module.endswith(".__main__") else module.split(".")[0]
 
 
 def test_the_modules_are_found() -> None:

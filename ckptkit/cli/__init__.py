@@ -22,7 +22,8 @@ from ckptkit.cli import render
 from ckptkit.errors import CkptkitError, InputError
 
 COMMANDS = (
-    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap", "formats", "env",
+    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap", "train",
+    "formats", "env",
 )  # fmt: skip
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 

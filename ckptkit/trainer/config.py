@@ -1,0 +1,79 @@
+"""What decides the weights that a training run ends with, and the errors of requests that cannot be met."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit import CkptkitError
+
+MODELS = ("cnn", "mlp", "crnn", "densenet", "generator")
+PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
+FORMS = ("bare", "wrapped", "full")
+SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can cut
+PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
+DATA = "digits, random or cifar10:DIR"
+
+
+class RequestError(CkptkitError):
+    """Options that do not go together, or that this machine cannot follow."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run. Equal configs on the CPU give files of equal bytes.
+
+    ``width`` is a factor on the channels of the model. Gradients are accumulated over ``accumulate`` batches of
+    ``batch_size`` images before each step. ``segments`` is how many parts of the model keep only their input for the
+    backward pass, 0 for none. A ``clip_norm`` of 0 clips nothing, an ``lr_step`` of 0 keeps the learning rate. No
+    ``devices`` means: those that there are, or the CPU. A ``save_every`` of 0 saves at the end only.
+    """
+
+    model: str = "cnn"
+    data: str = "digits"
+    width: float = 1.0
+    devices: tuple[str, ...] = ()
+    parallel: str = "none"
+    epochs: int = 10
+    batch_size: int = 32
+    accumulate: int = 1
+    segments: int = 0
+    memory_efficient: bool = False
+    clip_norm: float = 0.0
+    lr: float = 0.03
+    momentum: float = 0.9
+    lr_step: int = 5
+    lr_gamma: float = 0.3
+    amp: bool = False
+    seed: int = 0
+    deterministic: bool = False
+    save_form: str = "wrapped"
+    keep_module_prefix: bool = False
+    save_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.segments and self.model not in SEGMENTED:
+            raise RequestError(f"{self.model} has no segments", hint=f"--model {' or '.join(SEGMENTED)} has")
+        if self.memory_efficient and self.model != "densenet":
+            raise RequestError(f"{self.model} has no bottlenecks to recompute", hint="--model densenet has")
+        if self.keep_module_prefix and self.parallel not in PREFIXED:
+            raise RequestError(
+                f"--parallel {self.parallel} gives the keys no prefix to keep", hint=f"{', '.join(PREFIXED)} do"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, for the checkpoint."""
+        return {**asdict(self), "devices": list(self.devices)}
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a run reads and writes beside its checkpoint; None: not at all."""
+
+    resume: Path | None = None
+    metrics: Path | None = None
+    plot: Path | None = None
+    memory_report: Path | None = None

@@ -1,0 +1,49 @@
+"""72 linear layers of 1000: deep enough for what a backward pass keeps to be worth saving.
+
+Nothing stands between the layers, so that the model is a linear classifier of absurd depth. With torch's own
+initialisation each layer shrinks its input to 1/sqrt(3) and no gradient arrives at the first one; as an identity each
+hands on what it gets, and the model trains.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from ckptkit.trainer.models.scale import scaled
+
+LAYERS, UNITS = 72, 1000
+
+
+class Mlp(nn.Module):
+    """Inputs [batch, ...] to scores [batch, classes].
+
+    With ``segments`` the layers are run in that many parts, which keep their inputs only and are run again for the
+    backward pass (the last part excepted, whose turn comes at once).
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], classes: int, width: float = 1.0, segments: int = 0, layers: int = LAYERS
+    ) -> None:
+        super().__init__()
+        units, inputs = scaled(UNITS, width), 1
+        for size in shape:
+            inputs *= size
+        sizes = [inputs, *[units] * (layers - 1), classes]
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+        for layer in list(self.layers)[1:-1]:
+            nn.init.eye_(layer.get_parameter("weight"))
+            nn.init.zeros_(layer.get_parameter("bias"))
+        self.segments = segments
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.flatten(1)
+        scores: Tensor
+        if self.segments and self.training:
+            # The reentrant kind would lose the gradients of every part whose input needs none: all but the last.
+            scores = checkpoint_sequential(self.layers, self.segments, inputs, use_reentrant=False)  # type: ignore[no-untyped-call]
+        else:
+            scores = self.layers(inputs)
+        return scores

@@ -1,0 +1,45 @@
+"""Where chance comes from: seeded, recorded, put back."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from ckptkit.trainer.config import Config
+
+
+def seed(config: Config) -> None:
+    """Seed Python, numpy, torch and every GPU alike; with ``deterministic`` refuse algorithms that are not."""
+    random.seed(config.seed)
+    numpy.random.seed(config.seed)
+    torch.manual_seed(config.seed)  # GPUs included
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def state() -> dict[str, Any]:
+    """Of all generators, in plain values and tensors."""
+    numpys: Any = numpy.random.get_state(legacy=False)
+    key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpys, "state": {**numpys["state"], "key": key}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore(saved: dict[str, Any]) -> None:
+    """Put back what :func:`state` gave. GPUs that are not here are left out."""
+    numpys = saved["numpy"]
+    random.setstate(saved["python"])
+    numpy.random.set_state({**numpys, "state": {**numpys["state"], "key": numpys["state"]["key"].numpy()}})
+    torch.set_rng_state(saved["torch"])
+    for device, each in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(each, device)

@@ -1,0 +1,39 @@
+"""How a batch is split: what a model sees of it, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ckptkit.trainer.run import Run
+
+
+@contextmanager
+def trace(run: Run, say: Callable[[str], None], wanted: bool = True) -> Iterator[None]:
+    """Say the shapes in the model and outside of it, each combination once."""
+    hooks = []
+    if wanted:
+        said: set[str] = set()
+        hooks.append(run.model.register_forward_hook(_teller("in the model", say, said)))
+        if run.wrapped is not run.model:
+            hooks.append(run.wrapped.register_forward_hook(_teller("outside", say, said)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _teller(where: str, say: Callable[[str], None], said: set[str]) -> Callable[[nn.Module, Any, Any], None]:
+    def tell(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | list[Tensor]) -> None:
+        outputs = [output] if isinstance(output, Tensor) else output
+        shapes = " + ".join(f"{list(each.shape)} on {each.device}" for each in outputs)
+        line = f"{where}: input {list(inputs[0].shape)}, output {shapes}"
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return tell
