@@ -52,7 +52,7 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 @number("--segments", "Parts of an mlp or generator that are recomputed, 0: none.")
 @flag("--memory-efficient", "Recompute the bottlenecks of a densenet.")
 @number("--clip-norm", "The largest norm of the gradients, 0: any.")
-@number("--lr", "Learning rate.", strictly=True)
+@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Learning rate.  [default: what suits the model]")
 @number("--momentum", "Momentum of SGD.")
 @number("--lr-step", "Epochs between two changes of the learning rate, 0: none.")
 @number("--lr-gamma", "The factor of such a change.", strictly=True)
@@ -106,8 +106,6 @@ def command(
     loop.check_output(out, config.parallel, force)
     files = Files(resume, metrics, plot, memory_report)
     loop.train(config, out, files, trace_shapes=trace_shapes, say=_silent if quiet else _say, bar=_bar)
-    if not quiet:
-        render.emit(render.escape(f"wrote {out}"))
 
 
 def _say(line: str) -> None:

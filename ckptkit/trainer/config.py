@@ -13,6 +13,7 @@ PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
 FORMS = ("bare", "wrapped", "full")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can cut
 PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
+LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.1, "densenet": 0.05, "generator": 0.05}  # what suits the models
 DATA = "digits, random or cifar10:DIR"
 
 
@@ -28,8 +29,9 @@ class Config:
 
     ``width`` is a factor on the channels of the model. Gradients are accumulated over ``accumulate`` batches of
     ``batch_size`` images before each step. ``segments`` is how many parts of the model keep only their input for the
-    backward pass, 0 for none. A ``clip_norm`` of 0 clips nothing, an ``lr_step`` of 0 keeps the learning rate. No
-    ``devices`` means: those that there are, or the CPU. A ``save_every`` of 0 saves at the end only.
+    backward pass, 0 for none. A ``clip_norm`` of 0 clips nothing, an ``lr_step`` of 0 keeps the learning rate, a
+    ``save_every`` of 0 saves at the end only. No ``lr`` means: what suits the model; no ``devices``: those that there
+    are, or the CPU.
     """
 
     model: str = "cnn"
@@ -43,7 +45,7 @@ class Config:
     segments: int = 0
     memory_efficient: bool = False
     clip_norm: float = 0.0
-    lr: float = 0.03
+    lr: float | None = None
     momentum: float = 0.9
     lr_step: int = 5
     lr_gamma: float = 0.3
@@ -64,9 +66,14 @@ class Config:
                 f"--parallel {self.parallel} gives the keys no prefix to keep", hint=f"{', '.join(PREFIXED)} do"
             )
 
+    @property
+    def rate(self) -> float:
+        """The learning rate to begin with."""
+        return LR[self.model] if self.lr is None else self.lr
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, for the checkpoint."""
-        return {**asdict(self), "devices": list(self.devices)}
+        return {**asdict(self), "devices": list(self.devices), "lr": self.rate}
 
 
 @dataclass(frozen=True)

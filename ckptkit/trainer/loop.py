@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isfinite
 from pathlib import Path
 from time import monotonic
 
 import torch
 from torch import Tensor
 
+from ckptkit import CkptkitError
 from ckptkit.trainer import memory, parallel, saving, shapes
 from ckptkit.trainer.config import Config, Files, RequestError
 from ckptkit.trainer.data import cut
@@ -47,6 +49,7 @@ def train(
                 if config.save_every and run.epoch % config.save_every == 0 and run.epoch < config.epochs:
                     saving.save(run, _numbered(out, run.epoch))
         saving.save(run, out)
+        tell(f"wrote {out}")
         return log.accuracy
 
 
@@ -61,6 +64,8 @@ def evaluate(config: Config, file: Path) -> float:
 def _epoch(run: Run, log: Log, tracker: memory.Tracker, bar: Bar) -> None:
     started = monotonic()
     loss = train_epoch(run, tracker, bar)
+    if not isfinite(loss):
+        raise CkptkitError(f"the loss is {loss} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1")
     rate = run.optimizer.param_groups[0]["lr"]
     run.scheduler.step()
     run.epoch += 1

@@ -40,7 +40,7 @@ def prepare(config: Config, group: parallel.Group) -> Run:
     randomness.seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
     wrapped = parallel.wrap(model, config, group)
-    optimizer = SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
+    optimizer = SGD(model.parameters(), lr=config.rate, momentum=config.momentum)
     scheduler = StepLR(optimizer, config.lr_step or sys.maxsize, config.lr_gamma)
     loss = parallel.split_loss(task.loss)
     return Run(config, group, loaded, task, model, wrapped, loss, optimizer, scheduler)

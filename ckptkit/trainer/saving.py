@@ -62,7 +62,7 @@ def versions() -> dict[str, str | None]:
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
     return {
         "ckptkit": ckptkit.__version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # a str of its own class, which weights_only refuses
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

@@ -1,0 +1,66 @@
+"""What the tests of the trainer share: runs before their first epoch, and replicas on one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptkit.trainer import parallel
+from ckptkit.trainer.config import Config
+from ckptkit.trainer.run import Run, prepare
+
+Prepare = Callable[..., Run]
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two threads, no torchrun around, and no test leaves torch stricter than it was."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def prepared() -> Iterator[Prepare]:
+    """``prepared(model="cnn")``: a small run on the CPU and on noise, unless said otherwise."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> Run:
+            config = Config(**{"data": "random", "width": 0.5, "devices": ("cpu",), **options})
+            return prepare(config, stack.enter_context(parallel.group(config)))
+
+        yield make
+
+
+class TwoReplicas(parallel.Replicated):
+    """What DataParallel does with two GPUs, on one CPU: it does not replicate there.
+
+    The batch is split along dim 0, each half goes through the (one) model, and the outputs are joined, or not.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = [self.module(half) for half in inputs[0].chunk(2)]
+        return self.gather(outputs, 0) if self.balanced else torch.cat(outputs)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Name -> gradient, all of them there."""
+    found = {name: each.grad for name, each in model.named_parameters()}
+    assert not [name for name, each in found.items() if each is None]
+    return {name: each.clone() for name, each in found.items() if each is not None}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

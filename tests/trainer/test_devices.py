@@ -1,0 +1,66 @@
+"""Choosing devices, those of other machines included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.trainer import devices
+from ckptkit.trainer.config import Config
+
+from ..conftest import Run
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two GPUs, as far as choosing goes."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+def chosen(*names: str, parallel: str = "none") -> list[str]:
+    return [str(device) for device in devices.choose(Config(devices=names, parallel=parallel))]
+
+
+def refusal(*names: str, parallel: str = "dp") -> tuple[str, str | None]:
+    with pytest.raises(ckptkit.CkptkitError) as caught:
+        chosen(*names, parallel=parallel)
+    assert caught.value.exit_code == 2
+    return str(caught.value), caught.value.hint
+
+
+def test_S09_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert chosen() == chosen(parallel="dp") == ["cpu"]
+
+
+def test_S09_any_order_the_first_holds_the_model(two_gpus: None) -> None:
+    assert chosen() == ["cuda:0"]
+    assert chosen("cuda") == ["cuda:0"]
+    assert chosen("cuda:1") == ["cuda:1"]
+    assert chosen(parallel="dp") == ["cuda:0", "cuda:1"]
+    assert chosen("cuda:1", "cuda:0", parallel="dp") == ["cuda:1", "cuda:0"]
+
+
+def test_S09_a_missing_device_names_those_that_are_there(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert refusal("cuda:3") == ("there is no device cuda:3 here", "--devices cpu, cuda:0, cuda:1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert "CUDA_VISIBLE_DEVICES=0,1 renumbers" in (refusal("cuda:3")[1] or "")
+
+
+def test_S10_the_first_device_must_be_one_that_can_share(two_gpus: None) -> None:
+    assert refusal("cpu", "cuda:0")[0] == "cpu cannot share the work with other devices"
+    assert refusal("cuda:1", "cuda:1")[0] == "--devices names cuda:1 twice"
+    assert refusal("cuda:0", "cuda:1", parallel="none")[1] == "--parallel dp"
+
+
+def test_S20_env_shows_the_devices(run: Run) -> None:
+    found = json.loads(run("env", "--json").stdout)
+    assert found["torch"] == torch.__version__
+    assert [name for name in devices.available() if name != "mps"] == [
+        name for name in found["devices"] if name == "cpu" or name.startswith("cuda")
+    ]
