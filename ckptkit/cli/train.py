@@ -103,8 +103,8 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
-    loop.check_output(out, config.parallel, force)
     files = Files(resume, metrics, plot, memory_report)
+    loop.check_output(out, files, config.parallel, force)
     loop.train(config, out, files, trace_shapes=trace_shapes, say=_silent if quiet else _say, bar=_bar)
 
 

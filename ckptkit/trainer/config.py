@@ -23,6 +23,12 @@ class RequestError(CkptkitError):
     exit_code = 2
 
 
+class SavingError(CkptkitError):
+    """A checkpoint could not be written; what was there before still is."""
+
+    exit_code = 4
+
+
 @dataclass(frozen=True)
 class Config:
     """One training run. Equal configs on the CPU give files of equal bytes.
@@ -84,3 +90,8 @@ class Files:
     metrics: Path | None = None
     plot: Path | None = None
     memory_report: Path | None = None
+
+    @property
+    def written(self) -> list[Path]:
+        """Those that the run writes."""
+        return [path for path in (self.metrics, self.plot, self.memory_report) if path]

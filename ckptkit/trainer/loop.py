@@ -116,10 +116,11 @@ def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
     return loss / len(inputs), right / len(inputs)
 
 
-def check_output(out: Path, parallel: str, force: bool) -> None:
+def check_output(out: Path, files: Files, parallel: str, force: bool) -> None:
     """Refuse before the work what would be refused after it."""
-    if not out.parent.is_dir():
-        raise RequestError("there is no folder for it", where=str(out), hint=f"mkdir -p {out.parent}")
+    for path in (out, *files.written):
+        if not path.parent.is_dir():
+            raise RequestError("there is no folder for it", where=str(path), hint=f"mkdir -p {path.parent}")
     if parallel == "fsdp" and out.is_dir() and any(out.iterdir()):
         raise RequestError("is a folder that is not empty", where=str(out))
     if parallel != "fsdp" and out.is_dir():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import ckptkit
 from ckptkit.trainer import randomness
-from ckptkit.trainer.config import MODELS, Config, RequestError
+from ckptkit.trainer.config import MODELS, Config, RequestError, SavingError
 from ckptkit.trainer.models import build
 from ckptkit.trainer.run import Run
 
@@ -77,6 +77,8 @@ def _save_file(contents: dict[str, Any], path: Path) -> None:
         with part.open("wb") as file:
             torch.save(contents, file)
         os.replace(part, path)
+    except (OSError, RuntimeError) as error:
+        raise SavingError(f"cannot be written: {error}", where=str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -187,7 +187,8 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
         raise OSError("disk full")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ckptkit.CkptkitError, match="cannot be written: disk full") as caught:
         trained(tmp_path, epochs=1)
+    assert caught.value.exit_code == 4
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
