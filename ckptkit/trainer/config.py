@@ -13,7 +13,7 @@ PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
 FORMS = ("bare", "wrapped", "full")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can cut
 PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
-LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.1, "densenet": 0.05, "generator": 0.05}  # what suits the models
+LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.1, "densenet": 0.05, "generator": 0.005}  # what suits the models
 DATA = "digits, random or cifar10:DIR"
 
 

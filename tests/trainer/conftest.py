@@ -20,9 +20,12 @@ Prepare = Callable[..., Run]
 
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads, no torchrun around, and no test leaves torch stricter than it was."""
+    """No torchrun around, and no test leaves torch stricter than it was.
+
+    One thread: several that wait for each other on cores that others use are slower by orders of magnitude.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(2, threads))
+    torch.set_num_threads(1)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     yield

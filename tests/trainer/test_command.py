@@ -20,13 +20,14 @@ SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "
 
 
 def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
-    done = run("train", "run.pth", *SMALL, "--parallel", "dp", "--keep-module-prefix", cwd=tmp_path)
+    alone = {"OMP_NUM_THREADS": "1"}
+    done = run("train", "run.pth", *SMALL, "--parallel", "dp", "--keep-module-prefix", cwd=tmp_path, env=alone)
     assert done.code == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("epoch 1/1  loss 2.")
     assert last == "wrote run.pth"
     accuracy = first.split("accuracy ")[1].split()[0]
-    assert run("train", *SMALL, "--evaluate", "run.pth", cwd=tmp_path) == (0, f"accuracy {accuracy}\n", "")
+    assert run("train", *SMALL, "--evaluate", "run.pth", cwd=tmp_path, env=alone) == (0, f"accuracy {accuracy}\n", "")
     again = run("train", "run.pth", *SMALL, cwd=tmp_path)
     assert (again.code, again.stderr) == (2, "ckptkit: run.pth: exists already\nhint: --force replaces it\n")
 
