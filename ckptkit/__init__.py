@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint import Checkpoint as Checkpoint
-    from ckptkit.convert import open_checkpoint as open
+    from ckptkit.convert import open_checkpoint as open  # noqa: F401
     from ckptkit.convert import save as save
     from ckptkit.errors import CkptkitError as CkptkitError
     from ckptkit.loading import diff as diff

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
@@ -15,6 +14,8 @@ from ckptkit.formats.format import Format, WriteOptions
 from ckptkit.plan import Plan
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from typing_extensions import Unpack
 
     from ckptkit.publish import Published

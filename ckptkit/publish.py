@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit import bridge
 from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
-from ckptkit.copying import SHORT, ReadAhead, execute
+from ckptkit.copying import SHORT, ReadAhead, execute, pieces
 from ckptkit.errors import LimitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.limits import LIMITS
 from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
@@ -239,9 +238,13 @@ def _write(
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
     """Read the output and the input again. Raises VerifyError where they differ."""
     at = 0
-    with open(place, "rb", buffering=SHORT) as output:
+    found = bytearray()
+    with open(place, "rb") as output:
         for piece in _expected(file.segments, sums):
-            if output.read(len(piece)) != bytes(piece):
+            if len(found) != len(piece):
+                found = bytearray(len(piece))
+            # startswith compares a buffer of any kind at the speed of memory; == of a memoryview goes byte by byte
+            if output.readinto(found) != len(piece) or not found.startswith(piece):
                 raise VerifyError(f"{file.name or 'the output'} was not written as planned, at byte {at:,} or after")
             at += len(piece)
 
@@ -257,7 +260,7 @@ def _expected(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byt
         elif isinstance(extent, Range) and extent.length < SHORT:
             yield ahead.read(*extent)
         elif isinstance(extent, (Range, Derived)):
-            yield from bridge.stream(extent)
+            yield from pieces(extent)
 
 
 def _to_disk(plan: Plan, temporary: str) -> None:

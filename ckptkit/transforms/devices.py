@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import UsageError
@@ -46,9 +46,7 @@ def remap(ck: Checkpoint, devices: str | Mapping[str, str], *, values: bool = Fa
     """
     places = _Places.of(ck.root)
     new = _mapping(devices, places.devices)
-    storages = {
-        id(each): replace(each, device=new(each.device)) for each in places.storages if _moves(each.device, new)
-    }
+    storages = {id(each): _tagged(each, new(each.device)) for each in places.storages if _moves(each.device, new)}
     calls = {id(call): _with_device(call, new(device)) for call, device in places.calls if _moves(device, new)}
     plain = {id(value): _device(new(device)) for value, device in places.values if _moves(device, new)}
     notes = [
@@ -114,6 +112,10 @@ def check_device(device: str) -> str:
     raise UsageError(
         f"{device!r} is not a device", hint=hint or f"devices are {', '.join(DEVICES[:8])}; cuda:1 is the second GPU"
     )
+
+
+def _tagged(storage: Storage, device: str) -> Storage:
+    return Storage(storage.record, device, storage.crc32, storage.big_endian)
 
 
 def _moves(device: str, new: Remap) -> bool:

@@ -317,7 +317,13 @@ def test_ST_08_offsets_that_are_none(offsets: object) -> None:
         read(file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}, b"x"))
 
 
-@pytest.mark.parametrize("shape", [[0, 2**63 - 1], [2**63, 2, 0], [0] * 64, [2**64, 0]])
+@pytest.mark.parametrize("shape", [[2**63, 2, 0], [0, 2**63], [2**64, 0]])
+def test_ST_09_sizes_beyond_64_bits_beside_a_zero(shape: list[int]) -> None:
+    with pytest.raises(TensorError, match="64 bits"):
+        read(file_of({"a": entry(0, 0, "F32", shape)}))
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63 - 1], [2**63 - 1, 2, 0], [0] * 64])
 def test_ST_09_huge_sizes_beside_a_zero(shape: list[int]) -> None:
     assert read(file_of({"a": entry(0, 0, "F32", shape)})).weights["a"].shape == tuple(shape)
 

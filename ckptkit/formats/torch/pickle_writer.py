@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ckptkit.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.formats.torch.objects import without_objects
-from ckptkit.limits import check
+from ckptkit.limits import LIMITS, check
 from ckptkit.tensor import Tensor, TypedStorage
 from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.trust import describe, is_harmful, refused_by_weights_only
@@ -116,6 +116,8 @@ class _Writer:
                     self.emit(_get(self.by_id[id(item)]))
                 else:
                     frames.append(self._open(item))
+                    if len(frames) > LIMITS.depth:
+                        check("depth", len(frames), "levels of values to write")
                     break
             else:
                 frames.pop()

@@ -38,7 +38,8 @@ from ckptkit.formats.torch.opcodes import (
 from ckptkit.limits import check
 from ckptkit.tree import Global, Node, Object, OrderedDict, rebuild
 
-WINDOW = 1 << 20  # bytes
+WINDOW = 1 << 20  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
+FIRST_WINDOW = 1 << 14
 
 
 class Unpickled(NamedTuple):
@@ -255,7 +256,7 @@ class _Machine(Opcodes):
             if self.frame_end is not None:
                 raise FormatError("pickle opcode reaches beyond its frame")
             raise TruncatedError("pickle ends before it is complete", hint=CUT)
-        length = min(max(need, have + WINDOW), end - at)
+        length = min(max(need, have + min(WINDOW, max(FIRST_WINDOW, 4 * len(self.data)))), end - at)
         self.data = self.data[start:] + self.source.read(at + have, length - have)
         self.base = at
 
