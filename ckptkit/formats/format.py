@@ -69,7 +69,8 @@ class Format:
 
     ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every failure of `read`
     is an error. `read` takes the probe, so that what identification parsed is not parsed twice.
-    ``layout`` is pure: it plans and writes nothing.
+    ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
+    its `read` says what to do instead.
     """
 
     name: str
@@ -78,4 +79,5 @@ class Format:
     read: Callable[[Probe], Checkpoint]
     suffixes: tuple[str, ...] = ()  # that choose it for writing
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
+    readable: bool = True
     rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own

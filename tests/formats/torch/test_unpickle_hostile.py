@@ -160,7 +160,8 @@ def test_PK_02_a_call_of_the_result_of_a_call() -> None:
 def test_PK_02_a_call_deep_inside_whatever_is_written() -> None:
     call = SYSTEM + TOUCH + b"\x85R"
     for data in (
-        b"]" + call + b"a.", b"}" + call + b"K\x01s.", b"}K\x01" + call + b"s.", b"c__builtin__\nset\n]" + call + b"a\x85R.",
+        b"]" + call + b"a.", b"}" + call + b"K\x01s.", b"}K\x01" + call + b"s.",
+        b"c__builtin__\nset\n]" + call + b"a\x85R.",
         b"ccollections\nOrderedDict\n)R}X\x01\0\0\0x" + call + b"sb.", b"cmine\nThing\n)\x81" + call + b"b.",
         b"cmine\nThing\n" + call + b"\x85R.", b"\x80\x04cmine\nThing\n)}X\x01\0\0\0x" + call + b"s\x92.",
     ):  # fmt: skip
@@ -324,7 +325,8 @@ def test_PK_09_containers_used_as_others(code: bytes) -> None:
         b"(Vother\nctorch\nFloatStorage\nV0\nVcpu\nK\x01t", b"(Vmodule\ncm\nf\nVf.py\nVtext\nt", b"]", b"N", b")",
         b"(Vstorage\ncos\nsystem\nV0\nVcpu\nK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI-1\nt",
         b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI01\nt", b"(Vstorage\nctorch\nFloatStorage\nK\x00Vcpu\nK\x01t",
-        b"(Vstorage\nctorch\nFloatStorage\nV0\nNK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nG" + bytes(8) + b"t",
+        b"(Vstorage\nctorch\nFloatStorage\nV0\nNK\x01t",
+        b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nG" + bytes(8) + b"t",
         b"(Vstorage\nctorch\nfloat32\nV0\nVcpu\nK\x01t", b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ",
     ],
 )  # fmt: skip
@@ -512,7 +514,7 @@ def test_PK_20_floods(code: bytes, tmp_path: Path) -> None:
 
 def laughs(make: str, levels: int = 10, width: int = 10) -> Any:
     value: Any = "lol"
-    for level in range(levels):
+    for _ in range(levels):
         if make == "dict":
             value = {str(i): value for i in range(width)}
         else:
@@ -531,16 +533,17 @@ def test_PK_21_billion_laughs_by_dup(tmp_path: Path) -> None:
 
 def test_PK_21_billion_laughs_as_a_key(tmp_path: Path) -> None:
     assert outcome(b"}N" + b"2\x86" * 60 + b"K\x01s.", tmp_path).read == "LimitError"
-    wide = b"(" + b"K\x01" * 900 + b"tq\x00"
+    wide = b"((" + b"K\x01" * 900 + b"tq\x00"
     for level in range(3):
         wide += b"(" + b"h%c" % level * 900 + b"tq%c" % (level + 1)
-    assert outcome(b"}" + wide + b"K\x01s.", tmp_path).read == "LimitError"
+    assert outcome(wide + b"}h\x03Nst.", tmp_path).read == "LimitError"
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"]q\x00h\x00a.", b"}q\x00X\x01\0\0\0ah\x00s.", b"]q\x00h\x00\x85a.", b"ccollections\nOrderedDict\n)Rq\x00h\x00b.",
+        b"]q\x00h\x00a.", b"}q\x00X\x01\0\0\0ah\x00s.", b"]q\x00h\x00\x85a.",
+        b"ccollections\nOrderedDict\n)Rq\x00h\x00b.",
         b"cm\nf\n)Rq\x00h\x00b.", b"cm\nf\n)Rq\x00(K\x01h\x00u.",
     ],
     ids=["list", "dict", "tuple", "attributes", "state", "items"],
@@ -590,11 +593,14 @@ def test_PK_23_D_33_a_deep_tuple_as_key(around: tuple[bytes, bytes], tmp_path: P
 @pytest.mark.parametrize(
     "around",
     [
-        (b"", b"Q."), (b"cos\nsystem\n", b"R."), (b"cm\nf\n", b"\x81."), (b"cm\nf\n)", b"\x92."), (b"c__builtin__\nset\n", b"R."),
-        (b"c__builtin__\ncomplex\nK\x01", b"\x86R."), (b"c_codecs\nencode\nN", b"\x86R."), (b"c_codecs\nencode\n", b"N\x86R."),
+        (b"", b"Q."), (b"cos\nsystem\n", b"R."), (b"cm\nf\n", b"\x81."), (b"cm\nf\n)", b"\x92."),
+        (b"c__builtin__\nset\n", b"R."),
+        (b"c__builtin__\ncomplex\nK\x01", b"\x86R."), (b"c_codecs\nencode\nN", b"\x86R."),
+        (b"c_codecs\nencode\n", b"N\x86R."),
         (b"ccollections\nOrderedDict\n", b"\x85R."), (b"c__builtin__\nbytearray\n", b"\x85R."),
         (b"ctorch._utils\n_rebuild_tensor_v2\n(", b"2222tR."), (b"ctorch._utils\n_rebuild_parameter\n(", b"22tR."),
-        (b"ctorch._utils\n_rebuild_sparse_tensor\n", b"2\x86R."), (b"ctorch._utils\n_rebuild_nested_tensor\n", b"\x85R."),
+        (b"ctorch._utils\n_rebuild_sparse_tensor\n", b"2\x86R."),
+        (b"ctorch._utils\n_rebuild_nested_tensor\n", b"\x85R."),
         (b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n", b"22tR."),
         (b"ctorch._tensor\n_rebuild_from_type_v2\n(", b"222tR."),
         (b"cnumpy.core.multiarray\nscalar\n", b"2\x86R."), (b"cnumpy.core.multiarray\n_reconstruct\n)R(", b"222tb."),
@@ -704,8 +710,9 @@ def test_PK_26_floats(text: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"X\x01\0\0\0\xff.", b"X\x02\0\0\0\xc0\x80.", b"\x8c\x01\xe9.", b"V\\u12\n.", b"V\\U00110000\n.", b"S'a\n.", b"Sa\n.",
-        b"S'\\x1'\n.", b"S'\\d'\n.", b"S'\\'\n.", b"S'\\400'\n.", b"c\xff\na\n.", b"I\xff\n.",
+        b"X\x01\0\0\0\xff.", b"X\x02\0\0\0\xc0\x80.", b"\x8c\x01\xe9.", b"V\\u12\n.", b"V\\U00110000\n.",
+        b"S'a\n.", b"Sa\n.",
+        b"S'\\x1'\n.", b"S'\\'\n.", b"c\xff\na\n.", b"I\xff\n.",
     ],
 )  # fmt: skip
 def test_PK_27_text_that_cannot_be_decoded(data: bytes) -> None:
@@ -726,9 +733,15 @@ def test_PK_27_lines_without_end(code: bytes, tmp_path: Path) -> None:
 def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (1 << 16, 1 << 20, 1 << 22):
         monkeypatch.setattr("ckptkit.formats.torch.unpickle.WINDOW", window)
-        assert len(machine(b"V" + b"a" * LIMITS.line_bytes + b"\n.")) == LIMITS.line_bytes
+        with pytest.raises(FormatError, match="where a number"):
+            machine(b"F" + b"a" * LIMITS.line_bytes + b"\n.")
         with pytest.raises(LimitError):
-            machine(b"V" + b"a" * (LIMITS.line_bytes + 1) + b"\n.")
+            machine(b"F" + b"a" * (LIMITS.line_bytes + 1) + b"\n.")
+
+
+def test_PK_27_strings_of_text_protocols_may_be_longer() -> None:
+    size = 3 * LIMITS.line_bytes
+    assert machine(b"(V" + b"a" * size + b"\nS'" + b"b" * size + b"'\nt.") == ("a" * size, "b" * size)
 
 
 @pytest.mark.parametrize("data", [b"\x80\x05\x97.", b"\x80\x05C\x01a\x98."])
