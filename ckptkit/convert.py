@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ckptkit import formats
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, WriteOptions
 from ckptkit.plan import Plan
 
@@ -110,9 +110,19 @@ def convert(
         raise UsageError("there is no destination")
     keep = checkpoint.format if keep_format or in_place else None
     chosen = formats.for_writing("" if in_place else path, format, keep)
-    for step in steps:
-        checkpoint = step(checkpoint)
+    checkpoint = _changed(checkpoint, steps)
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+
+
+def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
+    """What the steps make of a checkpoint. Every error says of which."""
+    name = checkpoint.name
+    try:
+        for step in steps:
+            checkpoint = step(checkpoint)
+    except CkptkitError as error:
+        raise error.at(name or "") from error.__cause__
+    return checkpoint
 
 
 def _publish(

@@ -137,18 +137,14 @@ def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: 
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
     if len(shape) > LIMITS.rank:
         raise TensorError(f"{len(shape)} dimensions, more than {LIMITS.rank}")
-    last = offset
-    empty = False
-    if type(offset) is not int or not 0 <= offset < _INT64:
+    if offset.__class__ is not int or offset >> 63:
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
+    last = offset
     for n, s in zip(shape, stride or shape, strict=True):
-        if type(n) is not int or type(s) is not int or not (0 <= n < _INT64 and 0 <= s < _INT64):
+        if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:  # negative ones keep their sign
             raise TensorError("a tensor's sizes and strides are not all non-negative integers of 64 bits")
-        if n:
-            last += (n - 1) * s
-        else:
-            empty = True
-    if storage is not None and not empty and (last + 1) * dtype.bits > storage.record.length * 8:
+        last += (n - 1) * s
+    if storage is not None and (last + 1) * dtype.bits > storage.record.length * 8 and 0 not in shape:
         raise TensorError(
             f"shape {shape}, stride {stride}, offset {offset} of {dtype} "
             f"need {dtype.nbytes(last + 1):,} bytes of a storage of {storage.nbytes:,}"

@@ -138,7 +138,8 @@ def _search(root: Node, qualifies: Rule) -> Iterator[tuple[Path, Node, dict[str,
 
 
 def _is_optimizer(node: Node) -> bool:
-    return isinstance(node, dict) and "param_groups" in node and "state" in node
+    held = node.state if isinstance(node, Object) else node
+    return isinstance(held, dict) and "param_groups" in held and "state" in held
 
 
 def module_state(node: Object) -> dict[str, Node] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ TYPED = [
     "complex128",
     "complex64",
 ]
+KINDS = ("state_dict", "wrapped", "wrapped", "module", "nameless", "tree", "optimizer", "tensor")
 WORDS = (
     "a",
     "weight",
@@ -70,9 +72,9 @@ WORDS = (
 KEYS = (*WORDS, 1, 0, -7, True, False, None, 2.5, (1, 2), 2**70, 1 << 63, torch.float16)
 SCALARS = (
     0, 1, -1, 255, 256, 65535, 65536, -(2**31), 2**31, 2**63, -(2**63), 10**40, True, False, None, 0.0, -0.0, 1e-310,
-    float("inf"), float("-inf"), float("nan"), 3.14, "", "text", "new\nline", "ünï\U0001f600", "a" * 300, b"", b"\x00\xff",
-    b"b" * 300, 1 + 2j, complex("-0"), torch.float32, torch.device("cpu"), torch.device("cuda:3"), torch.Size([2, 3]),
-    torch.Size([]), torch.strided, torch.per_tensor_affine, (), 2.0**0.5,
+    float("inf"), float("-inf"), float("nan"), 3.14, "", "text", "new\nline", "ünï\U0001f600", "a" * 300, b"",
+    b"\x00\xff", b"b" * 300, 1 + 2j, complex("-0"), torch.float32, torch.device("cpu"), torch.device("cuda:3"),
+    torch.Size([2, 3]), torch.Size([]), torch.strided, torch.per_tensor_affine, (), 2.0**0.5,
 )  # fmt: skip
 
 
@@ -113,8 +115,8 @@ class Made:
                 new.writestr(info.filename, b"big" if swapped else data)
 
 
-def make(seed: int) -> Made:
-    """The checkpoint number `seed`."""
+def make(seed: int, *, weights: bool = False) -> Made:
+    """The checkpoint number `seed`; with `weights`, one that is a state_dict or holds it under a well-known name."""
     random = Random(seed)
     torch.manual_seed(seed)
     legacy = random.random() < 0.25
@@ -122,7 +124,7 @@ def make(seed: int) -> Made:
     trees = _Trees(random, TYPED if legacy or big_endian else NUMBERS, plain=big_endian)
     deflated = not legacy and random.random() < 0.15
     return Made(
-        trees.checkpoint(),
+        trees.checkpoint(KINDS[:4] if weights else KINDS),
         legacy,
         random.choice((2, 2, 2, 2, 3, 4, 5)),
         random.random() < 0.4,
@@ -142,8 +144,8 @@ class _Trees:
         self.tensors: list[torch.Tensor] = []
         self.containers: list[Any] = []
 
-    def checkpoint(self) -> Any:
-        kind = self.random.choice(("state_dict", "wrapped", "wrapped", "module", "tree", "optimizer", "tensor"))
+    def checkpoint(self, kinds: Sequence[str]) -> Any:
+        kind = self.random.choice(kinds)
         if kind == "state_dict":
             return self.state_dict()
         if kind == "tensor":
@@ -152,7 +154,8 @@ class _Trees:
             return self.tree(4)
         if kind == "optimizer":
             return {"state": self.optimizer()["state"], "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
-        states = self.module() if kind == "module" else {self.name(): self.state_dict()}
+        name = self.random.choice(("state_dict", "model", "net") if kind == "wrapped" else ("odd name", "x.y"))
+        states = self.module() if kind == "module" else {name: self.state_dict()}
         beside = {
             "epoch": 3,
             "extra": self.tree(2),
@@ -162,9 +165,6 @@ class _Trees:
         items = [*states.items(), *self.random.sample(list(beside.items()), self.random.randrange(4))]
         self.random.shuffle(items)
         return dict(items)
-
-    def name(self) -> str:
-        return self.random.choice(("state_dict", "model", "net", "odd name", "x.y"))
 
     def state_dict(self) -> dict[str, Any]:
         """Names to tensors; some wrapped, some not."""
@@ -177,7 +177,7 @@ class _Trees:
             return entries
         made = OrderedDict(entries)
         if self.random.random() < 0.7:
-            modules = dict.fromkeys((name.rpartition(".")[0] for name in names), {"version": 1})
+            modules = {name.rpartition(".")[0]: {"version": 1} for name in names}
             made._metadata = OrderedDict({"": {"version": 1}, **modules})  # type: ignore[attr-defined]
         return made
 

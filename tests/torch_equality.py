@@ -12,8 +12,8 @@ import torch
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of the elements, row-major, whatever the dtype."""
-    plain = (tensor.int_repr() if tensor.is_quantized else tensor).detach().resolve_conj().resolve_neg().contiguous()
-    return plain.flatten().view(torch.uint8).numpy().tobytes()
+    plain = (tensor.int_repr() if tensor.is_quantized else tensor).detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
 
 
 def sha256(tensor: torch.Tensor) -> str | None:

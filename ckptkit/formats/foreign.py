@@ -84,7 +84,7 @@ def _tar(probe: Probe) -> InputError:
     if probe.head.startswith((b"sys_info", b"pickle", b"tensors", b"storages", b"./")):
         return UnsupportedError(
             "is a checkpoint of torch 0.1.1 or before (torch-tar), which this version of ckptkit does not read",
-            hint="load it with torch.load(weights_only=False) if you trust it, and save it again",
+            hint="if you trust it, load it with torch where nothing is at stake, and save it again",
         )
     return FormatError("is a tar archive", hint="unpack it first: tar -xf")
 

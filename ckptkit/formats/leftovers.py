@@ -7,10 +7,12 @@ from typing import Any
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats.plain_json import encode, is_plain
-from ckptkit.tree import Node, Object, Path, children, join, walk
+from ckptkit.tensor import TypedStorage
+from ckptkit.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
 from ckptkit.weights import Weights, as_tensor
 
 _EXTRA_STATE = "_extra_state"
+_KINDS = {SetNode: "set", Pairs: "dict", Blob: "bytes", ByteString: "str", TypedStorage: "storage"}
 
 
 def leftovers(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
@@ -25,7 +27,7 @@ def leftovers(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
         elif is_plain(node):
             values[join(path)] = encode(node)
         else:
-            left.append(f"left out: {join(path)} ({_size(node)})")
+            left.append(f"left out: {join(path) or '(no name)'} ({_size(node)})")
     if states:
         left.append(f"left out: {states:,} entries of the weights called {_EXTRA_STATE}")
     if isinstance(weights.node, Object):
@@ -57,4 +59,6 @@ def _size(node: Node) -> str:
 
 
 def _kind(node: Node) -> str:
-    return str(node.global_) if isinstance(node, Object) and node.global_ else type(node).__name__
+    if isinstance(node, Object):
+        return str(node.global_ or "object")
+    return str(node) if isinstance(node, Global) else _KINDS.get(type(node), type(node).__name__)

@@ -129,7 +129,9 @@ def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[st
 
 
 def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
-    there = ", ".join(sorted({each.device for each in places.storages})) or "no device"
+    there = ", ".join(sorted({each.device for each in places.storages}))
+    if not there:
+        return "nothing to retag: there are no tensors"
     wanted = "another device" if isinstance(devices, str) else ", ".join(devices)
     return f"nothing to retag: the storages are on {there}, none on {wanted}"
 

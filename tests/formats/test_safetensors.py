@@ -808,7 +808,7 @@ def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
     plan = written(checkpoint, tmp_path / "x.safetensors")
     moments = [each for state in optimizer.state.values() for each in state.values()]
     size = sum(each.nbytes for each in moments)
-    assert plan.notes == (f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)", "left out: tags (SetNode)")
+    assert plan.notes == (f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)", "left out: tags (set)")
     kept = record_of(tmp_path / "x.safetensors")["values"]
     assert kept.pop("args") == {
         "$dict": [
@@ -861,7 +861,7 @@ def test_nested_wrappers(tmp_path: Path) -> None:
     state = {"run": {"epoch": 3, "state_dict": {"a": torch.ones(1)}}, "odd": {1}}
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
     assert record_of(tmp_path / "x.safetensors")["values"] == {"run.epoch": 3}
-    assert plan.notes == ("left out: odd (SetNode)",)
+    assert plan.notes == ("left out: odd (set)",)
 
 
 def test_extra_states_are_counted(tmp_path: Path) -> None:

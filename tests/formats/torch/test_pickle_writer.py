@@ -50,7 +50,7 @@ def names(data: bytes) -> set[str]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of the storage that a strided tensor is in."""
-    return bytes(tensor.untyped_storage().tolist())
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
 
 
 def agree(a: Any, b: Any) -> bool:
