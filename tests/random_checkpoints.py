@@ -269,7 +269,7 @@ class _Trees:
             return base.detach().requires_grad_()
         if kind == "bits" and not base.dtype.is_complex:
             return torch._neg_view(base) if base.dtype in (torch.float32, torch.float64) else base
-        return base.conj() if kind == "bits" else base
+        return base.conj() if kind == "bits" and base.dtype != torch.complex32 else base  # whose NaN it would quieten
 
     def odd(self) -> torch.Tensor:
         """Tensors that are more than numbers in a row."""

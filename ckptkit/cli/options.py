@@ -52,7 +52,6 @@ class Edit:
         *steps: Callable[[Checkpoint], Checkpoint],
         key: str | None = None,
         keep_format: bool = True,
-        everything: bool = False,
     ) -> None:
         """Read, apply the steps, write, and say so."""
         from ckptkit.cli.progress import Progress
@@ -68,7 +67,7 @@ class Edit:
                 keep_format=keep_format,
                 key=key,
                 format=self.format,
-                options=WriteOptions(self.objects, self.ties, everything),
+                options=WriteOptions(self.objects, self.ties),
                 force=self.force,
                 durable=self.durable,
                 verify=self.verify,

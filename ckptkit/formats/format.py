@@ -55,12 +55,10 @@ class WriteOptions:
 
     ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or ``error``.
     ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once and noted) or ``duplicate``.
-    ``everything``: the whole tree rather than the weights, where the format needs to be told.
     """
 
     objects: str = "keep"
     ties: str = "alias"
-    everything: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ from ckptkit.errors import (
     FormatError,
     TensorError,
     TruncatedError,
-    UnsupportedError,
 )
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe, WriteOptions
@@ -176,8 +175,6 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
     Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts.
     """
-    if options.everything:
-        raise UnsupportedError("the whole tree cannot be written as safetensors yet")
     weights = checkpoint.required
     tensors = weights.tensors
     _check_holdable(tensors)

@@ -30,7 +30,6 @@ from ckptkit.errors import (
     LimitError,
     TensorError,
     TruncatedError,
-    UnsupportedError,
     UsageError,
 )
 from ckptkit.formats import safetensors as ours
@@ -637,11 +636,6 @@ def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("ckptkit.limits.LIMITS", limits)
     with pytest.raises(LimitError, match="safetensors_header_bytes"):
         ours.layout(checkpoint, WriteOptions())
-
-
-def test_the_whole_tree_is_for_later(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError):
-        ours.layout(saved({"a": torch.ones(1)}, tmp_path), WriteOptions(everything=True))
 
 
 def test_no_weights(tmp_path: Path) -> None:
