@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import UnsafeGlobalError
 from ckptkit.formats.plain_json import encode, is_plain
 from ckptkit.tensor import TypedStorage
 from ckptkit.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
+from ckptkit.trust import refused_by_weights_only
 from ckptkit.weights import Weights, as_tensor
 
 _EXTRA_STATE = "_extra_state"
@@ -33,6 +35,18 @@ def leftovers(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     if isinstance(weights.node, Object):
         left.append(f"left out: the module itself ({_kind(weights.node)}); written as its state_dict")
     return values, left
+
+
+def refuse_objects(checkpoint: Checkpoint) -> None:
+    """Raise UnsafeGlobalError for the first value that only its own code could make."""
+    for path, node in walk(checkpoint.root):
+        if not isinstance(node, Object) or node.tensor is not None or node.value is not None:
+            continue
+        if node.global_ is None or refused_by_weights_only(node.global_):
+            raise UnsafeGlobalError(
+                f"{join(path) or 'the root'} is an object ({_kind(node)}) and would be left out",
+                hint="--objects drop leaves such values out",
+            )
 
 
 def _beside(root: Node, weights: Weights) -> Iterator[tuple[Path, Node]]:

@@ -38,7 +38,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import leftovers
+from ckptkit.formats.leftovers import leftovers, refuse_objects
 from ckptkit.formats.plain_json import dump, is_utf8
 from ckptkit.formats.safetensors_record import FRAMEWORK, RESERVED, lost_attributes, record, restore, values
 from ckptkit.limits import LIMITS, check
@@ -173,8 +173,11 @@ _RANK = {BY_SAFETENSORS[code]: rank for rank, code in enumerate(_CODES)}
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """The weights, and beside them what `__metadata__` can hold; the notes name the rest.
 
-    Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts.
+    Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts,
+    UnsafeGlobalError for objects if these are to be an error.
     """
+    if options.objects == "error":
+        refuse_objects(checkpoint)
     weights = checkpoint.required
     tensors = weights.tensors
     _check_holdable(tensors)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import zlib
 from collections import OrderedDict
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file, save_model
 from ckptkit import bridge, tree
 from ckptkit.bytesource import LocalFile, Memory, Range
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import open_checkpoint
 from ckptkit.dtypes import BY_NAME, TABLE
 from ckptkit.errors import (
     AmbiguousError,
@@ -30,6 +33,7 @@ from ckptkit.errors import (
     LimitError,
     TensorError,
     TruncatedError,
+    UnsafeGlobalError,
     UsageError,
 )
 from ckptkit.formats import safetensors as ours
@@ -636,6 +640,14 @@ def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr("ckptkit.limits.LIMITS", limits)
     with pytest.raises(LimitError, match="safetensors_header_bytes"):
         ours.layout(checkpoint, WriteOptions())
+
+
+def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth")
+    with closing(open_checkpoint(tmp_path / "x.pth")) as checkpoint:
+        assert ours.layout(checkpoint, WriteOptions()).notes == ("left out: args (argparse.Namespace)",)
+        with pytest.raises(UnsafeGlobalError, match=r"args is an object \(argparse.Namespace\)"):
+            ours.layout(checkpoint, WriteOptions(objects="error"))
 
 
 def test_no_weights(tmp_path: Path) -> None:
