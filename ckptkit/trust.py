@@ -91,7 +91,7 @@ _GUARDED = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not
     "functorch", "numpy", "torch", "torchgen",
 }  # fmt: skip
 
-_GENERATOR = re.compile(r"__bit_generator_ctor|[A-Z]\w*")
+_GENERATOR = r"__bit_generator_ctor|[A-Z]\w*"
 
 # Harmless calls that call one of their arguments: its position.
 _CALLERS = {
@@ -137,7 +137,7 @@ def _calls_harm(made: Global, called: Node) -> bool:
     if not isinstance(called, Global):
         return True
     if made.module.startswith("numpy.random"):  # a class of bit generators, or what makes one by its name
-        return not (called.module.startswith("numpy.random.") and _GENERATOR.fullmatch(called.name))
+        return not (called.module.startswith("numpy.random.") and re.fullmatch(_GENERATOR, called.name))
     return (called.module, called.name) in _CALLERS or is_harmful(Object(called, new=made.module == "copyreg"))
 
 

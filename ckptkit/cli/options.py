@@ -208,8 +208,10 @@ def _mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[st
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path}: {error}") from error
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise click.BadParameter(f"{path}: not a JSON object that maps names to names")
     return found
