@@ -32,7 +32,7 @@ class Publishing(TypedDict, total=False):
     verify: bool  # read back what was written before it appears
     allow_expand: bool  # output may be many times larger than the storages it comes from
     executor: Executor | None  # where the work is done; its workers must see the same files
-    progress: Callable[[int], None] | None  # called with numbers of bytes written
+    progress: Callable[[int, int], None] | None  # told bytes written since the last time, and bytes in all
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,14 +50,15 @@ def publish(
     verify: bool = False,
     allow_expand: bool = False,
     executor: Executor | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a symbolic link is
     replaced, never followed. ``durable`` means that the output survives a power cut (always so where it replaces a
     file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``executor``
-    spreads the work over workers that see the same files. ``progress`` is told bytes as they are written, here.
+    spreads the work over workers that see the same files. ``progress`` is told, here, the bytes that were
+    written since the last time, and those of the whole plan.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
     VerifyError and what reading the input raises with the destination as it was.
@@ -72,7 +73,8 @@ def publish(
         temporary = temporary_name(path)
         try:
             mode = _create(plan, temporary)
-            _write(plan, temporary, executor, progress or (lambda count: None), verify)
+            tell = progress or (lambda count, total: None)
+            _write(plan, temporary, executor, lambda count: tell(count, size), verify)
             for source in sources:
                 source.check_unchanged()
             replaces = old is not None and stat.S_ISREG(old.st_mode)
