@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
 from ckptkit.copying import SHORT, ReadAhead, execute, pieces
-from ckptkit.errors import LimitError, OutputError, OutputExistsError, UsageError, VerifyError
+from ckptkit.errors import CkptkitError, LimitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.limits import LIMITS
 from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
 
@@ -63,9 +63,10 @@ def publish(
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
     VerifyError and what reading the input raises with the destination as it was.
     """
-    path = os.path.join(os.getcwd(), os.fspath(destination).rstrip(os.sep))
+    typed = os.fspath(destination)
+    path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
-    with _reported(path, size):
+    with _reported(path, typed, size):
         _check_sources(path, sources, replace_source)
         old = _check_destination(plan, path, force or replace_source)
         _check_size(plan, size, allow_expand)
@@ -91,16 +92,19 @@ def publish(
 
 
 @contextmanager
-def _reported(path: str, size: int) -> Iterator[None]:
-    """What the operating system refuses, in our words."""
+def _reported(path: str, typed: str, size: int) -> Iterator[None]:
+    """What the operating system refuses, in our words, and the destination as it was typed."""
     try:
         yield
+    except CkptkitError as error:
+        error.where = typed if error.where == path else error.where
+        raise
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno in _FULL:
             with suppress(OSError):
                 why += f": needs {size:,} bytes, {_free(path):,} are free"
-        raise OutputError(f"cannot be written: {why}", where=path) from error
+        raise OutputError(f"cannot be written: {why}", where=typed) from error
 
 
 def _check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
