@@ -51,7 +51,28 @@ _PLACES = {
     "wrap": ("transforms.structure", "wrap"),
 }
 
-__all__ = [*_PLACES, "__version__"]
+# Spelled out: a type checker reads no expression.
+__all__ = [
+    "Checkpoint",
+    "CkptkitError",
+    "Storage",
+    "Tensor",
+    "__version__",
+    "add_prefix",
+    "cast",
+    "compact",
+    "diff",
+    "extract",
+    "load",
+    "load_into",
+    "open",
+    "remap",
+    "rename",
+    "save",
+    "select",
+    "strip_prefix",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -149,6 +149,8 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
         flags |= getattr(os, "O_NOFOLLOW", 0)
     try:
         fd = os.open(path, flags)
+    except FileNotFoundError as error:
+        raise PathError("does not exist", where=name, hint=_instead(path, name)) from error
     except OSError as error:
         why = "is a symbolic link" if error.errno == errno.ELOOP and not follow else error.strerror or str(error)
         raise PathError(f"cannot be opened: {why}", where=name) from error
@@ -158,6 +160,24 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
         os.close(fd)
         raise PathError("is not a regular file", where=name)
     return fd
+
+
+def _instead(path: str, name: str) -> str | None:
+    """What may have been meant by the path of a file that is not there."""
+    from difflib import get_close_matches
+
+    folder, wanted = os.path.split(path)
+    if "://" in name:
+        return "download it first: ckptkit reads local files"
+    if os.path.islink(path):
+        return f"it is a link to {os.readlink(path)}, which is not there"
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder}"
+    try:
+        close = get_close_matches(wanted, os.listdir(folder)[:10_000], n=3, cutoff=0.8)
+    except OSError:
+        close = []
+    return f"did you mean {', '.join(close)}?" if close else None
 
 
 class Folder:

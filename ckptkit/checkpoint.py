@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckptkit.bytesource import ByteSource, Folder
-from ckptkit.errors import UsageError
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.tensor import Tensor
 from ckptkit.tree import Global, Node
 from ckptkit.weights import Weights, locate
@@ -37,7 +37,10 @@ class Checkpoint:
     def selection(self) -> Weights | None:
         """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and UsageError for a
         `key` that names none."""
-        return locate(self.root, self.key)
+        try:
+            return locate(self.root, self.key)
+        except CkptkitError as error:
+            raise error.at(self.name or "") from error.__cause__
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from ckptkit import formats
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
+from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, WriteOptions
 from ckptkit.plan import Plan
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from typing_extensions import Unpack
 
     from ckptkit.publish import Published
@@ -31,7 +32,7 @@ class Publishing(TypedDict, total=False):
     verify: bool  # read back what was written before it appears
     allow_expand: bool  # output may be many times larger than the storages it comes from
     executor: Executor | None  # where the work is done; its workers must see the same files
-    progress: Callable[[int], None] | None  # called with numbers of bytes written
+    progress: Callable[[int, int], None] | None  # told bytes written since the last time, and bytes in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,19 @@ def convert(
         raise UsageError("there is no destination")
     keep = checkpoint.format if keep_format or in_place else None
     chosen = formats.for_writing("" if in_place else path, format, keep)
-    for step in steps:
-        checkpoint = step(checkpoint)
+    checkpoint = _changed(checkpoint, steps)
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+
+
+def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
+    """What the steps make of a checkpoint. Every error says of which."""
+    name = checkpoint.name
+    try:
+        for step in steps:
+            checkpoint = step(checkpoint)
+    except CkptkitError as error:
+        raise error.at(name or "") from error.__cause__
+    return checkpoint
 
 
 def _publish(

@@ -195,7 +195,7 @@ class _Writer:
         if isinstance(extent, Range) and number is None and isinstance(extent.source, LocalFile):
             self._copy(extent.source, extent.offset, extent.length)
             return
-        for piece in _pieces(extent):
+        for piece in pieces(extent):
             if number is not None:
                 self._count(number, piece)
             write_all(self._fd, piece)
@@ -245,13 +245,13 @@ def _sendfile(fd: int, source: LocalFile, offset: int, count: int) -> int:
 
 def _read_and_write(fd: int, source: LocalFile, offset: int, count: int) -> int:
     done = 0
-    for piece in _pieces(Range(source, offset, count)):
+    for piece in pieces(Range(source, offset, count)):
         write_all(fd, piece)
         done += len(piece)
     return done
 
 
-def _pieces(extent: Extent) -> Iterator[bytes | memoryview]:
+def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
     """The bytes of an extent; those of a local file through one buffer that stays in the processor's cache."""
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from bridge.stream(extent)

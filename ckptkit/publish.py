@@ -17,10 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit import bridge
 from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
-from ckptkit.copying import SHORT, ReadAhead, execute
-from ckptkit.errors import LimitError, OutputError, OutputExistsError, UsageError, VerifyError
+from ckptkit.copying import SHORT, ReadAhead, execute, pieces
+from ckptkit.errors import CkptkitError, LimitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.limits import LIMITS
 from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
 
@@ -51,21 +50,23 @@ def publish(
     verify: bool = False,
     allow_expand: bool = False,
     executor: Executor | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a symbolic link is
     replaced, never followed. ``durable`` means that the output survives a power cut (always so where it replaces a
     file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``executor``
-    spreads the work over workers that see the same files. ``progress`` is told bytes as they are written, here.
+    spreads the work over workers that see the same files. ``progress`` is told, here, the bytes that were
+    written since the last time, and those of the whole plan.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
     VerifyError and what reading the input raises with the destination as it was.
     """
-    path = os.path.join(os.getcwd(), os.fspath(destination).rstrip(os.sep))
+    typed = os.fspath(destination)
+    path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
-    with _reported(path, size):
+    with _reported(path, typed, size):
         _check_sources(path, sources, replace_source)
         old = _check_destination(plan, path, force or replace_source)
         _check_size(plan, size, allow_expand)
@@ -73,7 +74,8 @@ def publish(
         temporary = temporary_name(path)
         try:
             mode = _create(plan, temporary)
-            _write(plan, temporary, executor, progress or (lambda count: None), verify)
+            tell = progress or (lambda count, total: None)
+            _write(plan, temporary, executor, lambda count: tell(count, size), verify)
             for source in sources:
                 source.check_unchanged()
             replaces = old is not None and stat.S_ISREG(old.st_mode)
@@ -90,16 +92,19 @@ def publish(
 
 
 @contextmanager
-def _reported(path: str, size: int) -> Iterator[None]:
-    """What the operating system refuses, in our words."""
+def _reported(path: str, typed: str, size: int) -> Iterator[None]:
+    """What the operating system refuses, in our words, and the destination as it was typed."""
     try:
         yield
+    except CkptkitError as error:
+        error.where = typed if error.where == path else error.where
+        raise
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno in _FULL:
             with suppress(OSError):
                 why += f": needs {size:,} bytes, {_free(path):,} are free"
-        raise OutputError(f"cannot be written: {why}", where=path) from error
+        raise OutputError(f"cannot be written: {why}", where=typed) from error
 
 
 def _check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
@@ -239,9 +244,13 @@ def _write(
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
     """Read the output and the input again. Raises VerifyError where they differ."""
     at = 0
-    with open(place, "rb", buffering=SHORT) as output:
+    found = bytearray()
+    with open(place, "rb") as output:
         for piece in _expected(file.segments, sums):
-            if output.read(len(piece)) != bytes(piece):
+            if len(found) != len(piece):
+                found = bytearray(len(piece))
+            # startswith compares a buffer of any kind at the speed of memory; == of a memoryview goes byte by byte
+            if output.readinto(found) != len(piece) or not found.startswith(piece):
                 raise VerifyError(f"{file.name or 'the output'} was not written as planned, at byte {at:,} or after")
             at += len(piece)
 
@@ -257,7 +266,7 @@ def _expected(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byt
         elif isinstance(extent, Range) and extent.length < SHORT:
             yield ahead.read(*extent)
         elif isinstance(extent, (Range, Derived)):
-            yield from bridge.stream(extent)
+            yield from pieces(extent)
 
 
 def _to_disk(plan: Plan, temporary: str) -> None:

@@ -243,12 +243,13 @@ def key_text(key: Node) -> str:
         return key
     if isinstance(key, int):
         return str(key) if key.bit_length() <= 8 * LIMITS.int_bytes else f"<integer of {key.bit_length()} bits>"
+    if isinstance(key, bytes):
+        return repr(key)
     if isinstance(key, (float, complex, type(None), ByteString, Global)):
         return str(key)
-    if isinstance(key, bytes):
-        return key.decode("latin-1")
     if isinstance(key, tuple) and all(isinstance(k, (str, int)) for k in key):
-        return "(" + ", ".join(map(key_text, key)) + ")"
+        inner = [repr(k) if isinstance(k, str) else key_text(k) for k in key]
+        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
     return f"<{type(key).__name__}>"
 
 

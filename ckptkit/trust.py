@@ -7,6 +7,7 @@ classes are their owners' affair: kept by name, and named in a warning.
 
 from __future__ import annotations
 
+import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
 
@@ -70,10 +71,12 @@ _INERT: frozenset[tuple[str, str]] = frozenset(
     | _names("numpy", "dtype", "ndarray", "matrix")
     | _names("numpy.random._pickle", "__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor")
     | _names("numpy.random", "__RandomState_ctor")
+    | _names("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence")
     | _names("torch._tensor", "_rebuild_from_type")
     | _names("torch.tensor", "_rebuild_from_type")
     | _names("torch._utils", "_rebuild_sparse_csr_tensor", "_rebuild_xla_tensor")
     | _names("torch.nn.parameter", "Buffer", "UninitializedBuffer", "UninitializedParameter")
+    | _names("torch.nested._internal.nested_tensor", "_rebuild_njt")
     | _names("torch.torch_version", "TorchVersion")
     | _names("torch.autograd.variable", "Variable")
     | _names("torch.nn.backends.thnn", "_get_thnn_function_backend")
@@ -87,6 +90,8 @@ _GUARDED = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not
     "smtpd", "sndhdr", "spwd", "sunau", "telnetlib", "test", "uu", "xdrlib",
     "functorch", "numpy", "torch", "torchgen",
 }  # fmt: skip
+
+_GENERATOR = r"__bit_generator_ctor|[A-Z]\w*"
 
 # Harmless calls that call one of their arguments: its position.
 _CALLERS = {
@@ -131,8 +136,8 @@ def _calls_harm(made: Global, called: Node) -> bool:
         return False
     if not isinstance(called, Global):
         return True
-    if called.module.startswith("numpy.random."):
-        return not made.module.startswith("numpy.random")
+    if made.module.startswith("numpy.random"):  # a class of bit generators, or what makes one by its name
+        return not (called.module.startswith("numpy.random.") and re.fullmatch(_GENERATOR, called.name))
     return (called.module, called.name) in _CALLERS or is_harmful(Object(called, new=made.module == "copyreg"))
 
 

@@ -65,13 +65,10 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         if (nodes := _read(root, qualifies)) is not None:
             return Weights((), root, nodes)
         found = list(_search(root, qualifies))
-        known = sorted(
-            (each for each in found if len(each[0]) == 1 and each[0][0] in WELL_KNOWN),
-            key=lambda each: WELL_KNOWN.index(each[0][0]),
-        )
+        known = list(_well_known(root, found))
         if known or len(found) == 1:
             path, node, nodes = (known or found)[0]
-            return Weights(path, node, nodes, tuple(other for other, _, _ in found if other != path))
+            return Weights(path, node, nodes, tuple(place for place, other, _ in found if other is not node))
         if found:
             names = [join(path) or "(root)" for path, _, _ in found]
             raise AmbiguousError(
@@ -117,10 +114,22 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
     return {key: value for (key, value), tensor in zip(named.items(), tensors, strict=True) if tensor is not None}
 
 
+Found = tuple[Path, Node, dict[str, Node]]
+
+
+def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
+    """Those among `found` that stand in the root under a well-known name, whatever other names they have."""
+    by_node = {id(node): (node, nodes) for _, node, nodes in found}
+    entries = {key: child for key, child in children(root) if key.__class__ is str}
+    for name in WELL_KNOWN:
+        if id(entries.get(name)) in by_node:
+            yield (name,), *by_node[id(entries[name])]
+
+
 _OPEN = (dict, list, tuple, Object)  # what is searched
 
 
-def _search(root: Node, qualifies: Rule) -> Iterator[tuple[Path, Node, dict[str, Node]]]:
+def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
     """The outermost state_dicts below the root, optimizers left aside, each once."""
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
@@ -138,7 +147,8 @@ def _search(root: Node, qualifies: Rule) -> Iterator[tuple[Path, Node, dict[str,
 
 
 def _is_optimizer(node: Node) -> bool:
-    return isinstance(node, dict) and "param_groups" in node and "state" in node
+    held = node.state if isinstance(node, Object) else node
+    return isinstance(held, dict) and "param_groups" in held and "state" in held
 
 
 def module_state(node: Object) -> dict[str, Node] | None:

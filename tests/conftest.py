@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -76,3 +77,18 @@ def simulated_cuda() -> Callable[..., AbstractContextManager[None]]:
     from fixtures.make import simulated_cuda
 
     return simulated_cuda
+
+
+def tags(path: Path) -> set[str]:
+    """The devices that torch finds in a file of its own."""
+    import torch
+
+    found: set[str] = set()
+
+    def see(storage: Any, tag: str) -> Any:
+        found.add(tag)
+        return storage
+
+    with torch.serialization.safe_globals([Namespace]):  # in files of the corpus
+        torch.load(path, weights_only=True, map_location=see)
+    return found

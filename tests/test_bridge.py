@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckptkit import bridge
 from ckptkit.bridge import gather as gathering
-from ckptkit.bridge import operations
+from ckptkit.bridge import operations, tensors
 from ckptkit.bytesource import Derived, LocalFile, Memory, Pending, Range, Record
 from ckptkit.dtypes import BY_NAME, TABLE
 from ckptkit.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
@@ -64,8 +64,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (gathering, "TILE", 96),
         (gathering, "BOX", 48),
         (gathering, "CALL", 16),
-        (bridge.tensors, "PIECE", 32),
-        (bridge.tensors, "_WIDE", 3),
+        (tensors, "PIECE", 32),
+        (tensors, "_WIDE", 3),
     ):
         monkeypatch.setattr(module, name, size)
 
@@ -236,6 +236,13 @@ def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str) -> Non
 def test_cast_refuses_a_fraction_of_an_element() -> None:
     with pytest.raises(TensorError):
         bridge.cast_record(record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False)
+
+
+def test_cast_that_torch_cannot_do() -> None:
+    if not hasattr(torch, "int4"):
+        pytest.skip("this torch has no int4")
+    with pytest.raises(UnsupportedError):
+        read(bridge.cast_record(record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False))
 
 
 def test_a_dtype_that_torch_does_not_have() -> None:

@@ -32,6 +32,8 @@ def folder(tmp_path: Path) -> Path:
         "text.pth": b"just some text\n" * 20,
         "pointer.pth": POINTER,
         "page.pth": b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>\n",
+        "denied.pth": b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
+        "foreign.pth": "ein Prüfstand, kein Prüfpunkt\n".encode() * 20,
         "packed.pth": gzip.compress(GOOD),
         "cut.pth": GOOD[:-100],
         "cut.safetensors": (FIXTURES / "safetensors/digits.safetensors").read_bytes()[:-1],
@@ -43,11 +45,19 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "folder/notes.txt").write_text("nothing to see")
     os.link(tmp_path / "good.pth", tmp_path / "linked.pth")
     os.symlink("good.pth", tmp_path / "symbolic.pth")
+    os.symlink("gone.pth", tmp_path / "dangling.pth")
     torch.save({"first": {"w": weight}, "second": {"w": weight}}, tmp_path / "ambiguous.pth")
     torch.save({"module.w": weight, "w": weight}, tmp_path / "colliding.pth")
-    with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
-        for name in ("data.pkl", "constants.pkl", "code/__torch__.py", "version"):
-            file.writestr(f"script/{name}", b"3\n")
+    archives = {
+        "script.pt": ("script/data.pkl", "script/constants.pkl", "script/code/__torch__.py", "script/version"),
+        "readme.zip": ("readme.txt", "docs/more.txt"),
+        "packed.zip": ("run/readme.txt", "run/good.pth"),
+        "arrays.npz": ("a.npy", "b.npy"),
+    }
+    for archive, names in archives.items():
+        with zipfile.ZipFile(tmp_path / archive, "w") as file:
+            for name in names:
+                file.writestr(name, b"3\n")
     return tmp_path
 
 
@@ -71,13 +81,22 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "phrases"),
     [
-        ("inspect nowhere.pth", 3, ["nowhere.pth", "no such file"]),
+        ("inspect nowhere.pth", 3, ["nowhere.pth", "does not exist"]),
+        ("inspect god.pth", 3, ["did you mean good.pth?"]),
+        ("inspect missing/good.pth", 3, ["there is no folder"]),
+        ("inspect dangling.pth", 3, ["link to gone.pth"]),
+        ("inspect https://there/good.pth", 3, ["download it first"]),
         ("inspect folder", 3, ["folder"]),
         ("inspect empty.pth", 3, ["empty.pth", "is empty"]),
         ("inspect text.pth", 3, ["text.pth", "text"]),
         ("inspect pointer.pth", 3, ["pointer.pth", "git lfs pull"]),
         ("inspect page.pth", 3, ["page.pth", "html"]),
-        ("inspect packed.pth", 3, ["packed.pth", "gzip"]),
+        ("inspect denied.pth", 3, ["denied.pth", "xml"]),
+        ("inspect foreign.pth", 3, ["foreign.pth", "is text"]),
+        ("inspect readme.zip", 3, ["readme.zip", "zip archive without a data.pkl"]),
+        ("inspect packed.zip", 3, ["packed.zip", "unpack it first: it holds 'good.pth'"]),
+        ("inspect arrays.npz", 3, ["arrays.npz", "numpy.load"]),
+        ("inspect packed.pth", 3, ["packed.pth", "gzip", "gunzip -c"]),
         ("inspect cut.pth", 3, ["cut.pth", "cut"]),
         ("inspect cut.safetensors", 3, ["cut.safetensors", "cut"]),
         ("inspect legacy-cut.pth", 3, ["legacy-cut.pth", "cut"]),
@@ -92,7 +111,10 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
         ("convert ambiguous.pth out.safetensors", 3, ["first", "second", "--key"]),
         ("extract good.pth out.pth --key nothing", 2, ["nothing", "model"]),
         ("strip-module ambiguous.pth out.pth", 3, ["--key"]),
-        ("strip-module colliding.pth out.pth", 3, ["module.w"]),
+        ("inspect good.pth --key nothing", 2, ["good.pth", "nothing", "model"]),
+        ("diff ambiguous.pth good.pth", 3, ["ambiguous.pth", "--key"]),
+        ("extract good.pth out.pth --key epoch", 2, ["single int", "inspect"]),
+        ("strip-module colliding.pth out.pth", 3, ["colliding.pth", "module.w", "--drop"]),
         ("strip-module empty.pth out.pth", 3, ["empty.pth"]),
         ("remap good.pth out.pth", 2, ["--to"]),
         ("remap good.pth out.pth --map nonsense", 2, ["nonsense"]),
@@ -202,27 +224,29 @@ def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
         assert child.wait() == 141
 
 
-# Sends the process a Ctrl-C when a copy of tensor bytes begins, then goes on with it.
+# Sends the process a signal when a copy of tensor bytes begins, then goes on with it.
 INTERRUPT = """
 import os, signal, sys
 copy = os.copy_file_range
 def interrupted(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), getattr(signal, sent))
     return copy(*args, **kwargs)
 os.copy_file_range = interrupted
+sent = sys.argv.pop()
 from ckptkit.cli import main
 main()
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="needs os.copy_file_range, to interrupt a copy")
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("old", [b"", b"what was there"], ids=["new", "replaced"])
-def test_control_c_leaves_the_old_file(old: bytes, folder: Path) -> None:
+def test_an_interrupt_leaves_the_old_file(old: bytes, sent: str, folder: Path) -> None:
     torch.save({f"w{i}": torch.full((1 << 20,), float(i)) for i in range(8)}, folder / "large.pth")
     if old:
         (folder / "out.pth").write_bytes(old)
     before = listing(folder)
-    command = [sys.executable, "-c", INTERRUPT, "remap", "large.pth", "out.pth", "--to", "cpu", "--force"]
+    command = [sys.executable, "-c", INTERRUPT, "remap", "large.pth", "out.pth", "--to", "cpu", "--force", sent]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, env=ENVIRONMENT, timeout=60)
     check_said(Done(done.returncode, done.stdout, done.stderr), 130, "interrupted")
     assert listing(folder) == before

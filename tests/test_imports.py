@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,12 +42,12 @@ print(json.dumps({"code": code, "heavy": heavy, "unpicklers": len(unpicklers)}),
 """
 
 
-def spied(folder: Path, *args: str | Path) -> dict[str, object]:
+def spied(folder: Path, *args: str | Path) -> dict[str, Any]:
     """What a command imported, started in `folder` with TMPDIR there too."""
     environment = {**ENVIRONMENT, "TMPDIR": str(folder)}
     command = [sys.executable, "-c", SPY, *map(str, args)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, env=environment, timeout=60)
-    report: dict[str, object] = json.loads(done.stderr.splitlines()[-1])
+    report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
     assert report["code"] in (0, None), done.stderr
     return report
 

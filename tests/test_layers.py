@@ -188,5 +188,6 @@ def test_public_names_are_where_init_says(name: str) -> None:
     }
     found = getattr(ckptkit, name)
     module, attribute = ckptkit._PLACES[name]
+    assert ckptkit._PLACES.keys() == told.keys() == {*ckptkit.__all__} - {"__version__"}
     assert told[name] == f"ckptkit.{module}.{attribute}"
     assert found.__name__ == attribute

@@ -78,7 +78,7 @@ def folder_plan(source: LocalFile) -> Plan:
 
 def test_a_file(source: LocalFile, folder: Path) -> None:
     told: list[int] = []
-    done = publish(copy_plan(source), folder / "out.pt", progress=told.append)
+    done = publish(copy_plan(source), folder / "out.pt", progress=lambda count, total: told.append(count))
     assert (folder / "out.pt").read_bytes() == COPY
     assert (Path(done.path), done.nbytes, done.files) == (folder / "out.pt", len(COPY), 1)
     assert sum(told) == len(COPY)
@@ -136,7 +136,7 @@ def test_FS_07_the_mode_follows_the_umask(umask: int, mode: int, source: LocalFi
 def test_FS_05_nobody_else_reads_what_is_not_finished(source: LocalFile, folder: Path) -> None:
     modes: set[int] = set()
 
-    def look(count: int) -> None:
+    def look(count: int, _: int) -> None:
         modes.update(stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir())
 
     publish(copy_plan(source), folder / "out.pt", progress=look)
@@ -257,7 +257,7 @@ class Stop(Exception):
 def test_DS_18_an_interrupted_run_leaves_nothing(
     failure: type[BaseException], plan: Callable[[LocalFile], Plan], source: LocalFile, folder: Path
 ) -> None:
-    def interrupt(count: int) -> None:
+    def interrupt(count: int, _: int) -> None:
         raise failure
 
     with pytest.raises(failure):
@@ -347,7 +347,7 @@ def test_DS_07_an_input_that_cannot_be_read(source: LocalFile, folder: Path) -> 
 
 @pytest.mark.parametrize("change", ["append", "rewrite", "truncate"])
 def test_DS_17_an_input_that_changes(change: str, source: LocalFile, folder: Path) -> None:
-    def meddle(count: int) -> None:
+    def meddle(count: int, _: int) -> None:
         with open(source.path, "r+b") as file:
             if change == "append":
                 file.seek(0, os.SEEK_END)
@@ -364,7 +364,7 @@ def test_DS_17_an_input_that_changes(change: str, source: LocalFile, folder: Pat
 
 
 def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(source: LocalFile, folder: Path) -> None:
-    def swap(count: int) -> None:
+    def swap(count: int, _: int) -> None:
         Path(source.path).unlink(missing_ok=True)
         Path(source.path).write_bytes(bytes(len(DATA)))
 
@@ -476,7 +476,7 @@ def test_where_there_are_no_links(code: int, source: LocalFile, folder: Path, mo
     publish(copy_plan(source), folder / "out.pt")
     assert (folder / "out.pt").read_bytes() == COPY
 
-    def somebody_else(count: int) -> None:
+    def somebody_else(count: int, _: int) -> None:
         (folder / "raced").write_bytes(OLD)
 
     with pytest.raises(OutputExistsError):
@@ -485,7 +485,7 @@ def test_where_there_are_no_links(code: int, source: LocalFile, folder: Path, mo
 
 
 def test_DS_14_somebody_else_makes_the_file_meanwhile(source: LocalFile, folder: Path) -> None:
-    def somebody_else(count: int) -> None:
+    def somebody_else(count: int, _: int) -> None:
         (folder / "out").mkdir(exist_ok=True)
         (folder / "out" / "theirs").write_bytes(OLD)
 
@@ -493,7 +493,7 @@ def test_DS_14_somebody_else_makes_the_file_meanwhile(source: LocalFile, folder:
         publish(folder_plan(source), folder / "out", progress=somebody_else)
     assert os.listdir(folder / "out") == ["theirs"]
     with pytest.raises(OutputExistsError):
-        publish(copy_plan(source), folder / "file", progress=lambda count: (folder / "file").touch())
+        publish(copy_plan(source), folder / "file", progress=lambda count, total: (folder / "file").touch())
     assert (folder / "file").read_bytes() == b""
 
 

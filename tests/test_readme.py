@@ -6,6 +6,7 @@ order, in a copy of the checkout's fixtures. ``python -m tests.test_readme`` put
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -110,6 +111,15 @@ def test_every_command_and_public_name_is_in_it() -> None:
         assert f"ckptkit {command}" in TEXT, command
     for name in ckptkit.__all__:
         assert name.startswith("__") or re.search(rf"`[^`\n]*\b{name}\b|ckptkit\.{name}\b", TEXT), name
+
+
+def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
+    section = TEXT.split("## inspect --json")[1].split("\n## ")[0]
+    documented = set(re.findall(r"`(\w+)`", section))
+    done = shell("ckptkit inspect --json --digest fixtures/torch-zip/views_ties_dtypes.pth", folder)
+    (file,) = json.loads(done.stdout)["files"]
+    parts = [file, file["totals"], file["tensors"][0], file["values"][0], *file["objects"][:1]]
+    assert {field for part in parts for field in part} <= documented
 
 
 def test_installs_from_the_checkout() -> None:

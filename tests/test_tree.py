@@ -384,7 +384,8 @@ def test_find_in_a_cycle() -> None:
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("a", "a"), (3, "3"), (True, "True"), (None, "None"), (1.5, "1.5"), (b"\xff", "\xff"), (("a", 1), "(a, 1)"),
+        ("a", "a"), (3, "3"), (True, "True"), (None, "None"), (1.5, "1.5"), (b"\xff", r"b'\xff'"),
+        (("a", 1), "('a', 1)"), (("a",), "('a',)"),
         (ByteString(b"\xff"), "\xff"), (Global("m", "C"), "m.C"), ((("deep",),), "<tuple>"), (SetNode([]), "<SetNode>"),
         (10 ** (3 * LIMITS.int_bytes), "<integer of 10205 bits>"),
     ],

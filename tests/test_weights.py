@@ -54,6 +54,21 @@ def test_the_better_known_entry() -> None:
     assert set(weights.others) == {("ema",), ("model",)}
 
 
+def test_the_better_known_of_two_names_for_one_mapping() -> None:
+    shared = {"a": W}
+    weights = found({"mine": shared, "ema": shared, "model": shared, "other": {"a": W}})
+    assert weights.path == ("model",)
+    assert weights.others == (("other",),)
+
+
+@pytest.mark.parametrize("state", [OPTIMIZER, {**OPTIMIZER, "defaults": {"lr": 0.1}}])
+def test_a_pickled_optimizer_holds_no_weights(state: Node) -> None:
+    optimizer = Object(Global("torch.optim.sgd", "SGD"), (), new=True)
+    optimizer.steps.append(("build", {**state, "state": {W: {"exp_avg": W}, 1: {"exp_avg": W}}}))
+    assert found({"generator": {"a": W}, "optimizer": optimizer}).path == ("generator",)
+    assert locate({"optimizer": optimizer}) is None
+
+
 def test_the_only_mapping() -> None:
     assert found({"a": 1, "run": [{"deep": {"a": W}}]}).path == ("run", 0, "deep")
 

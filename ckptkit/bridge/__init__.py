@@ -2,19 +2,26 @@
 
 ``operations`` computes byte ranges, ``gather`` is the reading plan of its strided views, ``tensors`` says which
 operations a tensor needs and makes torch's own of it, ``models`` builds the user's classes. numpy and torch are
-imported inside functions, so that a command that computes nothing pays for neither.
+imported inside functions, and the modules here when they are used, so that a command that computes nothing pays for
+none of them.
 """
 
-from ckptkit.bridge.models import environment, model_from, model_shapes
-from ckptkit.bridge.operations import OPERATIONS, PIECE, stream, torch_dtype
-from ckptkit.bridge.tensors import (
-    Difference,
-    cast_record,
-    compare,
-    contiguous,
-    rebuild,
-    to_torch_storage,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptkit.bridge.models import environment, model_from, model_shapes
+    from ckptkit.bridge.operations import OPERATIONS, PIECE, stream, torch_dtype
+    from ckptkit.bridge.tensors import (
+        Difference,
+        cast_record,
+        compare,
+        contiguous,
+        rebuild,
+        to_torch_storage,
+    )
 
 __all__ = [
     "OPERATIONS",
@@ -31,3 +38,15 @@ __all__ = [
     "to_torch_storage",
     "torch_dtype",
 ]
+
+_PLACES = {
+    **dict.fromkeys(("environment", "model_from", "model_shapes"), "models"),
+    **dict.fromkeys(("OPERATIONS", "PIECE", "stream", "torch_dtype"), "operations"),
+    **dict.fromkeys(("Difference", "cast_record", "compare", "contiguous", "rebuild", "to_torch_storage"), "tensors"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

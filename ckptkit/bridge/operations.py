@@ -191,13 +191,23 @@ def _cast(derived: Derived, start: int, stop: int) -> Pieces:
     import torch
 
     source, target = _dtypes(derived)
-    old, new = torch_dtype(source), torch_dtype(target)
+    new = torch_dtype(target)
 
     def cast(data: Piece) -> memoryview:
-        values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(old).to(new)
-        return _bytes(values.view(torch.uint8).numpy())
+        return _bytes(as_torch(data, source, new).view(torch.uint8).numpy())
 
     return _elementwise(derived.inputs[0], start, stop, source.itemsize, target.itemsize, cast)
+
+
+def as_torch(data: Piece, source: DType, target: torch.dtype) -> torch.Tensor:
+    """Elements of dtype `source`, converted. Raises UnsupportedError where the installed torch cannot."""
+    import torch
+
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))
+    try:
+        return values.to(target)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedError(f"torch {torch.__version__} cannot convert {source} to {target}") from error
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit.bridge.operations import PIECE, Piece, regroup, stream, torch_dtype
-from ckptkit.bytesource import Extent, Part, Pending, Range, Record
+from ckptkit.bridge.operations import PIECE, Piece, as_torch, regroup, stream, torch_dtype
+from ckptkit.bytesource import Extent, LocalFile, Part, Pending, Range, Record
 from ckptkit.dtypes import DType
 from ckptkit.errors import DeviceError, TensorError, UnsupportedError
 from ckptkit.tensor import Storage, Tensor
@@ -150,9 +150,8 @@ def _values(extent: Extent, dtype: DType) -> Iterator[torch.Tensor]:
     if dtype.kind not in _NUMBERS or dtype.bits % 8 or dtype.packed > 1:
         raise TensorError(f"values of {dtype} cannot be compared within a tolerance")
     wide = torch.complex128 if dtype.kind == "complex" else torch.float64
-    narrow = torch_dtype(dtype)
     for piece in regroup(stream(extent), _WIDE * dtype.itemsize):
-        yield torch.frombuffer(bytearray(piece), dtype=torch.uint8).view(narrow).to(wide)
+        yield as_torch(piece, dtype, wide)
 
 
 def to_torch_storage(storage: Storage, device: str | torch.device = "cpu", component: int = 1) -> torch.UntypedStorage:
@@ -164,7 +163,7 @@ def to_torch_storage(storage: Storage, device: str | torch.device = "cpu", compo
     import torch
 
     where = torch.device(device)
-    extent = (_whole(storage, component)).locate()
+    extent = _native(storage, component).locate()
     memory = _allocate(extent.length, where)
     if where.type == "cpu":
         _fill(memory, extent)
@@ -177,7 +176,7 @@ def to_torch_storage(storage: Storage, device: str | torch.device = "cpu", compo
     return memory.untyped_storage()
 
 
-def _whole(storage: Storage, component: int) -> Record:
+def _native(storage: Storage, component: int) -> Record:
     if not storage.big_endian or component == 1:
         return storage.record
     return Pending("byteswap", (storage.record,), (component,), storage.nbytes)
@@ -197,7 +196,7 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 def _fill(memory: torch.Tensor, extent: Extent, start: int = 0, stop: int | None = None) -> None:
     """Bytes `start` to `stop` of an extent into a tensor of bytes on the CPU."""
     view = memory.numpy().data
-    if isinstance(extent, Range):
+    if isinstance(extent, Range) and isinstance(extent.source, LocalFile):
         extent.source.read_into(extent.offset + start, view)
         return
     at = 0

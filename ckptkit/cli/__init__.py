@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -44,6 +45,7 @@ class CommandLine(click.Group):
         """Run as a program of its own: a process that ends soon needs no garbage collector."""
         gc.disable()
         _secure_streams()
+        _interruptible()
         self.main(prog_name="ckptkit")
 
     def main(
@@ -137,6 +139,14 @@ def _mute() -> None:
     """Send what is left for standard output nowhere: Python would try again to write it, and complain."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _interruptible() -> None:
+    """Whatever asks us to end, and not the keyboard alone, leaves no half-written file. What is ignored stays so."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def _secure_streams() -> None:

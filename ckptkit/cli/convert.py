@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 @click.command("convert")
 @options.edit
-@click.option("--all", "everything", is_flag=True, help="Store the whole tree, not the weights alone.")
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option("--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable).")
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--device-map", "devices", metavar="A=B", multiple=True, callback=options.pairs, help="Retag A as B.")
 @click.option("--compact", is_flag=True, help="Leave out what storages hold beyond their tensors.")
 @options.key
-def command(edit: options.Edit, everything: bool, key: str | None, **transforms: Any) -> None:
+def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
     """Convert to another format, changed on the way.
 
     Any format that can be read becomes any that can be written.
@@ -39,7 +38,7 @@ def command(edit: options.Edit, everything: bool, key: str | None, **transforms:
     Example: ckptkit convert run.pth run.safetensors
              ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
     """
-    edit.run(*_steps(**transforms), key=key, keep_format=False, everything=everything)
+    edit.run(*_steps(**transforms), key=key, keep_format=False)
 
 
 def _steps(

@@ -52,7 +52,6 @@ class Edit:
         *steps: Callable[[Checkpoint], Checkpoint],
         key: str | None = None,
         keep_format: bool = True,
-        everything: bool = False,
     ) -> None:
         """Read, apply the steps, write, and say so."""
         from ckptkit.cli.progress import Progress
@@ -68,7 +67,7 @@ class Edit:
                 keep_format=keep_format,
                 key=key,
                 format=self.format,
-                options=WriteOptions(self.objects, self.ties, everything),
+                options=WriteOptions(self.objects, self.ties),
                 force=self.force,
                 durable=self.durable,
                 verify=self.verify,
@@ -209,8 +208,10 @@ def _mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[st
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path}: {error}") from error
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise click.BadParameter(f"{path}: not a JSON object that maps names to names")
     return found

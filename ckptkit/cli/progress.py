@@ -16,7 +16,10 @@ PATIENCE = 1.0  # seconds
 
 
 class Progress:
-    """``with Progress("copying", total) as progress: progress(nbytes)`` for every part that is done."""
+    """``with Progress("copying", total) as progress: progress(nbytes)`` for every part that is done.
+
+    A total that is known only later may be given with the parts.
+    """
 
     def __init__(self, title: str, total: int | None = None) -> None:
         self.title = title
@@ -33,8 +36,9 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
 
-    def __call__(self, nbytes: int) -> None:
+    def __call__(self, nbytes: int, total: int | None = None) -> None:
         self.done += nbytes
+        self.total = self.total if total is None else total
         if self.bar is not None:
             self.bar.update(nbytes)
         elif self.shown and monotonic() - self.started > PATIENCE:

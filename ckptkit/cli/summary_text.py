@@ -66,6 +66,16 @@ def _item(row: Row, shared: set[int | None]) -> Item:
 def _remark(row: Row, shared: set[int | None]) -> str:
     """What is not plain about a tensor."""
     tensor = row.tensor
+    storage = tensor.storage
+    if (
+        storage is not None
+        and storage.record.length == row.nbytes
+        and row.storage not in shared
+        and tensor.kind != "ndarray"
+        and tensor.layout == "strided"
+        and not (tensor.conj or tensor.neg)
+    ):  # as almost all are
+        return ""
     said = [] if tensor.layout == "strided" else [tensor.layout]
     if tensor.kind == "ndarray":
         said.append("numpy")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from typing import NamedTuple
 
 from ckptkit.errors import FormatError, InputError, TruncatedError, UnsupportedError
 from ckptkit.formats.format import Probe
+from ckptkit.formats.torch.zip_container import ZipDirectory
+from ckptkit.formats.torch.zip_members import shown
 
 
 class Signature(NamedTuple):
@@ -22,10 +25,10 @@ _UNPACK = "unpack it first"
 
 SIGNATURES = (
     Signature(0, b"version https://git-lfs", "a Git LFS pointer, not the file it stands for", "run `git lfs pull`"),
-    Signature(0, b"\x1f\x8b", "a gzip file", "unpack it first: gunzip"),
-    Signature(0, b"BZh", "a bzip2 file", "unpack it first: bunzip2"),
-    Signature(0, b"\xfd7zXZ\0", "an xz file", "unpack it first: unxz"),
-    Signature(0, b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it first: unzstd"),
+    Signature(0, b"\x1f\x8b", "a gzip file", "unpack it first: gunzip -c FILE > UNPACKED"),
+    Signature(0, b"BZh", "a bzip2 file", "unpack it first: bunzip2 -c FILE > UNPACKED"),
+    Signature(0, b"\xfd7zXZ\0", "an xz file", "unpack it first: unxz -c FILE > UNPACKED"),
+    Signature(0, b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it first: unzstd -c FILE > UNPACKED"),
     Signature(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     Signature(0, b"Rar!", "a RAR archive", _UNPACK),
     Signature(0, b"PK\x05\x06", "an empty zip archive", _AGAIN),
@@ -40,7 +43,8 @@ SIGNATURES = (
     Signature(0, b"\x7fELF", "a program or library (ELF)", _AGAIN),
     Signature(4, b"TFL3", "a TensorFlow Lite model", "ckptkit reads PyTorch checkpoints"),
 )
-_HTML = (b"<!doctype html", b"<html", b"<head", b"<?xml")
+_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".ckpt")
+_HTML = (b"<!doctype html", b"<html", b"<head")
 
 
 def refusal(probe: Probe) -> InputError:
@@ -53,11 +57,15 @@ def refusal(probe: Probe) -> InputError:
     for signature in SIGNATURES:
         if head[signature.offset :].startswith(signature.magic):
             return FormatError(f"is {signature.what}", hint=signature.hint)
+    if probe.zip is not None:
+        return _zip(probe.zip)
     if head[257:262] == b"ustar":
         return _tar(probe)
     text = head.lstrip().lower()
     if text.startswith(_HTML):
         return FormatError("is an HTML page, not a checkpoint", hint=_AGAIN)
+    if text.startswith((b"<?xml", b"<error")):
+        return FormatError("is an XML document, not a checkpoint", hint="servers send such when a download fails")
     if not head.strip(b"\0"):
         return FormatError("begins with zeros only: the save or copy did not finish", hint="get the file again")
     if text[:1] in (b"{", b"[") and _is_text(head):
@@ -70,21 +78,32 @@ def refusal(probe: Probe) -> InputError:
 
 
 def _is_text(head: bytes) -> bool:
+    """Whether it is UTF-8 without control characters, the last character perhaps cut."""
     try:
-        return all(c.isprintable() or c in "\r\n\t" for c in head[:-4].decode("utf-8", "ignore")) and head.isascii()
+        return all(c.isprintable() or c in "\r\n\t" for c in getincrementaldecoder("utf-8")().decode(head))
     except UnicodeDecodeError:
         return False
 
 
 def _start(head: bytes) -> str:
-    return repr(head[:40].decode("ascii", "replace"))
+    return repr(head.decode("utf-8", "ignore")[:40])
+
+
+def _zip(archive: ZipDirectory) -> InputError:
+    names = [name.rpartition("/")[2] for name in archive.entries]
+    inside = [name for name in names if name.endswith(_SUFFIXES)]
+    if inside:
+        return FormatError("is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}")
+    if names and all(name.endswith(".npy") for name in names):
+        return FormatError("is an archive of numpy arrays (.npz)", hint="numpy.load reads it")
+    return FormatError("is a zip archive without a data.pkl, not a checkpoint", hint=_AGAIN)
 
 
 def _tar(probe: Probe) -> InputError:
     if probe.head.startswith((b"sys_info", b"pickle", b"tensors", b"storages", b"./")):
         return UnsupportedError(
             "is a checkpoint of torch 0.1.1 or before (torch-tar), which this version of ckptkit does not read",
-            hint="load it with torch.load(weights_only=False) if you trust it, and save it again",
+            hint="if you trust it, load it with torch where nothing is at stake, and save it again",
         )
     return FormatError("is a tar archive", hint="unpack it first: tar -xf")
 
@@ -101,7 +120,7 @@ def _folder(probe: Probe) -> InputError:
             "is a DeepSpeed folder, which this version of ckptkit does not read",
             hint="run the zero_to_fp32.py that DeepSpeed put into it",
         )
-    known = [name for name in sorted(names) if name.endswith((".pth", ".pt", ".bin", ".safetensors", ".ckpt"))]
+    known = [name for name in sorted(names) if name.endswith(_SUFFIXES)]
     if known:
         return UnsupportedError("is a folder of files without an index", hint=f"name one of its files, e.g. {known[0]}")
     return FormatError("is a folder that holds no checkpoint", hint="name a file, or a folder with an index.json")

@@ -55,12 +55,10 @@ class WriteOptions:
 
     ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or ``error``.
     ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once and noted) or ``duplicate``.
-    ``everything``: the whole tree rather than the weights, where the format needs to be told.
     """
 
     objects: str = "keep"
     ties: str = "alias"
-    everything: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,8 @@ class Format:
 
     ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every failure of `read`
     is an error. `read` takes the probe, so that what identification parsed is not parsed twice.
-    ``layout`` is pure: it plans and writes nothing.
+    ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
+    its `read` says what to do instead.
     """
 
     name: str
@@ -78,4 +77,5 @@ class Format:
     read: Callable[[Probe], Checkpoint]
     suffixes: tuple[str, ...] = ()  # that choose it for writing
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
+    readable: bool = True
     rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import UnsafeGlobalError
 from ckptkit.formats.plain_json import encode, is_plain
-from ckptkit.tree import Node, Object, Path, children, join, walk
+from ckptkit.tensor import TypedStorage
+from ckptkit.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
+from ckptkit.trust import refused_by_weights_only
 from ckptkit.weights import Weights, as_tensor
 
 _EXTRA_STATE = "_extra_state"
+_KINDS = {SetNode: "set", Pairs: "dict", Blob: "bytes", ByteString: "str", TypedStorage: "storage"}
 
 
 def leftovers(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
@@ -25,12 +29,24 @@ def leftovers(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
         elif is_plain(node):
             values[join(path)] = encode(node)
         else:
-            left.append(f"left out: {join(path)} ({_size(node)})")
+            left.append(f"left out: {join(path) or '(no name)'} ({_size(node)})")
     if states:
         left.append(f"left out: {states:,} entries of the weights called {_EXTRA_STATE}")
     if isinstance(weights.node, Object):
         left.append(f"left out: the module itself ({_kind(weights.node)}); written as its state_dict")
     return values, left
+
+
+def refuse_objects(checkpoint: Checkpoint) -> None:
+    """Raise UnsafeGlobalError for the first value that only its own code could make."""
+    for path, node in walk(checkpoint.root):
+        if not isinstance(node, Object) or node.tensor is not None or node.value is not None:
+            continue
+        if node.global_ is None or refused_by_weights_only(node.global_):
+            raise UnsafeGlobalError(
+                f"{join(path) or 'the root'} is an object ({_kind(node)}) and would be left out",
+                hint="--objects drop leaves such values out",
+            )
 
 
 def _beside(root: Node, weights: Weights) -> Iterator[tuple[Path, Node]]:
@@ -57,4 +73,6 @@ def _size(node: Node) -> str:
 
 
 def _kind(node: Node) -> str:
-    return str(node.global_) if isinstance(node, Object) and node.global_ else type(node).__name__
+    if isinstance(node, Object):
+        return str(node.global_ or "object")
+    return str(node) if isinstance(node, Global) else _KINDS.get(type(node), type(node).__name__)

@@ -11,7 +11,7 @@ white space. Two elements of F4 are one of torch's float4_e2m1fn_x2: the last di
 Source: https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
 Read more strictly than there: a repeated name, a field that the format does not have, more than 64 dimensions and
-the dialects of :mod:`strict_json` are refused. A size beyond 64 bits beside a size of 0 is accepted, in any order.
+the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is refused, also beside a size of 0.
 
 Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned; but the header lists
 the tensors in the order of the state_dict. What else a header cannot say stands in ``__metadata__``: see
@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptkit.bridge import contiguous
+from ckptkit import bridge
 from ckptkit.bytesource import ByteSource, Extent, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.dtypes import BY_SAFETENSORS, DType
@@ -35,11 +35,10 @@ from ckptkit.errors import (
     FormatError,
     TensorError,
     TruncatedError,
-    UnsupportedError,
 )
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import leftovers
+from ckptkit.formats.leftovers import leftovers, refuse_objects
 from ckptkit.formats.plain_json import dump, is_utf8
 from ckptkit.formats.safetensors_record import FRAMEWORK, RESERVED, lost_attributes, record, restore, values
 from ckptkit.limits import LIMITS, check
@@ -174,10 +173,11 @@ _RANK = {BY_SAFETENSORS[code]: rank for rank, code in enumerate(_CODES)}
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """The weights, and beside them what `__metadata__` can hold; the notes name the rest.
 
-    Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts.
+    Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts,
+    UnsafeGlobalError for objects if these are to be an error.
     """
-    if options.everything:
-        raise UnsupportedError("the whole tree cannot be written as safetensors yet")
+    if options.objects == "error":
+        refuse_objects(checkpoint)
     weights = checkpoint.required
     tensors = weights.tensors
     _check_holdable(tensors)
@@ -191,7 +191,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     notes += _overlaps(stored)
     segments = (
         _header_bytes(stored, order, metadata),
-        *_joined(contiguous(stored[name]).locate() for name in order if stored[name].nbytes),
+        *_joined(bridge.contiguous(stored[name]).locate() for name in order if stored[name].nbytes),
     )
     return Plan((OutputFile("", segments),), tuple(notes))
 

@@ -31,7 +31,7 @@ from ckptkit.weights import as_tensor
 
 SHARD_FORMATS = (safetensors.FORMAT, zip_archive.FORMAT, legacy_stream.FORMAT)
 _INDEXES = (".safetensors.index.json", ".bin.index.json")
-_NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
+_NUMBERED = r"-([0-9]{1,9})-of-([0-9]{1,9})\."
 _TOTAL = "total_size"
 _FETCH = "fetch the index and the shards again, into an empty folder"
 
@@ -95,7 +95,7 @@ def _check_names(folder: Folder, names: set[str]) -> None:
             f"{len(missing):,} of {len(names):,} shards are missing: {shown}",
             hint="fetch them from where the others came from",
         )
-    totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
+    totals = {int(found[2]) for name in names if (found := re.search(_NUMBERED, name))}
     if totals and totals != {len(names)}:
         said = " and ".join(map(str, sorted(totals)))
         raise CorruptError(f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH)

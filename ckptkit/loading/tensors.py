@@ -38,10 +38,12 @@ class Tensors:
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._tensors: dict[int, torch.Tensor] = {}
+        self._keep: list[object] = []  # ids in the two above stay taken
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
         """The bytes of a storage, where `map_location` wants them. `dtype` is that of the tensors on it."""
         if id(storage) not in self._storages:
+            self._keep.append(storage)
             self._storages[id(storage)] = self._load(storage, dtype.component if dtype else 1)
         return self._storages[id(storage)]
 
@@ -75,6 +77,7 @@ class Tensors:
         class can make.
         """
         if id(node) not in self._tensors:
+            self._keep.append(node)
             self._tensors[id(node)] = self._strided(node) if isinstance(node, Tensor) else self._called(node)
         return self._tensors[id(node)]
 

@@ -16,16 +16,16 @@ from ckptkit.tensor import Tensor
 
 
 def sha256(tensor: Tensor) -> str | None:
-    """Hexadecimal SHA-256 of the elements; None where there are none to read: on meta, or in a sparse layout."""
-    if tensor.storage is None or tensor.layout != "strided":
+    """Hexadecimal SHA-256 of the elements; None where they have no plain bytes: on meta, in a sparse layout, with
+    elements smaller than a byte that are out of order, with a sign that their dtype does not have."""
+    try:
+        return _hash(tensor, b"")
+    except TensorError:
         return None
-    return _hash(tensor, b"")
 
 
 def tensor_id(tensor: Tensor) -> str:
     """Hexadecimal SHA-256 of dtype, shape and elements. Raises TensorError where there are no elements to read."""
-    if tensor.storage is None or tensor.layout != "strided":
-        raise TensorError(f"a {tensor.layout} tensor on {tensor.device} has no bytes of its own")
     return _hash(tensor, f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode())
 
 

@@ -42,7 +42,7 @@ def _odd(node: Node) -> tuple[str, Plain] | None:
 
 
 def _object(node: Object) -> tuple[str, Plain] | None:
-    """A scalar of numpy, a torch.Size or a torch.device; None for every other Object."""
+    """A scalar of numpy, a torch.Size, torch.device or torch.layout; None for every other Object."""
     made = node.global_
     if made is None:
         return None
@@ -51,6 +51,8 @@ def _object(node: Object) -> tuple[str, Plain] | None:
     args = node.args if isinstance(node.args, tuple) else ()
     if (made.module, made.name) == ("torch", "device") and args:
         return "torch.device", ":".join(map(key_text, args))
+    if (made.module, made.name) == ("torch.serialization", "_get_layout") and len(args) == 1:
+        return "torch.layout", key_text(args[0])
     if (made.module, made.name) == ("torch", "Size") and len(args) == 1:
         return "torch.Size", key_text(tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0])
     return None

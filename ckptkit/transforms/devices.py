@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import UsageError
@@ -46,9 +46,7 @@ def remap(ck: Checkpoint, devices: str | Mapping[str, str], *, values: bool = Fa
     """
     places = _Places.of(ck.root)
     new = _mapping(devices, places.devices)
-    storages = {
-        id(each): replace(each, device=new(each.device)) for each in places.storages if _moves(each.device, new)
-    }
+    storages = {id(each): _tagged(each, new(each.device)) for each in places.storages if _moves(each.device, new)}
     calls = {id(call): _with_device(call, new(device)) for call, device in places.calls if _moves(device, new)}
     plain = {id(value): _device(new(device)) for value, device in places.values if _moves(device, new)}
     notes = [
@@ -116,6 +114,10 @@ def check_device(device: str) -> str:
     )
 
 
+def _tagged(storage: Storage, device: str) -> Storage:
+    return Storage(storage.record, device, storage.crc32, storage.big_endian)
+
+
 def _moves(device: str, new: Remap) -> bool:
     return new(device) != device
 
@@ -127,7 +129,9 @@ def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[st
 
 
 def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
-    there = ", ".join(sorted({each.device for each in places.storages})) or "no device"
+    there = ", ".join(sorted({each.device for each in places.storages}))
+    if not there:
+        return "nothing to retag: there are no tensors"
     wanted = "another device" if isinstance(devices, str) else ", ".join(devices)
     return f"nothing to retag: the storages are on {there}, none on {wanted}"
 

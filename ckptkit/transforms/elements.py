@@ -48,6 +48,8 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
     if split := new.split:
         names = [name for name, tensor in weights.tensors.items() if id(tensor.storage) in split]
         warnings.append(f"no longer share memory with tensors that have another dtype now: {some(names)}")
+    if new.frozen:
+        warnings.append(f"no longer requires_grad, which torch cannot load with 8 bits: {count(new.frozen, 'tensor')}")
     return ck.with_root(root, notes=_cast_notes(weights, wanted), warnings=warnings)
 
 
@@ -99,16 +101,36 @@ def _wanted(weights: Weights, rules: list[tuple[re.Pattern[str], DType]]) -> tup
 
 
 def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
-    if isinstance(node, Object) and (node.global_ is None or node.global_.name not in _OF_TENSORS):
+    calls = (each.global_ for each in _calls(node))
+    if any(made is None or made.name not in _OF_TENSORS for made in calls):
         return True
     return not _is_castable(tensor.dtype) or (tensor.kind == "ndarray" and target.numpy is None)
 
 
 def _made_of(node: Node, tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor that a node stands for, and those of its dtype that it is made of, such as the values of a sparse
+    one."""
     yield tensor
-    if isinstance(node, Object):
-        parts = (part for arg in node.args for part in (arg if isinstance(arg, tuple) else (arg,)))
-        yield from (part for part in parts if isinstance(part, Tensor) and part.dtype == tensor.dtype)
+    for call in _calls(node):
+        inner = (each if isinstance(each, Tensor) else as_tensor(each) for each in _parts(call))
+        yield from (each for each in inner if each is not None and each.dtype == tensor.dtype)
+
+
+def _calls(node: Node) -> Iterator[Object]:
+    """The calls that make a tensor and those that it is made of, each once, the outermost first."""
+    waiting = [node] if isinstance(node, Object) else []
+    seen: set[int] = set()
+    while waiting:
+        call = waiting.pop()
+        if id(call) not in seen:
+            seen.add(id(call))
+            yield call
+            waiting.extend(each for each in _parts(call) if isinstance(each, Object) and each.tensor is not None)
+
+
+def _parts(call: Object) -> Iterator[Node]:
+    for arg in call.args:
+        yield from arg if isinstance(arg, tuple) else (arg,)
 
 
 class _Cast:
@@ -119,6 +141,7 @@ class _Cast:
         self._storages: dict[tuple[int, str, str], Storage] = {}
         self._users: dict[int, tuple[DType | None, DType | None]] = {}  # dtype and target of a storage's first user
         self._split: set[int] = set()
+        self.frozen = 0  # tensors that had to lose their requires_grad
 
     def __call__(self, leaf: Node) -> Node:
         if not isinstance(leaf, (Tensor, TypedStorage)):
@@ -130,6 +153,9 @@ class _Cast:
         return leaf if target is None or isinstance(leaf, TypedStorage) else self._cast(leaf, target)
 
     def _cast(self, leaf: Tensor, target: DType) -> Tensor:
+        if leaf.requires_grad and leaf.kind == "tensor" and target.storage is None:
+            leaf = replace(leaf, requires_grad=False)  # _rebuild_tensor_v3 raises for it; parameters are made otherwise
+            self.frozen += 1
         if leaf.storage is None:
             return replace(leaf, dtype=target)
         key = (id(leaf.storage), leaf.dtype.name, target.name)

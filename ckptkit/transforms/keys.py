@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
+from glob import escape
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CollisionError, UsageError
@@ -52,7 +53,7 @@ class Target:
                 other = next(each for each in self.entries if names.get(each, each) == name)
                 raise CollisionError(
                     f"{other!r} and {key!r}{self.place} would both be called {name!r}",
-                    hint="rename or drop one of them first",
+                    hint=f"leave one of them out first: ckptkit convert SRC DST --drop {shlex.quote(escape(other))}",
                 )
             new[name] = value
         return metadata.like(self.entries, new, edit_metadata)

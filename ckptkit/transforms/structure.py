@@ -12,7 +12,11 @@ def extract(ck: Checkpoint, key: str) -> Checkpoint:
     """The entry at the dotted path `key` as a checkpoint of its own. Raises UsageError if it is not there."""
     path, node = find(ck.root, key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
-        raise UsageError(f"the entry {key!r} is a single {type(node).__name__}, not a checkpoint", where=ck.name)
+        raise UsageError(
+            f"the entry {key!r} is a single {type(node).__name__}, not a checkpoint",
+            where=ck.name,
+            hint="name a mapping, a list or a tensor; `ckptkit inspect` shows single values",
+        )
     inner = _key_below(ck, path)
     return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}"])
 

@@ -38,20 +38,17 @@ class Row(NamedTuple):
         return fast and self.ckptkit.mib <= self.work.mib
 
     def cells(self) -> list[str]:
-        return [
-            self.work.name,
-            _time(self.work, self.ckptkit),
-            f"{self.ckptkit.mib:.0f} MiB",
-            f"{self.work.seconds} s" if self.work.ratio is None else f"{self.work.ratio} x cp",
-            f"{self.work.mib} MiB",
-            _time(self.work, self.torch),
-            f"{self.torch.mib:.0f} MiB",
-            "yes" if self.within else "NO",
-        ]
+        """The row of the table: work, ckptkit, budget, torch, within."""
+        work = self.work
+        budget = f"{work.seconds} s" if work.ratio is None else f"{work.ratio} x cp"
+        within = "yes" if self.within else "NO"
+        return [work.name, _cost(work, self.ckptkit), f"{budget}, {work.mib} MiB", _cost(work, self.torch), within]
 
 
-def _time(work: Work, cost: Compared) -> str:
-    return f"{cost.seconds:.2f} s" if work.ratio is None else f"{cost.ratio:.2f} x cp (best {cost.best:.2f})"
+def _cost(work: Work, cost: Compared) -> str:
+    """Against `cp` the median of the pairs, and best against best."""
+    time = f"{cost.seconds:.2f} s" if work.ratio is None else f"{cost.ratio:.2f} ({cost.best:.2f}) x cp"
+    return f"{time}, {cost.mib:.0f} MiB"
 
 
 def measure(folder: Path, gib: float, pairs: int) -> list[Row]:
@@ -103,7 +100,7 @@ def main() -> int:
         rows = measure(Path(folder), options.gib, options.pairs)
     about = {**machine(), "gib": options.gib, "pairs": options.pairs}
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    heads = ["work", "ckptkit", "peak", "budget", "budget", "torch", "peak", "within"]
+    heads = ["work", "ckptkit", "budget", "torch", "within"]
     print(tabulate([row.cells() for row in rows], headers=heads, tablefmt="github"))
     if options.json:
         figures = [

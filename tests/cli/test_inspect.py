@@ -217,7 +217,7 @@ def test_CL_03_json_of_odd_values(ckptkit: Ckptkit, tmp_path: Path) -> None:
     values = {tuple(each["keys"]): each["value"] for each in found["values"]}
     assert values[("inf",)] == "-Infinity"
     assert values[("huge",)] == 1 << 70
-    assert values[(7, "(1, a)")] == 2
+    assert values[(7, "(1, 'a')")] == 2
     assert values[("bytes",)] == r"\xff"
     assert values[("None",)] == 1
 

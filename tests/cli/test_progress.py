@@ -36,3 +36,12 @@ def test_a_terminal_shows_a_bar_after_a_while(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(progress, "PATIENCE", -1)
     shown = work(monkeypatch, Terminal())
     assert "writing" in shown and "3.00M" in shown
+
+
+def test_the_total_may_come_with_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "PATIENCE", -1)
+    with progress.Progress("writing") as report:
+        report(1_000_000, 4_000_000)
+    assert "4.00M" in stream.getvalue()

@@ -196,16 +196,19 @@ def check_equal(got: Mapping[str, Tensor], want: State) -> None:
 
 def elements_of(tensor: Tensor) -> bytes:
     """The bytes of a tensor of ours in row-major order; torch arranges them, so that we are not our own witness."""
-    assert tensor.storage is not None
-    extent = tensor.storage.record.locate()
-    data = extent.read() if isinstance(extent, Range) else b"".join(bridge.stream(extent))
+    data = storage_bytes(tensor)
     if tensor.dtype.kind == "quantized":
         return data
-    storage = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
-    )
+    storage = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).untyped_storage()
     made = torch.empty(0, dtype=getattr(torch, tensor.dtype.name))
     return elements(made.set_(storage, tensor.offset, tensor.shape, tensor.stride))
+
+
+def storage_bytes(tensor: Tensor) -> bytes:
+    """The bytes of its whole storage."""
+    assert tensor.storage is not None
+    extent = tensor.storage.record.locate()
+    return extent.read() if isinstance(extent, Range) else b"".join(bridge.stream(extent))
 
 
 def elements(tensor: torch.Tensor) -> bytes:
@@ -214,7 +217,7 @@ def elements(tensor: torch.Tensor) -> bytes:
         start, length = 0, tensor.untyped_storage().nbytes()
     else:
         tensor = tensor.contiguous()
-        start, length = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+        start, length = int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return raw[start : start + length].numpy().tobytes()
 

@@ -157,7 +157,7 @@ def make_sharded(folder: Path, stem: str, suffix: str, state: State, save: Calla
     folder.mkdir()
     items = list(state.items())
     halves = dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])
-    places = {}
+    places: dict[str, str] = {}
     for number, half in enumerate(halves, 1):
         name = f"{stem}-{number:05}-of-00002.{suffix}"
         save(half, folder / name)

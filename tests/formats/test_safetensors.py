@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import zlib
 from collections import OrderedDict
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file, save_model
 from ckptkit import bridge, tree
 from ckptkit.bytesource import LocalFile, Memory, Range
 from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import open_checkpoint
 from ckptkit.dtypes import BY_NAME, TABLE
 from ckptkit.errors import (
     AmbiguousError,
@@ -30,7 +33,7 @@ from ckptkit.errors import (
     LimitError,
     TensorError,
     TruncatedError,
-    UnsupportedError,
+    UnsafeGlobalError,
     UsageError,
 )
 from ckptkit.formats import safetensors as ours
@@ -317,7 +320,13 @@ def test_ST_08_offsets_that_are_none(offsets: object) -> None:
         read(file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}, b"x"))
 
 
-@pytest.mark.parametrize("shape", [[0, 2**63 - 1], [2**63, 2, 0], [0] * 64, [2**64, 0]])
+@pytest.mark.parametrize("shape", [[2**63, 2, 0], [0, 2**63], [2**64, 0]])
+def test_ST_09_sizes_beyond_64_bits_beside_a_zero(shape: list[int]) -> None:
+    with pytest.raises(TensorError, match="64 bits"):
+        read(file_of({"a": entry(0, 0, "F32", shape)}))
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63 - 1], [2**63 - 1, 2, 0], [0] * 64])
 def test_ST_09_huge_sizes_beside_a_zero(shape: list[int]) -> None:
     assert read(file_of({"a": entry(0, 0, "F32", shape)})).weights["a"].shape == tuple(shape)
 
@@ -633,9 +642,12 @@ def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ours.layout(checkpoint, WriteOptions())
 
 
-def test_the_whole_tree_is_for_later(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError):
-        ours.layout(saved({"a": torch.ones(1)}, tmp_path), WriteOptions(everything=True))
+def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth")
+    with closing(open_checkpoint(tmp_path / "x.pth")) as checkpoint:
+        assert ours.layout(checkpoint, WriteOptions()).notes == ("left out: args (argparse.Namespace)",)
+        with pytest.raises(UnsafeGlobalError, match=r"args is an object \(argparse.Namespace\)"):
+            ours.layout(checkpoint, WriteOptions(objects="error"))
 
 
 def test_no_weights(tmp_path: Path) -> None:
@@ -802,7 +814,7 @@ def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
     plan = written(checkpoint, tmp_path / "x.safetensors")
     moments = [each for state in optimizer.state.values() for each in state.values()]
     size = sum(each.nbytes for each in moments)
-    assert plan.notes == (f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)", "left out: tags (SetNode)")
+    assert plan.notes == (f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)", "left out: tags (set)")
     kept = record_of(tmp_path / "x.safetensors")["values"]
     assert kept.pop("args") == {
         "$dict": [
@@ -855,7 +867,7 @@ def test_nested_wrappers(tmp_path: Path) -> None:
     state = {"run": {"epoch": 3, "state_dict": {"a": torch.ones(1)}}, "odd": {1}}
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
     assert record_of(tmp_path / "x.safetensors")["values"] == {"run.epoch": 3}
-    assert plan.notes == ("left out: odd (SetNode)",)
+    assert plan.notes == ("left out: odd (set)",)
 
 
 def test_extra_states_are_counted(tmp_path: Path) -> None:

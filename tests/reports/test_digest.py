@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,23 @@ def test_what_has_no_bytes_has_no_digest() -> None:
     assert sha256(meta) is None
     with pytest.raises(TensorError, match="meta"):
         tensor_id(meta)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stride", "facts"),
+    [
+        ("quint4x2", (1, 2), {}),
+        ("float8_e5m2", (2, 1), {"neg": True}),
+        ("float32", (), {"layout": "sparse_coo"}),
+        ("bool", (2, 1), {"neg": True}),
+    ],
+)
+def test_what_has_no_plain_bytes_has_no_digest(dtype: str, stride: tuple[int, ...], facts: dict[str, Any]) -> None:
+    memory = Storage(Range(Memory(bytes(16)), 0, 16))
+    odd = Tensor(memory, BY_NAME[dtype], (2, 2), stride, **facts)
+    assert sha256(odd) is None
+    with pytest.raises(TensorError):
+        tensor_id(odd)
 
 
 def test_the_id_is_over_dtype_shape_and_elements() -> None:

@@ -99,6 +99,7 @@ def test_parameters_without_weights_are_all_elements() -> None:
         (Global("torch", "bfloat16"), ("torch.dtype", "torch.bfloat16")),
         (opaque("torch.device", "cuda", 1), ("torch.device", "cuda:1")),
         (opaque("torch.Size", (2, 3)), ("torch.Size", "(2, 3)")),
+        (opaque("torch.serialization._get_layout", "torch.strided"), ("torch.layout", "torch.strided")),
         (1 << 63, ("int", 1 << 63)),
         (-(1 << 8191), ("int", -(1 << 8191))),
         ((1 << 63) - 1, ("int", (1 << 63) - 1)),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,6 +159,32 @@ def test_cast_of_a_sparse_tensor_is_of_its_values() -> None:
     assert (call.tensor.dtype.name, call.tensor.layout) == ("float16", "sparse_coo")
     assert call.tensor.storage is values.storage
     assert not done.warnings
+
+
+def test_cast_of_a_parameter_of_a_sparse_tensor() -> None:
+    inner = sparse(tensor())
+    shown = replace(inner.tensor, kind="parameter", requires_grad=True)
+    made = Object(Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=shown)
+    done = cast(Checkpoint({"w": made}), "float16")
+    call = done.root["w"]
+    values = call.args[0].args[1][1]
+    assert {each.dtype.name for each in (call.tensor, call.args[0].tensor, values)} == {"float16"}
+    assert call.tensor.storage is values.storage
+
+
+def test_cast_of_a_parameter_of_what_names_its_dtype() -> None:
+    leaf = tensor()
+    inner = Object(Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf)
+    made = Object(Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=leaf)
+    assert "not cast, as their dtype is part of how they are made: 'w'" in lines(cast(Checkpoint({"w": made}), "half"))
+
+
+def test_cast_to_8_bits_of_what_torch_could_then_not_load() -> None:
+    root = {"w": tensor(requires_grad=True), "p": tensor(kind="parameter", requires_grad=True)}
+    done = cast(Checkpoint(root), "float8_e5m2")
+    assert [done.root[name].requires_grad for name in "wp"] == [False, True]
+    assert "no longer requires_grad, which torch cannot load with 8 bits: 1 tensor" in lines(done)
+    assert cast(Checkpoint(root), "float16").root["w"].requires_grad
 
 
 def test_cast_names_what_it_cannot_cast() -> None:

@@ -217,8 +217,10 @@ def _composed(values: Tensor, shape: tuple[int, ...], layout: str) -> Tensor:
 def _meta(made: Global, args: Args) -> Node:
     """_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)."""
     _arity(made, args, 4, 4)
-    tensor = Tensor(None, dtype_of(args[0]), _shape(args[1]), _shape(args[2]), 0, _flag(args[3]))
-    return Object(made, args, tensor=tensor)
+    shape, stride = _shape(args[1]), _shape(args[2])
+    if len(shape) != len(stride):
+        raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
+    return Object(made, args, tensor=Tensor(None, dtype_of(args[0]), shape, stride, 0, _flag(args[3])))
 
 
 def _subclass(made: Global, args: Args) -> Node:

@@ -32,14 +32,16 @@ MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 
 # The magic number as protocols 0 to 5 spell it: LONG1, or the decimal LONG of protocols 0 and 1; perhaps framed.
-_MAGIC = re.compile(
-    rb"(\x80[\x02-\x05])?(\x95.{8})?(\x8a\x0a" + re.escape(MAGIC_NUMBER.to_bytes(10, "little"))
-    + rb"|L" + str(MAGIC_NUMBER).encode() + rb"L?\n)\.", re.DOTALL,
+_BINARY = MAGIC_NUMBER.to_bytes(10, "little")
+_DECIMAL = str(MAGIC_NUMBER).encode()
+_MAGIC = (
+    rb"(?s)(\x80[\x02-\x05])?(\x95.{8})?(\x8a\x0a" + re.escape(_BINARY) + rb"|L" + _DECIMAL + rb"L?\n)\."
 )  # fmt: skip
 
 
 def matches(probe: Probe) -> bool:
-    return _MAGIC.match(probe.head) is not None
+    head = probe.head[:64]
+    return (_BINARY in head or _DECIMAL in head) and re.match(_MAGIC, head) is not None
 
 
 def read(probe: Probe) -> Checkpoint:

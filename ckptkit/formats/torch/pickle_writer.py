@@ -14,31 +14,17 @@ Other normalisations, all of equal meaning:
 
 from __future__ import annotations
 
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
-from collections.abc import Callable, Iterator
-from struct import Struct, pack
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.formats.torch.objects import without_objects
-from ckptkit.limits import check
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.trust import describe, is_harmful, refused_by_weights_only
+from ckptkit.formats.torch.pickle_emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
+from ckptkit.limits import LIMITS, check
+from ckptkit.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.trust import describe, is_harmful
 
 BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does
-
-PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
-
-_ORDERED_DICT = Global("collections", "OrderedDict")
-_ENCODE = Global("_codecs", "encode")
-_BYTEARRAY = Global("builtins", "bytearray")
-_COMPLEX = Global("builtins", "complex")
-_GETATTR = Global("builtins", "getattr")
-_TENSOR_V2 = Global("torch._utils", "_rebuild_tensor_v2")
-_TENSOR_V3 = Global("torch._utils", "_rebuild_tensor_v3")
-_PARAMETER = Global("torch._utils", "_rebuild_parameter")
-_META_TENSOR_NO_STORAGE = Global("torch._utils", "_rebuild_meta_tensor_no_storage")
 
 
 class Pickled(NamedTuple):
@@ -62,9 +48,6 @@ class _EndTuple(NamedTuple):
 
 _MARK, _REDUCE, _BUILD, _NEWOBJ, _NEWOBJ_EX = map(_Code, (b"(", b"R", b"b", b"\x81", b"\x92"))
 _APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS = map(_Code, (b"a", b"e", b"s", b"u", b"\x90"))
-_U4 = Struct("<I").pack
-_GETS = tuple(b"h%c" % index for index in range(256))
-_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
 def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "keep") -> Pickled:
@@ -83,27 +66,11 @@ def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "kee
     return Pickled(pickled.data, (*notes, *pickled.notes))
 
 
-class _Writer:
+class _Writer(Emitter):
     def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
-        self.persistent_id = persistent_id
-        self.protocol = protocol
-        self.needed = 2  # the protocol that what has been met so far needs
-        self.parts: list[bytes] = []
-        self.emit = self.parts.append
-        self.count = 0  # memo entries
-        self.by_id: dict[int, int] = {}  # id of a node -> its memo entry
-        self.by_value: dict[tuple[type, Node], int] = {}
-        self.strings: dict[str, int] = {}
-        self.keep: list[Node] = []  # ids in by_id stay taken
+        super().__init__(persistent_id, protocol)
         self.making: set[int] = set()  # objects whose arguments are being written
-        self.shapes: dict[tuple[int, ...], bytes] = {}
-        self.refused: dict[str, int] = {}  # by weights_only: name -> times
-        self.leaves: dict[type, Callable[[Node], object]] = {
-            _Code: self.emit, _Put: self._put_node, _EndTuple: self._end_tuple,
-            str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool, type(None): self._none,
-            float: self._float, complex: self._complex, bytes: self._bytes, bytearray: self._bytearray,
-            ByteString: self._byte_string, Blob: self._blob, TypedStorage: self._storage, Global: self._global_leaf,
-        }  # fmt: skip
+        self.leaves |= {_Code: self.emit, _Put: self._put_node, _EndTuple: self._end_tuple}
 
     def write(self, root: Node) -> Pickled:
         frames: list[Iterator[Node]] = [iter((root,))]
@@ -113,9 +80,11 @@ class _Writer:
                 if leaf is not None:
                     leaf(item)
                 elif id(item) in self.by_id:
-                    self.emit(_get(self.by_id[id(item)]))
+                    self.emit(get(self.by_id[id(item)]))
                 else:
                     frames.append(self._open(item))
+                    if len(frames) > LIMITS.depth:
+                        check("depth", len(frames), "levels of values to write")
                     break
             else:
                 frames.pop()
@@ -130,17 +99,6 @@ class _Writer:
             return ()
         names = ", ".join(sorted(self.refused)[:8]) + (", ..." if len(self.refused) > 8 else "")
         return (f"kept values that torch.load(weights_only=True) refuses: {names}",)
-
-    # The memo
-
-    def _put(self, node: Node = None) -> bytes:
-        """Opcodes that store the top of the stack in the next entry, for `node` to be found by identity."""
-        index = self.count
-        self.count = index + 1
-        if node is not None:
-            self.by_id[id(node)] = index
-            self.keep.append(node)
-        return b"q%c" % index if index < 256 else b"r" + _U4(index)
 
     def _put_node(self, put: _Put) -> None:
         self.making.discard(id(put.node))
@@ -173,7 +131,7 @@ class _Writer:
         yield from self._items(list(node.items()))
 
     def _ordered_dict(self, node: OrderedDict) -> Iterator[Node]:
-        self.emit(self._global(_ORDERED_DICT) + b")R" + self._put(node))
+        self.emit(self._global(ORDERED_DICT) + b")R" + self._put(node))
         yield from self._items(list(node.items()))
         if node.state is not None:
             yield node.state
@@ -212,9 +170,9 @@ class _Writer:
         if not node:
             self.emit(b")")
         elif id(node) in self.by_id:  # it holds itself, and was finished in there: drop the items, get that
-            self.emit((b"1" if len(node) > 3 else b"0" * len(node)) + _get(self.by_id[id(node)]))
+            self.emit((b"1" if len(node) > 3 else b"0" * len(node)) + get(self.by_id[id(node)]))
         else:
-            self.emit((_TUPLES[len(node)] if len(node) < 4 else b"t") + self._put(node))
+            self.emit((TUPLES[len(node)] if len(node) < 4 else b"t") + self._put(node))
 
     def _set(self, node: SetNode) -> Iterator[Node]:
         self._begin(node)
@@ -259,197 +217,3 @@ class _Writer:
         if id(node) in self.making:
             raise UnsupportedError("an object is an argument of its own construction")
         self.making.add(id(node))
-
-    # Scalars
-
-    def _str(self, text: str) -> None:
-        self.emit(self._string(text))
-
-    def _string(self, text: str) -> bytes:
-        index = self.strings.get(text)
-        if index is not None:
-            return _get(index)
-        self.strings[text] = self.count
-        data = text.encode("utf-8", "surrogatepass")
-        return b"X" + _U4(len(data)) + data + self._put()
-
-    def _int(self, value: int) -> None:
-        self.emit(_integer(value))
-
-    def _bool(self, value: bool) -> None:
-        self.emit(b"\x88" if value else b"\x89")
-
-    def _none(self, _: None) -> None:
-        self.emit(b"N")
-
-    def _float(self, value: float) -> None:
-        self.emit(b"G" + pack(">d", value))
-
-    def _complex(self, value: complex) -> None:
-        real, imaginary = pack(">d", value.real), pack(">d", value.imag)
-        self.emit(self._global(_COMPLEX) + b"G" + real + b"G" + imaginary + b"\x86R")
-
-    def _bytes(self, value: bytes) -> None:
-        """By value: bytes have no identity that anybody could rely on."""
-        key = (bytes, value)
-        if key not in self.by_value:
-            code = self._encoded(value)
-            self.by_value[key] = self.count
-            self.emit(code + self._put())
-        else:
-            self.emit(_get(self.by_value[key]))
-
-    def _encoded(self, value: bytes) -> bytes:
-        text = value.decode("latin-1").encode()
-        encode = self._global(_ENCODE)
-        return encode + b"X" + _U4(len(text)) + text + b"X\x06\0\0\0latin1\x86R"
-
-    def _bytearray(self, value: bytearray) -> None:
-        self._once(value, lambda: self._global(_BYTEARRAY) + self._encoded(bytes(value)) + b"\x85R")
-
-    def _byte_string(self, value: ByteString) -> None:
-        self._once(value, lambda: _python2(value.data))
-
-    def _blob(self, blob: Blob) -> None:
-        from ckptkit.bridge import stream
-
-        check("record_bytes", blob.extent.length, "bytes of a byte string inside a pickle")
-        data = b"".join(stream(blob.extent))
-        if blob.kind == "python2":
-            self._once(blob, lambda: _python2(data))
-        elif blob.kind == "bytearray":
-            self._once(blob, lambda: self._global(_BYTEARRAY) + self._encoded(data) + b"\x85R")
-        else:
-            self._once(blob, lambda: self._encoded(data))
-
-    def _once(self, node: Node, code: Callable[[], bytes]) -> None:
-        if id(node) not in self.by_id:
-            self.emit(code() + self._put(node))
-        else:
-            self.emit(_get(self.by_id[id(node)]))
-
-    def _global_leaf(self, node: Global) -> None:
-        self.emit(self._global(node))
-
-    def _global(self, node: Global) -> bytes:
-        """Opcodes for a class or function by name."""
-        index = self.by_id.get(id(node))
-        if index is not None:
-            return _get(index)
-        key = (Global, (node.module, node.name))
-        if key in self.by_value:
-            self.keep.append(node)
-            self.by_id[id(node)] = self.by_value[key]
-            return _get(self.by_value[key])
-        if refused_by_weights_only(node):
-            self.refused[str(node)] = self.refused.get(str(node), 0) + 1
-        outer, _, inner = node.name.rpartition(".")
-        if outer:
-            name = inner.encode()
-            code = self._global(_GETATTR) + self._global(Global(node.module, outer))
-            code += b"X" + _U4(len(name)) + name + b"\x86R"
-        else:
-            module, name_ = self._spelt(node)
-            if "\n" in module + name_:
-                raise FormatError(f"the name of a global holds a newline: {str(node)!r}")
-            code = b"c" + module.encode() + b"\n" + name_.encode() + b"\n"
-        self.by_value[key] = self.count
-        return code + self._put(node)
-
-    def _spelt(self, node: Global) -> tuple[str, str]:
-        """Module and name: those that Python 2 had, as protocol 2 wants them, if they are read as the same again."""
-        name = node.module, node.name
-        if self.protocol > 2:
-            return name
-        spelt = REVERSE_NAME_MAPPING.get(name, (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name))
-        if NAME_MAPPING.get(spelt, (IMPORT_MAPPING.get(spelt[0], spelt[0]), spelt[1])) != name:
-            self.needed = 4
-        return spelt
-
-    # Tensors
-
-    def _storage(self, typed: TypedStorage) -> None:
-        self.emit(self._persistent(typed))
-
-    def _persistent(self, typed: TypedStorage) -> bytes:
-        """('storage', class, key, location, numel) BINPERSID."""
-        tag, made, key, location, numel = self.persistent_id(typed)
-        text = key.encode()
-        return b"".join((
-            b"(", self._string(tag), self._global(made), b"X", _U4(len(text)), text,
-            self._string(location), _integer(numel), b"tQ",
-        ))  # fmt: skip
-
-    def _shape(self, shape: tuple[int, ...]) -> bytes:
-        code = self.shapes.get(shape)
-        if code is None:
-            items = b"".join(map(_integer, shape))
-            code = items + _TUPLES[len(shape)] if len(shape) < 4 else b"(" + items + b"t"
-            self.shapes[shape] = code
-        return code
-
-    def _tensor(self, tensor: Tensor) -> None:
-        index = self.by_id.get(id(tensor))
-        if index is not None:
-            self.emit(_get(index))
-            return
-        code = self._parameter(tensor) if tensor.kind == "parameter" else self._built(tensor, tensor.requires_grad)
-        self.emit(code + self._put(tensor))
-
-    def _parameter(self, tensor: Tensor) -> bytes:
-        """_rebuild_parameter(data, requires_grad, OrderedDict())."""
-        made = self._global(_PARAMETER)
-        data = self._built(tensor, False)
-        return made + data + _flag(tensor.requires_grad) + self._global(_ORDERED_DICT) + b")R\x87R"
-
-    def _built(self, tensor: Tensor, grad: bool) -> bytes:
-        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[, metadata]), or v3."""
-        if tensor.layout != "strided":
-            raise UnsupportedError(f"a {tensor.layout} tensor that does not say what it is made of")
-        if tensor.storage is None:
-            return self._meta(tensor, grad)
-        typed = tensor.dtype.storage is not None
-        made = self._global(_TENSOR_V2 if typed else _TENSOR_V3)
-        return b"".join((
-            made, b"(", self._persistent(TypedStorage(tensor.storage, tensor.dtype if typed else None)),
-            _integer(tensor.offset), self._shape(tensor.shape), self._shape(tensor.stride), _flag(grad),
-            self._global(_ORDERED_DICT), b")R", b"" if typed else self._global(Global("torch", tensor.dtype.name)),
-            self._metadata(tensor), b"tR",
-        ))  # fmt: skip
-
-    def _metadata(self, tensor: Tensor) -> bytes:
-        bits = [self._string(name) + b"\x88s" for name in ("conj", "neg") if getattr(tensor, name)]
-        return b"}" + b"".join(bits) if bits else b""
-
-    def _meta(self, tensor: Tensor, grad: bool) -> bytes:
-        """_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)."""
-        made = self._global(_META_TENSOR_NO_STORAGE)
-        dtype = self._global(Global("torch", tensor.dtype.name))
-        return made + b"(" + dtype + self._shape(tensor.shape) + self._shape(tensor.stride) + _flag(grad) + b"tR"
-
-
-def _get(index: int) -> bytes:
-    """BINGET or LONG_BINGET."""
-    return _GETS[index] if index < 256 else b"j" + _U4(index)
-
-
-def _flag(value: bool) -> bytes:
-    return b"\x88" if value else b"\x89"
-
-
-def _integer(value: int) -> bytes:
-    """BININT1, BININT2, BININT, LONG1 or LONG4, the shortest that fits."""
-    if 0 <= value < 256:
-        return b"K%c" % value
-    if 0 <= value < 65536:
-        return b"M" + pack("<H", value)
-    if -(2**31) <= value < 2**31:
-        return b"J" + pack("<i", value)
-    size = value.bit_length() // 8 + 1
-    head = b"\x8a%c" % size if size < 256 else b"\x8b" + pack("<i", size)
-    return head + value.to_bytes(size, "little", signed=True)
-
-
-def _python2(data: bytes) -> bytes:
-    """SHORT_BINSTRING or BINSTRING."""
-    return (b"U%c" % len(data) if len(data) < 256 else b"T" + pack("<i", len(data))) + data

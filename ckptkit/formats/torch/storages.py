@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ckptkit.dtypes import BY_STORAGE, UINT8, DType
 from ckptkit.errors import AmbiguousError, FormatError, TensorError
-from ckptkit.limits import check
+from ckptkit.limits import LIMITS, check
 from ckptkit.tensor import Storage, TypedStorage
 from ckptkit.tree import Global, Node
 
@@ -22,13 +21,8 @@ from ckptkit.tree import Global, Node
 Opener = Callable[[str, int, str], Storage]
 
 
-class _Reference(NamedTuple):
-    """One way in which a storage is referred to."""
-
-    made: Global
-    location: Node
-    numel: Node
-    typed: TypedStorage
+# One way in which a storage is referred to: its class, location and numel, and what stands for it.
+_Reference = tuple[Global, Node, int, TypedStorage]
 
 
 class StorageTable:
@@ -46,20 +40,17 @@ class StorageTable:
         made, key, location, numel = pid[1:5]
         if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
             raise FormatError("a storage is named by something other than a class, a string and a number")
-        for known in self._references.get(key, ()):
-            if known.made is made:
-                if known.location != location or known.numel != numel:
-                    raise _two_ways(key)
-                typed = known.typed
-                break
-        else:
+        references = self._references.get(key)
+        if references is None:
             typed = self._new(key, made, location, numel)
+        else:
+            typed = self._again(key, references, made, location, numel)
         return typed if len(pid) == 5 or pid[5] is None else self._view(typed, pid[5])
 
     def itemsizes(self) -> dict[str, int]:
         """Bytes per element of each storage, 1 where it is only ever untyped."""
         return {
-            key: max(1 if known.typed.dtype is None else known.typed.dtype.itemsize for known in references)
+            key: max(1 if typed.dtype is None else typed.dtype.itemsize for _, _, _, typed in references)
             for key, references in self._references.items()
         }
 
@@ -67,23 +58,31 @@ class StorageTable:
         dtype = dtype_of_storage(made)
         if location.__class__ is not str or numel < 0:
             raise FormatError(f"storage {key!r} has no device or no size")
-        check("name_bytes", len(key) + len(location), "characters of a storage's name")
-        nbytes = numel * (1 if dtype is None else dtype.itemsize)
+        if len(key) + len(location) > LIMITS.name_bytes:
+            check("name_bytes", len(key) + len(location), "characters of a storage's name")
         if key in self._views:
             raise _two_ways(key)
-        references = self._references.setdefault(key, [])
-        if references:
-            storage = references[0].typed.storage
-            if storage.nbytes != nbytes or storage.device != location:
-                raise _two_ways(key)
-            types = {dtype, *(known.typed.dtype for known in references)}
-            if len(types) > 1 and types != {UINT8, None}:  # torch takes the class that it meets first for all
-                named = sorted("untyped" if each is None else each.name for each in types)
-                raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
-        else:
-            storage = self._opener(key, nbytes, location)
+        storage = self._opener(key, numel if dtype is None else numel * dtype.itemsize, location)
         typed = TypedStorage(storage, dtype)
-        references.append(_Reference(made, location, numel, typed))
+        self._references[key] = [(made, location, numel, typed)]
+        return typed
+
+    def _again(self, key: str, references: list[_Reference], made: Global, location: Node, numel: int) -> TypedStorage:
+        for known, place, count, typed in references:
+            if known is made:
+                if place.__class__ is not location.__class__ or place != location or count != numel:
+                    raise _two_ways(key)
+                return typed
+        dtype = dtype_of_storage(made)
+        storage = references[0][3].storage
+        if storage.nbytes != (numel if dtype is None else numel * dtype.itemsize) or storage.device != location:
+            raise _two_ways(key)
+        types = {dtype, *(typed.dtype for _, _, _, typed in references)}
+        if len(types) > 1 and types != {UINT8, None}:  # torch takes the class that it meets first for all
+            named = sorted("untyped" if each is None else each.name for each in types)
+            raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
+        typed = TypedStorage(storage, dtype)
+        references.append((made, location, numel, typed))
         return typed
 
     def _view(self, root: TypedStorage, metadata: Node) -> TypedStorage:
@@ -107,11 +106,10 @@ def _two_ways(key: str) -> AmbiguousError:
 
 def dtype_of_storage(made: Global) -> DType | None:
     """The element type of a storage class, None for an untyped one. Raises FormatError for anything else."""
-    if made.module in ("torch", "torch.cuda") and made.name in BY_STORAGE:
-        return BY_STORAGE[made.name]
-    if made.module == "torch.storage" and made.name in ("UntypedStorage", "_UntypedStorage"):
-        return None
-    raise FormatError(f"{made} is no storage class that ckptkit knows")
+    name = made.module, made.name
+    if name not in _DTYPES:
+        raise FormatError(f"{made} is no storage class that ckptkit knows")
+    return _DTYPES[name]
 
 
 def storage_class(dtype: DType | None) -> Global:
@@ -120,3 +118,8 @@ def storage_class(dtype: DType | None) -> Global:
 
 
 _CLASSES = {name: Global("torch", name) for name in BY_STORAGE} | {None: Global("torch.storage", "UntypedStorage")}
+_DTYPES: dict[tuple[str, str], DType | None] = {
+    **{(module, name): dtype for module in ("torch", "torch.cuda") for name, dtype in BY_STORAGE.items()},
+    ("torch.storage", "UntypedStorage"): None,
+    ("torch.storage", "_UntypedStorage"): None,
+}

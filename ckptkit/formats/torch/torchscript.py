@@ -27,4 +27,4 @@ def read(probe: Probe) -> Checkpoint:
     )
 
 
-FORMAT = Format(name="torchscript", title="TorchScript: torch.jit.save", matches=matches, read=read)
+FORMAT = Format(name="torchscript", title="TorchScript: torch.jit.save", matches=matches, read=read, readable=False)

@@ -8,7 +8,7 @@ The stream is read through a window, so that a pickle without a known length (le
 strings (numpy arrays) cost no more memory than they must: byte strings of 64 KiB and more stay in the source, as a
 Blob. The machine has one loop with the frequent opcodes inline, most frequent first; it is the hottest code of
 ckptkit (4 million opcodes for 100,000 tensors), and longer than style allows for that reason. All others are methods
-in a table (`ckptkit.formats.torch.opcodes`).
+in a table (`ckptkit.formats.torch.opcodes`, `opcode_values`).
 """
 
 from __future__ import annotations
@@ -21,24 +21,13 @@ from typing import NamedTuple
 
 from ckptkit.bytesource import ByteSource
 from ckptkit.errors import FormatError, TruncatedError
-from ckptkit.formats.torch.opcodes import (
-    CUT,
-    I4,
-    NO_TUPLE,
-    NOT_STORED,
-    OPERANDS,
-    RARE,
-    U2,
-    U4,
-    UNSET,
-    Opcodes,
-    Short,
-    python2_string,
-)
+from ckptkit.formats.torch.opcode_values import CUT, I4, NO_TUPLE, NOT_STORED, U2, U4, UNSET, Short, python2_string
+from ckptkit.formats.torch.opcodes import OPERANDS, RARE, Opcodes
 from ckptkit.limits import check
 from ckptkit.tree import Global, Node, Object, OrderedDict, rebuild
 
-WINDOW = 1 << 20  # bytes
+WINDOW = 1 << 20  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
+FIRST_WINDOW = 1 << 14
 
 
 class Unpickled(NamedTuple):
@@ -255,7 +244,7 @@ class _Machine(Opcodes):
             if self.frame_end is not None:
                 raise FormatError("pickle opcode reaches beyond its frame")
             raise TruncatedError("pickle ends before it is complete", hint=CUT)
-        length = min(max(need, have + WINDOW), end - at)
+        length = min(max(need, have + min(WINDOW, max(FIRST_WINDOW, 4 * len(self.data)))), end - at)
         self.data = self.data[start:] + self.source.read(at + have, length - have)
         self.base = at
 

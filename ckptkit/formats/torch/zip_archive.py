@@ -5,47 +5,33 @@
     <top>/version                a number, 1 to 10 ("3\\n")
     <top>/byteorder              "little" or "big"; little where it is missing
     <top>/.format_version, .storage_alignment, .data/serialization_id        since about 2.7; not needed to read
-
-    <top>/.data/ckptkit.json     ours: {"version": 1, "metadata": {text: text}}, what torch has no place for
+    <top>/.data/ckptkit.json     ours: :mod:`beside`
 
 <top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`; caffe2/serialize.)
-
-Written as every torch since 1.6 reads it and 2.1 and later map it: <top> is ``archive``; data.pkl, byteorder, the
-storages in the order in which the pickle meets them, version. No .format_version: with it torch computes where the
-storages are instead of looking them up.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 
-from ckptkit.bytesource import Derived, Memory, Range
+from ckptkit.bytesource import Memory, Range
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import UINT8, DType
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TensorError, UnsupportedError
-from ckptkit.formats import strict_json
+from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.plain_json import dump
-from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.storages import StorageTable, storage_class
+from ckptkit.formats.torch import beside
+from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.formats.torch.zip_members import shown
-from ckptkit.formats.torch.zip_writer import Member, lay_out
-from ckptkit.plan import OutputFile, Plan
-from ckptkit.tensor import Storage, TypedStorage
-from ckptkit.tree import Global, Node
+from ckptkit.plan import Plan
+from ckptkit.tensor import Storage
 
-TOP = "archive"
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)
-BESIDE = ".data/ckptkit.json"
-BESIDE_VERSION = 1
 _CONTROL_BYTES = 64  # what version and its like may have
 _KNOWN = (
     "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
-    ".data/serialization_id", BESIDE,
+    ".data/serialization_id", beside.NAME,
 )  # fmt: skip
 
 
@@ -84,15 +70,9 @@ class _Archive:
         )  # fmt: skip
 
     def _metadata(self) -> dict[str, str]:
-        """What another format kept beside the tree, and ckptkit in a record of its own; nothing if that is not ours."""
-        name = self.folder + BESIDE
-        if name not in self.directory:
-            return {}
-        said = strict_json.parse(self.directory.read(name), BESIDE)
-        texts = said.get("metadata") if isinstance(said, dict) and said.get("version") == BESIDE_VERSION else None
-        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-            raise FormatError(f"record {BESIDE} is not one that ckptkit wrote")
-        return texts
+        """What another format kept beside the tree, and ckptkit in a record of its own."""
+        name = self.folder + beside.NAME
+        return beside.read(self.directory.read(name)) if name in self.directory else {}
 
     def _check_records(self) -> list[str]:
         """Everything but the pickle and the storages; what is worth a warning."""
@@ -156,9 +136,11 @@ class _Archive:
         if entry.size != nbytes:
             raise CorruptError(f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}")
         self.used.add(name)
-        crc = self.directory.crc(name)
+        crc = None if entry.crc == 0 and nbytes else entry.crc  # as `crc` and `record` of the directory have it
         self.unverified += crc is None
-        return Storage(self.directory.record(name), location, crc, self.big_endian)
+        plain = entry.method == 0 and entry.data >= 0
+        record = Range(self.directory.source, entry.data, nbytes) if plain else self.directory.record(name)
+        return Storage(record, location, crc, self.big_endian)
 
     def _noticed(self) -> list[str]:
         said = []
@@ -171,88 +153,11 @@ class _Archive:
         return said
 
 
-# Writing
-
-
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """One file with the whole tree and the storages that it refers to. Raises what the pickle writer raises, and
-    TensorError for a storage that torch could not read back."""
-    numbering = _Numbering()
-    pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
-    big_endian = numbering.all_big_endian()
-    members = [
-        Member(f"{TOP}/data.pkl", pickled.data),
-        Member(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
-        *numbering.members(big_endian),
-        Member(f"{TOP}/version", b"3\n"),
-        *_beside(checkpoint.metadata),
-    ]
-    return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes)
+    """One file with the whole tree and the storages that it refers to. See :mod:`zip_layout`."""
+    from ckptkit.formats.torch import zip_layout  # reading does not pay for writing
 
-
-def _beside(metadata: Mapping[str, str]) -> Iterator[Member]:
-    texts = {key: text for key, text in metadata.items() if key != "format"}  # the hub's word for "of torch"
-    if texts:
-        said = dump({"version": BESIDE_VERSION, "metadata": texts})
-        yield Member(f"{TOP}/{BESIDE}", said.encode("utf-8", "surrogatepass"))
-
-
-class _Numbering:
-    """Gives storages their keys, in the order in which the pickle meets them."""
-
-    def __init__(self) -> None:
-        self.storages: list[Storage] = []
-        self.dtypes: list[DType | None] = []  # of each storage, as its persistent ids say; None: untyped
-        self._numbers: dict[int, int] = {}  # by id of the storage
-        self._pids: dict[tuple[int, str], tuple[Node, ...]] = {}
-
-    def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
-        made = storage_class(typed.dtype)
-        pid = self._pids.get((id(typed.storage), made.name))
-        if pid is None or typed.stop is not None:
-            pid = self._pids[id(typed.storage), made.name] = self._new(typed, made)
-        return pid
-
-    def _new(self, typed: TypedStorage, made: Global) -> tuple[Node, ...]:
-        storage = typed.storage
-        dtype = None if made is storage_class(None) else typed.dtype
-        number = self._number(storage, dtype)
-        numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
-        if rest:
-            raise TensorError(f"a storage of {storage.nbytes:,} bytes is no whole number of {dtype} elements")
-        if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
-            raise UnsupportedError("a part of a storage is a value of its own, which torch cannot save since 0.4")
-        return "storage", made, str(number), storage.device, numel
-
-    def _number(self, storage: Storage, dtype: DType | None) -> int:
-        number = self._numbers.setdefault(id(storage), len(self.storages))
-        if number == len(self.storages):
-            self.storages.append(storage)
-            self.dtypes.append(dtype)
-        elif self.dtypes[number] is not dtype:
-            if {self.dtypes[number], dtype} != {UINT8, None}:
-                raise TensorError(f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}")
-            self.dtypes[number] = None
-        return number
-
-    def _units(self) -> Iterator[tuple[Storage, int]]:
-        """Each storage with the bytes of the unit that byte order applies to: 1 for none, 0 for unknown."""
-        for storage, dtype in zip(self.storages, self.dtypes, strict=True):
-            yield storage, 1 if not storage.nbytes else 0 if dtype is None else dtype.component
-
-    def all_big_endian(self) -> bool:
-        """Whether all storages whose bytes have an order are big-endian: then they stay so."""
-        return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
-
-    def members(self, big_endian: bool) -> Iterator[Member]:
-        for number, (storage, unit) in enumerate(self._units()):
-            extent = storage.record.locate()
-            crc = storage.crc32 if isinstance(extent, Range) else None
-            if storage.big_endian and not big_endian and unit != 1:
-                if not unit:
-                    raise UnsupportedError("big-endian bytes of an unknown element type, among little-endian ones")
-                extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
-            yield Member(f"{TOP}/data/{number}", extent, crc)
+    return zip_layout.layout(checkpoint, options)
 
 
 FORMAT = Format(

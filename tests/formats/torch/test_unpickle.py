@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckptkit.bytesource import Memory
 from ckptkit.errors import FormatError, LimitError, UnsupportedError
-from ckptkit.formats.torch import opcodes
+from ckptkit.formats.torch import opcode_values, opcodes
 from ckptkit.formats.torch import unpickle as module
 from ckptkit.formats.torch.unpickle import unpickle
 from ckptkit.limits import LIMITS
@@ -72,7 +72,7 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """The size of the window, and with it that of the byte strings that stay in the source."""
     if request.param is not None:
         monkeypatch.setattr(module, "WINDOW", request.param)
-        monkeypatch.setattr(opcodes, "BLOB", 32)
+        monkeypatch.setattr(opcode_values, "BLOB", 32)
     yield request.param
 
 
@@ -365,6 +365,10 @@ def test_strings_of_python_2_are_text_if_that_is_certain() -> None:
     assert made == (ByteString(b"\xff\x00"), ByteString(b"\xff\x00"))
 
 
+def test_escapes_that_python_2_did_not_know_stand_for_themselves() -> None:
+    assert machine(b"S'\\d\\\\e\\x41\\n'\n.") == "\\d\\eA\n"
+
+
 def test_dict_with_keys_of_python_2() -> None:
     assert machine(b"}(U\x01aK\x01U\x01\xe9K\x02u.") == {"a": 1, ByteString(b"\xe9"): 2}
 
@@ -373,13 +377,13 @@ def test_dict_with_keys_of_python_2() -> None:
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-@pytest.mark.parametrize("size", [opcodes.BLOB - 1, opcodes.BLOB, 3 << 20])
+@pytest.mark.parametrize("size", [opcode_values.BLOB - 1, opcode_values.BLOB, 3 << 20])
 def test_long_byte_strings_stay_in_the_source(protocol: int, size: int) -> None:
     value = [b"a" * size, 1, b"b" * size, bytearray(b"c" * size)]
     source = Memory(pickle.dumps(value, protocol))
     read = unpickle(source)
-    assert isinstance(read.root[0], Blob if size >= opcodes.BLOB else bytes)
-    assert isinstance(read.root[3], bytearray) == (size < opcodes.BLOB) or protocol < 5
+    assert isinstance(read.root[0], Blob if size >= opcode_values.BLOB else bytes)
+    assert isinstance(read.root[3], bytearray) == (size < opcode_values.BLOB) or protocol < 5
     assert same(to_python(read.root), value)
     assert read.stop == source.size
 

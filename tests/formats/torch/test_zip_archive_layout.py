@@ -7,13 +7,14 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckptkit import formats
 from ckptkit.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.dtypes import BY_NAME
@@ -172,9 +173,14 @@ def test_a_part_of_a_storage_cannot_be_saved() -> None:
         laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"]), TypedStorage(shared, BY_NAME["float32"], 1, 3)]))
 
 
-def test_metadata_that_has_no_place_is_named() -> None:
+def test_metadata_that_torch_has_no_place_for_are_kept_beside(tmp_path: Path) -> None:
     plan = laid_out(Checkpoint({}, metadata={"format": "pt", "licence": "MIT", "author": "me"}))
-    assert plan.notes == ("metadata that a .pth has no place for is left out: author, licence",)
+    (tmp_path / "x.pth").write_bytes(b"".join(s for s in plan.files[0].segments if isinstance(s, bytes)))
+    assert plan.notes == ()
+    assert torch.load(tmp_path / "x.pth", weights_only=True) == {}
+    with closing(formats.read(LocalFile(tmp_path / "x.pth"))) as again:
+        assert again.metadata == {"licence": "MIT", "author": "me"}
+        assert again.warnings == ()
 
 
 def test_ZP_16_more_storages_than_16_bits_count(tmp_path: Path) -> None:

@@ -1,0 +1,222 @@
+"""What torch's own calls mean: the rarer ones, by hand and by torch, and arguments that none of them takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.bytesource import Memory, Range
+from ckptkit.errors import CkptkitError, FormatError, TensorError
+from ckptkit.formats.torch.storages import StorageTable
+from ckptkit.formats.torch.unpickle import unpickle
+from ckptkit.tensor import Storage, Tensor
+from ckptkit.tree import Global, Node, Object, OrderedDict
+from ckptkit.weights import as_tensor
+from tests.formats.torch.pickles import Written, read_saved
+
+NAMES = {
+    "tensor": b"ctorch._utils\n_rebuild_tensor_v2\n", "v3": b"ctorch._utils\n_rebuild_tensor_v3\n",
+    "parameter": b"ctorch._utils\n_rebuild_parameter\n", "sparse": b"ctorch._utils\n_rebuild_sparse_tensor\n",
+    "nested": b"ctorch._utils\n_rebuild_nested_tensor\n", "meta": b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n",
+    "wrapper": b"ctorch._utils\n_rebuild_wrapper_subclass\n", "q": b"ctorch._utils\n_rebuild_qtensor\n",
+    "type": b"ctorch._tensor\n_rebuild_from_type_v2\n", "xla": b"ctorch._utils\n_rebuild_xla_tensor\n",
+}  # fmt: skip
+FLOATS = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x04tQ"
+RAW = b"(Vstorage\nctorch.storage\nUntypedStorage\nV0\nVcpu\nK\x10tQ"
+VIEW = b"K\x00K\x04\x85K\x01\x85"
+PLAIN = NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\nccollections\nOrderedDict\n)RtR"
+
+
+def read(data: bytes) -> Node:
+    def opener(key: str, nbytes: int, location: str) -> Storage:
+        return Storage(Range(Memory(bytes(nbytes)), 0, nbytes), location)
+
+    return unpickle(Memory(data + b"."), persistent_load=StorageTable(opener).load).root
+
+
+def test_plain_tensors_are_tensors() -> None:
+    assert isinstance(read(PLAIN), Tensor)
+    assert isinstance(read(NAMES["parameter"] + b"(" + PLAIN + b"I01\nccollections\nOrderedDict\n)RtR"), Tensor)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}X\x01\0\0\0aK\x01stR",  # hooks
+        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}}X\x01\0\0\0aI01\nstR",  # metadata that nobody knows
+        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}}X\x04\0\0\0conjI00\nstR",
+        NAMES["v3"] + b"(" + FLOATS + VIEW + b"I00\n}ctorch\nfloat32\ntR",  # not as torch writes it
+        NAMES["parameter"] + b"(" + PLAIN + b"I01\n}X\x01\0\0\0aK\x01stR",
+    ],
+)
+def test_tensors_with_more_to_them_stay_objects(data: bytes) -> None:
+    made = read(data)
+    assert isinstance(made, Object)
+    found = as_tensor(made)
+    assert found is not None
+    assert (found.shape, found.dtype.name) == ((4,), "float32")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(b"int64", (2,)), (b"float16", (8,)), (b"uint16", (8,)), (b"complex128", (1,)), (b"float8_e5m2", (16,))],
+)
+def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, ...]) -> None:
+    size = b"K\x00K%c\x85K\x01\x85" % shape[0]
+    made = read(NAMES["v3"] + b"(" + RAW + size + b"I00\n}ctorch\n" + dtype + b"\ntR")
+    found = as_tensor(made)
+    assert found is not None
+    assert (found.dtype.name, found.shape) == (dtype.decode(), shape)
+    with pytest.raises(TensorError):
+        read(NAMES["v3"] + b"(" + RAW + size.replace(b"K\x00", b"K\x01", 1) + b"I00\n}ctorch\n" + dtype + b"\ntR")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        NAMES["tensor"] + b"(" + RAW + VIEW + b"I00\n}tR",  # of no type
+        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}ctorch\nfloat99\ntR",
+        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}Vfloat32\ntR",
+        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}cnumpy\nfloat32\ntR",
+        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}tR",
+        NAMES["tensor"] + b"(N" + VIEW + b"I00\n}tR", NAMES["tensor"] + b"(" + PLAIN + VIEW + b"I00\n}tR",
+        NAMES["tensor"] + b"(" + FLOATS + b"tR", NAMES["tensor"] + b")R",
+        NAMES["parameter"] + b"(NI01\n}tR", NAMES["parameter"] + b"(" + PLAIN + b"K\x02}tR", NAMES["parameter"] + b")R",
+        NAMES["sparse"] + b"(N)tR", NAMES["sparse"] + b"(N(NNNttR", NAMES["sparse"] + b"(N(N" + PLAIN + b"ttR",
+        NAMES["sparse"] + b"(N(N" + PLAIN + b"NttR", NAMES["sparse"] + b")R",
+        NAMES["nested"] + b")R", NAMES["nested"] + b"(NtR", NAMES["meta"] + b")R",
+        NAMES["meta"] + b"(ctorch\nfloat32\nK\x05\x85)I00\ntR",
+        NAMES["wrapper"] + b")R", NAMES["q"] + b")R", NAMES["type"] + b")R",
+        NAMES["xla"] + b")R",
+    ],
+)  # fmt: skip
+def test_arguments_that_none_of_them_takes(data: bytes) -> None:
+    with pytest.raises((FormatError, TensorError)):
+        read(data)
+
+
+def test_wrapper_subclasses(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    root = read_saved({"w": TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))}, tmp_path).root
+    assert isinstance(root["w"], Object)
+    written = Written(root, tmp_path / "new.pt")
+    assert "TwoTensor" in written.pickled.notes[0]
+    loaded: Any = written.load(weights_only=False)["w"]
+    assert loaded.a.tolist() == torch.ones(2, 3).tolist()
+    made = read(
+        NAMES["wrapper"] + b"(cm\nDTensor\nctorch\nbfloat16\nK\x02K\x03\x86K\x03K\x01\x86K\x00N"
+        b"ctorch\ndevice\nX\x06\0\0\0cuda:1\x85RI01\ntR"
+    )
+    found = as_tensor(made)
+    assert found is not None
+    assert (found.layout, found.shape, found.dtype.name, found.requires_grad) == ("subclass", (2, 3), "bfloat16", True)
+
+
+def test_tensors_of_devices_without_a_storage_of_their_own() -> None:
+    array = b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02\x85"
+    array += b"cnumpy\ndtype\n(X\x02\0\0\0f4\x89\x88tR\x89C\x08abcdefghtb"
+    for name in (b"_rebuild_xla_tensor", b"_rebuild_device_tensor_from_numpy"):
+        found = as_tensor(read(b"ctorch._utils\n" + name + b"\n(" + array + b"ctorch\nfloat32\nVxla:0\nI01\ntR"))
+        assert found is not None
+        assert (found.device, found.shape, found.requires_grad, found.kind) == ("xla:0", (2,), True, "tensor")
+    made = read(
+        b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(" + PLAIN + b"ctorch\nfloat32\nVmtia:0\nI00\ntR"
+    )
+    found = as_tensor(made)
+    assert found is not None
+    assert found.device == "mtia:0"
+    odd = read(b"ctorch._utils\n_rebuild_xla_tensor\n(Nctorch\nfloat32\nVxla:0\nI00\ntR")
+    assert isinstance(odd, Object)
+    assert odd.tensor is None
+
+
+def test_old_sparse_tensors() -> None:
+    made = read(NAMES["sparse"] + b"(N(" + PLAIN + PLAIN + b"ctorch\nSize\n(K\x09\x85tRttR")
+    found = as_tensor(made)
+    assert found is not None
+    assert (found.layout, found.shape, found.nbytes) == ("sparse_coo", (9,), 16)
+
+
+def test_tensors_of_torch_0_1() -> None:
+    found = as_tensor(read(b"ctorch\nFloatTensor\n)\x81(" + FLOATS + VIEW + b"tb"))
+    assert found is not None
+    assert (found.shape, found.dtype.name) == ((4,), "float32")
+    variable = b"ctorch.autograd.variable\nVariable\n)\x81(" + PLAIN + b"NI01\nI00\nNtb"
+    found = as_tensor(read(variable))
+    assert found is not None
+    assert (found.kind, found.requires_grad) == ("parameter", True)
+    for state in (b"N", b"(NNtb" + b"N", b"(NNNt"):
+        odd = read(b"ctorch.autograd.variable\nVariable\n)\x81" + state + b"b")
+        assert as_tensor(odd) is None
+
+
+def test_rebuilding_from_a_type_reads_as_what_is_inside() -> None:
+    inside = b"(" + FLOATS + VIEW + b"I00\n}t"
+    made = read(NAMES["type"] + b"(" + NAMES["tensor"] + b"cm\nMine\n" + inside + b"}tR")
+    found = as_tensor(made)
+    assert found is not None
+    assert found.shape == (4,)
+    for function in (b"cm\nf\n", b"N", NAMES["type"]):
+        odd = read(NAMES["type"] + b"(" + function + b"cm\nMine\n" + inside + b"}tR")
+        assert isinstance(odd, Object)
+        assert odd.tensor is None
+
+
+def test_ordered_dicts_of_python_2() -> None:
+    head = b"ccollections\nOrderedDict\n"
+    made = read(head + b"]](Va\nK\x01ea\x85R")
+    assert isinstance(made, OrderedDict)
+    assert list(made.items()) == [("a", 1)]
+    for odd in (
+        b"](](K\x01K\x01e](K\x01K\x01ee\x85R",
+        b"](](Va\nK\x01e](Va\nK\x02ee\x85R",
+        b"]N\x85a\x85R",
+        b"N\x85R",
+        b"]]\x86R",
+    ):
+        assert isinstance(read(head + odd), Object)
+
+
+def test_nested_classes_by_getattr() -> None:
+    head = b"c__builtin__\ngetattr\n"
+    assert read(head + b"cm\nA\nVB\n\x86R") == Global("m", "A.B")
+    for odd in (b"cm\nA\nVB.C\n\x86R", b"cm\nA\nV\n\x86R", b"cm\nA\nK\x01\x86R", b"NVB\n\x86R", b"cm\nA\nVB\nN\x87R"):
+        assert isinstance(read(head + odd), Object)
+
+
+def test_nothing_but_our_errors() -> None:
+    """Every call that is known, with arguments of every other kind."""
+    from ckptkit.formats.torch.globals import REDUCERS
+
+    odd = [
+        b"N",
+        b"K\x01",
+        b"Vx\n",
+        b")",
+        b"]",
+        b"}",
+        b"cm\nf\n",
+        b"cm\nf\n)R",
+        FLOATS,
+        PLAIN,
+        b"N\x85" * 3,
+        b"G" + bytes(8),
+        b"I01\n",
+    ]
+    for module, name in REDUCERS:
+        head = f"c{module}\n{name}\n".encode()
+        for each in odd:
+            for count in range(9):
+                for data in (
+                    b"(" + each * count + b"tR",
+                    b"(" + FLOATS + each * count + b"tR",
+                    b"(" + PLAIN + each * count + b"tR",
+                ):
+                    try:
+                        read(b"\x80\x03" + head + data)
+                    except CkptkitError as error:
+                        assert len(str(error)) < 500

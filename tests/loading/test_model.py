@@ -1,0 +1,299 @@
+"""Weights into models: `load_state_dict` of torch is the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, ModelError, UsageError
+from ckptkit.loading import model as loading
+from ckptkit.loading.model import prefixes
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        self.head = nn.Linear(2, classes)
+
+
+def filled(model: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.copy_(torch.rand(value.shape, generator=generator) * 10)
+    return model
+
+
+def saved(value: Any, folder: Path) -> Path:
+    torch.save(value, folder / "a.pth")
+    return folder / "a.pth"
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+class Compiled(nn.Module):
+    """torch.compile(model), as far as names go."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+
+class Lit(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.model = inner
+
+
+WRAPS: list[Any] = [
+    lambda m: m,
+    nn.DataParallel,
+    Compiled,
+    Lit,
+    lambda m: nn.DataParallel(Compiled(m)),
+    lambda m: Lit(Lit(m)),
+]
+
+
+@pytest.mark.parametrize("inside", range(len(WRAPS)))
+@pytest.mark.parametrize("outside", range(len(WRAPS)))
+def test_wrapped_or_not_on_either_side(tmp_path: Path, inside: int, outside: int) -> None:
+    source, target = WRAPS[inside](filled(Net())), WRAPS[outside](Net())
+    report = ckptkit.load_into(target, saved({"state_dict": source.state_dict(), "epoch": 3}, tmp_path))
+    assert report.complete
+    assert report.loaded == tuple(target.state_dict())
+    assert equal(source, target)
+    assert (inside == outside) == (not report.stripped and not report.added)
+
+
+def test_report_reads_well(tmp_path: Path) -> None:
+    path = saved(nn.DataParallel(Net()).state_dict(), tmp_path)
+    report = ckptkit.load_into(Net(), path)
+    assert str(report) == "loaded 9 entries; stripped 'module.'"
+    report = ckptkit.load_into(Net(classes=5), path, strict=False)
+    assert str(report).splitlines()[1:] == [
+        "of another shape: head.weight (3, 2) instead of (5, 2), head.bias (3,) instead of (5,)"
+    ]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.loaded = ()  # type: ignore[misc]
+
+
+def test_strict_says_what_does_not_fit_and_copies_nothing(tmp_path: Path) -> None:
+    source = {f"module.{name}": value for name, value in filled(Net()).state_dict().items() if name != "head.bias"}
+    source["n_averaged"] = torch.ones(())
+    path = saved(source, tmp_path)
+    model = filled(Net(), 1)
+    with pytest.raises(ModelError) as caught:
+        ckptkit.load_into(model, path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: does not fit Net")
+    assert "missing in the file: head.bias" in text
+    assert "not in the model: n_averaged" in text
+    assert caught.value.hint == f"ckptkit diff {path} --model {__name__}:Net"
+    assert equal(model, filled(Net(), 1))
+
+
+def test_not_strict_loads_what_fits(tmp_path: Path) -> None:
+    source = filled(Net()).state_dict()
+    del source["head.bias"]
+    source["other"] = torch.ones(1)
+    model = filled(Net(classes=4), 1)
+    report = ckptkit.load_into(model, saved(source, tmp_path), strict=False)
+    assert (report.missing, report.unexpected) == (("head.bias",), ("other",))
+    assert report.mismatched == {"head.weight": ((3, 2), (4, 2))}
+    assert "head.weight" not in report.loaded
+    assert torch.equal(model.body[0].weight, source["body.0.weight"])
+    assert torch.equal(model.head.weight, filled(Net(classes=4), 1).head.weight)
+
+
+def test_dtype_and_storage_of_the_model_stay(tmp_path: Path) -> None:
+    model = Net().half()
+    places = [value.data_ptr() for value in model.state_dict().values()]
+    ckptkit.load_into(model, saved(filled(Net()).state_dict(), tmp_path))
+    assert [value.data_ptr() for value in model.state_dict().values()] == places
+    assert equal(model, filled(Net()).half())
+
+
+def test_weights_of_a_gpu_without_one(tmp_path: Path, simulated_cuda: Any) -> None:
+    with simulated_cuda(3):
+        path = saved(filled(Net()).state_dict(), tmp_path)
+    model = Net()
+    assert ckptkit.load_into(model, path).complete
+    assert equal(model, filled(Net()))
+
+
+def test_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module's own entries come together, whatever their size."""
+    groups: list[list[str]] = []
+
+    class Watched(Net):
+        def load_state_dict(self, part: Any, strict: bool = True, assign: bool = False) -> Any:
+            groups.append(list(part))
+            return super().load_state_dict(part, strict, assign)
+
+    monkeypatch.setattr(loading, "GROUP", 1)
+    model = Watched()
+    ckptkit.load_into(model, saved(filled(Net()).state_dict(), tmp_path))
+    assert [{name.rpartition(".")[0] for name in group} for group in groups] == [{"body.0"}, {"body.1"}, {"head"}]
+    assert equal(model, filled(Net()))
+
+
+def test_views_of_one_buffer(tmp_path: Path) -> None:
+    buffer = torch.arange(100.0)
+    source = {"weight": buffer[10:14].view(2, 2).t(), "bias": buffer[50:54:2]}
+    model = nn.Linear(2, 2)
+    ckptkit.load_into(model, saved(source, tmp_path))
+    assert torch.equal(model.weight, source["weight"])
+    assert torch.equal(model.bias, source["bias"])
+
+
+def test_a_pickled_module_as_source(tmp_path: Path) -> None:
+    model = Net()
+    assert ckptkit.load_into(model, saved(nn.DataParallel(filled(Net())), tmp_path)).complete
+    assert equal(model, filled(Net()))
+
+
+def test_a_checkpoint_as_source_and_a_key(tmp_path: Path) -> None:
+    path = saved({"a": filled(Net()).state_dict(), "b": filled(Net(), 1).state_dict()}, tmp_path)
+    model = Net()
+    with pytest.raises(AmbiguousError):
+        ckptkit.load_into(model, path)
+    ckptkit.load_into(model, path, key="b")
+    assert equal(model, filled(Net(), 1))
+    ckptkit.load_into(model, ckptkit.extract(ckptkit.open(path), "a"))
+    assert equal(model, filled(Net()))
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ModelError) as caught:
+        ckptkit.load_into(model, Checkpoint({}))
+    assert caught.value.hint is not None
+    assert "to_empty" in caught.value.hint
+
+
+def test_lazy_modules_take_the_shape_of_the_file(tmp_path: Path) -> None:
+    source = nn.Linear(3, 2)
+    model = nn.LazyLinear(2)
+    assert ckptkit.load_into(model, saved(source.state_dict(), tmp_path)).complete
+    assert torch.equal(model.weight, source.weight)
+
+
+def test_old_batch_norm_has_no_counter(tmp_path: Path) -> None:
+    """Files from before version 2 of batch norm: torch makes the counter up, and so does this."""
+    source = filled(Net()).state_dict()
+    del source["body.1.num_batches_tracked"]
+    with pytest.raises(ModelError, match="num_batches_tracked"):
+        ckptkit.load_into(Net(), saved(source, tmp_path))
+    source._metadata["body.1"]["version"] = 1
+    assert ckptkit.load_into(Net(), saved(source, tmp_path)).complete
+    assert ckptkit.load_into(Net(), saved(dict(source), tmp_path)).complete
+
+
+def test_scalars_of_old_torch(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(()))
+
+    model = Scaled()
+    assert ckptkit.load_into(model, saved({"scale": torch.ones(1)}, tmp_path)).complete
+    assert model.scale.item() == 1
+
+
+def test_extra_state(tmp_path: Path) -> None:
+    class Stateful(nn.Linear):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"extra": self.extra}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state["extra"]
+
+    source = Stateful(1, 1)
+    source.extra = (1, {2})
+    model = Stateful(1, 1)
+    report = ckptkit.load_into(model, saved(nn.DataParallel(source).state_dict(), tmp_path))
+    assert report.complete
+    assert model.extra == (1, {2})
+
+
+# prefixes
+
+
+def ways(ours: str, theirs: str) -> tuple[str, str]:
+    return prefixes(dict.fromkeys(ours.split(), (1,)), dict.fromkeys(theirs.split(), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wanted"),
+    [
+        ("a.w b.w", "a.w b.w", ("", "")),
+        ("module.a.w module.b.w", "a.w b.w", ("module.", "")),
+        ("a.w b.w", "module.a.w module.b.w", ("", "module.")),
+        ("module.a.w module.b.w", "_orig_mod.a.w _orig_mod.b.w", ("module.", "_orig_mod.")),
+        ("module.module.w", "module.w", ("module.", "")),
+        ("net.a.w net.b.w critic.a.w", "a.w b.w", ("net.", "")),
+        ("n_averaged module.a.w", "a.w", ("module.", "")),
+        ("a.w b.w", "c.w d.w", ("", "")),  # as good one way as another
+        ("w", "a.w b.w", ("", "")),
+        ("x y", "a b", ("", "")),
+        ("", "a", ("", "")),
+        ("a", "", ("", "")),
+    ],
+)
+def test_prefixes(ours: str, theirs: str, wanted: tuple[str, str]) -> None:
+    assert ways(ours, theirs) == wanted
+
+
+def test_prefixes_by_shape() -> None:
+    """Two parts with equal names: the one whose shapes fit is meant."""
+    ours = {"g.0.w": (2, 3), "g.1.w": (4, 2), "d.0.w": (9, 9), "d.1.w": (1, 9)}
+    assert prefixes(ours, {"0.w": (9, 9), "1.w": (1, 9)}) == ("d.", "")
+
+
+# diff
+
+
+def test_diff_with_a_model(tmp_path: Path) -> None:
+    path = saved(nn.DataParallel(Net()).state_dict(), tmp_path)
+    found = ckptkit.diff(path, Net())
+    assert not found.equal
+    assert "body.0.weight" in found.missing
+    assert ckptkit.diff(ckptkit.strip_prefix(ckptkit.open(path)), Net()).equal
+
+
+def test_diff_with_a_class_by_name(tmp_path: Path) -> None:
+    path = saved(Net().state_dict(), tmp_path)
+    assert ckptkit.diff(path, f"{__name__}:Net").equal
+    with pytest.raises(ModelError):
+        ckptkit.diff(path, f"{__name__}:Nothing")
+
+
+def test_diff_with_another_file(tmp_path: Path) -> None:
+    path = saved(filled(Net()).state_dict(), tmp_path)
+    other = tmp_path / "module.py:b"  # a file, although it looks like a class
+    torch.save(filled(Net(), 1).state_dict(), other)
+    assert ckptkit.diff(path, other).equal
+    assert ckptkit.diff(path, str(other)).equal
+    assert not ckptkit.diff(path, other, values=True).equal
+    assert ckptkit.diff(path, other, atol=100).equal
+    assert ckptkit.diff(path, ckptkit.open(path), values=True).equal
+
+
+def test_diff_of_values_with_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        ckptkit.diff(saved(Net().state_dict(), tmp_path), Net(), values=True)

@@ -1,0 +1,238 @@
+"""The whole tree as Python values: torch.load on the same file is the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from ckptkit.bytesource import Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError, FormatError, PathError
+from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+
+
+def both(value: Any, folder: Path) -> tuple[Any, Any]:
+    """What ckptkit and torch give of one file, which the test itself made."""
+    path = folder / "a.pth"
+    torch.save(value, path)
+    return ckptkit.load(path, whole=True), torch.load(path, weights_only=False)
+
+
+def test_plain_values(tmp_path: Path) -> None:
+    value = {
+        "scalars": [None, True, 3, -(2**80), 1.5, float("inf"), 2 + 3j, "text", b"bytes", bytearray(b"array")],
+        "nested": ({"a": (1, [2, {3: 4}])},),
+        "sets": [{1, 2}, frozenset({("a", 1)}), set()],
+        "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+        "counter": collections.Counter("abca"),
+        "size": torch.Size([2, 3]),
+        "device": [torch.device("cuda", 1), torch.device("cpu")],
+        "dtype": torch.bfloat16,
+        (1, "key"): "tuple keys",
+        torch.float16: "dtype keys",
+    }
+    ours, theirs = both(value, tmp_path)
+    assert ours == theirs == value
+    assert [type(each) for each in ours["scalars"]] == [type(each) for each in theirs["scalars"]]
+    assert [type(ours[key]) for key in ours] == [type(theirs[key]) for key in theirs]
+    assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize("factory", [list, dict, set, int, float, str, None])
+def test_defaultdict(tmp_path: Path, factory: Any) -> None:
+    ours, theirs = both(collections.defaultdict(factory, {"a": [1]}), tmp_path)
+    assert ours == theirs
+    assert ours.default_factory is factory
+
+
+def test_tensors_storages_and_arrays(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    value = {
+        "w": weight, "view": weight[1], "typed": weight.storage(), "untyped": weight.untyped_storage(),
+        "p": nn.Parameter(weight), "array": np.arange(4, dtype=np.int16).reshape(2, 2), "scalar": np.float64(2.5),
+    }  # fmt: skip
+    path = tmp_path / "a.pth"
+    del value["untyped"]  # torch refuses to save it next to a typed one
+    torch.save(value, path)
+    ours, theirs = ckptkit.load(path, whole=True), torch.load(path, weights_only=False)
+    assert torch.equal(ours["w"], theirs["w"])
+    assert ours["w"].untyped_storage().data_ptr() == ours["view"].untyped_storage().data_ptr()
+    assert type(ours["typed"]) is type(theirs["typed"])
+    assert ours["typed"].tolist() == theirs["typed"].tolist()
+    assert ours["typed"].data_ptr() == ours["w"].data_ptr()
+    assert isinstance(ours["p"], nn.Parameter)
+    assert isinstance(ours["array"], np.ndarray)
+    assert ours["array"].dtype == np.int16
+    assert ours["array"].tolist() == [[0, 1], [2, 3]]
+    assert ours["scalar"] == 2.5
+
+
+def test_untyped_storage(tmp_path: Path) -> None:
+    ours, theirs = both({"s": torch.arange(3, dtype=torch.uint8).untyped_storage()}, tmp_path)
+    assert type(ours["s"]) is type(theirs["s"])
+    assert ours["s"].tolist() == [0, 1, 2]
+
+
+def test_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ours, _ = both({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(ours["optimizer"])
+    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    model.load_state_dict(ours["model"])
+
+
+def test_sharing_and_cycles(tmp_path: Path) -> None:
+    shared = [1]
+    root: dict[str, Any] = {"a": shared, "b": (shared, {"c": shared})}
+    root["self"] = root
+    ours, _ = both(root, tmp_path)
+    assert ours["self"] is ours
+    assert ours["a"] is ours["b"][0] is ours["b"][1]["c"]
+
+
+def test_a_tuple_that_holds_itself(tmp_path: Path) -> None:
+    inner: list[Any] = []
+    inner.append((inner,))
+    ours, _ = both({"x": inner}, tmp_path)
+    assert ours["x"][0][0] is ours["x"]
+
+
+def test_opaque_values_stay_objects_of_real_values(tmp_path: Path) -> None:
+    value = {"args": argparse.Namespace(lr=0.1, weight=torch.ones(2)), "w": torch.zeros(1)}
+    ours, _ = both(value, tmp_path)
+    made = ours["args"]
+    assert isinstance(made, Object)
+    assert made.callable == Global("argparse", "Namespace")
+    assert made.state["lr"] == 0.1
+    assert torch.equal(made.state["weight"], torch.ones(2))
+
+
+def test_a_pickled_module_is_not_made(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(2, 2)}, tmp_path / "a.pth")
+    made = ckptkit.load(tmp_path / "a.pth", whole=True)["model"]
+    assert isinstance(made, Object)
+    assert isinstance(made.state["_parameters"]["weight"], nn.Parameter)
+
+
+def value_of(node: Node) -> Any:
+    return ckptkit.load(Checkpoint({"x": node}), whole=True)["x"]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Object(Global("torch", "Size"), (("a",),)),
+        Object(Global("torch", "Size"), ()),
+        Object(Global("torch", "device"), ("no such device",)),
+        Object(Global("torch", "device"), ({},)),
+        Object(Global("collections", "Counter"), (3,)),
+        Object(Global("collections", "defaultdict"), (Global("os", "system"),)),
+        Object(Global("collections", "defaultdict"), (3,)),
+        Object(Global("os", "system"), ("echo",)),
+        Object(Object(Global("a", "f")), ()),
+    ],
+)
+def test_what_is_not_as_it_should_be_stays_an_object(node: Object) -> None:
+    made = value_of(node)
+    assert isinstance(made, Object)
+    assert made is not node
+
+
+def test_values_that_python_lacks() -> None:
+    assert value_of(ByteString(b"\xff")) == b"\xff"
+    blob = Range(Memory(b"abcdef"), 1, 3)
+    assert value_of(Blob(blob)) == b"bcd"
+    assert value_of(Blob(blob, "bytearray")) == bytearray(b"bcd")
+    assert value_of(Global("a", "B")) == Global("a", "B")
+    pairs = value_of(Pairs([("k", [1]), ("k", 2)]))
+    assert pairs.pairs == [("k", [1]), ("k", 2)]
+
+
+def test_keys_that_would_meet_stay_apart() -> None:
+    number = Object(Global("numpy", "scalar"))
+    number.value = 1
+    made = value_of({1: "int", number: "numpy"})
+    assert list(made.values()) == ["int", "numpy"]
+
+
+def test_keys_that_could_not_be_keys_stay_nodes() -> None:
+    key = Object(Global("collections", "Counter"), ({},))
+    assert value_of({key: 1}) == {key: 1}
+
+
+def test_a_set_of_lists() -> None:
+    with pytest.raises(FormatError, match="a set holds a list"):
+        value_of(SetNode([[1]]))
+
+
+def test_any_depth() -> None:
+    node: Node = 1
+    for _ in range(100_000):
+        node = (OrderedDict({"k": [node]}),)
+    made = value_of(node)
+    for _ in range(100_000):
+        made = made[0]["k"][0]
+    assert made == 1
+
+
+def test_attributes_of_a_file_are_not_set() -> None:
+    """Apart from `_metadata`: an attribute could stand for a method."""
+    made = value_of(OrderedDict({"a": 1}, {"_metadata": {"": 1}, "items": "mine"}))
+    assert made._metadata == {"": 1}
+    assert list(made.items()) == [("a", 1)]
+
+
+def test_metadata_inside_metadata_without_end() -> None:
+    node = OrderedDict()
+    for _ in range(10_000):
+        node = OrderedDict({"a": 1}, {"_metadata": node})
+    assert value_of(node)["a"] == 1
+
+
+def test_extra_state_is_a_value(tmp_path: Path) -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"seen": torch.Size([3]), "set": {1}}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    model = Stateful(1, 1)
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    model.load_state_dict(ckptkit.load(tmp_path / "a.pth"))
+    assert model.extra == {"seen": torch.Size([3]), "set": {1}}
+
+
+def test_quantized_module(tmp_path: Path) -> None:
+    """Its state_dict has tuples and dtypes among the weights, and all of them belong to it."""
+    path = tmp_path / "a.pth"
+    weight = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+    state = nn.Linear(1, 1).state_dict()
+    state["q._packed_params._packed_params"] = (weight, None)
+    state["q._packed_params.dtype"] = torch.qint8
+    torch.save(state, path)
+    ours = ckptkit.load(path)
+    assert list(ours) == list(state)
+    assert ours["q._packed_params.dtype"] is torch.qint8
+    assert torch.equal(ours["q._packed_params._packed_params"][0].int_repr(), weight.int_repr())
+
+
+def test_errors_say_which_file(tmp_path: Path) -> None:
+    with pytest.raises(PathError):
+        ckptkit.load(tmp_path / "nowhere.pth")
+    torch.save({"epoch": 1}, tmp_path / "a.pth")
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.load(tmp_path / "a.pth")
+    assert caught.value.where == str(tmp_path / "a.pth")
