@@ -99,7 +99,7 @@ def command(
     from ckptkit.trainer import loop
 
     if evaluate is not None:
-        render.emit(f"accuracy {loop.evaluate(config, evaluate):.4f}")
+        loop.evaluate(config, evaluate, _say)
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")

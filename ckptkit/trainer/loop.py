@@ -53,12 +53,15 @@ def train(
         return log.accuracy
 
 
-def evaluate(config: Config, file: Path) -> float:
-    """The accuracy of the weights in `file` on the test set of the config, on its devices."""
+def evaluate(config: Config, file: Path, say: Say = print) -> float:
+    """Say and give the accuracy of the weights in `file` on the test set of the config, on its devices."""
     with parallel.group(config) as group:
         run = prepare(config, group)
         saving.fit(run, file)
-        return test(run)[1]
+        accuracy = test(run)[1]
+        if group.rank == 0:
+            say(f"accuracy {accuracy:.4f}")
+        return accuracy
 
 
 def _epoch(run: Run, log: Log, tracker: memory.Tracker, bar: Bar) -> None:
