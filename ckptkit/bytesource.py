@@ -13,7 +13,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ckptkit.errors import InputChangedError, InputError, PathError, TruncatedError
@@ -205,19 +204,21 @@ class Folder:
     def open(self, name: str) -> LocalFile:
         """The file called `name`; the same object each time."""
         if name not in self._open:
-            place = Path(self.path, _plain(name, self.name))
+            place = os.path.join(self.path, _plain(name, self.name))
             shown = os.path.join(self.name, name)
-            if place.is_symlink() and self._in_blobs(place):
-                place = place.resolve()
+            if os.path.islink(place) and self._in_blobs(place):
+                place = os.path.realpath(place)
             source = LocalFile(place, follow=False)
             source.name = shown
             self._open[name] = source
         return self._open[name]
 
-    def _in_blobs(self, link: Path) -> bool:
-        folder = Path(self.path)
-        blobs = folder.parent.parent / "blobs"
-        return folder.parent.name == "snapshots" and link.resolve().parent == blobs.resolve()
+    def _in_blobs(self, link: str) -> bool:
+        """Whether the folder is ``snapshots/<revision>`` and the link leads to a file in ``blobs`` beside it."""
+        snapshots, _ = os.path.split(self.path)
+        blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+        inside = os.path.dirname(os.path.realpath(link)) == os.path.realpath(blobs)
+        return os.path.basename(snapshots) == "snapshots" and inside
 
     def check_unchanged(self) -> None:
         for source in self._open.values():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -192,9 +191,14 @@ def _check_space(path: str, size: int) -> None:
 
 
 def _free(path: str) -> int:
-    import shutil
+    """Bytes that may still be written to the file system of `path`."""
+    folder = os.path.dirname(path)
+    if hasattr(os, "statvfs"):
+        there = os.statvfs(folder)
+        return there.f_bavail * there.f_frsize
+    import shutil  # Windows
 
-    return shutil.disk_usage(os.path.dirname(path)).free
+    return shutil.disk_usage(folder).free
 
 
 def _create(plan: Plan, temporary: str) -> int:
@@ -211,7 +215,7 @@ def _create(plan: Plan, temporary: str) -> int:
 def temporary_name(path: str) -> str:
     """``.<name>.ckptkit-<process>-<random>.tmp`` beside `path`, the name cut where it would get too long."""
     folder, name = os.path.split(path)
-    ending = f".ckptkit-{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    ending = f".ckptkit-{os.getpid()}-{os.urandom(8).hex()}.tmp"
     while len(os.fsencode(f".{name}{ending}")) > NAME_MAX:
         name = name[:-1]
     return os.path.join(folder, f".{name}{ending}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -310,7 +309,7 @@ def test_DS_22_a_folder_is_all_or_nothing(source: LocalFile, folder: Path, monke
 def test_DS_04_no_space_is_known_before_anything_is_written(
     source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10_000, 5_000, 5_000))
+    monkeypatch.setattr(publishing, "_free", lambda path: 5_000)
     monkeypatch.setattr(os, "open", failing("open", errno.EIO))
     with pytest.raises(OutputError, match=f"needs {len(COPY):,} bytes, 5,000 are free"):
         publish(copy_plan(source), folder / "out.pt")

@@ -42,11 +42,14 @@ class CommandLine(click.Group):
         return command
 
     def __call__(self) -> NoReturn:
-        """Run as a program of its own: a process that ends soon needs no garbage collector."""
+        """Run as a program of its own: a process that ends soon needs no garbage collector, and no tidying up."""
         gc.disable()
         _secure_streams()
         _interruptible()
-        self.main(prog_name="ckptkit")
+        try:
+            self.main(prog_name="ckptkit")
+        except SystemExit as done:
+            _leave(done.code if isinstance(done.code, int) else BUG)
 
     def main(
         self,
@@ -96,6 +99,17 @@ def main(ctx: click.Context, traceback: bool) -> int:
         render.emit(ctx.get_help())
         return USAGE
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process here: taking hundreds of thousands of objects apart would cost a tenth of the time."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            pass  # said already, where it was standard output
+    os._exit(code)
 
 
 def _failed(error: BaseException) -> int:

@@ -95,13 +95,14 @@ class Edit:
 def _tensors(checkpoint: Checkpoint) -> int:
     """The weights, or every tensor where it is not clear which they are."""
     from ckptkit.errors import AmbiguousError
-    from ckptkit.reports.summary import summarize
 
     try:
         if checkpoint.selection is not None:
             return len(checkpoint.selection.nodes)
     except AmbiguousError:
         pass
+    from ckptkit.reports.summary import summarize
+
     return summarize(checkpoint).totals.tensors
 
 

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from importlib import import_module
 
 from ckptkit.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.formats import foreign, safetensors, sharded
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.torch import legacy_stream, plain_pickle, torchscript, zip_archive
 from ckptkit.plan import Plan
 
 # In sniff order. TorchScript comes before torch-zip, which it also looks like; a plain pickle comes after the legacy
 # stream, which begins with one.
-FORMATS: tuple[Format, ...] = (
-    torchscript.FORMAT,
-    zip_archive.FORMAT,
-    legacy_stream.FORMAT,
-    safetensors.FORMAT,
-    sharded.FORMAT,
-    plain_pickle.FORMAT,
+MODULES = (
+    "torch.torchscript",
+    "torch.zip_archive",
+    "torch.legacy_stream",
+    "safetensors",
+    "sharded",
+    "torch.plain_pickle",
 )
 
-BY_NAME = {format.name: format for format in FORMATS}
+
+class Formats:
+    """The formats in sniff order, each imported when it is reached: a .pth file does not pay for the others."""
+
+    def __iter__(self) -> Iterator[Format]:
+        for module in MODULES:
+            format: Format = import_module(f"ckptkit.formats.{module}").FORMAT
+            yield format
+
+
+FORMATS = Formats()
 
 
 def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
@@ -36,6 +46,8 @@ def identify(probe: Probe) -> Format:
     for format in FORMATS:
         if format.matches(probe):
             return format
+    from ckptkit.formats import foreign
+
     raise foreign.refusal(probe)
 
 
@@ -48,9 +60,14 @@ def read(place: ByteSource | Folder) -> Checkpoint:
         raise error.at(place.name) from error.__cause__
 
 
-def writable() -> list[Format]:
+def writable() -> Iterator[Format]:
     """The formats that can be written."""
-    return [format for format in FORMATS if format.layout is not None]
+    return (format for format in FORMATS if format.layout is not None)
+
+
+def by_name(name: str | None) -> Format | None:
+    """The format called `name`, None if there is none."""
+    return next((format for format in FORMATS if format.name == name), None)
 
 
 def for_writing(path: str | os.PathLike[str], name: str | None = None, keep: str | None = None) -> Format:
@@ -64,9 +81,9 @@ def for_writing(path: str | os.PathLike[str], name: str | None = None, keep: str
     for format in writable():
         if lower.endswith(format.suffixes):
             return format
-    if keep is not None and keep in BY_NAME:
-        format = BY_NAME[keep]
-        return format if format.layout is not None else _writer(format.rewrite_as or "torch-zip")
+    kept = by_name(keep)
+    if kept is not None:
+        return kept if kept.layout is not None else _writer(kept.rewrite_as or "torch-zip")
     known = ", ".join(suffix for format in writable() for suffix in format.suffixes)
     raise UsageError(
         "the suffix does not say which format to write", where=os.fspath(path), hint=f"use one of {known}, or --format"
@@ -74,7 +91,7 @@ def for_writing(path: str | os.PathLike[str], name: str | None = None, keep: str
 
 
 def _writer(name: str) -> Format:
-    format = BY_NAME.get(name)
+    format = by_name(name)
     if format is None or format.layout is None:
         names = ", ".join(each.name for each in writable())
         known = "cannot be written" if format is not None else "is no format that ckptkit knows"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -83,5 +82,7 @@ def some(names: Sequence[str], shown: int = 4) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """A hint with the names that look most like `name`, None if none does. Looks at the first 5,000."""
+    import difflib  # most commands need no advice
+
     close = difflib.get_close_matches(name, list(islice(names, 5_000)), n=3, cutoff=0.5)
     return f"did you mean {some(close)}?" if close else None
