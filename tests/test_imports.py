@@ -27,11 +27,14 @@ INPUTS = (
 
 # Runs the command line, then writes what was imported and whether pickle made an unpickler.
 SPY = """
-import json, sys
+import json, os, sys
 unpicklers = []
 sys.addaudithook(lambda event, args: unpicklers.append(args) if event == "pickle.find_class" else None)
 sys.argv[0] = "ckptkit"
 from ckptkit.cli import main
+def leave(code):
+    raise SystemExit(code)
+os._exit = leave  # how the program ends: we have something to say first
 code = 0
 try:
     code = main()
