@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptkit.bytesource import Record
-from ckptkit.dtypes import UINT8, DType
+from ckptkit.dtypes import DType
 from ckptkit.errors import TensorError
 from ckptkit.limits import LIMITS
 
 Shape = tuple[int, ...]
-_INT64 = 1 << 63  # torch's sizes, strides and offsets are smaller
 
 
 @dataclass(slots=True, eq=False)
@@ -153,8 +152,3 @@ def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: 
             f"shape {shape}, stride {stride}, offset {offset} of {dtype} "
             f"need {dtype.nbytes(last + 1):,} bytes of a storage of {storage.nbytes:,}"
         )
-
-
-def whole(storage: TypedStorage) -> Tensor:
-    """A storage as the one-dimensional tensor of all its elements (bytes, if it is untyped)."""
-    return Tensor(storage.storage, storage.dtype or UINT8, (storage.elements,), (1,), storage.start)

@@ -41,9 +41,7 @@ def read(probe: Probe) -> Checkpoint:
         raise AmbiguousError(
             f"{source.size - pickled.stop:,} bytes follow the pickle: other readers may take them for something else"
         )
-    return Checkpoint(
-        pickled.root, FORMAT.name, source, globals=pickled.globals, origin=pickled, warnings=pickled.warnings
-    )
+    return Checkpoint(pickled.root, FORMAT.name, source, globals=pickled.globals, warnings=pickled.warnings)
 
 
 def _unpickled(probe: Probe) -> Unpickled:

@@ -136,11 +136,9 @@ class _Archive:
         if entry.size != nbytes:
             raise CorruptError(f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}")
         self.used.add(name)
-        crc = None if entry.crc == 0 and nbytes else entry.crc  # as `crc` and `record` of the directory have it
+        crc = self.directory.crc(name)
         self.unverified += crc is None
-        plain = entry.method == 0 and entry.data >= 0
-        record = Range(self.directory.source, entry.data, nbytes) if plain else self.directory.record(name)
-        return Storage(record, location, crc, self.big_endian)
+        return Storage(self.directory.record(name), location, crc, self.big_endian)
 
     def _noticed(self) -> list[str]:
         said = []
