@@ -1,8 +1,10 @@
 """Writes the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
 Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``, ``sendfile``), and read and
-written in pieces where it cannot: another file system, a remote source, macOS, Windows. Short ranges are cut out of
-what was read ahead, and written together with the literals between them. Checksums are taken on the way through.
+written in pieces where it cannot: another file system, a remote source, macOS, Windows. A file system that lives in
+memory is the exception: there several threads that read and write are faster than the kernel's copy, which is one
+thread's work. Short ranges are cut out of what was read ahead, and written together with the literals between them.
+Checksums are taken on the way through.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import errno
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import bridge
@@ -21,7 +24,8 @@ from ckptkit.plan import Deferred, Segment, Summed, length
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-WINDOW = 1 << 20  # bytes read ahead, joined into one write, and held by a piece that is checksummed
+WINDOW = 1 << 20  # bytes read ahead, and joined into one write
+PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
 NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges follow each other
 SHORT = 32 << 10  # bytes; below, reading ahead is cheaper than a system call for each range (measured)
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
@@ -86,12 +90,12 @@ def execute(
 ) -> list[dict[int, int]]:
     """Write the files (path, segments), which exist and are empty; the checksums of each, by number.
 
-    Without an executor, threads are used where there is much to compute; kernel copies into one file gain nothing
-    from them. Raises what reading and writing raise, when no task is running any more.
+    Without an executor, threads are used where there is much to compute, or to copy in memory; kernel copies into one
+    file gain nothing from them. Raises what reading and writing raise, when no task is running any more.
     """
     if executor is not None:
         sums = _spread([list(cut(path, segments, TASK)) for path, segments in files], executor, progress)
-    elif sum(_work(segment) for _, segments in files for segment in segments) < 2 * THREAD_TASK:
+    elif sum(_work(path, segments) for path, segments in files) < 2 * THREAD_TASK:
         sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
     else:
         from concurrent.futures import ThreadPoolExecutor
@@ -105,8 +109,22 @@ def execute(
     return found
 
 
-def _work(segment: Segment) -> int:
-    return length(segment) if isinstance(segment, (Summed, Derived)) else 0
+def _work(path: str, segments: Sequence[Segment]) -> int:
+    """Bytes that threads would speed up."""
+    copies = in_memory(os.stat(path).st_dev)
+    return sum(length(each) for each in segments if copies or isinstance(each, (Summed, Derived)))
+
+
+@lru_cache
+def in_memory(device: int) -> bool:
+    """Whether a file's device (``st_dev``) is a Linux tmpfs. Source: proc_pid_mountinfo(5)."""
+    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") else ""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return False
+    return any(mount[2] == number and mount[mount.index("-") + 1] == "tmpfs" for mount in mounts)
 
 
 def _spread(files: list[list[Task]], executor: Executor, progress: Progress) -> list[list[list[Sum]]]:
@@ -162,7 +180,8 @@ class _Writer:
         self._progress = progress
         self._ahead = ReadAhead()
         self._pending: list[bytes] = []
-        self._copiers = [_copy_file_range, _sendfile, _read_and_write]
+        kernel = [] if in_memory(os.fstat(fd).st_dev) else [_copy_file_range, _sendfile]
+        self._copiers = [*kernel, _read_and_write]
 
     def write(self, segments: Iterable[Segment]) -> None:
         """Write the segments. One loop without calls for what is short: there may be hundreds of thousands."""
@@ -256,9 +275,9 @@ def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from bridge.stream(extent)
         return
-    buffer = memoryview(bytearray(min(WINDOW, extent.length)))
-    for at in range(0, extent.length, WINDOW):
-        piece = buffer[: min(WINDOW, extent.length - at)]
+    buffer = memoryview(bytearray(min(PIECE, extent.length)))
+    for at in range(0, extent.length, PIECE):
+        piece = buffer[: min(PIECE, extent.length - at)]
         extent.source.read_into(extent.offset + at, piece)
         yield piece
 

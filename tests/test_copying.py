@@ -20,9 +20,16 @@ from hypothesis import strategies as st
 
 from ckptkit import copying
 from ckptkit.bytesource import Derived, LocalFile, Memory, Range
-from ckptkit.copying import ReadAhead, Task, crc32_combine, cut, execute, run
+from ckptkit.copying import ReadAhead, Task, crc32_combine, cut, execute, in_memory, run
 from ckptkit.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.plan import Deferred, Segment, Summed, length
+
+
+@pytest.fixture(autouse=True)
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel copies, wherever the tests' files lie."""
+    monkeypatch.setattr(copying, "in_memory", lambda device: False)
+
 
 NOISE = np.random.default_rng(7).integers(0, 256, 3 << 20, np.uint8).tobytes()
 
@@ -198,6 +205,30 @@ def test_threads_share_checksums(source: LocalFile, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
+
+
+def test_threads_share_the_copying_in_memory(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[Task] = []
+    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(copying, "in_memory", lambda device: True)
+    monkeypatch.setattr(os, "copy_file_range", refuse(errno.EIO), raising=False)
+
+    def noted(task: Task) -> list[copying.Sum]:
+        tasks.append(task)
+        return run(task)
+
+    monkeypatch.setattr(copying, "run", noted)
+    assert written([Range(source, 5, 3_000_000)], tmp_path) == NOISE[5:3_000_005]
+    assert len(tasks) == 60
+
+
+def test_a_file_system_in_memory_is_known() -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm here")
+    assert in_memory(os.stat("/dev/shm").st_dev)
+    assert not in_memory(os.stat("/proc").st_dev)
 
 
 def test_a_failing_task_ends_the_others(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
