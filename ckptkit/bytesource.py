@@ -290,6 +290,15 @@ class Derived:
 Extent = Range | Derived
 
 
+def runs(extent: Extent) -> Iterator[Extent]:
+    """The extents that follow each other in it: what a ``concat`` joins, else itself. They can be copied one by one."""
+    if isinstance(extent, Derived) and extent.operation == "concat":
+        for each in extent.inputs:
+            yield from runs(each)
+    else:
+        yield extent
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A record that will be `operation` over others: a Derived, once those are located."""

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import bridge
-from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
+from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.errors import InputChangedError, OutputError
 from ckptkit.plan import Deferred, Segment, Summed, length
 
@@ -74,15 +74,17 @@ def _parts(segment: Segment, size: int) -> Iterable[Segment]:
     if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
         return (segment,)
     if isinstance(segment, Summed):
-        return [Summed(part, segment.number) for part in _split(segment.extent, size)]
+        return (Summed(part, segment.number) for part in _split(segment.extent, size))
     return _split(segment, size)
 
 
-def _split(extent: Extent, size: int) -> Iterable[Extent]:
-    if isinstance(extent, Derived):  # might have to be computed from its beginning for each part
-        return (extent,)
-    starts = range(0, extent.length, size)
-    return [extent.part(start, min(size, extent.length - start)) for start in starts]
+def _split(extent: Extent, size: int) -> Iterator[Extent]:
+    for each in runs(extent):
+        if isinstance(each, Derived):  # might have to be computed from its beginning for each part
+            yield each
+            continue
+        for start in range(0, each.length, size):
+            yield each.part(start, min(size, each.length - start))
 
 
 def execute(
@@ -197,7 +199,9 @@ class _Writer:
             elif isinstance(extent, Derived) and extent.length < SHORT:
                 data = b"".join(bridge.stream(extent))
             else:
-                self._long(extent, number)
+                self._flush()
+                for each in runs(extent):
+                    self._long(each, number)
                 size = 0
                 continue
             if number is not None:
@@ -210,7 +214,6 @@ class _Writer:
         self._flush()
 
     def _long(self, extent: Extent, number: int | None) -> None:
-        self._flush()
         if isinstance(extent, Range) and number is None and isinstance(extent.source, LocalFile):
             self._copy(extent.source, extent.offset, extent.length)
             return

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, Range
+from ckptkit.bytesource import ByteSource, Derived, Extent, Range, runs
 
 
 class Summed(NamedTuple):
@@ -93,8 +93,9 @@ class Plan:
         """A line per file, for --dry-run."""
         lines = []
         for file in self.files:
-            copied = sum(length(s) for s in file.segments if isinstance(_extent(s), Range))
-            computed = sum(length(s) for s in file.segments if isinstance(_extent(s), Derived))
+            data = [run for extent in _extents(file.segments) for run in runs(extent)]
+            copied = sum(run.length for run in data if isinstance(run, Range))
+            computed = sum(run.length for run in data if isinstance(run, Derived))
             written = file.size - copied - computed
             lines.append(
                 f"{file.name or 'output'}: {file.size:,} bytes: {copied:,} copied, {computed:,} computed, "
@@ -103,14 +104,17 @@ class Plan:
         return "\n".join(lines)
 
 
-def _extent(segment: Segment) -> Segment:
-    return segment.extent if isinstance(segment, Summed) else segment
+def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
+    """What is not literal."""
+    for segment in segments:
+        extent = segment.extent if isinstance(segment, Summed) else segment
+        if isinstance(extent, (Range, Derived)):
+            yield extent
 
 
 def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
-    for segment in segments:
-        extent = _extent(segment)
+    for extent in _extents(segments):
         if isinstance(extent, Range):
             yield extent.source
-        elif isinstance(extent, Derived):
+        else:
             yield from extent.sources()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ckptkit import bridge
 from ckptkit.bridge import gather as gathering
 from ckptkit.bridge import operations, tensors
-from ckptkit.bytesource import Derived, LocalFile, Memory, Pending, Range, Record
+from ckptkit.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
 from ckptkit.dtypes import BY_NAME, TABLE
 from ckptkit.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
 from ckptkit.tensor import Storage, Tensor
@@ -114,6 +114,17 @@ def deflated(data: bytes) -> bytes:
 
 
 @pytest.mark.usefixtures("small_pieces")
+def test_concat_of_ranges_and_computed_extents() -> None:
+    first, second = Range(Memory(b"0123456789"), 2, 5), Range(Memory(b"abcdef"), 0, 6)
+    swapped = Derived("byteswap", (second,), (2,), 6)
+    empty = Range(Memory(b""), 0, 0)
+    whole = b"23456badcfeabcdef"
+    joined = Derived("concat", (Derived("concat", (first, empty, swapped), (), 11), second), (), 17)
+    for start, stop in itertools.combinations(range(len(whole) + 1), 2):
+        assert b"".join(bridge.stream(joined, start, stop)) == whole[start:stop]
+    assert list(runs(joined)) == [first, empty, swapped, second]
+
+
 def test_inflate_any_part() -> None:
     data = b"checkpoint " * 100
     extent = Derived("inflate", (record(deflated(data)),), (), len(data))

@@ -63,14 +63,19 @@ def every_kind(source: LocalFile) -> tuple[tuple[Segment, ...], bytes]:
         Summed(Derived("byteswap", (Range(source, 0, 80),), (2,), 80), 1),
         Deferred(b"plain", ()),
         Deferred(b"....", ((0, 1),)),
+        Derived("concat", (Range(source, 0, 90_000), Range(memory, 0, 10), Range(source, 7, 90_000)), (), 180_010),
+        Summed(Derived("concat", (Range(source, 1, 90_000), Range(memory, 0, 9)), (), 90_009), 2),
+        Deferred(b"....", ((0, 2),)),
     )
     first = NOISE[100 : 100 + (2 << 20)] + NOISE[3:33]
     second = NOISE[::-1][:50_000] + swapped[:80_000] + swapped[:80]
+    third = NOISE[1:90_001] + NOISE[::-1][:9]
     zero, one = zlib.crc32(first).to_bytes(4, "little"), zlib.crc32(second).to_bytes(4, "little")
     want = (
         b"head" + b"sums:" + one + b"," + zero
         + NOISE[10:210] + NOISE[5 : 5 + (1 << 20)] + NOISE[::-1][7:107] + NOISE[::-1][9:100_009]
         + swapped[:600] + swapped[: 1 << 20] + first + second + b"plain" + one
+        + NOISE[:90_000] + NOISE[::-1][:10] + NOISE[7:90_007] + third + zlib.crc32(third).to_bytes(4, "little")
     )  # fmt: skip
     return segments, want
 

@@ -4,6 +4,7 @@
 name      parameters                      bytes
 ========  ==============================  ==========================================================================
 slice     start                           `length` bytes of the input from byte `start`
+concat                                    the inputs, any number of them, one after another
 inflate                                   the input is raw deflate (RFC 1951) and inflates to exactly `length` bytes
 latin1                                    the input is UTF-8 text of `length` code points below 256: one byte each
 byteswap  component                       every run of `component` bytes (2, 4, 8) reversed
@@ -14,8 +15,8 @@ neg       dtype                           elements negated
 cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation has one input and is a pure
-function of it, its parameters and the range of the output that is asked for.
+dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat`` has one input, and
+is a pure function of it, its parameters and the range of the output that is asked for.
 """
 
 from __future__ import annotations
@@ -73,6 +74,15 @@ def regroup(pieces: Iterable[Piece], size: int) -> Pieces:
 def _slice(derived: Derived, start: int, stop: int) -> Pieces:
     (first,) = _integers(derived)
     return stream(derived.inputs[0], first + start, first + stop)
+
+
+def _concat(derived: Derived, start: int, stop: int) -> Pieces:
+    at = 0
+    for each in derived.inputs:
+        lower, upper = max(start - at, 0), min(stop - at, each.length)
+        if lower < upper:
+            yield from stream(each, lower, upper)
+        at += each.length
 
 
 def _inflate(derived: Derived, start: int, stop: int) -> Pieces:
@@ -278,6 +288,7 @@ def _name(extent: Extent) -> str:
 
 OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "slice": _slice,
+    "concat": _concat,
     "inflate": _inflate,
     "latin1": _latin1,
     "byteswap": _byteswap,
