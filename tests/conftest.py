@@ -74,12 +74,12 @@ def run() -> Run:
 @pytest.fixture(scope="session")
 def simulated_cuda() -> Callable[..., AbstractContextManager[None]]:
     """``with simulated_cuda(1): torch.save(...)`` tags every storage ``cuda:1``, without a GPU."""
-    from fixtures.make import simulated_cuda
+    from fixtures.making.devices import simulated_cuda
 
     return simulated_cuda
 
 
-def tags(path: Path) -> set[str]:
+def tags(path: Path, weights_only: bool = True) -> set[str]:
     """The devices that torch finds in a file of its own."""
     import torch
 
@@ -90,5 +90,5 @@ def tags(path: Path) -> set[str]:
         return storage
 
     with torch.serialization.safe_globals([Namespace]):  # in files of the corpus
-        torch.load(path, weights_only=True, map_location=see)
+        torch.load(path, weights_only=weights_only, map_location=see)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fixtures.make import simulated_cuda
+from fixtures.making.devices import simulated_cuda
 
 NUMBERS = [
     "float64",

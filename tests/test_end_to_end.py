@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shutil
+import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,17 +24,18 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
+from ckptkit import formats
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_STORAGE
+from ckptkit.convert import convert
+from ckptkit.dtypes import BY_NAME, BY_STORAGE
+from ckptkit.errors import AmbiguousError, TensorError
+from ckptkit.tensor import Tensor
 from ckptkit.tree import join, walk
 from ckptkit.weights import as_tensor
-from tests.conftest import ROOT, Corpus, tags
+from tests.conftest import Corpus, tags
 from tests.formats.conformance import elements, elements_of, sharing, storage_bytes
+from tests.matrix import NAMES, Fixture
 
-FIXTURES = (
-    "torch-zip/digits_dp_cuda1.pth", "torch-zip/digits_cpu.pth", "torch-zip/views_ties_dtypes.pth",
-    "torch-legacy/digits_dp_cuda1.pth",
-)  # fmt: skip
 REAL = (
     "DeepLog__Adam_batch_size=2048_epoch=10.pt", "PerceptualSimilarity__v0.1_alex.pth",
     "allennlp__2017-08_srl_best_gpu.th", "allennlp__2018-10_training_state_epoch_39.th",
@@ -44,19 +48,65 @@ VERSIONS = tuple(
     for device in ("cpu", "cuda1")
     for what in ("bare", "full")
 )
+DEVICES = {"cuda:0": "cuda:1", "cuda:1": "cuda:2", "cuda:3": "cpu"}
 EDITS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "strip": lambda ck: ckptkit.strip_prefix(ck, "module."),
     "cpu": lambda ck: ckptkit.remap(ck, "cpu"),
-    "cuda": lambda ck: ckptkit.remap(ck, {"cuda:0": "cuda:1"}),
+    "map": lambda ck: ckptkit.remap(ck, DEVICES),
 }
-
+TAGS: dict[str, Callable[[str], str]] = {
+    "strip": lambda tag: tag,
+    "cpu": lambda tag: "cpu",
+    "map": lambda tag: DEVICES.get(tag, tag),
+}
 
 Keys = tuple[Any, ...]
 Facts = tuple[dict[Keys, Any], dict[Keys, Any], list[list[str]], list[Any]]
 
 
+@dataclass(frozen=True)
+class Source:
+    """A file or folder, and what torch reads in it. Of a module that is its state_dict: names and numbers."""
+
+    path: Path
+    root: Any
+    devices: frozenset[str]
+    weights_only: bool = True
+    is_module: bool = False
+
+    def load(self, path: Path, mmap: bool = False) -> Any:
+        """A .pth file that was made of it, under weights_only if that took the source."""
+        root = torch_load(path, self.weights_only, mmap)
+        return as_state(root) if self.is_module else root
+
+
+@pytest.fixture(params=[*NAMES, *REAL, *VERSIONS])
+def source(request: pytest.FixtureRequest) -> Source:
+    """A fixture, or a real file that torch loads under weights_only."""
+    name: str = request.param
+    if name in NAMES:
+        fixture = Fixture(name).needs_reader()
+        root, facts = fixture.load(), fixture.facts
+        is_module = isinstance(root, torch.nn.Module)
+        root = as_state(root) if is_module else root
+        return Source(fixture.path, root, frozenset(facts["devices"]), facts.get("weights_only", True), is_module)
+    corpus: Corpus = request.getfixturevalue("corpus")
+    path = corpus / name
+    return Source(path, torch_load(path), frozenset(tags(path)))
+
+
+def torch_load(path: Path, weights_only: bool = True, mmap: bool = False) -> Any:
+    with torch.serialization.safe_globals([Namespace]):  # in the files of other versions
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+
+
+def as_state(root: Any) -> dict[str, torch.Tensor]:
+    state = root.state_dict() if isinstance(root, torch.nn.Module) else root
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
 def leaves(root: Any) -> Iterator[tuple[Keys, Any]]:
-    """Every value that torch loaded, with its path."""
+    """Every value that torch loaded, with its path; arrays of numpy as tensors."""
     waiting: list[tuple[Keys, Any]] = [((), root)]
     while waiting:
         path, node = waiting.pop()
@@ -65,19 +115,34 @@ def leaves(root: Any) -> Iterator[tuple[Keys, Any]]:
         elif isinstance(node, (list, tuple)):
             waiting.extend(((*path, i), value) for i, value in reversed(list(enumerate(node))))
         else:
-            yield path, node
+            yield path, as_numbers(node)
+
+
+def as_numbers(value: Any) -> Any:
+    return torch.from_numpy(value.astype(value.dtype.newbyteorder("="))) if isinstance(value, np.ndarray) else value
 
 
 def facts(root: Any) -> Facts:
-    """Geometry and bytes of each tensor; every other value; who shares a storage; every `_metadata`."""
+    """Geometry and bytes of each tensor; every other value; who shares memory; every `_metadata`."""
     tensors = {path: value for path, value in leaves(root) if torch.is_tensor(value)}
+    memory = [each.untyped_storage() for each in tensors.values()]
+    places = {path: place(t, memory) for path, t in tensors.items()}
     geometry = {
-        path: (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad, t.is_conj(), elements(t))
+        path: (t.dtype, tuple(t.shape), t.stride(), places[path][1], t.requires_grad, t.is_conj(), elements(t))
         for path, t in tensors.items()
     }
     values = {path: text(value) for path, value in leaves(root) if not torch.is_tensor(value)}
-    shared = sharing({str(path): t.untyped_storage()._cdata for path, t in tensors.items() if t.numel()})
+    shared = sharing({str(path): places[path][0] for path, t in tensors.items() if t.numel()})
     return geometry, values, shared, metadata(root)
+
+
+def place(tensor: torch.Tensor, memory: list[torch.UntypedStorage]) -> tuple[int, int]:
+    """Where the memory begins in which it lies, and where it lies there. Tar files have storages within storages."""
+    mine = tensor.untyped_storage()
+    start, end = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
+    around = [each.data_ptr() for each in memory if each.data_ptr() <= start and end <= each.data_ptr() + each.nbytes()]
+    origin = min(around) if mine.nbytes() else start
+    return origin, start - origin + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def text(value: Any) -> str:
@@ -96,56 +161,79 @@ def metadata(root: Any) -> list[Any]:
     return found
 
 
-def torch_load(path: Path, mmap: bool = False) -> Any:
-    with torch.serialization.safe_globals([Namespace]):  # in the files of other versions
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-@pytest.fixture(params=[*FIXTURES, *REAL, *VERSIONS])
-def source(request: pytest.FixtureRequest) -> Path:
-    """A file that torch loads under weights_only."""
-    name: str = request.param
-    if name in FIXTURES:
-        return ROOT / "fixtures" / name
-    corpus: Corpus = request.getfixturevalue("corpus")
-    return corpus / name
-
-
-def test_reads_what_torch_reads(source: Path) -> None:
-    root = torch_load(source)
-    checkpoint = ckptkit.open(source)
-    ours = {path: node for path, node in walk(checkpoint.root) if as_tensor(node) is not None}
-    theirs = {path: value for path, value in leaves(root) if torch.is_tensor(value)}
-    assert list(ours) == list(theirs)
+def test_reads_what_torch_reads(source: Source) -> None:
+    checkpoint = ckptkit.open(source.path)
+    ours = {path: tensor for path, node in walk(checkpoint.root) if (tensor := as_tensor(node)) is not None}
+    if source.is_module:
+        ours = {(name,): tensor for name, tensor in checkpoint.weights.items()}
+    theirs = {path: value for path, value in leaves(source.root) if torch.is_tensor(value)}
+    whole = [path for path in ours if not any(path[:n] in ours for n in range(1, len(path)))]  # no scales of quantized
+    assert whole == list(theirs)
     for path, want in theirs.items():
-        got = as_tensor(ours[path])
-        assert got is not None
+        got = ours[path]
         assert (got.dtype.name, got.shape) == (str(want.dtype)[6:], tuple(want.shape)), join(path)
         assert not want.numel() or got.stride == want.stride(), join(path)
-        assert got.conj or elements_of(got) == elements(want), join(path)
+        assert got.conj or got.neg or in_order(got) == elements(want), join(path)
     checkpoint.close()
 
 
+def in_order(tensor: Tensor) -> bytes:
+    """The bytes of its elements, each little-endian."""
+    data, size = elements_of(tensor), tensor.dtype.component
+    swapped = tensor.storage is not None and tensor.storage.big_endian
+    return np.frombuffer(data, np.uint8).reshape(-1, size)[:, ::-1].tobytes() if swapped else data
+
+
 @pytest.mark.parametrize("edit", EDITS)
-def test_writes_what_torch_reads(source: Path, edit: str, tmp_path: Path) -> None:
+def test_writes_what_torch_reads(source: Source, edit: str, tmp_path: Path) -> None:
     """The same bytes twice, loaded with and without mmap, and everything but what was edited as it was."""
     outs = [tmp_path / "first.pth", tmp_path / "second.pth"]
     for out in outs:
-        checkpoint = ckptkit.open(source)
-        if checkpoint.selection is None and edit == "strip":
-            pytest.skip("holds no state_dict to edit")
+        checkpoint = ckptkit.open(source.path)
+        if edit == "strip":
+            needs_weights(checkpoint)
         ckptkit.save(EDITS[edit](checkpoint), out)
         checkpoint.close()
     assert outs[0].read_bytes() == outs[1].read_bytes()
-    same = without_prefix if edit == "strip" else lambda found: found
-    want = same(facts(torch_load(source)))
     for mmap in (False, True):
-        got = same(facts(torch_load(outs[0], mmap)))
-        assert all(a == b for a, b in zip(got, want, strict=True))
-    new = {"cpu": lambda tag: "cpu", "cuda": lambda tag: tag.replace("cuda:0", "cuda:1")}.get(edit, str)
-    assert tags(outs[0]) == set(map(new, tags(source)))
+        check_edited(source, edit, outs[0], mmap)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_in_place_is_what_a_copy_is(source: Source, edit: str, tmp_path: Path) -> None:
+    if source.path.is_dir():
+        pytest.skip("only a file is changed in place")
+    path = tmp_path / source.path.name
+    shutil.copy(source.path, path)
+    checkpoint = ckptkit.open(path)
+    format = formats.by_name(checkpoint.format)
+    if format is None or format.program:
+        pytest.skip("is a program, of which no copy is made")
     if edit == "strip":
-        assert not any(name.startswith("module.") for name in ckptkit.open(outs[0]).weights)
+        needs_weights(checkpoint)
+    checkpoint.close()
+    convert(path, None, EDITS[edit], in_place=True)
+    check_edited(source, edit, path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def needs_weights(checkpoint: Checkpoint) -> None:
+    try:
+        if checkpoint.selection is None:
+            pytest.skip("holds no state_dict to edit")
+    except AmbiguousError:
+        pytest.skip("holds two networks")
+
+
+def check_edited(source: Source, edit: str, out: Path, mmap: bool = False) -> None:
+    """Everything but what was edited is as it was."""
+    same = without_prefix if edit == "strip" else lambda found: found
+    for got, want in zip(same(facts(source.load(out, mmap))), same(facts(source.root)), strict=True):
+        assert got == want
+    if zipfile.is_zipfile(out):
+        assert tags(out, source.weights_only) == set(map(TAGS[edit], source.devices))
+    if edit == "strip":
+        assert not any(name.startswith("module.") for name in ckptkit.open(out).weights)
 
 
 def without_prefix(found: Facts) -> Facts:
@@ -162,17 +250,21 @@ def stripped(found: dict[Keys, Any]) -> dict[Keys, Any]:
     }
 
 
-def test_safetensors_and_back(source: Path, tmp_path: Path) -> None:
+def test_safetensors_and_back(source: Source, tmp_path: Path) -> None:
     """The library reads it; what comes back is the state_dict, with its ties and `_metadata`."""
     there, back = tmp_path / "there.safetensors", tmp_path / "back.pth"
-    checkpoint = ckptkit.open(source)
-    if checkpoint.selection is None:
-        pytest.skip("holds no state_dict")
-    path = checkpoint.selection.path
-    ckptkit.save(checkpoint, there, allow_expand=True)
-    state = torch_load(source)
-    for key in path:
+    checkpoint = ckptkit.open(source.path)
+    needs_weights(checkpoint)
+    state = source.root
+    for key in checkpoint.required.path if not source.is_module else ():
         state = state[key]
+    metadata = getattr(state, "_metadata", None)
+    state = {name: numbers for name, value in state.items() if torch.is_tensor(numbers := as_numbers(value))}
+    if any(BY_NAME[str(each.dtype)[6:]].safetensors is None for each in state.values()):
+        with pytest.raises(TensorError, match="safetensors cannot hold"):
+            ckptkit.save(checkpoint, there)
+        return
+    ckptkit.save(checkpoint, there, allow_expand=True)
     stored = load_file(there)
     assert stored.keys() <= state.keys()
     for name, tensor in stored.items():
@@ -180,9 +272,9 @@ def test_safetensors_and_back(source: Path, tmp_path: Path) -> None:
         assert elements(tensor) == elements(state[name].resolve_conj())
     ckptkit.save(ckptkit.open(there), back)
     again = torch_load(back)
-    assert list(again) == [name for name, value in state.items() if torch.is_tensor(value)]
+    assert list(again) == list(state)
     assert all(elements(again[name]) == elements(state[name].resolve_conj()) for name in again)
-    assert getattr(again, "_metadata", None) == getattr(state, "_metadata", None)
+    assert getattr(again, "_metadata", None) == metadata
     checkpoint.close()
 
 

@@ -1,97 +1,200 @@
-"""The manifest against the fixtures: nothing more, nothing less, and what it says of them holds through torch."""
+"""The manifest against the fixtures: nothing more, nothing less, and what it says of them holds, through torch and
+through ckptkit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import pickle
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from fixtures.digits_model import DigitsNet
-from fixtures.make import accuracy
-from tests.conftest import tags
+import ckptkit
+from ckptkit.dtypes import TABLE
+from ckptkit.errors import AmbiguousError, UnsupportedError
+from ckptkit.tensor import Tensor
+from ckptkit.transforms.scan import nodes
+from ckptkit.tree import join
+from ckptkit.weights import as_tensor
+from fixtures.make import FIXTURES, versions
+from fixtures.making import reading
+from tests.conftest import ROOT, Run
+from tests.formats.conformance import sharing
+from tests.matrix import ENTRIES, FOLDER, MANIFEST, NAMES, Fixture, of_net
 
-FOLDER = Path(__file__).parent.parent / "fixtures"
-ENTRIES: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())["fixtures"]
-DIGITS = [name for name, entry in ENTRIES.items() if "accuracy" in entry["facts"]]
-
-
-def load(name: str) -> Any:
-    """A fixture as those who made its format read it."""
-    path = FOLDER / name
-    if path.is_dir():
-        return {
-            key: value for part in sorted(path.glob("*-of-*")) for key, value in load(f"{name}/{part.name}").items()
-        }
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".pkl":
-        return pickle.loads(path.read_bytes())
-    return torch.load(path, map_location="cpu", weights_only="module" not in name)
+MATRIX = list(product(("none", "dp", "ddp"), ("bare", "wrapped", "full"), ("cpu", "cuda0", "cuda1", "cuda3")))
 
 
-def state_of(loaded: Any) -> dict[str, torch.Tensor]:
-    if isinstance(loaded, torch.nn.Module):
-        return loaded.state_dict()
-    state: dict[str, torch.Tensor] = loaded.get("model", loaded)
-    return state
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_every_file_is_in_the_manifest() -> None:
     listed = {name for entry in ENTRIES.values() for name in entry["sha256"]}
-    folders = [place for place in FOLDER.iterdir() if place.is_dir() and place.name != "__pycache__"]
-    there = {path.relative_to(FOLDER).as_posix() for folder in folders for path in folder.rglob("*") if path.is_file()}
-    assert listed == there
+    folders = [place for place in FOLDER.iterdir() if place.is_dir() and place.name not in ("making", "__pycache__")]
+    there = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {path.relative_to(FOLDER).as_posix() for path in there} == listed
+    assert sum(path.stat().st_size for path in there) < 4 << 20
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_those_of_the_manifest(name: str) -> None:
     for file, digest in ENTRIES[name]["sha256"].items():
         assert hashlib.sha256((FOLDER / file).read_bytes()).hexdigest() == digest, file
 
 
-@pytest.mark.parametrize("name", DIGITS)
-def test_digits_hold_what_the_manifest_says(name: str) -> None:
-    facts = ENTRIES[name]["facts"]
-    loaded = load(name)
-    state = state_of(loaded)
-    assert len(state) == facts["tensors"]
-    assert all(key.startswith(facts["prefix"]) for key in state)
+@pytest.mark.parametrize(("kind", "form", "tag"), MATRIX)
+def test_the_trainer_left_every_form_under_every_tag(kind: str, form: str, tag: str) -> None:
+    entry = ENTRIES[f"torch-zip/{kind}_{form}_{tag}.pth"]
+    facts = entry["facts"]
+    device = tag.replace("cuda", "cuda:")
+    assert facts["prefix"] == ("" if kind == "none" else "module.")
+    assert facts["weights"] == ("" if form == "bare" else "model")
+    assert facts["devices"] == sorted({device, "cpu"} if form == "full" else {device})  # random states are on the CPU
+    assert facts.get("epoch") == (None if form == "bare" else 20)
+    assert facts["accuracy"] > 0.9
+    assert f"--parallel {kind}" in entry["made_by"]
+    assert f"--save-form {form}" in entry["made_by"]
+
+
+@pytest.mark.parametrize("form", ["bare", "wrapped", "full"])
+def test_the_trainer_left_a_folder_of_every_form(form: str) -> None:
+    facts = ENTRIES[f"dcp/fsdp_{form}"]["facts"]
+    assert (facts["tensors"], facts["prefix"], facts["devices"]) == (10, "", ["cpu"])
+    assert facts["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tags_of_gpus_are_called_simulated(name: str) -> None:
+    entry = ENTRIES[name]
+    gpus = [device for device in entry["facts"]["devices"] if device != "cpu"]
+    assert entry["device"].startswith(gpus[0] if gpus else "cpu")
+    assert bool(gpus) == ("simulated" in entry["device"])
+    assert len(gpus) < 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_finds_what_the_manifest_says(name: str) -> None:
+    fixture = Fixture(name)
+    facts, loaded = fixture.facts, fixture.load()
+    assert reading.devices_of(fixture.path) == facts["devices"]
     assert ("epoch" in facts) == (isinstance(loaded, dict) and "epoch" in loaded)
     if "epoch" in facts:
         assert loaded["epoch"] == facts["epoch"]
+    if "weights_only" in facts:
+        assert reading.loads_weights_only(fixture.path) == facts["weights_only"]
+    if facts["weights"] is not None:
+        state = reading.state_of(loaded, facts["weights"])
+        assert (
+            sum(torch.is_tensor(value) or getattr(value, "ndim", 0) > 0 for value in state.values()) == facts["tensors"]
+        )
+        assert reading.prefix_of(state) == facts["prefix"]
+        tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+        assert reading.ties_of(tensors) == facts.get("ties", [])
 
 
-@pytest.mark.parametrize("name", DIGITS)
-def test_the_net_is_as_good_as_the_manifest_says(name: str) -> None:
-    model = DigitsNet()
-    prefix = ENTRIES[name]["facts"]["prefix"]
-    model.load_state_dict({key.removeprefix(prefix): value for key, value in state_of(load(name)).items()})
-    held_out = load("safetensors/digits_held_out.safetensors")
-    assert accuracy(model, held_out["images"], held_out["labels"]) == ENTRIES[name]["facts"]["accuracy"]
+@pytest.mark.parametrize("name", NAMES)
+def test_ckptkit_finds_what_the_manifest_says(name: str) -> None:
+    fixture = Fixture(name).needs_reader()
+    facts, checkpoint = fixture.facts, ckptkit.open(fixture.path)
+    assert checkpoint.format == facts["format"]
+    tensors = [tensor for node in nodes(checkpoint.root) if (tensor := as_tensor(node)) is not None]
+    assert {each.storage.device for each in tensors if each.storage is not None and each.kind != "ndarray"} == set(
+        facts["devices"]
+    )
+    root: Any = checkpoint.root
+    if "epoch" in facts:
+        assert root["epoch"] == facts["epoch"]
+    if facts["weights"] is None:
+        with pytest.raises(AmbiguousError):
+            _ = checkpoint.weights
+        return
+    assert checkpoint.selection is not None
+    assert join(checkpoint.selection.path) == facts["weights"]
+    assert len(checkpoint.weights) == facts["tensors"]
+    assert all(key.startswith(facts["prefix"]) for key in checkpoint.weights)
+    assert ties(checkpoint.weights) == facts.get("ties", [])
 
 
-@pytest.mark.parametrize("name", [each for each in ENTRIES if "cuda1" in each])
-def test_simulated_tags_are_in_the_file_and_called_simulated(name: str) -> None:
-    assert "simulated" in ENTRIES[name]["device"]
-    assert tags(FOLDER / name) == {"cuda:1"}
+def ties(weights: Any) -> list[list[str]]:
+    held: dict[str, Tensor] = {name: tensor for name, tensor in weights.items() if tensor.numel}
+    return [names for names in sharing({name: id(each.storage) for name, each in held.items()}) if len(names) > 1]
 
 
-def test_ties_are_ties() -> None:
-    name = "torch-zip/views_ties_dtypes.pth"
-    loaded = load(name)
-    for group in ENTRIES[name]["facts"]["ties"]:
-        assert len({loaded["state_dict"][key].untyped_storage().data_ptr() for key in group}) == 1
-    assert len(loaded["state_dict"]) + len(loaded["dtypes"]) == ENTRIES[name]["facts"]["tensors"]
-    assert all(str(tensor.dtype) == f"torch.{key}" for key, tensor in loaded["dtypes"].items())
+def test_what_is_not_read_is_refused_by_its_name() -> None:
+    for fixture in map(Fixture, NAMES):
+        if not fixture.is_readable:
+            with pytest.raises(UnsupportedError, match=fixture.facts["format"]):
+                ckptkit.open(fixture.path)
 
 
-def test_arrays_are_arrays() -> None:
-    loaded = load("pickle/arrays.pkl")
-    arrays = [value for value in loaded.values() if getattr(value, "ndim", 0)]
-    assert len(arrays) == ENTRIES["pickle/arrays.pkl"]["facts"]["arrays"]
+def test_the_net_is_as_good_as_the_manifest_says(one_thread: None) -> None:
+    """Its weights loaded by torch, on the test set of the trainer."""
+    pytest.importorskip("sklearn")
+    from ckptkit.trainer import loop
+    from fixtures.making.training import evaluator
+
+    run = evaluator()
+    found = {}
+    for name in of_net():
+        run.model.load_state_dict(reading.without_prefix(Fixture(name).state()))
+        found[name] = round(loop.test(run)[1], 4)
+    assert found == {name: ENTRIES[name]["facts"]["accuracy"] for name in of_net()}
+    assert len(found) > 40
+
+
+def test_the_trainer_evaluates_every_file_of_its_own(one_thread: None) -> None:
+    """As `ckptkit train --evaluate` does, which reads them with ckptkit."""
+    pytest.importorskip("sklearn")
+    from ckptkit.trainer import loop, saving
+    from fixtures.making.training import evaluator
+
+    run = evaluator()
+    for kind, form, tag in MATRIX:
+        name = f"torch-zip/{kind}_{form}_{tag}.pth"
+        saving.fit(run, FOLDER / name)
+        assert round(loop.test(run)[1], 4) == ENTRIES[name]["facts"]["accuracy"], name
+
+
+def test_evaluate_gives_the_accuracy_of_the_manifest(run: Run) -> None:
+    pytest.importorskip("sklearn")
+    name = "torch-zip/dp_wrapped_cuda1.pth"
+    width = MANIFEST["net"]["arguments"]["width"]
+    done = run("train", "--evaluate", FOLDER / name, "--width", width, "--devices", "cpu")
+    assert (done.code, done.stdout) == (0, f"accuracy {ENTRIES[name]['facts']['accuracy']:.4f}\n"), done.stderr
+
+
+def test_there_is_a_tensor_of_every_dtype() -> None:
+    loaded = Fixture("torch-zip/dtypes.pth").load()
+    assert all(str(tensor.dtype) == f"torch.{name}" for name, tensor in loaded.items())
+    shells = {row.name for row in TABLE} - loaded.keys()  # which torch cannot save, or does not have
+    assert shells == {"float6_e2m3", "float6_e3m2", *(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8))}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["dp"], [name for name in FIXTURES if not name.startswith("torchscript")]],
+    ids=["a run of the trainer", "what is made of it"],
+)
+def test_making_them_again_gives_the_same(names: list[str], tmp_path: Path) -> None:
+    """The same facts and, as SHA-256 says, the same bytes."""
+    pytest.importorskip("sklearn")
+    if versions() != MANIFEST["versions"]:
+        pytest.skip(f"made with {MANIFEST['versions']}, here are {versions()}")
+    command = [sys.executable, "-m", "fixtures.make", str(tmp_path / "again"), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    again = json.loads((tmp_path / "again/manifest.json").read_text())
+    made = [name for name in NAMES if name in names or name.startswith(tuple(f"torch-zip/{each}_" for each in names))]
+    assert again == {**MANIFEST, "fixtures": {name: ENTRIES[name] for name in made}}
