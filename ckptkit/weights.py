@@ -1,20 +1,22 @@
 """Which part of a tree people mean by its state_dict.
 
-It is the root if all its values are tensors (``_extra_state`` aside); else a well-known entry whose values are; else
-the only mapping of tensors that there is (optimizers aside). A pickled ``nn.Module`` counts as the state_dict that
-its parameters, buffers and submodules would give, read without its class. numpy arrays count where there is nothing
-else.
+It is the root if all its values are tensors (``_extra_state`` aside); else a well-known entry whose values are, or
+most of whose values are; else the only mapping of tensors that there is (optimizers aside). A pickled ``nn.Module``
+counts as the state_dict that its parameters, buffers and submodules would give, read without its class. numpy arrays
+count where there is nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from ckptkit.errors import AmbiguousError, LimitError, UsageError
 from ckptkit.limits import LIMITS
 from ckptkit.tensor import Tensor
-from ckptkit.tree import Node, Object, Path, SetNode, children, find, join
+from ckptkit.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
@@ -46,6 +48,11 @@ class Weights:
     def is_module(self) -> bool:
         return isinstance(self.node, Object)
 
+    @cached_property
+    def module(self) -> ModuleState | None:
+        """Of a pickled module: where its tensors are, and what is not among them."""
+        return read_module(self.node) if isinstance(self.node, Object) else None
+
 
 def as_tensor(node: Node) -> Tensor | None:
     """The tensor that a node is or would become, None for anything else."""
@@ -65,7 +72,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         if (nodes := _read(root, qualifies)) is not None:
             return Weights((), root, nodes)
         found = list(_search(root, qualifies))
-        known = list(_well_known(root, found))
+        known = list(_well_known(root, found)) or (_mostly(root) if qualifies is _is_pure else [])
         if known or len(found) == 1:
             path, node, nodes = (known or found)[0]
             return Weights(path, node, nodes, tuple(place for place, other, _ in found if other is not node))
@@ -126,6 +133,16 @@ def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
             yield (name,), *by_node[id(entries[name])]
 
 
+def _mostly(root: Node) -> list[Found]:
+    """The first well-known entry of the root whose values are tensors for the most part: packed weights, the states of
+    metrics and the like stand among them."""
+    for name in WELL_KNOWN:
+        node = next((child for key, child in children(root) if key.__class__ is str and key == name), None)
+        if isinstance(node, dict) and (nodes := _read(node, _is_mixed)) and 2 * len(nodes) > len(node):
+            return [((name,), node, nodes)]
+    return []
+
+
 _OPEN = (dict, list, tuple, Object)  # what is searched
 
 
@@ -141,57 +158,174 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         nodes = _read(node, qualifies) if path else None
         if nodes:
             yield path, node, nodes
-        elif not _is_optimizer(node):
+        elif not is_optimizer(node):
             below = [((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)]
             waiting.extend(reversed(below))
 
 
-def _is_optimizer(node: Node) -> bool:
+def is_optimizer(node: Node) -> bool:
+    """Whether a node is the state_dict of an optimizer (torch/optim/optimizer.py)."""
     held = node.state if isinstance(node, Object) else node
     return isinstance(held, dict) and "param_groups" in held and "state" in held
 
 
+def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedDict:
+    """The state_dict of a module: its parameters as the plain tensors that ``state_dict()`` gives."""
+    made: dict[int, Node] = {}
+    for node in parameters.values():
+        if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
+            made[id(node)] = replace(node, kind="tensor", requires_grad=False)
+    return OrderedDict((name, made.get(id(node), node)) for name, node in parameters.items())
+
+
+class ModuleState(NamedTuple):
+    """The state_dict of a pickled module.
+
+    ``nodes`` by name; ``places``: where each is, as a path below the module, and its name; ``unread``: sentences about
+    what the state_dict of the live module would hold besides, or in another way.
+    """
+
+    nodes: dict[str, Node]
+    places: dict[Path, str]
+    unread: tuple[str, ...]
+
+
 def module_state(node: Object) -> dict[str, Node] | None:
-    """The state_dict of a pickled ``nn.Module`` as name -> node, None if the Object is not one.
+    """The state_dict of a pickled ``nn.Module`` as name -> node, None if the Object is not one."""
+    found = read_module(node)
+    return None if found is None else found.nodes
+
+
+def read_module(node: Object) -> ModuleState | None:
+    """What a pickled ``nn.Module`` holds, None if the Object is not one.
 
     A module's attributes hold ``_parameters``, ``_buffers`` and ``_modules``, each a mapping from name to value or
     None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set`` are left out, as torch does.
     """
-    if _module_attributes(node) is None:
+    if not _is_module(node):
         return None
-    found: dict[str, Node] = {}
-    waiting: list[tuple[str, Object]] = [("", node)]
+    nodes: dict[str, Node] = {}
+    places: dict[Path, str] = {}
+    missed = _Missed()
+    waiting: list[tuple[str, Path, Object]] = [("", (), node)]
     visits = 0
     while waiting:
-        prefix, module = waiting.pop()
+        prefix, path, module = waiting.pop()
         visits += 1
         if visits > LIMITS.revisits or prefix.count(".") > LIMITS.depth:
             raise LimitError(f"more than {LIMITS.revisits:,} submodules (revisits), or a module inside itself")
-        attributes = _module_attributes(module) or {}
-        skipped = attributes.get("_non_persistent_buffers_set")
-        hidden = {each for each in skipped.items if isinstance(each, str)} if isinstance(skipped, SetNode) else set()
-        for name, value in (*_entries(attributes["_parameters"]), *_entries(attributes["_buffers"])):
-            if as_tensor(value) is not None and name not in hidden:
-                found[prefix + name] = value
-        below = [(f"{prefix}{name}.", each) for name, each in _entries(attributes["_modules"]) if _is_module(each)]
-        waiting.extend(reversed(below))
-    return found
+        own, below = _parts(module)
+        missed.look(prefix, module)
+        for name, place, value in own:
+            if as_tensor(value) is not None:
+                nodes[prefix + name] = value
+                places[path + place] = prefix + name
+            else:
+                missed.note(prefix + name, value)
+        for name, place, value in reversed(below):
+            if _is_module(value):
+                inner = prefix if _is_dropped(name, module) else f"{prefix}{name}."
+                waiting.append((inner, path + place, value))
+            else:
+                missed.note(prefix + name, value)
+    return ModuleState(nodes, places, missed.said())
 
 
-def _module_attributes(node: Object) -> dict[Node, Node] | None:
+_Part = tuple[str, Path, Node]  # name, path below the module, value
+
+
+def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
+    """The parameters and buffers of a module, and its submodules."""
+    if module.global_ == _COMPILED and not module.steps:
+        return [], [("_orig_mod", (0,), module.args[0])]
+    path, attributes = _attributes(module)
+    skipped = attributes.get("_non_persistent_buffers_set")
+    hidden = {each for each in skipped.items if isinstance(each, str)} if isinstance(skipped, SetNode) else set()
+
+    def entries(part: str) -> list[_Part]:
+        held = children(attributes.get(part))
+        return [(str(key), (*path, part, key), each) for key, each in held if isinstance(key, str) and each is not None]
+
+    buffers = [each for each in entries("_buffers") if each[0] not in hidden]
+    return [*entries("_parameters"), *buffers], entries("_modules")
+
+
+def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
+    """The attributes of a module, where they are below it; none of what is no module.
+
+    They are its state, or what a function makes the module of (torch.fx). Torch 0.1.1 had modules without submodules.
+    """
     state = node.state
+    first = node.args[0] if isinstance(node.args, tuple) and node.args and not node.steps else None
     if isinstance(state, tuple) and len(state) == 2:  # (__dict__, __slots__)
         state = state[0]
-    if isinstance(state, dict) and all(
-        isinstance(state.get(part), (dict, Object)) for part in ("_parameters", "_buffers", "_modules")
-    ):
-        return state
-    return None
+    for path, held in (((), state), ((0,), first)):
+        if isinstance(held, dict) and "_parameters" in held and "_buffers" in held:
+            parts = (held.get(part, {}) for part in ("_parameters", "_buffers", "_modules"))
+            if all(isinstance(part, (dict, Object)) for part in parts):
+                return path, held
+    return (), {}
 
 
 def _is_module(node: Node) -> bool:
-    return isinstance(node, Object) and _module_attributes(node) is not None
+    if isinstance(node, Object) and node.global_ == _COMPILED and not node.steps and node.args:
+        node = node.args[0]
+    return isinstance(node, Object) and bool(_attributes(node)[1])
 
 
-def _entries(mapping: Node) -> list[tuple[str, Node]]:
-    return [(str(key), value) for key, value in children(mapping) if isinstance(key, str)]
+def _is_dropped(name: str, module: Object) -> bool:
+    """Whether the module takes the name of its submodule out of its state_dict: activation checkpointing does."""
+    made = module.global_
+    return name == "_checkpoint_wrapped_module" and made is not None and made.module.endswith(".checkpoint_wrapper")
+
+
+class _Missed:
+    """What only the code of a module's class could tell."""
+
+    def __init__(self) -> None:
+        self.classes: dict[str, None] = {}
+        self.hooks: list[str] = []
+        self.names: list[str] = []
+
+    def look(self, prefix: str, module: Object) -> None:
+        made = module.global_
+        if made is None or made.module.partition(".")[0] not in ("torch", "__torch__"):
+            self.classes[str(made or "of no name")] = None
+        elif ".quantized." in f"{made.module}.":
+            self.names.append(prefix.removesuffix(".") or "the module itself")
+        hooks = _attributes(module)[1].get("_state_dict_hooks")
+        if any(not _is_of_torch(hook) for _, hook in children(hooks)):
+            self.hooks.append(prefix.removesuffix(".") or "the module itself")
+
+    def note(self, name: str, value: Node) -> None:
+        if isinstance(value, Object):
+            self.names.append(name)
+
+    def said(self) -> tuple[str, ...]:
+        said = []
+        if self.classes:
+            said.append(
+                f"a module is read without the code of its classes ({_some(list(self.classes))}): what their own "
+                "state_dict or get_extra_state would add is not there"
+            )
+        if self.hooks:
+            said.append(f"hooks that would change the state_dict of a module did not run: {_some(self.hooks)}")
+        if self.names:
+            said.append(f"a module holds weights in a form of their own, which are not there: {_some(self.names)}")
+        return tuple(said)
+
+
+def _is_of_torch(hook: Node) -> bool:
+    """Whether a state_dict hook is one of torch's own, none of which changes more than the names in `_is_dropped`."""
+    if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
+        hook = hook.state.get("hook")
+    made = hook.callable if isinstance(hook, Object) else hook
+    return isinstance(made, Global) and made.module.partition(".")[0] == "torch"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
+
+
+_COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
+_WRAPPED_HOOK = Global("torch.nn.modules.module", "_WrappedHook")

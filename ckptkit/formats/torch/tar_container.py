@@ -1,0 +1,225 @@
+"""Tar files, read as strictly as their writers allow: what two readers could see differently is refused.
+
+    per member: a header of 512 bytes, its data, zeros up to a multiple of 512; at the end 1,024 zeros or more
+    header: name[100] mode[8] uid[8] gid[8] size[12] mtime[12] checksum[8] type[1] link[100]
+            magic[8] owner[32] group[32] device[16] prefix[155]; magic "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
+    numbers: octal text; or 0x80 and a big-endian number (GNU)
+    type x: records "length key=value\\n" about the next member; g: the same about all that follow
+
+The reader is our own. torch asks Python's tarfile, which lets a later member replace an earlier one of its name, takes
+half of a number for a number, skips what it does not know and ends at the first zeros; other readers decide otherwise.
+Nothing is ever unpacked: times, owners and modes are not looked at, links are not followed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptkit.bytesource import ByteSource, Range
+from ckptkit.errors import AmbiguousError, CorruptError, FormatError, PathError, TruncatedError, UnsupportedError
+from ckptkit.formats.torch.zip_members import shown
+from ckptkit.limits import check
+
+BLOCK = 512
+_MAGICS = (b"ustar\x0000", b"ustar  \0")
+_KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
+_RECORDS = (b"x", b"g")
+_LARGE = 8**11  # the first size that octal text does not hold
+_TAIL = 1 << 20  # bytes after the end; tar writes whole records of 10 KiB
+# Keys of records that change neither name nor data.
+_GLOBAL_KEYS = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"})
+_LOCAL_KEYS = _GLOBAL_KEYS | {b"path", b"size"}
+
+
+class Member(NamedTuple):
+    """One member: ``kind`` is file, folder or link; ``data`` is empty for the latter two."""
+
+    name: str
+    kind: str
+    data: Range
+
+
+class _Header(NamedTuple):
+    """What a header says, its name as the fixed fields have it."""
+
+    name: bytes
+    type: bytes
+    size: int
+    link: bytes
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file that begins so is a tar file to Python's tarfile, which torch asks: by its checksum alone."""
+    if len(head) < BLOCK or not head[:BLOCK].strip(b"\0"):
+        return False
+    rest = head[:148] + b" " * 8 + head[156:BLOCK]
+    signed = sum(byte - 256 if byte > 127 else byte for byte in rest)
+    return _lenient(head[148:156]) in (sum(rest), signed)
+
+
+def _lenient(field: bytes) -> int | None:
+    """A number as tarfile takes it."""
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    try:
+        return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
+    except ValueError:
+        return None
+
+
+def first_name(source: ByteSource) -> bytes:
+    """The name of the first member, as its header has it; records before it are passed over."""
+    at = 0
+    for _ in range(3):
+        header = _header(source.read(at, BLOCK), at)
+        if header.type not in _RECORDS:
+            return header.name
+        at += BLOCK + _padded(header.size)
+    return b""
+
+
+def read_members(source: ByteSource) -> dict[str, Member]:
+    """Every member by its name, in order.
+
+    Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError, LimitError.
+    """
+    members: dict[str, Member] = {}
+    folded: set[str] = set()
+    links: list[str] = []
+    for member, link in _members(source):
+        if member.name.lower() in folded:
+            raise AmbiguousError(f"two members have the name {shown(member.name)}")
+        folded.add(member.name.lower())
+        members[member.name] = member
+        links += [link] if link else []
+        check("tar_members", len(members), "members of a tar file")
+    if aliases := [link for link in links if link in members]:
+        raise AmbiguousError(f"a link is a second name for the member {shown(aliases[0])}")
+    return members
+
+
+def _members(source: ByteSource) -> Iterator[tuple[Member, str]]:
+    """Each member and what it links to, up to the end, which must be one."""
+    at = 0
+    records: dict[bytes, bytes] = {}
+    while (block := source.read(at, BLOCK)).strip(b"\0"):
+        header = _header(block, at)
+        data = Range(source, at + BLOCK, _size(header, records))
+        at += BLOCK + _padded(data.length)
+        if at > source.size:
+            raise TruncatedError(
+                f"ends inside the member {shown(header.name)}", hint="the file is cut: download or copy it again"
+            )
+        if header.type in _RECORDS:
+            if records:
+                raise AmbiguousError("a tar file has records about records")
+            found = _records(data, _LOCAL_KEYS if header.type == b"x" else _GLOBAL_KEYS)
+            records = found if header.type == b"x" else {}
+            continue
+        yield _member(header, records, data)
+        records = {}
+    if records:
+        raise FormatError("a tar file ends with records about a member that is not there")
+    _check_end(source, at)
+
+
+def _header(block: bytes, at: int) -> _Header:
+    if not is_tar(block):
+        raise CorruptError(f"the checksum of the tar header at byte {at:,} is wrong")
+    magic, prefix = block[257:265], block[345:500]
+    if magic not in _MAGICS:
+        raise UnsupportedError(f"the tar header at byte {at:,} is neither POSIX nor GNU")
+    if magic == _MAGICS[1] and prefix.strip(b"\0"):
+        raise AmbiguousError("a GNU tar header has times where others have the beginning of its name")
+    name, link, start = (_text(field) for field in (block[:100], block[157:257], prefix))
+    if start:
+        name = start + b"/" + name
+    if not name.isascii() or not name.decode("ascii").isprintable() or (start and name.endswith(b"/")):
+        raise FormatError(f"a tar header has the name {shown(name)}")
+    return _Header(name, block[156:157], _number(block[124:136]), link)
+
+
+def _padded(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def _text(field: bytes) -> bytes:
+    text, _, rest = field.partition(b"\0")
+    if rest.strip(b"\0"):
+        raise AmbiguousError(f"a tar header goes on after the end of the name {shown(text)}")
+    return text
+
+
+def _number(field: bytes) -> int:
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    if not re.fullmatch(rb" *[0-7]+[ \0]*", field):
+        raise FormatError(f"a tar header has the size {field!r}, which is no octal number")
+    return int(field.strip(b" \0"), 8)
+
+
+def _size(header: _Header, records: dict[bytes, bytes]) -> int:
+    """The bytes of the data; a record may say so only where the header has no room for it."""
+    if (text := records.get(b"size")) is None:
+        return header.size
+    size = int(text) if re.fullmatch(rb"[1-9][0-9]{0,18}", text) else 0
+    if header.size or size < _LARGE or header.type not in (b"0", b"\0"):
+        raise AmbiguousError(f"the tar member {shown(header.name)} has two sizes")
+    return size
+
+
+def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
+    """``length key=value\\n``, the length that of the whole record in bytes."""
+    check("tar_records_bytes", data.length, "bytes of records about a tar member")
+    text = data.read()
+    found: dict[bytes, bytes] = {}
+    while text:
+        match = re.match(rb"([1-9][0-9]{0,3}) ([^=\0\n]+)=", text)
+        length = int(match[1]) if match else 0
+        if match is None or not match.end() < length <= len(text) or text[length - 1 : length] != b"\n":
+            raise FormatError("a record about a tar member is malformed")
+        key, value = match[2], text[match.end() : length - 1]
+        if key not in known:
+            raise UnsupportedError(f"a record about a tar member sets {shown(key)}, which ckptkit does not know")
+        if key in found or b"\0" in value:
+            raise AmbiguousError(f"a record about a tar member sets {shown(key)} in two ways")
+        found[key] = value
+        text = text[length:]
+    return found
+
+
+def _member(header: _Header, records: dict[bytes, bytes], data: Range) -> tuple[Member, str]:
+    kind = _KINDS.get(header.type)
+    if kind is None:
+        raise UnsupportedError(
+            f"the tar member {shown(header.name)} is no file: its type is {header.type.decode('latin-1')!r}"
+        )
+    if kind != "file" and data.length:
+        raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
+    name = _name(records.get(b"path", header.name), kind)
+    if header.name:  # readers that do not know records go by this one
+        _name(header.name, kind)
+    return Member(name, kind, data), header.link.decode("latin-1") if kind == "link" else ""
+
+
+def _name(name: bytes, kind: str) -> str:
+    """The name as text: torch's are four words, and other tar files have names that everybody reads alike."""
+    check("name_bytes", len(name), "bytes of a tar member's name")
+    text = name.decode("latin-1")
+    if not text.isascii() or not text.isprintable() or not text:
+        raise FormatError(f"a tar member has the name {shown(name)}")
+    parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
+    if "\\" in text or any(part in ("", ".", "..") for part in parts):
+        raise PathError(f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}")
+    return text
+
+
+def _check_end(source: ByteSource, at: int) -> None:
+    """Two blocks of zeros, and whole blocks of zeros from there on."""
+    tail = source.size - at
+    if tail < 2 * BLOCK or tail % BLOCK:
+        raise TruncatedError("ends inside the zeros after its last member", hint="the file is cut: copy it again")
+    if tail > _TAIL or source.read(at, tail).strip(b"\0"):
+        raise AmbiguousError(f"{tail:,} bytes follow the end of the tar file")
