@@ -1,0 +1,51 @@
+"""torch.distributed.checkpoint (DCP): a folder that several processes write, each its part of the tensors.
+
+    .metadata                  what there is, in which chunks, and where they are: :mod:`metadata`
+    __<rank>_<n>.distcp        the chunks and values: :mod:`items`
+    meta.pt                    beside them where Lightning saved it: a file of torch with everything else
+
+Without collectives each rank writes a ``__<rank>.metadata`` of its own instead. HuggingFaceStorageWriter writes nothing
+but ``shard-<rank>-model-<file>-of-<files>.safetensors``: :mod:`hub`. A ``.metadata.tmp`` is what an interrupted save
+leaves behind.
+
+A state_dict is flattened to be saved: :mod:`nesting`. Read back, it is what torch's `dcp_to_torch_save` gives: dicts
+and lists, and tensors on the CPU, put together from their chunks. Values that are not tensors are as they were saved.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats.dcp.metadata import NAME
+from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.plan import Plan
+
+_OURS = re.compile(
+    r"(__[0-9]{1,9})?\.metadata(\.tmp)?|.*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors"
+)
+
+
+def matches(probe: Probe) -> bool:
+    """Such a folder, finished or not, or the `.metadata` in it."""
+    if probe.is_folder:
+        return any(map(_OURS.fullmatch, probe.names))
+    return os.path.basename(probe.name) == NAME and probe.source.beside() is not None
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The nested state_dict. See :mod:`reading`."""
+    from ckptkit.formats.dcp import reading  # other folders do not pay for it
+
+    return reading.read(probe, FORMAT.name)
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """A folder of one `.metadata` and one data file. See :mod:`writing`."""
+    from ckptkit.formats.dcp import writing
+
+    return writing.layout(checkpoint, options)
+
+
+FORMAT = Format("dcp", "a folder of torch.distributed.checkpoint", matches, read, layout=layout, everything="nested")

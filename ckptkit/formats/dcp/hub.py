@@ -1,0 +1,57 @@
+"""What HuggingFaceStorageWriter of torch.distributed.checkpoint leaves if it does not put the shards together.
+
+    shard-<rank>-model-<file>-of-<files>.safetensors        five digits each, ranks from 1
+
+Each is a safetensors file whose ``__metadata__`` say where its chunks belong (:mod:`items`). Names are flat. How large
+a tensor is stands nowhere: it reaches as far as its chunks do. (torch/distributed/checkpoint/hf_storage.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ckptkit.dtypes import DType
+from ckptkit.errors import CkptkitError, CorruptError, FormatError
+from ckptkit.formats.dcp.items import Files
+from ckptkit.formats.dcp.metadata import Chunk, Described, Entry, Place, Whole, shown
+from ckptkit.tensor import Shape
+from ckptkit.weights import as_tensor
+
+SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_OPEN = "shapes are stored nowhere, but for what the shards reach: a missing last shard would not be noticed"
+
+
+def describe(files: Files, names: Iterable[str]) -> Described:
+    """What the headers of the shards say. Raises CorruptError where they contradict each other."""
+    found: dict[str, tuple[DType, list[Chunk]]] = {}
+    for file in names:
+        try:
+            _add_shard(found, files, file)
+        except CkptkitError as error:
+            raise error.at(files.folder.open(file).name) from error.__cause__
+    entries: dict[str, Entry] = {}
+    for name, (dtype, chunks) in found.items():
+        entries[name] = Whole(dtype, _shape(chunks), tuple(chunk for chunk in chunks if 0 not in chunk.sizes))
+    return Described(entries, {}, (_OPEN,))
+
+
+def _add_shard(found: dict[str, tuple[DType, list[Chunk]]], files: Files, file: str) -> None:
+    shard = files.header(file)
+    for name, node in shard.tensors.items():
+        tensor = as_tensor(node)
+        if tensor is None:
+            raise FormatError(f"holds {shown(name)}, which is no tensor")
+        offsets = shard.offsets.get(name, (0,) * len(tensor.shape))
+        dtype, chunks = found.setdefault(name, (tensor.dtype, []))
+        if dtype != tensor.dtype or any(len(each.sizes) != len(tensor.shape) for each in chunks):
+            raise CorruptError(f"holds another {shown(name)} than the shards before")
+        if len(offsets) != len(tensor.shape):
+            raise CorruptError(f"holds {shown(name)} of {len(tensor.shape)} dimensions at {offsets}")
+        chunks.append(Chunk(offsets, tensor.shape, Place(file, 0, tensor.nbytes)))
+
+
+def _shape(chunks: list[Chunk]) -> Shape:
+    """As far as the chunks reach in each dimension."""
+    ends = [[o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
+    return tuple(map(max, zip(*ends, strict=True)))

@@ -1,0 +1,191 @@
+"""The files of a torch.distributed.checkpoint folder that hold the data.
+
+    __<rank>_<n>.distcp        items one after another, values first; each item is a whole archive of torch.save of one
+                               tensor (a chunk of one) or value, its offsets relative to its own first byte
+
+With safetensors as the serialization, values are followed by one safetensors file with all tensors instead, each under
+its name in the state_dict. `.metadata` then gives the offset of that file for each of them and not their own, which its
+header has; where a chunk belongs stands in ``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
+(torch/distributed/checkpoint/filesystem.py, `_write_item`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ckptkit import bridge
+from ckptkit.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.dtypes import DType
+from ckptkit.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.formats import safetensors, strict_json
+from ckptkit.formats.dcp.metadata import Chunk, Place, shown
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch import zip_archive
+from ckptkit.formats.torch.zip_container import MAGIC
+from ckptkit.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.tree import Node
+from ckptkit.weights import as_tensor
+
+_SHARDING = "DCP_SHARDING_INFO"
+_SAVED = "saved_offsets"
+
+
+class Header(NamedTuple):
+    """The tensors of a safetensors file, and where they belong in the whole as far as the file says it."""
+
+    tensors: Mapping[str, Node]
+    offsets: Mapping[str, Shape]
+
+
+@dataclass(eq=False)
+class Files:
+    """The data files of a folder, opened when they are needed."""
+
+    folder: Folder
+    _headers: dict[tuple[str, int], Header] = field(default_factory=dict)  # of safetensors files, by place
+
+    def check(self, places: Iterable[Place]) -> None:
+        """Raise CorruptError unless every item lies inside its file and overlaps no other."""
+        by_file: dict[str, set[Place]] = {}
+        for place in places:
+            by_file.setdefault(place.file, set()).add(place)
+        missing = sorted(name for name in by_file if name not in self.folder)
+        if missing:
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise CorruptError(
+                f"{len(missing):,} of {len(by_file):,} files are missing: {some}",
+                hint="the save did not finish, or not every file was copied: fetch them from where the others are",
+            )
+        for name, held in by_file.items():
+            self._check_file(self.folder.open(name), sorted(held))
+
+    def _check_file(self, file: ByteSource, places: list[Place]) -> None:
+        end = start = -1
+        for place in places:
+            Section(file, place.offset, place.length)  # which must be there
+            shared = place.offset == start and not self.is_archive(place)  # the tensors of a safetensors file
+            if place.offset < end and not shared:
+                raise CorruptError(f"two of its items overlap at byte {place.offset:,}", where=file.name)
+            start, end = place.offset, max(end, place.offset + place.length)
+
+    def is_archive(self, place: Place) -> bool:
+        """Whether the item begins like an archive of torch.save."""
+        return self.folder.open(place.file).read(place.offset, min(4, place.length)) == MAGIC
+
+    @contextmanager
+    def reading(self, name: str, place: Place) -> Iterator[None]:
+        """Errors inside say which item they are about."""
+        try:
+            yield
+        except CkptkitError as error:
+            error.message = f"{shown(name)}, at byte {place.offset:,}: {error.message}"
+            raise error.at(self.folder.open(place.file).name) from error.__cause__
+
+    def value(self, place: Place) -> Checkpoint:
+        """What torch.save wrote there."""
+        probe = Probe(Section(self.folder.open(place.file), place.offset, place.length))
+        if not zip_archive.matches(probe):
+            raise CorruptError("there is no archive of torch.save")
+        return zip_archive.read(probe)
+
+    def chunk(self, name: str, dtype: DType, chunk: Chunk) -> Tensor:
+        """The tensor that holds a chunk. Raises CorruptError where it is not what the metadata say."""
+        place = chunk.place
+        archive = self.is_archive(place)
+        tensor = as_tensor(self.value(place).root if archive else self._named(place, name, chunk.offsets))
+        if tensor is None:
+            raise CorruptError("there is no tensor in its place")
+        if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
+            raise CorruptError(f"it is {tensor.dtype} {tensor.shape}, not {dtype} {chunk.sizes} as the .metadata say")
+        if tensor.storage is None or tensor.layout != "strided":
+            raise UnsupportedError(f"it is a {tensor.layout} tensor without bytes of its own")
+        return tensor
+
+    def _named(self, place: Place, name: str, offsets: Shape) -> Node:
+        """What the safetensors file at a place has under a name, which must be the chunk at `offsets`."""
+        held = self.header(place.file, place.offset)
+        if held.offsets.get(name, offsets) != offsets:
+            raise CorruptError("the file holds another chunk of it")
+        return held.tensors.get(name)
+
+    def header(self, file: str, offset: int = 0) -> Header:
+        """That of the safetensors file that reaches from an offset to the end of a file."""
+        key = file, offset
+        if key not in self._headers:
+            source = self.folder.open(file)
+            read = safetensors.FORMAT.read(Probe(Section(source, offset, source.size - offset)))
+            tensors = read.root if isinstance(read.root, dict) else {}
+            self._headers[key] = Header(tensors, _saved_offsets(read.metadata.get(_SHARDING, "{}")))
+        return self._headers[key]
+
+
+def _saved_offsets(text: str) -> dict[str, Shape]:
+    said = strict_json.parse(text.encode(), _SHARDING)
+    if not isinstance(said, dict):
+        raise FormatError(f"{_SHARDING} is no object")
+    return {name: _offsets(entry) for name, entry in said.items()}
+
+
+def _offsets(entry: object) -> Shape:
+    found = entry.get(_SAVED) if isinstance(entry, dict) else None
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
+        raise FormatError(f"{_SHARDING} has no {_SAVED}")
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assembled:
+    """The bytes of a whole tensor: its chunks, which are looked for when the bytes are needed."""
+
+    files: Files
+    name: str
+    dtype: DType
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+    length: int  # bytes
+
+    def locate(self) -> Extent:
+        """Copied from the files, one range after another, where the chunks follow each other; else computed."""
+        held = [self._tensor(chunk) for chunk in self.chunks]
+        if not _is_row(self.shape, self.chunks):
+            return self._arranged(held)
+        extents = [_outside(bridge.contiguous(tensor).locate()) for tensor in held]
+        return extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
+
+    def _tensor(self, chunk: Chunk) -> Tensor:
+        with self.files.reading(self.name, chunk.place):
+            return self.files.chunk(self.name, self.dtype, chunk)
+
+    def _arranged(self, held: list[Tensor]) -> Derived:
+        inputs, boxes = [], []
+        for chunk, tensor in zip(self.chunks, held, strict=True):
+            extent, stride, start = _view(tensor)
+            inputs.append(_outside(extent))
+            boxes.append((chunk.offsets, chunk.sizes, stride, start))
+        return Derived("chunks", tuple(inputs), (self.dtype.itemsize, self.shape, tuple(boxes)), self.length)
+
+
+def _outside(extent: Extent) -> Extent:
+    """The same bytes, ranges of items named as ranges of their file: what the kernel can copy."""
+    if isinstance(extent, Derived):
+        return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
+    source, offset, length = extent
+    return Range(source.whole, source.offset + offset, length) if isinstance(source, Section) else extent
+
+
+def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
+    """Bytes that hold the elements as they are meant, strides in elements, and the byte of the first element."""
+    storage = tensor.storage
+    if storage is None or tensor.conj or tensor.neg or storage.big_endian:
+        return bridge.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
+    return storage.record.locate(), tensor.stride, tensor.offset * tensor.dtype.itemsize
+
+
+def _is_row(shape: Shape, chunks: tuple[Chunk, ...]) -> bool:
+    """Whether the chunks, one after another, are the whole: they cut its first dimension of more than one index."""
+    axis = next((axis for axis, n in enumerate(shape) if n > 1), len(shape))
+    return all(chunk.sizes[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)

@@ -1,0 +1,310 @@
+"""The `.metadata` of a torch.distributed.checkpoint folder: a pickle of dataclasses, read by our own machine.
+
+    Metadata.state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks) | BytesStorageMetadata()}
+    Metadata.storage_data         {MetadataIndex(name, offset, index): _StorageInfo(relative_path, offset, length)}
+    Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners have other things
+    Metadata.storage_meta, version                                                        (2.5 and later; not used)
+
+    TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory)
+    ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
+
+Objects are made by ``__new__`` and filled from a dict, from which attributes that are None may be missing. The offset
+of a MetadataIndex is that of the chunk, None for a value. (torch/distributed/checkpoint/metadata.py, filesystem.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptkit.bytesource import ByteSource
+from ckptkit.dtypes import DType
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.formats.dcp.boxes import check_cover
+from ckptkit.formats.torch.globals import dtype_of
+from ckptkit.formats.torch.unpickle import unpickle
+from ckptkit.limits import check
+from ckptkit.tensor import Shape
+from ckptkit.tree import Global, Node, Object, Pairs, Path, key_text
+from ckptkit.trust import is_harmful
+
+NAME = ".metadata"
+METADATA = "torch.distributed.checkpoint.metadata"
+STORAGE = "torch.distributed.checkpoint.filesystem"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
+_CLASSES = frozenset({
+    *((METADATA, name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    )),
+    (STORAGE, "_StorageInfo"),
+    (_SHARDED, "TensorProperties"),
+    (_SHARDED, "MEM_FORMAT_ENCODING"),
+})  # fmt: skip
+_SHOWN = 80  # characters of a name in a message
+
+
+class Place(NamedTuple):
+    """Where in the folder an item is: so many bytes of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, in elements, and where it is."""
+
+    offsets: Shape
+    sizes: Shape
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor and its chunks, those without elements left out."""
+
+    dtype: DType
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+Entry = Whole | Place  # a Place is that of a value
+
+
+class Described(NamedTuple):
+    """What a `.metadata` says: entries by their flat names, and where those names stand in the nested tree."""
+
+    entries: dict[str, Entry]
+    paths: dict[str, Path]
+    warnings: tuple[str, ...]
+
+
+def shown(name: str) -> str:
+    """A tensor's name for a message."""
+    return repr(name if len(name) <= _SHOWN else name[: _SHOWN - 3] + "...")
+
+
+def read_metadata(source: ByteSource) -> Described:
+    """What the file says.
+
+    Raises UnsafeGlobalError for a name that has no business there; AmbiguousError, CorruptError, FormatError,
+    UnsupportedError, LimitError, and what the pickle machine raises.
+    """
+    pickled = unpickle(source)
+    if pickled.stop != source.size:
+        raise AmbiguousError(f"goes on for {source.size - pickled.stop:,} bytes after its pickle has ended")
+    warnings = (*pickled.warnings, *_check_names(pickled.globals))
+    fields = _fields(pickled.root, None)
+    described, stored = _mapping(fields, "state_dict_metadata"), _mapping(fields, "storage_data")
+    places = _places(stored)
+    entries: dict[str, Entry] = {}
+    for name, node in described.items():
+        check("name_bytes", len(name) if isinstance(name, str) else 0, "characters of a tensor's name")
+        try:
+            entries[_text(name, "a name")] = _entry(name, node, places)
+        except CkptkitError as error:
+            error.message = f"{shown(key_text(name))}: {error.message}"
+            raise
+    paths, ignored = _paths(fields.get("planner_data"))
+    return Described(entries, paths, (*warnings, *ignored))
+
+
+def _check_names(names: tuple[Global, ...]) -> list[str]:
+    """Refuse what a checkpoint has no business to name; a warning for what others may have put there."""
+    unknown = []
+    for name in names:
+        if (name.module, name.name) in _CLASSES:
+            continue
+        if is_harmful(Object(name, new=True)):
+            raise UnsafeGlobalError(
+                f"names {name}, which has no business there", hint="torch would call it: do not load this folder"
+            )
+        if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
+            unknown.append(str(name))
+    some = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
+    return [f"the .metadata name classes of others, which are passed over: {some}"] if unknown else []
+
+
+# Objects and their fields
+
+
+def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
+    """The attributes of an object of the class called `name`; of any class for None."""
+    made = node.global_ if isinstance(node, Object) and node.new else None
+    if made is None or (name is not None and ((made.module, made.name) not in _CLASSES or made.name != name)):
+        raise FormatError(f"holds something other than {name or 'a Metadata object'}")
+    state = node.state
+    if not isinstance(state, dict):
+        raise FormatError(f"holds {made.name} without its fields")
+    return state
+
+
+def _mapping(fields: Mapping[Node, Node], name: str) -> dict[Node, Node]:
+    found = fields.get(name)
+    if isinstance(found, Pairs):
+        raise AmbiguousError(f"its {name} has repeated keys")
+    if not isinstance(found, dict):
+        raise FormatError(f"its {name} is no mapping")
+    return found
+
+
+def _text(node: Node, what: str) -> str:
+    if not isinstance(node, str):
+        raise FormatError(f"{what} is no text")
+    return node
+
+
+def _integer(node: Node, what: str) -> int:
+    if type(node) is not int or node < 0 or node >> 63:
+        raise CorruptError(f"{what} is not a number from 0 to 2**63")
+    return node
+
+
+def _size(node: Node, what: str) -> Shape:
+    """A torch.Size, or a tuple or list in its place."""
+    if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
+        node = node.args[0]
+    if not isinstance(node, (tuple, list)):
+        raise FormatError(f"{what} is no torch.Size")
+    check("rank", len(node), "dimensions of a tensor")
+    return tuple(_integer(n, what) for n in node)
+
+
+_SIZE = Global("torch", "Size")
+
+
+# What is stored where
+
+Places = dict[tuple[str, Shape | None], Place]
+
+
+def _places(stored: Mapping[Node, Node]) -> Places:
+    found: Places = {}
+    for key, info in stored.items():
+        index, fields = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name = _text(index.get("fqn"), "the name of an item")
+        offset = None if index.get("offset") is None else _size(index["offset"], "the offset of a chunk")
+        if (name, offset) in found:
+            raise AmbiguousError(f"{shown(name)} is stored twice")
+        if fields.get("transform_descriptors"):
+            raise UnsupportedError(
+                f"{shown(name)} is stored through an extension of torch (compressed, mostly)",
+                hint="load it with torch.distributed.checkpoint and save it without extensions",
+            )
+        found[name, offset] = Place(
+            _text(fields.get("relative_path"), "the name of a file"),
+            _integer(fields.get("offset"), f"the place of {shown(name)}"),
+            _integer(fields.get("length"), f"the length of {shown(name)}"),
+        )
+    return found
+
+
+def _entry(name: str, node: Node, places: Places) -> Entry:
+    made = node.global_ if isinstance(node, Object) else None
+    if made is not None and (made.module, made.name) == (METADATA, "BytesStorageMetadata"):
+        return _place(places, name, None)
+    fields = _fields(node, "TensorStorageMetadata")
+    dtype, shape = _dtype(fields.get("properties")), _size(fields.get("size"), "the size of a tensor")
+    listed = fields.get("chunks")
+    if not isinstance(listed, list):
+        raise FormatError("its chunks are no list")
+    boxes = [box for box in map(_box, listed) if 0 not in box[1]]
+    return Whole(dtype, shape, tuple(Chunk(*box, _place(places, name, box[0])) for box in boxes))
+
+
+def _place(places: Places, name: str, offsets: Shape | None) -> Place:
+    found = places.get((name, offsets))
+    if found is None:
+        which = f"the chunk at {offsets}" if offsets else "it"
+        raise CorruptError(f"{which} is stored nowhere")
+    return found
+
+
+def _box(node: Node) -> tuple[Shape, Shape]:
+    fields = _fields(node, "ChunkStorageMetadata")
+    return _size(fields.get("offsets"), "the offset of a chunk"), _size(fields.get("sizes"), "the size of a chunk")
+
+
+def _dtype(properties: Node) -> DType:
+    made = properties.global_ if isinstance(properties, Object) and properties.new else None
+    state = properties.state if made is not None and made.name == "TensorProperties" else None
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise FormatError("its properties are no TensorProperties")
+    dtype, layout = dtype_of(state[0]), state[1]
+    if not isinstance(layout, Object) or layout.args != ("torch.strided",):
+        raise UnsupportedError("its layout is not strided")
+    if dtype.kind == "quantized" or dtype.bits % 8:
+        raise UnsupportedError(f"it has chunks of {dtype}")
+    return dtype
+
+
+def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
+    """Where names stand in the nested tree; names without a path stand for themselves."""
+    if planned is None:
+        return {}, []
+    if not isinstance(planned, dict):
+        return {}, ["how the state_dict was nested is not said in the way of torch's own planner: names are flat"]
+    for name, path in planned.items():
+        if not isinstance(path, tuple) or not path or any(type(key) not in (str, int) for key in path):
+            raise FormatError(f"the path of {shown(key_text(name))} is not made of texts and numbers")
+        check("depth", len(path), "levels of values")
+    return planned, []
+
+
+# What is said of a whole folder
+
+
+def merged(ranks: Sequence[Described]) -> Described:
+    """One description of what several ranks saved without telling each other: the chunks of all.
+
+    What more than one has is taken from the first: it is the same for replicated tensors, and need not be for values.
+    Raises AmbiguousError where they contradict each other.
+    """
+    if len(ranks) == 1:
+        return ranks[0]
+    entries: dict[str, Entry] = {}
+    own: set[str] = set()
+    for rank in ranks:
+        for name, entry in rank.entries.items():
+            known = entries.setdefault(name, entry)
+            if isinstance(known, Place) and known is not entry:
+                own.add(name)
+            if isinstance(known, Whole) and known is not entry:
+                entries[name] = _joined(name, known, entry)
+            elif isinstance(known, Place) and isinstance(entry, Whole):
+                raise _contradicted(name)
+    warnings = [warning for rank in ranks for warning in rank.warnings]
+    if own:
+        warnings.append(f"each rank has saved values of its own; of {len(own):,} those of the first are taken")
+    return Described(entries, {name: path for rank in ranks for name, path in rank.paths.items()}, tuple(warnings))
+
+
+def _joined(name: str, known: Whole, entry: Entry) -> Whole:
+    if not isinstance(entry, Whole) or (entry.dtype, entry.shape) != (known.dtype, known.shape):
+        raise _contradicted(name)
+    chunks = {(each.offsets, each.sizes): each for each in (*entry.chunks, *known.chunks)}
+    return Whole(known.dtype, known.shape, tuple(chunks.values()))
+
+
+def _contradicted(name: str) -> AmbiguousError:
+    return AmbiguousError(f"{shown(name)} is described in two ways")
+
+
+def covered(described: Described) -> Described:
+    """The same with the proof that each element of each tensor is in one chunk; chunks in order of their offsets.
+
+    Raises CorruptError for a hole or an overlap.
+    """
+    entries: dict[str, Entry] = {}
+    for name, entry in described.entries.items():
+        if isinstance(entry, Whole):
+            try:
+                check_cover(entry.shape, [each[:2] for each in entry.chunks])
+            except CkptkitError as error:
+                error.message = f"{shown(name)}: {error.message}"
+                raise
+            entry = Whole(entry.dtype, entry.shape, tuple(sorted(entry.chunks)))
+        entries[name] = entry
+    return described._replace(entries=entries)

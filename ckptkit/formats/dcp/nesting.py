@@ -1,0 +1,130 @@
+"""Nested state_dicts as flat names, and back, as torch does it.
+
+Dicts are taken apart, and lists that hold a tensor or a dict, also inside a list; anything else is one entry. The name
+of an entry is its path joined by dots, with keys as text; the path has texts for keys and numbers for places in lists.
+Dicts without entries leave nothing behind. (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ckptkit.errors import AmbiguousError, CollisionError, FormatError
+from ckptkit.limits import LIMITS, check
+from ckptkit.tree import Node, OrderedDict, Path, join, key_text
+from ckptkit.weights import as_tensor
+
+
+class _Places(dict[Node, Node]):
+    """What stands in a list, by place."""
+
+
+class Nest:
+    """A tree of dicts and lists being put together, path by path."""
+
+    def __init__(self) -> None:
+        self.root: dict[Node, Node] = {}
+        self._open: dict[int, dict[Node, Node]] = {id(self.root): self.root}  # by id of each dict and list made here
+        self._lists: list[tuple[list[Node], _Places]] = []
+
+    def put(self, path: Path, node: Node) -> None:
+        """Set one entry. Raises AmbiguousError where something is already, FormatError for a path through a leaf."""
+        held = self.root
+        for depth, (key, following) in enumerate(pairwise(path)):
+            _check_key(held, key, path)
+            if key not in held:
+                held[key] = self._new_list() if type(following) is int else self._new_dict()
+            inner = self._open.get(id(held[key]))
+            if inner is None:
+                raise AmbiguousError(f"{join(path)} is inside the entry {join(path[: depth + 1])}")
+            held = inner
+        _check_key(held, path[-1], path)
+        if path[-1] in held:
+            raise AmbiguousError(f"two entries are at {join(path)}")
+        held[path[-1]] = node
+
+    def _new_dict(self) -> dict[Node, Node]:
+        made: dict[Node, Node] = {}
+        self._open[id(made)] = made
+        return made
+
+    def _new_list(self) -> list[Node]:
+        made: list[Node] = []
+        self._open[id(made)] = places = _Places()
+        self._lists.append((made, places))
+        return made
+
+    def finished(self) -> dict[Node, Node]:
+        """The tree. Places in lists that nothing fills are None, as in torch."""
+        gaps = sum(max(places) + 1 - len(places) for _, places in self._lists)
+        check("list_gaps", gaps, "places of lists that nothing fills")
+        for made, places in self._lists:
+            made.extend(places.get(place) for place in range(max(places) + 1))
+        return self.root
+
+
+def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
+    """Texts are keys of dicts, numbers are places in lists."""
+    if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
+        raise FormatError(f"the path {join(path)} takes a list for a dict, or a dict for a list")
+
+
+class Flat:
+    """A tree taken apart: entries by flat name, each with its path, and the paths of what does not come back.
+
+    ``empty``: dicts without entries, which torch passes over; ``texts``: keys that are text now and were not before;
+    ``attributes``: state_dicts with attributes such as ``_metadata``. Raises CollisionError for two entries of one
+    name, LimitError for a tree that does not end.
+    """
+
+    def __init__(self, root: dict[Node, Node]) -> None:
+        self.entries: dict[str, tuple[Path, Node]] = {}
+        self.empty: list[Path] = []
+        self.texts: list[Path] = []
+        self.attributes: list[Path] = []
+        seen: set[int] = set()
+        again = 0
+        waiting: list[tuple[Path, Node]] = [((), root)]
+        while waiting:
+            path, node = waiting.pop()
+            if not isinstance(node, dict) and not (isinstance(node, list) and _is_opened(node)):
+                self._add(path, node)
+                continue
+            again += 1 + len(node) if id(node) in seen else 0
+            check("depth", len(path), "levels of values")
+            check("revisits", again, "values that are met again")
+            seen.add(id(node))
+            waiting.extend(reversed(self._below(path, node)))
+
+    def _add(self, path: Path, node: Node) -> None:
+        name = join(path)
+        if name in self.entries:
+            raise CollisionError(f"two entries are called {name!r}: torch joins their keys by dots")
+        self.entries[name] = path, node
+
+    def _below(self, path: Path, node: Node) -> list[tuple[Path, Node]]:
+        if isinstance(node, list):
+            return [((*path, place), value) for place, value in enumerate(node)]
+        self.texts += [(*path, key) for key in node if not isinstance(key, str)]
+        if isinstance(node, OrderedDict) and node.state is not None:
+            self.attributes.append(path)
+        if not node and path:
+            self.empty.append(path)
+        return [((*path, key_text(key)), value) for key, value in node.items()]
+
+
+def _is_opened(node: list[Node]) -> bool:
+    """Whether a list is taken apart: it holds a tensor or a dict, or a list that does."""
+    waiting = [node]
+    seen: set[int] = set()
+    while waiting and len(seen) <= LIMITS.revisits:
+        inner = waiting.pop()
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        for each in inner:
+            if isinstance(each, dict) or as_tensor(each) is not None:
+                return True
+            if isinstance(each, list):
+                waiting.append(each)
+    return False

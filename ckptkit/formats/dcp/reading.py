@@ -1,0 +1,145 @@
+"""Reads a torch.distributed.checkpoint folder: the nested state_dict, its tensors put together when they are needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+
+from ckptkit.bytesource import Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.formats.dcp import hub
+from ckptkit.formats.dcp.items import Assembled, Files
+from ckptkit.formats.dcp.metadata import NAME, Described, Place, Whole, covered, merged, read_metadata
+from ckptkit.formats.dcp.nesting import Nest
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch import legacy_stream, zip_archive
+from ckptkit.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.tree import Global, Node
+
+_EXTRA = "meta.pt"
+_OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """Opens every file and reads all values; of the tensors, the metadata alone.
+
+    What a chunk says of itself is compared with the metadata when its bytes are located.
+    """
+    folder = probe.folder if probe.is_folder else _around(probe)
+    names = frozenset(folder.list())
+    tree = _Tree(folder)
+    described = covered(_described(tree.files, names))
+    tree.build(described)
+    if _EXTRA in names:
+        tree.add(_read_extra(folder))
+    warnings = (*described.warnings, *tree.warnings, *_noticed(described, names))
+    return Checkpoint(tree.nest.finished(), format, folder, globals=tuple(tree.globals), warnings=warnings)
+
+
+def _around(probe: Probe) -> Folder:
+    place = probe.source.beside()
+    assert place is not None
+    return place[0]
+
+
+def _described(files: Files, names: frozenset[str]) -> Described:
+    """What the metadata say: the one `.metadata`, those of all ranks, or the headers of safetensors files."""
+    ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
+    if NAME in names and ranks:
+        raise AmbiguousError(f"has a {NAME} and a {ranks[0][1]}: two saves in one folder")
+    if NAME in names or ranks:
+        sources = [NAME] if NAME in names else [name for _, name in ranks]
+        return merged([_read_one(files.folder, name) for name in sources])
+    if shards := sorted(filter(hub.SHARD.fullmatch, names)):
+        return hub.describe(files, shards)
+    raise FormatError(
+        f"has no {NAME}: the save did not finish, or the file was not copied",
+        hint="if it is where the folder comes from, copy it: names that begin with a dot are easily left out",
+    )
+
+
+def _read_one(folder: Folder, name: str) -> Described:
+    source = folder.open(name)
+    try:
+        return read_metadata(source)
+    except CkptkitError as error:
+        raise error.at(source.name) from error.__cause__
+
+
+class _Tree:
+    """The tree being built, and what is noticed meanwhile."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.files = Files(folder)
+        self.nest = Nest()
+        self.globals: dict[Global, None] = {}
+        self.warnings: list[str] = []
+        self._storages: dict[Whole, Storage] = {}
+
+    def build(self, described: Described) -> None:
+        """Every entry in its place. Two tensors that are the same bytes of the files share a storage."""
+        self.files.check(places(described))
+        for name, entry in described.entries.items():
+            node = self._tensor(name, entry) if isinstance(entry, Whole) else self._value(name, entry)
+            self.nest.put(described.paths.get(name, (name,)), node)
+
+    def _tensor(self, name: str, entry: Whole) -> Tensor:
+        stride = contiguous_stride(entry.shape)
+        length = entry.dtype.nbytes(prod(entry.shape))
+        storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length))
+        known = self._storages.setdefault(entry, storage)
+        if known is not storage and entry.chunks and all(self.files.is_archive(chunk.place) for chunk in entry.chunks):
+            storage = known
+        return Tensor(storage, entry.dtype, entry.shape, stride)
+
+    def _value(self, name: str, place: Place) -> Node:
+        with self.files.reading(name, place):
+            return self._root(name, self.files.value(place))
+
+    def _root(self, name: str, item: Checkpoint) -> Node:
+        """The root of a file inside, or beside, the data; what it names and warns of is kept."""
+        self.globals |= dict.fromkeys(item.globals)
+        self.warnings += [f"{name}: {warning}" for warning in item.warnings]
+        return item.root
+
+    def add(self, extra: Checkpoint) -> None:
+        """The entries of the file that Lightning keeps beside the data, at the top level as Lightning has it."""
+        root = self._root(_EXTRA, extra)
+        if not isinstance(root, dict):
+            raise FormatError("holds no dict", where=extra.name)
+        for key, node in root.items():
+            if key in self.nest.root:
+                raise AmbiguousError(f"the entry {key!r} is there twice, in {NAME} and in {_EXTRA}")
+            self.nest.root[key] = node
+
+
+def _read_extra(folder: Folder) -> Checkpoint:
+    probe = Probe(folder.open(_EXTRA))
+    try:
+        for each in (zip_archive.FORMAT, legacy_stream.FORMAT):
+            if each.matches(probe):
+                return each.read(probe)
+        raise FormatError("is no file of torch.save")
+    except CkptkitError as error:
+        raise error.at(probe.name) from error.__cause__
+
+
+def places(described: Described) -> Iterator[Place]:
+    """Every item that the metadata describe."""
+    for entry in described.entries.values():
+        if isinstance(entry, Place):
+            yield entry
+        else:
+            yield from (chunk.place for chunk in entry.chunks)
+
+
+def _noticed(described: Described, names: frozenset[str]) -> Iterator[str]:
+    used = {place.file for place in places(described)}
+    unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
+    if unused:
+        some = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+        yield f"nothing refers to {len(unused):,} of its data files, which are of another save or empty: {some}"
+    if any(name.endswith(".metadata.tmp") for name in names):
+        yield "a later save was interrupted, and may have replaced some of the data"

@@ -1,0 +1,183 @@
+"""Lays a checkpoint out as a folder that torch.distributed.checkpoint loads, in any number of processes.
+
+    .metadata         protocol 2; every tensor is one chunk
+    __0_0.distcp      archives of torch.save, one for each entry: values first, then tensors, contiguous and on the CPU
+
+Tensors that are the same elements of one storage are stored once, under all their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ckptkit import bridge
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats.dcp.metadata import METADATA, NAME, STORAGE, Place
+from ckptkit.formats.dcp.nesting import Flat
+from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.leftovers import leftovers
+from ckptkit.formats.torch import zip_layout
+from ckptkit.formats.torch.objects import without_objects
+from ckptkit.formats.torch.pickle_writer import write_pickle
+from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.tree import Global, Node, Object, Path, join
+from ckptkit.weights import as_tensor
+
+DATA = "__0_0.distcp"
+VERSION = "1.0.0"
+_SHOWN = 4  # names in a note
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """A folder with the whole tree, nested as it is.
+
+    Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a root that is no
+    dict and holds no weights; and what the pickle writer raises.
+    """
+    root, notes = _root(checkpoint)
+    if options.objects == "drop":
+        root, dropped = without_objects(root)
+        notes += dropped
+    flat = Flat(root)
+    tensors = {name: tensor for name, (_, node) in flat.entries.items() if (tensor := _tensor(node)) is not None}
+    data = _Data(options)
+    for name, (_, node) in flat.entries.items():
+        if name not in tensors:
+            data.add(name, node)
+    for name, tensor in tensors.items():
+        data.add_tensor(name, tensor)
+    metadata = write_pickle(_metadata(flat, tensors, data.places), lambda typed: ()).data
+    files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(data.segments))
+    return Plan(files, (*notes, *dict.fromkeys(data.notes), *_lost(checkpoint, flat)))
+
+
+def _root(checkpoint: Checkpoint) -> tuple[dict[Node, Node], list[str]]:
+    """The root if it is a dict, else the weights, and what is left out then."""
+    if isinstance(checkpoint.root, dict):
+        return checkpoint.root, []
+    values, left = leftovers(checkpoint)
+    return dict(checkpoint.weights), [*left, *(f"left out: {name}" for name in values)]
+
+
+def _tensor(node: Node) -> Tensor | None:
+    """The tensor that torch would save as one; others, whose bytes do not say everything, are values."""
+    tensor = as_tensor(node)
+    if tensor is None or tensor.storage is None or tensor.layout != "strided" or tensor.kind == "ndarray":
+        return None
+    return None if tensor.dtype.kind == "quantized" or tensor.dtype.bits % 8 else tensor
+
+
+class _Data:
+    """The data file: its segments so far, and where each entry is."""
+
+    def __init__(self, options: WriteOptions) -> None:
+        self.options = options
+        self.segments: list[Segment] = []
+        self.places: dict[str, Place] = {}
+        self.notes: list[str] = []
+        self._size = 0
+        self._sums = 0  # checksums with a number
+        self._stored: dict[object, Place] = {}
+
+    def add_tensor(self, name: str, tensor: Tensor) -> None:
+        """A tensor as torch writes it, unless its elements are there already."""
+        same = (id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.conj, tensor.neg)
+        if same in self._stored and self.options.ties == "alias":
+            self.places[name] = self._stored[same]
+            return
+        self.add(name, _plain(tensor))
+        self._stored[same] = self.places[name]
+
+    def add(self, name: str, node: Node) -> None:
+        """One archive."""
+        plan = zip_layout.layout(Checkpoint(node), self.options)
+        (file,) = plan.files
+        self.segments += _renumbered(file.segments, self._sums)
+        self._sums += 1 + max((each.number for each in file.segments if isinstance(each, Summed)), default=-1)
+        self.places[name] = Place(DATA, self._size, file.size)
+        self._size += file.size
+        self.notes += plan.notes
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The elements in row-major order, in a storage of their own on the CPU."""
+    record, storage = bridge.contiguous(tensor), tensor.storage
+    crc = storage.crc32 if storage is not None and record is storage.record else None
+    return Tensor(Storage(record, crc32=crc), tensor.dtype, tensor.shape, contiguous_stride(tensor.shape))
+
+
+def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
+    """The segments of one archive among others: numbers of checksums are those of the whole file."""
+    for segment in segments:
+        if isinstance(segment, Summed):
+            yield Summed(segment.extent, segment.number + by)
+        elif isinstance(segment, Deferred):
+            yield Deferred(segment.template, tuple((position, number + by) for position, number in segment.holes))
+        else:
+            yield segment
+
+
+def _lost(checkpoint: Checkpoint, flat: Flat) -> Iterator[str]:
+    """A line for everything that torch's way of flattening has no place for."""
+    if flat.empty:
+        yield f"left out, as torch does: dicts without entries ({_some(flat.empty)})"
+    if flat.texts:
+        yield f"keys that are no texts were written as such, as torch does: {_some(flat.texts)}"
+    if flat.attributes:
+        yield f"left out: attributes such as _metadata of {_some(flat.attributes)}"
+    if names := [(name,) for name in checkpoint.metadata if name != "format"]:
+        yield f"left out: the metadata of the container ({_some(names)})"
+
+
+def _some(paths: list[Path]) -> str:
+    return ", ".join(join(path) or "the root" for path in paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
+
+
+# The .metadata
+
+
+def _metadata(flat: Flat, tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> Object:
+    described: dict[Node, Node] = {}
+    stored: dict[Node, Node] = {}
+    for name in flat.entries:
+        tensor = tensors.get(name)
+        index = {"fqn": name} if tensor is None else {"fqn": name, "offset": _start(tensor), "index": 0}
+        info = dict(zip(("relative_path", "offset", "length"), places[name], strict=True))
+        described[name] = _object("BytesStorageMetadata") if tensor is None else _whole(tensor)
+        stored[_object("MetadataIndex", index)] = _object("_StorageInfo", info, STORAGE)
+    fields = {
+        "state_dict_metadata": described,
+        "planner_data": {name: path for name, (path, _) in flat.entries.items()},
+        "storage_data": stored,
+        "storage_meta": None,
+        "version": VERSION,
+    }
+    return _object("Metadata", fields)
+
+
+def _whole(tensor: Tensor) -> Object:
+    """TensorStorageMetadata of a tensor in one chunk."""
+    layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Object(Global(METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    state = (Global("torch", tensor.dtype.name), layout, tensor.requires_grad, contiguous, False)
+    size = _size(tensor.shape)
+    chunk = _object("ChunkStorageMetadata", {"offsets": _start(tensor), "sizes": size})
+    properties = _object("TensorProperties", state)
+    return _object("TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
+
+
+def _start(tensor: Tensor) -> Object:
+    return _size((0,) * len(tensor.shape))
+
+
+def _size(shape: Shape) -> Object:
+    return Object(Global("torch", "Size"), (shape,))
+
+
+def _object(name: str, state: Node = None, module: str = METADATA) -> Object:
+    """An object as pickle makes it: without its constructor, then filled."""
+    made = Object(Global(module, name), new=True)
+    if state is not None:
+        made.steps.append(("build", state))
+    return made

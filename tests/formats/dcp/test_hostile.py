@@ -1,0 +1,458 @@
+"""Folders that lie, are damaged or unfinished. The metadata are pickled by torch's own classes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+
+import ckptkit
+from ckptkit import formats
+from ckptkit.bytesource import Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    PathError,
+    TensorError,
+    TruncatedError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
+from tests.formats.conformance import elements_of
+from tests.formats.dcp.making import DATA, Box, Crafted, archive, save
+
+HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+
+
+def read(folder: Path) -> Checkpoint:
+    return formats.read(Folder(folder))
+
+
+def two(folder: Path, boxes: list[Box] = HALVES, size: tuple[int, ...] = (4, 3)) -> Crafted:
+    """A tensor of ones, box by box."""
+    made = Crafted(folder)
+    made.tensor("w", size, [(box, archive(torch.ones(box[1]))) for box in boxes])
+    return made
+
+
+def bytes_of(folder: Path, name: str = "w") -> bytes:
+    return elements_of(read(folder).weights[name])
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.canary),)
+
+
+@dataclass
+class Stranger:
+    """A class of somebody else's planner."""
+
+    what: int
+
+
+def test_what_is_crafted_is_read(tmp_path: Path) -> None:
+    assert bytes_of(two(tmp_path / "x").write()) == torch.ones(4, 3).numpy().tobytes()
+
+
+# DC-01: the metadata
+
+
+def test_DC_01_metadata_that_would_run_code(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    made.metadata.planner_data = {"w": Evil(tmp_path / "canary")}
+    with pytest.raises(UnsafeGlobalError, match="posix"):
+        read(made.write())
+    assert not (tmp_path / "canary").exists()
+
+
+def test_DC_01_metadata_of_another_planner(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    made.metadata.planner_data = [Stranger(1)]
+    checkpoint = read(made.write())
+    assert list(checkpoint.weights) == ["w"]
+    assert any("Stranger" in each for each in checkpoint.warnings) and len(checkpoint.warnings) == 2
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        {"state_dict_metadata": {}},
+        [],
+        None,
+        MetadataIndex("w"),
+        Stranger(1),
+    ],
+)
+def test_DC_01_metadata_of_another_kind(tmp_path: Path, root: object) -> None:
+    made = two(tmp_path / "x")
+    folder = made.write()
+    (folder / ".metadata").write_bytes(pickle.dumps(root))
+    with pytest.raises(FormatError, match=r"\.metadata: "):
+        read(folder)
+
+
+def test_DC_01_bytes_after_the_metadata(tmp_path: Path) -> None:
+    folder = two(tmp_path / "x").write()
+    with open(folder / ".metadata", "ab") as file:
+        file.write(b".")
+    with pytest.raises(AmbiguousError):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ["state_dict_metadata", "storage_data"])
+@pytest.mark.parametrize("value", [None, [], 1, {"w": 1}, {1: None}, {10**2000: None}, {"w": None}])
+def test_DC_01_fields_of_other_types(tmp_path: Path, name: str, value: object) -> None:
+    made = two(tmp_path / "x")
+    setattr(made.metadata, name, value)
+    with pytest.raises(FormatError):
+        read(made.write())
+
+
+# DC-02: files
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x.distcp", "a/b.distcp", "..", ".", "", "a\\b", "C:x", "a\0b"])
+def test_DC_02_paths_that_lead_out(tmp_path: Path, path: str) -> None:
+    made = two(tmp_path / "x")
+    (tmp_path / "x.distcp").write_bytes(b"")
+    for info in made.metadata.storage_data.values():
+        info.relative_path = path
+    with pytest.raises(PathError):
+        read(made.write())
+
+
+def test_DC_02_links_and_other_files(tmp_path: Path) -> None:
+    folder = two(tmp_path / "x").write()
+    shutil.move(folder / DATA, tmp_path / "elsewhere")
+    (folder / DATA).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PathError):
+        read(folder)
+    (folder / DATA).unlink()
+    os.mkfifo(folder / DATA)
+    with pytest.raises(PathError):
+        read(folder)
+    (folder / DATA).unlink()
+    (folder / DATA).mkdir()
+    with pytest.raises(PathError):
+        read(folder)
+
+
+# DC-03: places
+
+
+@pytest.mark.parametrize("field", ["offset", "length"])
+@pytest.mark.parametrize("value", [-1, 1 << 63, 1 << 40, 1.0, None, True, "1"])
+def test_DC_03_places_that_are_not_there(tmp_path: Path, field: str, value: object) -> None:
+    made = two(tmp_path / "x")
+    setattr(list(made.metadata.storage_data.values())[1], field, value)
+    with pytest.raises((CorruptError, TruncatedError)) as caught:
+        read(made.write())
+    assert caught.value.where is not None and caught.value.where.startswith(str(tmp_path / "x"))
+
+
+def test_DC_03_items_that_overlap(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    first, second = made.metadata.storage_data.values()
+    second.offset -= 1
+    second.length += 1
+    with pytest.raises(CorruptError, match="overlap at byte"):
+        read(made.write())
+    second.offset, second.length = first.offset, first.length + 1
+    with pytest.raises(CorruptError, match="overlap at byte"):
+        read(made.write())
+
+
+def test_DC_03_one_item_twice_is_a_tie(tmp_path: Path) -> None:
+    made = two(tmp_path / "x", [((0, 0), (4, 3))])
+    (place,) = made.metadata.storage_data.values()
+    made.metadata.state_dict_metadata["again"] = made.metadata.state_dict_metadata["w"]
+    made.metadata.storage_data[MetadataIndex("again", (0, 0))] = place
+    weights = read(made.write()).weights
+    assert weights["w"].storage is weights["again"].storage
+
+
+# DC-04: chunks
+
+
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        ([], "[0:4, 0:3]"),
+        ([((0, 0), (2, 3))], "[2:4, 0:3]"),
+        ([((2, 0), (2, 3))], "[0:2, 0:3]"),
+        ([((0, 0), (1, 3)), ((2, 0), (2, 3))], "[1:2, 0:3]"),
+        ([((0, 0), (4, 1)), ((0, 2), (4, 1))], "[0:4, 1:2]"),
+        ([((0, 0), (2, 2)), ((0, 2), (2, 1)), ((2, 0), (2, 2))], "[2:4, 2:3]"),
+        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], "overlap in [2:3, 0:3]"),
+        ([((0, 0), (4, 3)), ((0, 0), (1, 1))], "overlap in [0:1, 0:1]"),
+        ([((0, 0), (5, 3))], "out of shape (4, 3)"),
+        ([((1, 0), (4, 3))], "out of shape (4, 3)"),
+        ([((0,), (12,))], "1 dimensions, the tensor 2"),
+        ([((0, 0, 0), (4, 3, 1))], "3 dimensions, the tensor 2"),
+        ([((0, 0), (4,))], "dimensions"),
+    ],
+)
+def test_DC_04_chunks_that_are_no_whole(tmp_path: Path, boxes: list[Box], said: str) -> None:
+    folder = two(tmp_path / "x", boxes).write()
+    with pytest.raises(CorruptError) as caught:
+        read(folder)
+    assert "'w'" in caught.value.message and said in caught.value.message
+
+
+def test_DC_04_a_chunk_that_is_stored_nowhere(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    del made.metadata.storage_data[MetadataIndex("w", (2, 0))]
+    with pytest.raises(CorruptError, match=r"'w': the chunk at \(2, 0\) is stored nowhere"):
+        read(made.write())
+
+
+def test_DC_04_a_value_that_is_stored_nowhere(tmp_path: Path) -> None:
+    made = Crafted(tmp_path / "x")
+    made.value("epoch", archive(1))
+    made.metadata.storage_data.clear()
+    with pytest.raises(CorruptError, match="'epoch'"):
+        read(made.write())
+
+
+def test_DC_04_chunks_without_elements(tmp_path: Path) -> None:
+    """As uneven shards leave them: several at the end of the tensor, not all of them stored."""
+    made = two(tmp_path / "x")
+    empty = ChunkStorageMetadata(torch.Size((4, 0)), torch.Size((0, 3)))
+    made.metadata.state_dict_metadata["w"].chunks += [empty, empty]
+    assert bytes_of(made.write()) == torch.ones(4, 3).numpy().tobytes()
+
+
+# DC-05, DC-06: what the items are
+
+
+def test_DC_05_a_giant(tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match="do not cover"):
+        read(two(tmp_path / "x", [((0,), (4,))], (1 << 40,)).write())
+
+
+def test_DC_05_an_item_that_is_smaller_than_its_chunk(tmp_path: Path) -> None:
+    made = Crafted(tmp_path / "x")
+    made.tensor("w", (1 << 40,), [(((0,), (1 << 40,)), archive(torch.ones(4)))])
+    with pytest.raises(CorruptError, match=r"'w', at byte 0: it is float32 \(4,\)"):
+        bytes_of(made.write())
+
+
+@pytest.mark.parametrize(
+    ("item", "error"),
+    [
+        (archive(torch.ones(2, 3, dtype=torch.float64)), CorruptError),
+        (archive(torch.ones(3, 2)), CorruptError),
+        (archive([torch.ones(2, 3)]), CorruptError),
+        (archive(1), CorruptError),
+        (archive(torch.ones(2, 3, device="meta")), UnsupportedError),
+        (archive(torch.ones(2, 3).to_sparse()), UnsupportedError),
+        (archive(torch.ones(2, 3))[:-1], CkptkitError),
+        (b"", CkptkitError),
+        (b"PK", CkptkitError),
+        (b"not a file of torch" * 10, CkptkitError),
+    ],
+)
+def test_DC_06_items_that_are_something_else(tmp_path: Path, item: bytes, error: type[CkptkitError]) -> None:
+    made = Crafted(tmp_path / "x")
+    made.tensor("w", (4, 3), [(HALVES[0], archive(torch.ones(2, 3))), (HALVES[1], item)])
+    folder = made.write()
+    with pytest.raises(error) as caught:
+        bytes_of(folder)
+    assert caught.value.where == str(folder / DATA) and "'w', at byte" in caught.value.message
+
+
+def test_DC_06_an_item_that_would_run_code(tmp_path: Path) -> None:
+    """It is no tensor then; nothing runs."""
+    made = Crafted(tmp_path / "x")
+    made.tensor("w", (2, 3), [(((0, 0), (2, 3)), archive(Evil(tmp_path / "canary")))])
+    with pytest.raises(CorruptError):
+        bytes_of(made.write())
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("state", [(1, 2), [1] * 5, (torch.float32, torch.sparse_coo, False, None, False), None])
+def test_DC_06_properties_of_another_kind(tmp_path: Path, state: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = two(tmp_path / "x")
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: state)
+    with pytest.raises((FormatError, UnsupportedError)):
+        read(made.write())
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.quint8, UnsupportedError), ("float32", TensorError)])
+def test_DC_06_dtypes_that_have_no_chunks(tmp_path: Path, dtype: Any, error: type[CkptkitError]) -> None:
+    made = Crafted(tmp_path / "x")
+    made.tensor("w", (2, 3), [(((0, 0), (2, 3)), archive(torch.ones(2, 3)))], dtype)
+    with pytest.raises(error):
+        read(made.write())
+
+
+# DC-07: values
+
+
+def test_DC_07_values_that_would_run_code(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    made.value("evil", archive(Evil(tmp_path / "canary")))
+    checkpoint = read(made.write())
+    assert str(checkpoint.root["evil"].callable) == "posix.mkdir"
+    assert [str(name) for name in checkpoint.globals] == ["posix.mkdir"]
+    with pytest.raises(UnsafeGlobalError):
+        ckptkit.save(checkpoint, tmp_path / "out.pth")
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("item", [b"", b"not a file of torch", archive(1)[:-1]])
+def test_DC_07_values_that_are_no_values(tmp_path: Path, item: bytes) -> None:
+    made = two(tmp_path / "x")
+    made.value("epoch", item)
+    with pytest.raises(CkptkitError) as caught:
+        read(made.write())
+    assert caught.value.where == str(tmp_path / "x" / DATA) and "'epoch', at byte" in caught.value.message
+
+
+# DC-08: unfinished saves
+
+
+@pytest.mark.parametrize("name", [".metadata.tmp", "__0.metadata.tmp", None])
+def test_DC_08_a_save_that_was_interrupted(tmp_path: Path, name: str | None) -> None:
+    folder = save(tmp_path / "x", {"a": torch.ones(2)})
+    if name is None:
+        (folder / ".metadata").unlink()
+    else:
+        os.rename(folder / ".metadata", folder / name)
+    with pytest.raises(FormatError, match="did not finish"):
+        read(folder)
+
+
+def test_DC_08_missing_files(tmp_path: Path) -> None:
+    folder = save(tmp_path / "x", {"a": torch.ones(2), "b": torch.ones(1)}, single_file_per_rank=False)
+    (folder / "__0_1.distcp").unlink()
+    with pytest.raises(CorruptError, match=r"1 of 2 files are missing: __0_1\.distcp"):
+        read(folder)
+
+
+# DC-09: what is told apart
+
+
+def test_DC_09_extensions(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    for index, info in made.metadata.storage_data.items():
+        compressed = _StorageInfo(info.relative_path, info.offset, info.length, ["stream.zstd/1"])
+        made.metadata.storage_data[index] = compressed
+    with pytest.raises(UnsupportedError, match="extension"):
+        read(made.write())
+
+
+def test_DC_09_two_saves_in_one_folder(tmp_path: Path) -> None:
+    folder = save(tmp_path / "x", {"a": torch.ones(2)})
+    shutil.copy(folder / ".metadata", folder / "__0.metadata")
+    with pytest.raises(AmbiguousError, match="two saves"):
+        read(folder)
+
+
+def test_DC_09_ranks_that_contradict_each_other(tmp_path: Path) -> None:
+    folder = two(tmp_path / "x").write()
+    os.rename(folder / ".metadata", folder / "__0.metadata")
+    for size in ((4, 4), (5, 3)):
+        other = two(tmp_path / f"y{size[0]}", [((0, 0), size)], size).write()
+        shutil.copy(other / ".metadata", folder / "__1.metadata")
+        with pytest.raises(AmbiguousError, match="'w' is described in two ways"):
+            read(folder)
+
+
+def test_DC_09_values_of_each_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    for rank in range(2):
+        made = Crafted(tmp_path / str(rank))
+        made.value("seed", archive(rank))
+        for info in made.metadata.storage_data.values():
+            info.relative_path = f"__{rank}_0.distcp"
+        shutil.move(made.write() / DATA, folder / f"__{rank}_0.distcp")
+        shutil.move(made.folder / ".metadata", folder / f"__{rank}.metadata")
+    checkpoint = read(folder)
+    assert checkpoint.root == {"seed": 0}
+    assert "1 those of the first are taken" in checkpoint.warnings[0]
+
+
+# DC-10: names and paths
+
+
+def test_DC_10_one_chunk_in_two_places(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    made.metadata.storage_data[MetadataIndex("v", (2, 0))] = _StorageInfo(DATA, 0, 9)
+    folder = made.write()
+    data = (folder / ".metadata").read_bytes()
+    assert data.count(b"\x8c\x01v") == 1
+    (folder / ".metadata").write_bytes(data.replace(b"\x8c\x01v", b"\x8c\x01w"))
+    with pytest.raises(AmbiguousError, match="'w' is stored twice"):
+        read(folder)
+
+
+def test_DC_10_one_name_twice(tmp_path: Path) -> None:
+    made = two(tmp_path / "x")
+    made.value("v", archive(1))
+    folder = made.write()
+    data = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(data.replace(b"\x8c\x01v", b"\x8c\x01w"))
+    with pytest.raises(AmbiguousError, match="repeated keys"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("paths", "error"),
+    [
+        ({"a": ("x",), "b": ("x",)}, AmbiguousError),
+        ({"a": ("x",), "b": ("x", "y")}, AmbiguousError),
+        ({"a": ("x", "y"), "b": ("x",)}, AmbiguousError),
+        ({"a": ("x", 0), "b": ("x", "y")}, FormatError),
+        ({"a": ("x", "y"), "b": ("x", 0)}, FormatError),
+        ({"a": (0,), "b": ("x",)}, FormatError),
+        ({"a": ("x", -1), "b": ("y",)}, FormatError),
+        ({"a": ("x", True), "b": ("y",)}, FormatError),
+        ({"a": (), "b": ("y",)}, FormatError),
+        ({"a": "x", "b": ("y",)}, FormatError),
+        ({10**2000: "x"}, FormatError),
+        ({"a": ("b",)}, AmbiguousError),
+        ({"a": ("x", 1 << 62), "b": ("y",)}, LimitError),
+        ({"a": ("x",) * 2_000, "b": ("y",)}, LimitError),
+    ],
+)
+def test_DC_10_paths(tmp_path: Path, paths: dict[str, Any], error: type[CkptkitError]) -> None:
+    made = Crafted(tmp_path / "x")
+    for name in ("a", "b"):
+        made.value(name, archive(name))
+    made.metadata.planner_data = paths
+    with pytest.raises(error):
+        read(made.write())
+
+
+def test_DC_10_what_lightning_keeps_beside_twice(tmp_path: Path) -> None:
+    folder = save(tmp_path / "x", {"epoch": 1})
+    torch.save({"epoch": 2}, folder / "meta.pt")
+    with pytest.raises(AmbiguousError, match="'epoch' is there twice"):
+        read(folder)
+    torch.save([1], folder / "meta.pt")
+    with pytest.raises(FormatError, match="no dict"):
+        read(folder)
+    (folder / "meta.pt").write_bytes(b"x")
+    with pytest.raises(FormatError) as caught:
+        read(folder)
+    assert caught.value.where == str(folder / "meta.pt")

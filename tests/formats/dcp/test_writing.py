@@ -1,0 +1,252 @@
+"""Folders that torch.distributed.checkpoint loads, and `dcp_to_torch_save` reads, from ours."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import ckptkit
+from ckptkit.errors import CollisionError, LimitError, OutputExistsError, UnsafeGlobalError, UsageError
+from ckptkit.formats.format import WriteOptions
+from ckptkit.tree import Global, Object
+from tests.conftest import ENVIRONMENT, ROOT, Run
+from tests.formats.conformance import elements
+from tests.formats.dcp.making import alone, whole
+from tests.formats.dcp.test_reading import same
+
+
+def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
+    """The folder that ckptkit makes of what torch saves, and what it says of it."""
+    torch.save(state, folder.with_suffix(".pth"))
+    done = ckptkit.save(
+        ckptkit.open(folder.with_suffix(".pth")), folder, format="dcp", options=WriteOptions(**options), verify=True
+    )
+    return folder, done.plan.notes
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_model_loads_it(tmp_path: Path) -> None:
+    model, _ = trained()
+    folder, _ = convert({"model": model.state_dict(), "epoch": 3}, tmp_path / "x")
+    assert sorted(os.listdir(folder)) == [".metadata", "__0_0.distcp"]
+    torch.manual_seed(1)
+    other = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+    state = {"model": other.state_dict(), "epoch": 0}
+    with alone():
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert state["epoch"] == 3
+    same(dict(state["model"]), dict(model.state_dict()))
+
+
+def test_torch_reads_all_of_it(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    base = torch.randn(4, 5)
+    state = {
+        "model": dict(model.state_dict()),
+        "optim": optimizer.state_dict(),
+        "mixed": [torch.ones(2), "x", [1, 2], {"deep": [[torch.ones(2)], None]}],
+        "pair": (torch.ones(2), 3),
+        "plain": [1, (2, 3), None],
+        "transposed": base.t(),
+        "row": base[1],
+        "expanded": base[0, :1].expand(3),
+        "conj": torch.ones(2, dtype=torch.complex64).conj() * 1j,
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "ключ": "значение",
+    }
+    folder, _ = convert(state, tmp_path / "x")
+    with alone():
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = whole(folder), whole(tmp_path / "theirs")
+    same(ours, theirs)
+
+
+def test_what_is_no_plain_tensor_is_a_value(tmp_path: Path) -> None:
+    state = {
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.5, 3, torch.qint8),
+        "meta": torch.ones(2, device="meta"),
+        "array": np.arange(3),
+    }
+    folder, _ = convert(state, tmp_path / "x")
+    found = whole(folder)
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+    assert elements(found["quantized"]) == elements(state["quantized"])
+    assert found["meta"].is_meta
+    assert (found["array"] == np.arange(3)).all()
+
+
+def test_ties_are_stored_once(tmp_path: Path) -> None:
+    tied = torch.randn(1000)
+    state = {"a": tied, "b": tied, "c": tied[1:]}
+    folder, _ = convert(state, tmp_path / "x")
+    apart, _ = convert(state, tmp_path / "y", ties="duplicate")
+    assert os.path.getsize(folder / "__0_0.distcp") < os.path.getsize(apart / "__0_0.distcp") - 4000
+    for each in (folder, apart):
+        same(whole(each), state | {"c": tied[1:].clone()})
+    weights = ckptkit.open(folder).weights
+    assert weights["a"].storage is weights["b"].storage is not weights["c"].storage
+
+
+def test_metadata_are_what_torch_writes(tmp_path: Path) -> None:
+    """But for the name of the save, and the order of the items."""
+    model, _ = trained()
+    state = {"model": dict(model.state_dict()), "epoch": 1, "list": [{"a": torch.ones(1)}]}
+    folder, _ = convert(state, tmp_path / "x")
+    with alone():
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = (pickle.loads((each / ".metadata").read_bytes()) for each in (folder, tmp_path / "theirs"))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
+    assert ours.planner_data == theirs.planner_data
+    assert ours.storage_data.keys() == theirs.storage_data.keys()
+    assert ours.version == theirs.version
+
+
+def test_items_are_plain_archives(tmp_path: Path) -> None:
+    """With true checksums, which zipfile looks at."""
+    import zipfile
+    from io import BytesIO
+
+    save_file({"a": torch.randn(300), "b": torch.randn(4, 3)}, tmp_path / "in.safetensors")
+    ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), tmp_path / "x", format="dcp")
+    metadata = pickle.loads((tmp_path / "x" / ".metadata").read_bytes())
+    data = (tmp_path / "x" / "__0_0.distcp").read_bytes()
+    assert len(metadata.storage_data) == 2
+    end = 0
+    for info in metadata.storage_data.values():
+        assert info.offset == end
+        end += info.length
+        with zipfile.ZipFile(BytesIO(data[info.offset : end])) as file:
+            assert file.testzip() is None
+    assert end == len(data)
+
+
+# What is left out, and said
+
+
+def test_what_has_no_place(tmp_path: Path) -> None:
+    state = {"model": OrderedDict(a=torch.ones(1)), "optim": {"state": {}, "groups": {0: {"lr": 1}}}}
+    state["model"]._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    folder, notes = convert(state, tmp_path / "x")
+    assert len(notes) == 3
+    assert "optim.state" in notes[0] and "optim.groups.0" in notes[1] and "_metadata of model" in notes[2]
+    same(whole(folder), {"model": {"a": torch.ones(1)}, "optim": {"groups": {"0": {"lr": 1}}}})
+
+
+def test_metadata_of_a_container(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "x"})
+    done = ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), tmp_path / "x", format="dcp")
+    assert done.plan.notes == ("left out: the metadata of the container (author)",)
+
+
+def test_a_whole_module_becomes_its_weights(tmp_path: Path) -> None:
+    folder, notes = convert(nn.Linear(2, 3), tmp_path / "x")
+    assert list(whole(folder)) == ["weight", "bias"]
+    assert any("the module itself" in note for note in notes)
+
+
+def test_a_root_without_names(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        convert([1, 2], tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_names_that_meet(tmp_path: Path) -> None:
+    with pytest.raises(CollisionError, match=r"'a\.b'"):
+        convert({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "x")
+    with pytest.raises(CollisionError):
+        convert({1: torch.ones(1), "1": torch.ones(1)}, tmp_path / "y")
+
+
+def test_a_tree_that_does_not_end(tmp_path: Path) -> None:
+    loop: dict[str, Any] = {"a": torch.ones(1)}
+    loop["loop"] = loop
+    with pytest.raises(LimitError):
+        convert(loop, tmp_path / "x")
+    wide: list[Any] = [torch.ones(1)]
+    for _ in range(40):
+        wide = [wide, wide]
+    with pytest.raises(LimitError):
+        convert({"wide": wide}, tmp_path / "y")
+
+
+class Custom:
+    """What only its own code could make."""
+
+
+def test_objects(tmp_path: Path) -> None:
+    state = {"a": torch.ones(1), "custom": Custom(), "list": [Custom()]}
+    folder, notes = convert(state, tmp_path / "keep")
+    assert "Custom" in notes[0] and len(notes) == 1
+    assert type(whole(folder)["custom"]).__name__ == "Custom"
+    folder, _ = convert(state, tmp_path / "drop", objects="drop")
+    same(whole(folder), {"a": torch.ones(1), "list": [None]})
+    with pytest.raises(UnsafeGlobalError):
+        convert(state, tmp_path / "error", objects="error")
+
+
+def test_calls_that_have_no_business_there(tmp_path: Path) -> None:
+    evil = Object(Global("os", "system"), ("true",))
+    with pytest.raises(UnsafeGlobalError):
+        ckptkit.save(ckptkit.Checkpoint({"a": evil}), tmp_path / "x", format="dcp")
+
+
+# Places
+
+
+def test_a_folder_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    convert({"a": torch.ones(1)}, tmp_path / "empty")
+    with pytest.raises(OutputExistsError):
+        convert({"a": torch.ones(1)}, tmp_path / "full")
+    assert os.listdir(tmp_path / "full") == ["file"]
+
+
+def test_the_command(tmp_path: Path, run: Run) -> None:
+    torch.save({"module.a": torch.ones(2)}, tmp_path / "in.pth")
+    done = run("convert", tmp_path / "in.pth", f"{tmp_path / 'out'}{os.sep}", "--format", "dcp", "--strip", "module.")
+    assert (done.code, done.stderr) == (0, "")
+    same(whole(tmp_path / "out"), {"a": torch.ones(2)})
+    assert run("convert", tmp_path / "out", tmp_path / "back.safetensors").code == 0
+    assert run("remap", tmp_path / "out", tmp_path / "again", "--to", "cuda").code == 0
+    assert ckptkit.open(tmp_path / "again").format == "dcp"
+    assert run("convert", tmp_path / "in.pth", tmp_path / "out", "--format", "dcp", "--force").code == 2
+
+
+@pytest.mark.processes
+def test_two_processes_load_their_shards(tmp_path: Path) -> None:
+    """FSDP from one file of one process."""
+    model, _ = trained()
+    folder, _ = convert({"model": model.state_dict()}, tmp_path / "x")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.formats.dcp.loading", folder, tmp_path / "x.pth"],
+        cwd=ROOT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
