@@ -1,0 +1,162 @@
+"""The format: from a folder to one tree.
+
+The root is what rank 0 keeps of the model, with
+
+    module             the state_dict, in full precision
+    module_<dtype>     that of the run, if it was in 16 bits and the folder has it (stages 1 and 2)
+    optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups", settings}
+
+What says how these were cut (param_shapes, paddings, slices) is left out. Nothing of a tensor is read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ckptkit.bytesource import Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
+from ckptkit.formats.deepspeed import places
+from ckptkit.formats.deepspeed.module import FROZEN, FROZEN_SHAPES, MODULE, SHAPES, SHARED, Model
+from ckptkit.formats.deepspeed.places import RankFiles
+from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
+from ckptkit.formats.deepspeed.states import Fields, Reader
+from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
+from ckptkit.formats.format import Format, Probe
+from ckptkit.tensor import Tensor
+from ckptkit.tree import Node
+
+OPTIMIZER = "optimizer"
+_SCRIPT = "zero_to_fp32.py"
+_GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
+_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # how it was cut, and what is in the state_dict now
+
+
+def matches(probe: Probe) -> bool:
+    """The folder of a training state, or one with such folders."""
+    if not probe.is_folder:
+        return False
+    if places.is_tag(probe.names) or places.tag_folders(probe.folder):
+        return True
+    return _SCRIPT in probe.names and places.pointer(probe.folder, probe.names) is not None
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The training state that ``latest`` names, or the only one. Opens every file and reads its headers.
+
+    Raises AmbiguousError where several could be meant, UnsupportedError for other than data parallelism, CorruptError
+    for a folder that is not complete and for files that contradict each other.
+    """
+    folder = places.find(probe.folder, probe.names)
+    try:
+        return _Reading(probe.folder, folder).read()
+    except CkptkitError as error:
+        error.at(folder.name)
+        raise
+
+
+class _Reading:
+    """One training state being read."""
+
+    def __init__(self, top: Folder, folder: Folder) -> None:
+        self.top = top
+        self.folder = folder
+        self.reader = Reader(folder)
+        self.universal = places.UNIVERSAL in folder.folders()
+        self.files = RankFiles(folder.list(), merged=self.universal)
+        if self.universal and self.files.optims:
+            raise AmbiguousError(
+                f"holds a universal checkpoint ({places.UNIVERSAL}) and files of ranks: "
+                f"{places.listed(list(self.files.optims.values()))}",
+                hint="move one of them into a folder of its own",
+            )
+
+    def read(self) -> Checkpoint:
+        states = self.reader.fields(self.files.model)
+        if MODULE not in states and not self.universal:
+            raise FormatError(f"{states.place} has no {MODULE}")
+        root, warnings = states.node, []
+        if self.universal or SHAPES in states or self.files.optims:
+            model = Model(states)
+            parts = self._merged(model) if self.universal else self._ranks(model)
+            root, warnings = _root(model, parts, -1 not in self.files.models), [*model.warnings, *parts.warnings]
+        return Checkpoint(
+            root, FORMAT.name, self.top, globals=tuple(self.reader.globals),
+            warnings=(*warnings, *self.reader.warnings), key=MODULE,
+        )  # fmt: skip
+
+    def _ranks(self, model: Model) -> Parts:
+        """Stages 1 to 3."""
+        if not self.files.optims:
+            self.files.check_complete(max(1, *model.states.integers(_RANKS)) if _RANKS in model.states else 1)
+        zero = Zero(self.reader, self.files)
+        if zero.stage_3 != (-1 not in self.files.models):
+            raise CorruptError(f"{zero.first.place} and {model.states.place} are not of one stage")
+        layout = zero.layout(model.groups)
+        parameters = zero.parameters(layout)
+        state, warnings = zero.optimizer(layout)
+        settings = {key: node for key, node in zero.first.node.items() if key not in CUT}
+        inner = zero.first.node.get(zero.state_key)
+        groups = inner.get(_GROUPS) if isinstance(inner, dict) else None
+        return Parts(parameters, self._frozen(model, zero.count), state, {_GROUPS: groups, **settings}, warnings)
+
+    def _merged(self, model: Model) -> Parts:
+        """A universal checkpoint, whose parameters are whole."""
+        shapes = {} if self.files.parallel else {name: s for group in model.groups for name, s in group.items()}
+        zero = self.folder.sub(places.UNIVERSAL)
+        universal = Universal(self.reader, zero, shapes)
+        universal.read(skip={*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes})
+        settings = self.reader.read(SETTINGS, zero).root if SETTINGS in zero else {}
+        kept = {key: node for key, node in Fields(settings, SETTINGS).node.items() if key not in CUT}
+        frozen = self._frozen(model, len(self.files.models))
+        return Parts(universal.parameters, frozen, universal.state, {_GROUPS: None, **kept}, [])
+
+    def _frozen(self, model: Model, ranks: int) -> dict[str, Tensor]:
+        """The frozen parameters, of which each rank of stage 3 has a fragment."""
+        if not model.frozen_shapes:
+            return {}
+        if -1 in self.files.models:
+            return model.frozen([model.states.names(FROZEN)], 0)
+        self.files.check_models(ranks)
+        others = (self.reader.fields(name) for rank, name in self.files.models.items() if rank)
+        return model.frozen([each.names(FROZEN) for each in (model.states, *others)], ranks)
+
+
+class Parts(NamedTuple):
+    """What the ranks make together: tensors by name, and the optimizer's state and settings."""
+
+    parameters: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+    state: Named
+    settings: dict[Node, Node]
+    warnings: list[str]
+
+
+def _root(model: Model, parts: Parts, stage_3: bool) -> dict[Node, Node]:
+    """What rank 0 keeps of the model, its weights and optimizer exchanged for the whole ones."""
+    settings = {**parts.settings, _GROUPS: _groups(parts.settings[_GROUPS], model)}
+    new: dict[Node, Node] = {
+        MODULE: model.state_dict(parts.parameters, parts.frozen, placeholders=stage_3),
+        **({} if stage_3 else model.half(parts.parameters)),
+        OPTIMIZER: {"state": parts.state, **settings},
+    }
+    kept = {key: node for key, node in model.states.node.items() if key not in (*new, *_DROPPED)}
+    return {**new, **kept}
+
+
+def _groups(groups: Node, model: Model) -> list[Node]:
+    """The groups of the optimizer with the names of their parameters; they hold the numbers of flat tensors."""
+    names = [list(shapes) for shapes in model.groups]
+    if not isinstance(groups, list):
+        return [{_PARAMS: each} for each in names]
+    return [_named(group, names) for group in groups]
+
+
+def _named(group: Node, names: list[list[str]]) -> Node:
+    numbers = group.get(_PARAMS) if isinstance(group, dict) else None
+    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(names) for n in numbers):
+        return group
+    return {**group, _PARAMS: [name for number in dict.fromkeys(numbers) for name in names[number]]}
+
+
+FORMAT = Format("deepspeed", "DeepSpeed: ZeRO and universal checkpoints", matches, read, rewrite_as="torch-zip")

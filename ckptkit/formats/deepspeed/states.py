@@ -1,0 +1,143 @@
+"""What one file holds, and the values in it that say how the others belong together."""
+
+from __future__ import annotations
+
+from ckptkit.bytesource import Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch import legacy_stream, zip_archive
+from ckptkit.limits import check
+from ckptkit.tensor import Shape, Storage, Tensor
+from ckptkit.tree import Global, Node, Object
+from ckptkit.weights import as_tensor
+
+FORMATS = (zip_archive.FORMAT, legacy_stream.FORMAT)
+_SIZE = Global("torch", "Size")
+
+
+class Reader:
+    """Reads the files of a folder, and keeps what they warn of and which globals they name."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.globals: dict[Global, None] = {}
+        self._warnings: dict[str, list[str]] = {}  # names of files by what is said of them
+
+    def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
+        """One file. Every error says which."""
+        probe = Probe((folder or self.folder).open(name))
+        try:
+            checkpoint = next((each for each in FORMATS if each.matches(probe)), None)
+            if checkpoint is None:
+                raise FormatError("is no file of torch.save")
+            found = checkpoint.read(probe)
+        except CkptkitError as error:
+            error.at(probe.name)
+            raise
+        self.globals.update(dict.fromkeys(found.globals))
+        for warning in found.warnings:
+            self._warnings.setdefault(warning, []).append(name)
+        return found
+
+    def fields(self, name: str) -> Fields:
+        """The values of one file."""
+        return Fields(self.read(name).root, name)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the files warn of, each thing once."""
+        more = {
+            text: f" and {len(names) - 1:,} more" if len(names) > 1 else "" for text, names in self._warnings.items()
+        }
+        return [f"{names[0]}{more[text]}: {text}" for text, names in self._warnings.items()]
+
+
+class Fields:
+    """A dict in a file: look-ups that check types and say what is wrong where, as FormatError."""
+
+    def __init__(self, node: Node, place: str) -> None:
+        if not isinstance(node, dict):
+            raise FormatError(f"{place} is no dict")
+        self.node: dict[Node, Node] = node
+        self.place = place
+
+    def __contains__(self, key: str) -> bool:
+        """Whether there is such an entry, None aside."""
+        return self.node.get(key) is not None
+
+    def get(self, key: str) -> Node:
+        """An entry. Raises FormatError if it is missing."""
+        if key not in self.node:
+            raise FormatError(f"{self.place} has no {key}")
+        return self.node[key]
+
+    def fields(self, key: str) -> Fields:
+        """An entry that is a dict."""
+        return Fields(self.get(key), f"{self.place}: {key}")
+
+    def items(self, key: str) -> list[Node]:
+        """An entry that is a list."""
+        node = self.get(key)
+        if not isinstance(node, (list, tuple)):
+            raise FormatError(f"{self.place}: {key} is no list")
+        return list(node)
+
+    def names(self, key: str) -> dict[str, Node]:
+        """An entry that is a dict from names; nothing if it is None or missing."""
+        if key not in self:
+            return {}
+        node = self.fields(key).node
+        if not all(isinstance(name, str) for name in node):
+            raise FormatError(f"{self.place}: a key of {key} is no name")
+        return node
+
+    def shapes(self, key: str) -> dict[str, Shape]:
+        """An entry that is a dict of shapes; nothing if it is None or missing."""
+        return {name: self.shape(name, node) for name, node in self.names(key).items()}
+
+    def shape(self, name: str, node: Node) -> Shape:
+        """A torch.Size, or a list or tuple of integers."""
+        if isinstance(node, Object) and node.global_ == _SIZE and isinstance(node.args, tuple) and len(node.args) == 1:
+            node = node.args[0]
+        if not isinstance(node, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 63 for n in node):
+            raise FormatError(f"{self.place}: the shape of {name[:80]!r} is no list of sizes")
+        check("rank", len(node), f"dimensions of {name[:80]!r}")
+        return tuple(node)
+
+    def tensors(self, key: str) -> list[Tensor]:
+        """An entry that is a list of one-dimensional tensors whose elements lie one after another."""
+        return [self._flat(key, node) for node in self.items(key)]
+
+    def _flat(self, key: str, node: Node) -> Tensor:
+        tensor = as_tensor(node)
+        if tensor is None or not is_flat(tensor):
+            raise FormatError(f"{self.place}: {key} holds something else than flat tensors")
+        return tensor
+
+    def integers(self, key: str) -> list[int]:
+        """An entry that is a list of counts, or one count."""
+        node = self.get(key)
+        return [self._count(key, each) for each in (node if isinstance(node, (list, tuple)) else (node,))]
+
+    def _count(self, key: str, node: Node) -> int:
+        if isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1:  # an enum, ZeroStageEnum
+            node = node.args[0]
+        if type(node) is not int or not 0 <= node < 1 << 63:
+            raise FormatError(f"{self.place}: {key} holds something else than counts")
+        return node
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether it is a row of elements in memory."""
+    plain = tensor.layout == "strided" and tensor.storage is not None and tensor.dtype.bits % 8 == 0
+    return plain and len(tensor.shape) == 1 and tensor.is_contiguous and not (tensor.conj or tensor.neg)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """The same tensor on a storage of its own: parameters do not share their step."""
+    storage = tensor.storage
+    if storage is None:
+        return tensor
+    copy = Storage(storage.record, storage.device, storage.crc32, storage.big_endian)
+    return Tensor(copy, tensor.dtype, tensor.shape, tensor.stride, tensor.offset)

@@ -1,0 +1,225 @@
+"""Folders as DeepSpeed leaves them, made with torch.save alone, and their weights put together again by torch.
+
+What lies between and behind the parameters is never zero, so that it would be seen among them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+State = dict[str, torch.Tensor]
+Groups = Sequence[Sequence[str]]
+GAP, PAD = -77.0, -99.0
+MOMENTS = {"exp_avg": 1000.0, "exp_avg_sq": 2000.0}  # what is added to a weight to make the optimizer's value
+TAG = "global_step7"
+
+
+@dataclass
+class Run:
+    """A training run: its parameters, how they are cut, and what else is saved with them."""
+
+    state: State  # parameters that are trained
+    ranks: int = 2
+    stage: int = 2
+    groups: Groups | None = None  # names; one group if not given
+    buffers: State = field(default_factory=dict)
+    frozen: State = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    half: torch.dtype | None = None  # of `module`
+    gaps: Sequence[Sequence[int]] | None = None  # param_alignment_paddings
+    flats: int | None = None  # stage 3: how many equal flat tensors, instead of one for each group
+    elastic: bool = False  # the optimizer's state as a list, padding cut off
+    steps: bool = True  # whether the optimizer has made one
+    trimmed: bool = True  # whether group_paddings are cut off
+    client: dict[str, Any] = field(default_factory=lambda: {"epoch": 3})
+    prefix: str = ""
+
+    @property
+    def names(self) -> list[list[str]]:
+        return [list(self.state)] if self.groups is None else [list(names) for names in self.groups]
+
+    def save(self, folder: Path, latest: bool = True) -> Path:
+        """Write the folder; the one with the files of the ranks."""
+        tag = folder / TAG
+        tag.mkdir(parents=True)
+        if latest:
+            (folder / "latest").write_text(TAG)
+            (folder / "zero_to_fp32.py").write_text("import torch\n")
+        for name, value in self.files():
+            torch.save(value, tag / name)
+        return tag
+
+    def files(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and content of every file."""
+        if self.stage < 3:
+            yield "mp_rank_00_model_states.pt", self.model(0)
+        for rank in range(self.ranks if self.stage else 0):
+            if self.stage == 3:
+                yield f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", self.model(rank)
+            optimizer = self.optim_3(rank) if self.stage == 3 else self.optim(rank)
+            content = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.0"}
+            yield f"{self.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content
+
+    def model(self, rank: int) -> dict[str, Any]:
+        shapes = [OrderedDict((name, self.state[name].shape) for name in names) for names in self.names]
+        recorded = self.stage >= 2
+        fragments = self.frozen if self.stage < 3 else {name: self.part(t, rank) for name, t in self.frozen.items()}
+        zero = self.stage > 0
+        return {
+            "module": self.module(),
+            "buffer_names": list(self.buffers),
+            "optimizer": None if zero else {"state": {}, "param_groups": []},
+            "param_shapes": shapes if zero else None,
+            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in self.frozen.items()) if recorded else None,
+            "frozen_param_fragments": OrderedDict(fragments) if recorded else None,
+            "shared_params": (self.shared if rank == 0 else {}) if zero else None,
+            "lr_scheduler": {"last_epoch": 2},
+            "global_steps": 7,
+            "dp_world_size": self.ranks,
+            "mp_world_size": 1,
+            "ds_version": "0.0",
+            **self.client,
+        }
+
+    def module(self) -> OrderedDict[str, torch.Tensor]:
+        trained = {name: tensor if self.half is None else tensor.to(self.half) for name, tensor in self.state.items()}
+        every = trained | self.frozen | {name: trained[kept] for name, kept in self.shared.items()}
+        if self.stage == 3:
+            every = {name: torch.empty(0, dtype=self.half or torch.float32) for name in every}
+        module = OrderedDict({**every, **self.buffers})
+        module._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+        return module
+
+    # Stages 1 and 2
+
+    def flat(self, group: int, shift: float) -> torch.Tensor:
+        """The parameters of a group, gaps between them, filled up to a multiple of twice the ranks."""
+        names = self.names[group]
+        gaps = [0] * len(names) if self.gaps is None else self.gaps[group]
+        pieces = [
+            torch.cat([self.state[name].reshape(-1) + shift, torch.full((gap,), GAP)])
+            for name, gap in zip(names, gaps, strict=True)
+        ]
+        whole = torch.cat([*pieces, torch.empty(0)])
+        return torch.cat([whole, torch.full((-len(whole) % (2 * self.ranks),), PAD)])
+
+    def optim(self, rank: int) -> dict[str, Any]:
+        every = range(len(self.names))
+        size = [len(self.flat(group, 0)) // self.ranks for group in every]
+        used = [sum(self.state[name].numel() for name in names) + sum(self.gaps[i] if self.gaps else [])
+                for i, names in enumerate(self.names)]  # fmt: skip
+        cut = [min(n, max(0, (rank + 1) * n - last)) for n, last in zip(size, used, strict=True)]
+
+        def part(group: int, shift: float, trim: bool) -> torch.Tensor:
+            n = size[group]
+            whole = self.flat(group, shift)[rank * n : (rank + 1) * n].clone()
+            return whole[: n - cut[group]] if trim else whole
+
+        state = [
+            {"step": torch.tensor(7.0), **{key: part(group, shift, self.elastic) for key, shift in MOMENTS.items()}}
+            for group in every
+        ]
+        groups = [{"lr": 0.1 * (group + 1), "params": [group]} for group in every]
+        base = {"state": dict(enumerate(state)) if self.steps else {}, "param_groups": groups}
+        return {
+            "clip_grad": 1.0,
+            "base_optimizer_state": state if self.elastic else base,
+            "single_partition_of_fp32_groups": [part(group, 0, self.trimmed) for group in every],
+            "zero_stage": self.stage,
+            "group_paddings": cut,
+            "partition_count": [self.ranks for _ in every],
+            "param_slice_mappings": [],
+            **({} if self.gaps is None else {"param_alignment_paddings": self.gaps}),
+        }
+
+    # Stage 3
+
+    def part(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The share of a rank of a parameter, filled up."""
+        share = -(-tensor.numel() // self.ranks)
+        fill = torch.full((share * self.ranks - tensor.numel(),), 7.0 if tensor.dtype == torch.bool else PAD)
+        return torch.cat([tensor.reshape(-1), fill.to(tensor.dtype)])[rank * share : (rank + 1) * share].clone()
+
+    def optim_3(self, rank: int) -> dict[str, Any]:
+        def flats(shift: float) -> list[torch.Tensor]:
+            pieces = [torch.cat([self.part(self.state[name] + shift, rank) for name in names]) for names in self.names]
+            whole = pieces if self.flats is None else torch.cat(pieces).tensor_split(self.flats)
+            return [piece.clone() for piece in whole]
+
+        moments = {key: flats(shift) for key, shift in MOMENTS.items()}
+        state = {
+            number: {"step": torch.tensor(7.0), **{key: moments[key][number] for key in moments}}
+            for number in range(len(flats(0)))
+        }
+        groups = [{"lr": 0.1, "params": list(range(len(self.names)))}]
+        return {
+            "zero_stage": 3,
+            "partition_count": self.ranks,
+            "optimizer_state_dict": {"state": state if self.steps else {}, "param_groups": groups},
+            "fp32_flat_groups": flats(0),
+        }
+
+    def universal(self, folder: Path) -> Path:
+        """The same run as a folder for each parameter."""
+        tag = folder / f"{TAG}_universal"
+        (folder / "latest_universal").parent.mkdir(parents=True, exist_ok=True)
+        (folder / "latest_universal").write_text(tag.name)
+        for name, tensor in self.state.items():
+            place = tag / "zero" / name
+            place.mkdir(parents=True)
+            for key, shift in {"fp32": 0.0, **MOMENTS}.items():
+                value = tensor + shift
+                torch.save(
+                    value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value}, place / f"{key}.pt"
+                )
+            torch.save(torch.tensor(7.0), place / "step.pt")
+        settings = {"clip_grad": 1.0, "zero_stage": self.stage, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        torch.save(settings, tag / "zero" / "optimizer_state.pt")
+        for name, value in self.files():
+            if name.endswith("_model_states.pt"):
+                torch.save(value, tag / name)
+        return tag
+
+
+def consolidated(tag: Path) -> State:
+    """The weights of the folder of a tag, joined by torch: an independent witness."""
+    models = [load(path) for path in sorted(tag.glob("*_model_states.pt"))]
+    optims = [load(path)["optimizer_state_dict"] for path in sorted(tag.glob("*_optim_states.pt"))]
+    first, ranks = models[0], len(optims)
+    found: State = {name: first["module"][name] for name in first["buffer_names"]}
+    found = {name: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for name, t in found.items()}
+    for name, shape in (first["frozen_param_shapes"] or {}).items():
+        parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
+        found[name] = torch.cat(parts)[: prod(shape)].view(shape)
+    if "fp32_flat_groups" in optims[0]:
+        _take_shares(found, first["param_shapes"], [torch.cat(optim["fp32_flat_groups"]) for optim in optims])
+    else:
+        for group, shapes in enumerate(first["param_shapes"]):
+            flat = torch.cat([optim["single_partition_of_fp32_groups"][group] for optim in optims])
+            gaps = optims[0].get("param_alignment_paddings", {group: [0] * len(shapes)})[group]
+            at = 0
+            for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+                found[name] = flat[at : at + prod(shape)].clone().view(shape)
+                at += prod(shape) + gap
+    assert ranks
+    return {name: found[name] for name in first["module"] if name in found}
+
+
+def _take_shares(found: State, groups: Sequence[Mapping[str, torch.Size]], streams: list[torch.Tensor]) -> None:
+    at = 0
+    for name, shape in (item for group in groups for item in group.items()):
+        share = -(-prod(shape) // len(streams))
+        joined = torch.cat([stream[at : at + share] for stream in streams])
+        found[name] = joined[: prod(shape)].view(shape)
+        at += share
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
