@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from codecs import getincrementaldecoder
 from typing import NamedTuple
 
@@ -22,28 +24,70 @@ class Signature(NamedTuple):
 
 _AGAIN = "download the file itself, not a page about it"
 _UNPACK = "unpack it first"
+_NUMPY = "; ckptkit reads what numpy.savez wrote"
+_TENSORFLOW = "load it with TensorFlow, and save its variables with numpy.savez" + _NUMPY
+_KERAS = "load it with Keras, and save its weights with numpy.savez" + _NUMPY
+_FLAX = "load it with flax.serialization, flatten it, and save it with numpy.savez" + _NUMPY
+_DEPLOYED = "it is made to run, not to be trained: look for the checkpoint that it was made of"
 
 SIGNATURES = (
     Signature(0, b"version https://git-lfs", "a Git LFS pointer, not the file it stands for", "run `git lfs pull`"),
-    Signature(0, b"\x1f\x8b", "a gzip file", "unpack it first: gunzip -c FILE > UNPACKED"),
-    Signature(0, b"BZh", "a bzip2 file", "unpack it first: bunzip2 -c FILE > UNPACKED"),
-    Signature(0, b"\xfd7zXZ\0", "an xz file", "unpack it first: unxz -c FILE > UNPACKED"),
+    Signature(
+        0, b"\x1f\x8b", "a gzip file", "unpack it first: gunzip -c FILE > UNPACKED (tar -xzf if it is a .tar.gz)"
+    ),
+    Signature(0, b"BZh", "a bzip2 file", "unpack it first: bunzip2 -c FILE > UNPACKED (tar -xjf if it is a .tar.bz2)"),
+    Signature(0, b"\xfd7zXZ\0", "an xz file", "unpack it first: unxz -c FILE > UNPACKED (tar -xJf if it is a .tar.xz)"),
+    Signature(0, b"\x5d\0\0\x80\0", "an lzma file", "unpack it first: unlzma -c FILE > UNPACKED"),
     Signature(0, b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it first: unzstd -c FILE > UNPACKED"),
+    Signature(0, b"\x04\x22\x4d\x18", "an lz4 file", "unpack it first: unlz4 -c FILE > UNPACKED"),
+    Signature(0, b"\x1f\x9d", "a compressed file (.Z)", "unpack it first: uncompress -c FILE > UNPACKED"),
+    *(
+        Signature(
+            0, magic, "a zlib stream, such as a compressed joblib file", "unpack it with Python's zlib, or joblib"
+        )
+        for magic in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+    ),
     Signature(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     Signature(0, b"Rar!", "a RAR archive", _UNPACK),
     Signature(0, b"PK\x05\x06", "an empty zip archive", _AGAIN),
     Signature(0, b"PK00PK", "a spanned zip archive", "join its parts first"),
     Signature(0, b"GGUF", "a GGUF model (llama.cpp)", "ckptkit reads PyTorch checkpoints; see the gguf package"),
-    Signature(0, b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras)", "ckptkit reads PyTorch checkpoints; see h5py"),
-    Signature(0, b"\x93NUMPY", "a numpy array (.npy)", "numpy.load reads it"),
+    *(
+        Signature(0, magic, "a GGML model (llama.cpp before GGUF)", "look for the checkpoint that it was made of")
+        for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
+    ),
+    Signature(0, b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras)", _KERAS),
+    Signature(4, b"TFL3", "a TensorFlow Lite model", _DEPLOYED),
+    Signature(4, b"PTMF", "a model for PyTorch mobile", _DEPLOYED),
+    Signature(4, b"ET12", "an ExecuTorch program", _DEPLOYED),
+    Signature(0, b"\0\0\0\0\2\0\0\0\5\0\0\0", "the weights of a Darknet model (YOLO)", "they have no names or shapes"),
+    Signature(
+        0, b"MATLAB 5.0 MAT-file", "a MATLAB file", "read it with scipy.io.loadmat, save it with numpy.savez" + _NUMPY
+    ),
+    Signature(0, b"PAR1", "a Parquet table", _AGAIN),
+    Signature(0, b"ARROW1", "an Arrow table", _AGAIN),
+    Signature(0, b"SQLite format 3", "an SQLite database", _AGAIN),
     Signature(0, b"\x89PNG", "a PNG image", _AGAIN),
     Signature(0, b"\xff\xd8\xff", "a JPEG image", _AGAIN),
     Signature(0, b"GIF8", "a GIF image", _AGAIN),
+    Signature(8, b"WEBP", "a WebP image", _AGAIN),
     Signature(0, b"%PDF", "a PDF document", _AGAIN),
     Signature(0, b"\x7fELF", "a program or library (ELF)", _AGAIN),
-    Signature(4, b"TFL3", "a TensorFlow Lite model", "ckptkit reads PyTorch checkpoints"),
+    Signature(0, b"MZ", "a program or library (Windows)", _AGAIN),
+    Signature(0, b"\xcf\xfa\xed\xfe", "a program or library (macOS)", _AGAIN),
 )
+# Protocol buffers have no signature: by the name of the file, where its bytes can be one.
+_PROTOBUF = {
+    ".onnx": Signature(0, b"", "an ONNX model", "it is made to run; onnx.numpy_helper gives its arrays"),
+    ".pb": Signature(0, b"", "a TensorFlow graph", _TENSORFLOW),
+    ".mlmodel": Signature(0, b"", "a Core ML model", _DEPLOYED),
+    ".caffemodel": Signature(0, b"", "a Caffe model", "load it with Caffe, and save it with numpy.savez" + _NUMPY),
+}
+_ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)  # ir_version, producer_name
+_FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a key that is a text
+_TABLE_END = bytes.fromhex("57fb808b247547db")  # of the index of a TensorFlow checkpoint
 _SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".ckpt")
+_TF_DATA = re.compile(r"\.data-[0-9]{5}-of-[0-9]{5}$")
 _HTML = (b"<!doctype html", b"<html", b"<head")
 
 
@@ -54,27 +98,64 @@ def refusal(probe: Probe) -> InputError:
     head = probe.head
     if not head:
         return TruncatedError("is empty", hint="the download or save did not finish; get the file again")
-    for signature in SIGNATURES:
-        if head[signature.offset :].startswith(signature.magic):
-            return FormatError(f"is {signature.what}", hint=signature.hint)
+    found = _signature(probe)
+    if found is not None:
+        return FormatError(f"is {found.what}", hint=found.hint)
     if probe.zip is not None:
         return _zip(probe.zip)
-    if head[257:262] == b"ustar":
-        return _tar(probe)
+    if head[257:262] == b"ustar":  # the others are torch-tar's business
+        return FormatError("is a tar archive whose first header is damaged", hint="download or copy it again")
+    if not head.strip(b"\0"):
+        return FormatError("begins with zeros only: the save or copy did not finish", hint="get the file again")
+    if _is_text(head) or head.lstrip().lower().startswith(_HTML):
+        return _text(head)
+    if _are_floats(head):
+        return FormatError(
+            "has no header, its bytes look like plain float32 numbers",
+            hint="who knows their shape reads them with numpy.fromfile and saves them with numpy.savez" + _NUMPY,
+        )
+    return FormatError("is in no format that ckptkit knows", hint="`ckptkit formats` lists what it reads")
+
+
+def _signature(probe: Probe) -> Signature | None:
+    head, source = probe.head, probe.source
+    for signature in SIGNATURES:
+        if head[signature.offset :].startswith(signature.magic):
+            return signature
+    protobuf = _PROTOBUF.get("." + probe.name.lower().rpartition(".")[2])
+    if protobuf is not None and head[0] in (0x08, 0x0A):  # the tag of field 1, a number or a message
+        return protobuf
+    if _ONNX.match(head):
+        return _PROTOBUF[".onnx"]
+    if _FLAX_MAP.match(head):
+        return Signature(0, b"", "a msgpack file (Flax)", _FLAX)
+    if source.size >= 48 and source.read(source.size - len(_TABLE_END), len(_TABLE_END)) == _TABLE_END:
+        return Signature(0, b"", "the index of a TensorFlow checkpoint", _TENSORFLOW)
+    return None
+
+
+def _text(head: bytes) -> InputError:
     text = head.lstrip().lower()
     if text.startswith(_HTML):
         return FormatError("is an HTML page, not a checkpoint", hint=_AGAIN)
-    if text.startswith((b"<?xml", b"<error")):
+    if text.startswith((b"<?xml", b"<error", b"<net")):
+        if b"<net " in text:
+            return FormatError("is an OpenVINO model", hint=_DEPLOYED)
         return FormatError("is an XML document, not a checkpoint", hint="servers send such when a download fails")
-    if not head.strip(b"\0"):
-        return FormatError("begins with zeros only: the save or copy did not finish", hint="get the file again")
-    if text[:1] in (b"{", b"[") and _is_text(head):
+    if text.startswith(b"model_checkpoint_path:"):
+        return FormatError("says which checkpoint of TensorFlow is the latest", hint=_TENSORFLOW)
+    if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
+        return FormatError("is the configuration of a model, not its weights", hint="they are in a file beside it")
+    if text[:1] in (b"{", b"["):
         return FormatError("is JSON text, not a checkpoint", hint="for shards, give their folder or their index file")
-    if _is_text(head):
-        return FormatError("is text, not a checkpoint", hint=f"it begins with {_start(head)}")
-    return FormatError(
-        "is in no format that ckptkit knows", hint="`ckptkit formats` lists what it reads; raw tensors have no header"
-    )
+    return FormatError("is text, not a checkpoint", hint=f"it begins with {_start(head)}")
+
+
+def _are_floats(head: bytes) -> bool:
+    """Whether they are float32 of the sizes that weights have: of other bytes, one in six is."""
+    values = struct.unpack_from(f"<{len(head) // 4}f", head)
+    likely = sum(1e-8 < abs(value) < 1e3 or value == 0 for value in values)
+    return len(values) >= 16 and likely >= 0.95 * len(values)
 
 
 def _is_text(head: bytes) -> bool:
@@ -92,35 +173,30 @@ def _start(head: bytes) -> str:
 def _zip(archive: ZipDirectory) -> InputError:
     names = [name.rpartition("/")[2] for name in archive.entries]
     inside = [name for name in names if name.endswith(_SUFFIXES)]
+    if {"model.weights.h5", "config.json"} <= set(names):
+        return FormatError("is a Keras model", hint=_KERAS)
+    if f"{archive.top}/.data/extern_modules" in archive:
+        return UnsupportedError(
+            "is a torch.package archive: Python code, with pickles that only this code makes sense of",
+            hint="torch.package.PackageImporter(FILE) runs it, if you trust it: save the state_dict of what it loads",
+        )
     if inside:
         return FormatError("is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}")
-    if names and all(name.endswith(".npy") for name in names):
-        return FormatError("is an archive of numpy arrays (.npz)", hint="numpy.load reads it")
     return FormatError("is a zip archive without a data.pkl, not a checkpoint", hint=_AGAIN)
-
-
-def _tar(probe: Probe) -> InputError:
-    if probe.head.startswith((b"sys_info", b"pickle", b"tensors", b"storages", b"./")):
-        return UnsupportedError(
-            "is a checkpoint of torch 0.1.1 or before (torch-tar), which this version of ckptkit does not read",
-            hint="if you trust it, load it with torch where nothing is at stake, and save it again",
-        )
-    return FormatError("is a tar archive", hint="unpack it first: tar -xf")
 
 
 def _folder(probe: Probe) -> InputError:
     names = probe.names
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return UnsupportedError(
-            "is a torch.distributed.checkpoint folder (dcp), which this version of ckptkit does not read",
-            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE",
+    if "saved_model.pb" in names or "keras_metadata.pb" in names:
+        return FormatError("is a TensorFlow model (SavedModel)", hint=_TENSORFLOW)
+    if any(_TF_DATA.search(name) for name in names):
+        return FormatError("is a folder of TensorFlow checkpoints", hint=_TENSORFLOW)
+    if names & {"manifest.ocdbt", "_CHECKPOINT_METADATA", "_METADATA"}:
+        return FormatError(
+            "is an Orbax checkpoint (JAX)", hint="restore it with Orbax, and save it with numpy.savez" + _NUMPY
         )
-    if "latest" in names or any("zero_pp_rank" in name for name in names):
-        return UnsupportedError(
-            "is a DeepSpeed folder, which this version of ckptkit does not read",
-            hint="run the zero_to_fp32.py that DeepSpeed put into it",
-        )
-    known = [name for name in sorted(names) if name.endswith(_SUFFIXES)]
-    if known:
-        return UnsupportedError("is a folder of files without an index", hint=f"name one of its files, e.g. {known[0]}")
+    if "model_index.json" in names:
+        return FormatError("is a pipeline of several models (diffusers)", hint="name the folder of one, e.g. its unet")
+    if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
+        return FormatError("is a Core ML model", hint=_DEPLOYED)
     return FormatError("is a folder that holds no checkpoint", hint="name a file, or a folder with an index.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckptkit
 from ckptkit.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError, PathError
-from ckptkit.formats import sharded
 from ckptkit.formats.format import Probe
+from ckptkit.formats.sharded import safetensors_shards, torch_shards
 
 State = dict[str, torch.Tensor]
+FORMATS = (safetensors_shards.FORMAT, torch_shards.FORMAT)
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -48,8 +51,8 @@ def make(
 
 def read(path: Path) -> Checkpoint:
     probe = Probe(Folder(path) if path.is_dir() else LocalFile(path))
-    assert sharded.FORMAT.matches(probe)
-    return sharded.FORMAT.read(probe)
+    (format,) = (each for each in FORMATS if each.matches(probe))
+    return format.read(probe)
 
 
 def values(checkpoint: Checkpoint) -> dict[str, list[float]]:
@@ -150,12 +153,15 @@ def test_matches(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "other.index.json").write_text('{"a": 1}')
-    assert sharded.FORMAT.matches(Probe(Folder(folder)))
-    assert sharded.FORMAT.matches(Probe(LocalFile(folder / INDEX)))
-    assert not sharded.FORMAT.matches(Probe(Folder(empty)))
-    assert not sharded.FORMAT.matches(Probe(LocalFile(folder / ONE)))
-    assert not sharded.FORMAT.matches(Probe(LocalFile(tmp_path / "other.index.json")))
-    assert not sharded.FORMAT.matches(Probe(Memory((folder / INDEX).read_bytes(), INDEX)))
+    assert safetensors_shards.FORMAT.matches(Probe(Folder(folder)))
+    assert safetensors_shards.FORMAT.matches(Probe(LocalFile(folder / INDEX)))
+    assert not torch_shards.FORMAT.matches(Probe(Folder(folder)))
+    assert not torch_shards.FORMAT.matches(Probe(LocalFile(folder / INDEX)))
+    for format in FORMATS:
+        assert not format.matches(Probe(Folder(empty)))
+        assert not format.matches(Probe(LocalFile(folder / ONE)))
+        assert not format.matches(Probe(LocalFile(tmp_path / "other.index.json")))
+        assert not format.matches(Probe(Memory((folder / INDEX).read_bytes(), INDEX)))
 
 
 # Hostile and damaged folders
@@ -339,17 +345,122 @@ def test_SH_09_numbers_that_do_not_fit(tmp_path: Path, names: list[str]) -> None
 
 
 def test_SH_09_two_indexes(tmp_path: Path) -> None:
+    """Of two models."""
     folder = make(tmp_path / "x")
-    (folder / "pytorch_model.bin.index.json").write_text((folder / INDEX).read_text())
+    (folder / "other.safetensors.index.json").write_text((folder / INDEX).read_text())
     with pytest.raises(AmbiguousError) as caught:
+        ckptkit.open(folder)
+    assert str(folder / INDEX) in str(caught.value.hint)
+    assert values(read(folder / INDEX)) == {"a": [1, 1], "b": [0, 0, 0]}
+
+
+def test_SH_09_two_indexes_of_one_model(tmp_path: Path) -> None:
+    """As safetensors and as torch files: what transformers takes is taken."""
+    folder = make(tmp_path / "x")
+    shards = {f"pytorch_model-0000{n}-of-00002.bin": {name: torch.full((4,), 7.0)} for n, name in ((1, "a"), (2, "b"))}
+    make(folder, shards, index="pytorch_model.bin.index.json", save=torch.save)
+    checkpoint = read(folder)
+    assert values(checkpoint) == {"a": [1, 1], "b": [0, 0, 0]} and checkpoint.format == "sharded"
+    (warning,) = checkpoint.warnings
+    assert "also holds" in warning and "pytorch_model.bin.index.json" in warning
+    checkpoint = read(folder / "pytorch_model.bin.index.json")
+    assert values(checkpoint) == {"a": [7] * 4, "b": [7] * 4} and checkpoint.format == "sharded-bin"
+    assert checkpoint.warnings == ()
+
+
+def test_SH_09_an_index_beside_a_whole_file(tmp_path: Path) -> None:
+    """transformers would load model.safetensors, others what the index says."""
+    folder = make(tmp_path / "x")
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(AmbiguousError, match=r"model\.safetensors"):
         read(folder)
-    assert "index.json" in str(caught.value.hint)
     assert values(read(folder / INDEX)) == {"a": [1, 1], "b": [0, 0, 0]}
 
 
 def test_SH_09_shards_of_another_download_beside_them(tmp_path: Path) -> None:
-    """Files that the index does not name are nobody's business."""
+    """Files that the index does not name are not read, and that is said."""
     folder = make(tmp_path / "x")
     save_file({"c": torch.ones(1)}, folder / "model-00003-of-00003.safetensors")
     torch.save({"a": torch.zeros(2)}, folder / "pytorch_model.bin")
-    assert values(read(folder)) == {"a": [1, 1], "b": [0, 0, 0]}
+    checkpoint = read(folder)
+    assert values(checkpoint) == {"a": [1, 1], "b": [0, 0, 0]}
+    (warning,) = checkpoint.warnings
+    assert "model-00003-of-00003.safetensors, pytorch_model.bin" in warning
+
+
+# Without an index
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_shards_without_an_index(tmp_path: Path, first: int) -> None:
+    names = [f"model-{number:05}-of-00003.safetensors" for number in range(first, first + 3)]
+    state = {"z": torch.ones(2), "y": torch.zeros(3), "x": torch.full((1,), 4.0)}
+    folder = make(tmp_path / "x", {file: {name: state[name]} for file, name in zip(names, state, strict=True)})
+    (folder / INDEX).unlink()
+    checkpoint = read(folder)
+    assert list(checkpoint.weights) == ["z", "y", "x"] and checkpoint.format == "sharded"
+    assert values(checkpoint) == {"z": [1, 1], "y": [0, 0, 0], "x": [4]}
+    (warning,) = checkpoint.warnings
+    assert "no index" in warning
+
+
+def test_shards_of_torch_without_an_index(tmp_path: Path) -> None:
+    tied = torch.full((2,), 3.0)
+    shards = {
+        "pytorch_model-00001-of-00002.bin": OrderedDict(a=torch.ones(2)),
+        "pytorch_model-00002-of-00002.bin": OrderedDict(head=tied, embed=tied),
+    }
+    for number, shard in enumerate(shards.values()):
+        shard._metadata = OrderedDict({f"m{number}": {"version": number}})
+    folder = make(tmp_path / "x", shards, index="pytorch_model.bin.index.json", save=torch.save)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    checkpoint = read(folder)
+    assert checkpoint.format == "sharded-bin"
+    assert values(checkpoint) == {"a": [1, 1], "head": [3, 3], "embed": [3, 3]}
+    assert checkpoint.weights["head"].storage is checkpoint.weights["embed"].storage
+    assert checkpoint.root.state == {"_metadata": {"m0": {"version": 0}, "m1": {"version": 1}}}
+
+
+@pytest.mark.parametrize("missing", [ONE, TWO])
+def test_SH_09_missing_shards_without_an_index(tmp_path: Path, missing: str) -> None:
+    folder = make(tmp_path / "x")
+    (folder / INDEX).unlink()
+    (folder / missing).unlink()
+    if missing == ONE:
+        with pytest.raises(CorruptError, match="1 of 2 shards are missing: number 1"):
+            read(folder)
+    else:
+        with pytest.raises(CorruptError, match="1 of 2 shards are missing: number 2"):
+            read(folder)
+
+
+def test_SH_09_a_number_twice(tmp_path: Path) -> None:
+    shards = {ONE: {"a": torch.ones(1)}, TWO: {"b": torch.ones(1)}, f"model-2{TWO[11:]}": {"c": torch.ones(1)}}
+    folder = make(tmp_path / "x", shards)
+    (folder / INDEX).unlink()
+    with pytest.raises(AmbiguousError, match="3 shards are numbered as 2"):
+        read(folder)
+
+
+def test_SH_09_a_number_beyond_all(tmp_path: Path) -> None:
+    name = "model-000000001-of-999999999.safetensors"
+    folder = make(tmp_path / "x", {name: {"a": torch.ones(1)}})
+    (folder / INDEX).unlink()
+    with pytest.raises(CorruptError, match="999,999,998 of 999,999,999 shards are missing"):
+        read(folder)
+
+
+def test_SH_09_two_downloads_without_an_index(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x")
+    (folder / INDEX).unlink()
+    save_file({"c": torch.ones(1)}, folder / "model-00003-of-00003.safetensors")
+    with pytest.raises(AmbiguousError) as caught:
+        ckptkit.open(folder)
+    assert ONE in str(caught.value) and "model-00003-of-00003.safetensors" in str(caught.value)
+
+
+def test_SH_05_one_name_in_two_shards_without_an_index(tmp_path: Path) -> None:
+    folder = make(tmp_path / "x", {ONE: {"a": torch.ones(1)}, TWO: {"a": torch.ones(1)}})
+    (folder / INDEX).unlink()
+    with pytest.raises(AmbiguousError, match=f"'a' is in {ONE} and in {TWO}"):
+        read(folder)

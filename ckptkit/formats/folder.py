@@ -1,0 +1,180 @@
+"""A folder that stands for one checkpoint: which of its files are meant.
+
+    model.safetensors.index.json                 an index of shards
+    model-00002-of-00003.safetensors             a shard: the stem, its number, how many there are
+    model.safetensors, last.ckpt                 a file of its own
+    consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process that ran it
+    refs/main, snapshots/<revision>/             the Hugging Face cache of a model (``models--<owner>--<name>``)
+
+Where a model is there as safetensors and as torch files (``model``, ``pytorch_model``), the former are taken, as
+transformers does. Where there is an index, other files are not. What is left aside is a warning, and more than one
+checkpoint is an error. What trainers put beside a model (optimizer.pt, training_args.bin) counts only if it is alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckptkit import formats
+from ckptkit.bytesource import Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.formats.format import Format, Probe
+
+SAFETENSORS, BIN = ".safetensors", ".bin"
+SUFFIXES = (SAFETENSORS, BIN, ".pth", ".pt", ".ckpt", ".th", ".npz")
+INDEX = ".index.json"
+_NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
+_PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
+_BESIDE = re.compile(
+    r"(training_args|optimizer(_[0-9]+)?|scheduler|sampler|scaler|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
+)
+_REVISION = "main"
+
+
+class Candidate(NamedTuple):
+    """A checkpoint that a folder holds."""
+
+    form: str  # index, shards, parallel or file
+    stem: str
+    suffix: str
+    total: str  # of the shards, as their names spell it
+    files: tuple[str, ...]  # in order; of an index, itself alone
+
+
+def candidates(names: Iterable[str]) -> list[Candidate]:
+    """Every checkpoint among the names of a folder."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for name in sorted(names):
+        kind = _kind(name)
+        if kind is not None:
+            groups.setdefault(kind, []).append(name)
+    found = [Candidate(*kind, tuple(files)) for kind, files in groups.items()]
+    found = [each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each for each in found]
+    return [each for each in found if not _BESIDE.fullmatch(each.files[0])] or found
+
+
+def _kind(name: str) -> tuple[str, str, str, str] | None:
+    """Form, stem, suffix and total of a file; None of what is no checkpoint by its name."""
+    base = name.removesuffix(INDEX)
+    suffix = next((each for each in SUFFIXES if base.endswith(each)), None)
+    if suffix is None:
+        return None
+    stem = base.removesuffix(suffix)
+    if base != name:
+        return ("index", stem, suffix, "") if suffix in (SAFETENSORS, BIN) else None
+    numbered = _NUMBERED.fullmatch(stem)
+    if numbered:
+        return "shards", numbered[1], suffix, numbered[2]
+    return ("parallel", "consolidated", suffix, "") if _PARALLEL.fullmatch(name) else ("file", stem, suffix, "")
+
+
+def best(names: Iterable[str]) -> Candidate | None:
+    """The one that is meant; None if there is none, or if several could be."""
+    found = _preferred(names)
+    return found[0] if len(found) == 1 else None
+
+
+def _preferred(names: Iterable[str]) -> list[Candidate]:
+    found = candidates(names)
+    safe = {_model(each.stem) for each in found if each.suffix == SAFETENSORS}
+    found = [each for each in found if each.suffix == SAFETENSORS or _model(each.stem) not in safe]
+    return [each for each in found if each.form == "index"] or found
+
+
+def _model(stem: str) -> str:
+    return stem.removeprefix("pytorch_")
+
+
+def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
+    """A warning about the checkpoints in a folder that are not among the files that were read."""
+    left = [file for each in candidates(names) for file in each.files if file not in read]
+    return (f"the folder also holds {_listed(left)}, not read",) if left else ()
+
+
+def _listed(files: Collection[str]) -> str:
+    return ", ".join(list(files)[:4]) + (", ..." if len(files) > 4 else "")
+
+
+def matches(probe: Probe) -> bool:
+    return probe.is_folder and (_is_cache(probe) or bool(candidates(probe.names)))
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The checkpoint that the folder stands for, in its own format.
+
+    Raises AmbiguousError where several could be meant, UnsupportedError for model-parallel parts, CorruptError for a
+    cache without its revision.
+    """
+    if _is_cache(probe):
+        return formats.read(_snapshot(probe))
+    chosen = best(probe.names)
+    if chosen is None:
+        raise _ambiguous(probe)
+    if chosen.form == "parallel":
+        raise UnsupportedError(
+            f"holds {len(chosen.files)} model-parallel parts of a Llama release ({_listed(chosen.files)}): each has a "
+            "part of every tensor, and which dimension is cut depends on the layer",
+            hint=f"convert_llama_weights_to_hf.py of transformers joins them; or name one part, e.g. {chosen.files[0]}",
+        )
+    (name,) = chosen.files
+    checkpoint = formats.read(probe.folder.open(name))
+    return replace(checkpoint, warnings=(*unread(probe.names, {name}), *checkpoint.warnings))
+
+
+def _ambiguous(probe: Probe) -> AmbiguousError:
+    first = [each.files[0] for each in _preferred(probe.names)]
+    return AmbiguousError(
+        f"holds {len(first)} checkpoints: {_listed(first)}",
+        where=probe.name,
+        hint=f"name the one that is meant, e.g. {os.path.join(probe.name, first[0])}",
+    )
+
+
+# The cache of the Hugging Face hub
+
+
+def _is_cache(probe: Probe) -> bool:
+    return "snapshots" in probe.names and not probe.names.isdisjoint(("refs", "blobs"))
+
+
+def _snapshot(probe: Probe) -> Folder:
+    """The files of the revision that ``refs/main`` names, or of the only one."""
+    snapshots = Folder(os.path.join(probe.folder.name, "snapshots"))
+    revisions = snapshots.list()
+    revision = _main(probe)
+    if revision is None and len(revisions) != 1:
+        raise AmbiguousError(
+            f"holds {len(revisions)} revisions and none called {_REVISION}: {_listed(revisions)}",
+            hint=f"name one of the folders in {snapshots.name}",
+        )
+    revision = revisions[0] if revision is None else revision
+    if revision not in revisions:
+        raise CorruptError(
+            f"its revision {_REVISION} is {revision[:80]!r}, which was not downloaded",
+            hint=f"name one of the folders in {snapshots.name}, or download the model again",
+        )
+    inner = Folder(os.path.join(snapshots.name, revision))
+    if _is_cache(Probe(inner)):
+        raise FormatError("is a cache inside a cache", where=inner.name)
+    return inner
+
+
+def _main(probe: Probe) -> str | None:
+    if "refs" not in probe.names:
+        return None
+    refs = Folder(os.path.join(probe.folder.name, "refs"))
+    if _REVISION not in refs:
+        return None
+    source = refs.open(_REVISION)
+    try:
+        return source.read(0, min(source.size, 256)).decode("utf-8", "replace").strip()
+    finally:
+        refs.close()
+
+
+FORMAT = Format("folder", "a folder with one checkpoint in it; the Hugging Face cache of a model", matches, read)

@@ -1,0 +1,231 @@
+"""numpy's file of one array (.npy).
+
+    93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | the elements
+
+    {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
+
+The header is the text of a Python dict: Latin-1, UTF-8 in version 3. It is matched, not evaluated: three entries in any
+order, each once. ``descr`` is byte order, kind and bytes of an element; a list of fields for a structured array. The
+elements of an object array are one pickle. Source: numpy/lib/_format_impl.py.
+
+Numbers and booleans are tensors, a single text is a text, and the pickle of an object array is shown like any other.
+All other arrays are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from typing import NamedTuple
+
+from ckptkit import bridge
+from ckptkit.bytesource import Derived, Extent, Memory, Part, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.dtypes import BY_NUMPY, DType
+from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TensorError, TruncatedError, UnsupportedError
+from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.torch.unpickle import Unpickled, unpickle
+from ckptkit.limits import LIMITS, check
+from ckptkit.plan import crc32_combine
+from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.tree import Node
+
+MAGIC = b"\x93NUMPY"
+ALIGNMENT = 64  # of the elements, in bytes
+
+_LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
+_FIRST = 256  # bytes that are read at first
+_ITEM = re.compile(
+    r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
+    (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)|\((?P<shape>[0-9L,\s]*)\))
+    \s*(?:,\s*|$)""",
+    re.DOTALL | re.VERBOSE,
+)
+_KINDS = {"descr": ("descr", "fields"), "fortran_order": ("flag",), "shape": ("shape",)}
+_CODES = {f"{name[0]}{row.itemsize}": row for name, row in BY_NUMPY.items()}  # f4: float32
+_TEXT = re.compile(r"([<>|=]?)([US])([0-9]{1,9})")
+
+
+class Header(NamedTuple):
+    """What stands before the elements."""
+
+    descr: str
+    fortran: bool
+    shape: Shape
+    start: int  # of the elements, in bytes
+
+
+class Array(NamedTuple):
+    """What a file of one array holds, and what reading the pickle of an object array brought to light."""
+
+    root: Node
+    pickled: Unpickled | None = None
+
+
+def matches(probe: Probe) -> bool:
+    return probe.head.startswith(MAGIC)
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The array alone, without a name."""
+    source = probe.source
+    array = read_array(Range(source, 0, source.size), None)
+    globals, warnings = ((), ()) if array.pickled is None else (array.pickled.globals, array.pickled.warnings)
+    return Checkpoint(array.root, FORMAT.name, source, globals=globals, warnings=warnings)
+
+
+def read_array(extent: Extent, crc: int | None) -> Array:
+    """The array in these bytes, whose CRC-32 is `crc` (None: unknown); its elements are not read.
+
+    Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError.
+    """
+    header, text = _header(extent)
+    nbytes = extent.length - header.start
+    if _TEXT.fullmatch(header.descr) and not header.shape:
+        return Array(_text(header, extent))
+    if header.descr in ("O", "|O"):
+        return _pickled(extent, header.start)
+    order, dtype = _dtype(header.descr)
+    if len(header.shape) > LIMITS.rank:
+        raise TensorError(f"{len(header.shape):,} dimensions, more than {LIMITS.rank}")
+    _check_size(dtype.nbytes(math.prod(header.shape)), nbytes, header, dtype)
+    shape = header.shape
+    stride = contiguous_stride(shape[::-1])[::-1] if header.fortran else contiguous_stride(shape)
+    own = None if crc is None else crc32_combine(zlib.crc32(text), crc, nbytes)  # of the elements alone
+    record = Part(extent, header.start, nbytes).locate()
+    return Array(Tensor(Storage(record, crc32=own, big_endian=order == ">"), dtype, shape, stride))
+
+
+def _header(extent: Extent) -> tuple[Header, bytes]:
+    """The header, and all bytes up to the elements."""
+    head = _head(extent, _FIRST)
+    if not head.startswith(MAGIC):
+        raise FormatError("does not begin as an array of numpy does")
+    width = _LENGTH_BYTES.get(head[6:8])
+    if width is None and len(head) >= 8:
+        raise UnsupportedError(f"version {head[6]}.{head[7]} of numpy's array files, not 1 to 3")
+    if width is None or len(head) < 8 + width:
+        raise TruncatedError("ends inside the header of an array", hint="the file is cut: download or copy it again")
+    length = int.from_bytes(head[8 : 8 + width], "little")
+    start = 8 + width + length
+    check("npy_header_bytes", length, "bytes of an array's header")
+    if start > extent.length:
+        raise TruncatedError("ends inside the header of an array", hint="the file is cut: download or copy it again")
+    data = head[:start] if start <= len(head) else _head(extent, start)
+    try:
+        text = data[8 + width :].decode("utf-8" if head[6] == 3 else "latin-1")
+    except UnicodeDecodeError as error:
+        raise FormatError("an array's header is not UTF-8") from error
+    return Header(*_parse(text), start), data
+
+
+def _head(extent: Extent, length: int) -> bytes:
+    """The first bytes, at most `length` of them."""
+    length = min(length, extent.length)
+    if isinstance(extent, Range):
+        return extent.source.read(extent.offset, length)
+    (stored,) = extent.inputs  # of what inflates to so few bytes, no more is looked at than that can take
+    assert isinstance(stored, Range)
+    few = stored.part(0, min(stored.length, 2 * length + 1024))
+    return b"".join(bridge.stream(Derived("inflate", (few,), (), extent.length), 0, length))
+
+
+def _parse(text: str) -> tuple[str, bool, Shape]:
+    """The three entries of the dict that a header spells."""
+    inner = text.strip()
+    if not (inner.startswith("{") and inner.endswith("}")):
+        raise FormatError(f"an array's header is not a dict: {text[:60]!r}")
+    inner = inner[1:-1].strip()
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(inner):
+        item = _ITEM.match(inner, at)
+        kinds = _KINDS.get(item["key"], ()) if item else ()
+        value = next((item[kind] for kind in kinds if item and item[kind] is not None), None)
+        if item is None or value is None:
+            raise FormatError(f"an array's header has an entry that is none of numpy's: {inner[at : at + 60]!r}")
+        if item["key"] in found:
+            raise AmbiguousError(f"an array's header has two entries {item['key']!r}")
+        found[item["key"]] = value
+        at = item.end()
+    if found.keys() != _KINDS.keys():
+        raise FormatError(f"an array's header lacks {', '.join(sorted(_KINDS.keys() - found.keys()))}")
+    return found["descr"], found["fortran_order"] == "True", _shape(found["shape"])
+
+
+def _shape(text: str) -> Shape:
+    if not text.strip():
+        return ()
+    *sizes, last = (each.strip() for each in text.split(","))
+    sizes = [*sizes, last] if last and sizes else sizes
+    if not sizes or not all(re.fullmatch("[0-9]{1,19}L?", each) for each in sizes):  # 3L: a long of Python 2
+        raise FormatError(f"the shape ({text[:60]}) of an array is not a tuple of sizes")
+    return tuple(int(each.rstrip("L")) for each in sizes)
+
+
+def _dtype(descr: str) -> tuple[str, DType]:
+    """Byte order and element type. Raises UnsupportedError."""
+    order, code = (descr[0], descr[1:]) if descr[:1] in tuple("<>|=") else ("", descr)
+    dtype = _CODES.get("b1" if code == "?" else code)
+    if dtype is not None and (order in ("<", ">") or dtype.component == 1):
+        return order, dtype
+    if re.fullmatch("V[0-9]+", code):
+        raise UnsupportedError(
+            f"holds elements of {code[1:]} bytes of which numpy does not know the type ({descr})",
+            hint="bfloat16 and float8 are saved by numpy like this: save them as float32",
+        )
+    what = "structured elements" if descr.startswith("[") else f"elements of the type {descr[:40]!r}"
+    raise UnsupportedError(f"holds {what}, which torch has no tensor for", hint="save it without this array")
+
+
+def _check_size(expected: int, seen: int, header: Header, dtype: DType) -> None:
+    if seen < expected:
+        raise TruncatedError(
+            f"an array of shape {header.shape} and {dtype} has {expected:,} bytes, {seen:,} are there",
+            hint="the file is cut: download or copy it again",
+        )
+    if seen > expected:
+        raise AmbiguousError(f"{seen - expected:,} bytes follow the array: other readers may take them for something")
+
+
+def _text(header: Header, extent: Extent) -> str | bytes:
+    """The value of an array that is one text, without the zeros that numpy pads it with."""
+    order, kind, size = _TEXT.fullmatch(header.descr).groups()  # type: ignore[union-attr]
+    nbytes = int(size) * (4 if kind == "U" else 1)
+    check("string_bytes", nbytes, "bytes of a text")
+    if extent.length - header.start != nbytes:
+        raise CorruptError(f"a text of {nbytes:,} bytes is {extent.length - header.start:,} bytes long")
+    data = b"".join(bridge.stream(extent, header.start, extent.length))
+    if kind == "S":
+        return data.rstrip(b"\0")
+    try:
+        return data.decode("utf-32-be" if order == ">" else "utf-32-le").rstrip("\0")
+    except UnicodeDecodeError as error:
+        raise FormatError("a text is not UTF-32") from error
+
+
+def _pickled(extent: Extent, start: int) -> Array:
+    """The pickle of an object array, read like any other: nothing in it is run."""
+    length = extent.length - start
+    if isinstance(extent, Derived):
+        check("record_bytes", length, "bytes of a compressed pickle")
+        data = b"".join(bridge.stream(extent, start, extent.length))
+        extent, start = Range(Memory(data, next(extent.sources()).name), 0, length), 0
+    first = extent.offset + start
+    pickled = unpickle(extent.source, first, first + length)
+    if pickled.stop != first + length:
+        raise AmbiguousError(f"{first + length - pickled.stop:,} bytes follow the pickle of an object array")
+    return Array(pickled.root, pickled)
+
+
+def header(dtype: DType, shape: Shape) -> bytes:
+    """What stands before the elements of a row-major little-endian array, which begin at a multiple of 64."""
+    descr = ("|" if dtype.component == 1 else "<") + next(code for code, row in _CODES.items() if row is dtype)
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
+    version, width = (b"\1\0", 2) if len(text) < 0xFF00 else (b"\2\0", 4)
+    text += " " * (-(len(MAGIC) + 2 + width + len(text) + 1) % ALIGNMENT) + "\n"
+    return MAGIC + version + len(text).to_bytes(width, "little") + text.encode()
+
+
+FORMAT = Format("npy", "one array of numpy", matches, read, rewrite_as="npz")

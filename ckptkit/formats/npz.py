@@ -1,0 +1,118 @@
+"""numpy's archive of named arrays: a zip file whose members are ``<name>.npy``, stored or deflated (see :mod:`npy`).
+
+Source: numpy.savez, numpy.savez_compressed. Unlike torch, numpy tells names apart by case.
+
+Written as numpy.savez does, uncompressed; the elements begin at multiples of 64 bytes. The format has no place for
+anything but arrays of numbers: what stands beside the weights is left out, and tied tensors are written twice.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+
+from ckptkit import bridge
+from ckptkit.bytesource import Derived, Memory, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import CkptkitError, TensorError
+from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.leftovers import leftovers, refuse_objects, shared_bytes
+from ckptkit.formats.npy import header, read_array
+from ckptkit.formats.plain_json import is_utf8
+from ckptkit.formats.torch.zip_members import shown
+from ckptkit.formats.torch.zip_writer import Member, lay_out
+from ckptkit.plan import OutputFile, Plan, crc32_combine
+from ckptkit.tensor import Tensor
+from ckptkit.tree import Global, Node, OrderedDict
+
+SUFFIX = ".npy"
+_NAME_BYTES = (1 << 16) - 1 - len(SUFFIX)
+
+
+def matches(probe: Probe) -> bool:
+    return probe.zip is not None and all(name.endswith(SUFFIX) for name in probe.zip.entries)
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The arrays by name, in the order of the archive. Raises what :func:`npy.read_array` raises, with the name."""
+    archive = probe.zip
+    assert archive is not None
+    root: dict[Node, Node] = {}
+    globals: dict[Global, None] = {}
+    warnings: list[str] = []
+    for member in archive.entries:
+        name = member.removesuffix(SUFFIX)
+        try:
+            array = read_array(archive.locate(member), archive.crc(member))
+        except CkptkitError as error:
+            error.message = f"array {shown(name)}: {error.message}"
+            raise
+        root[name] = array.root
+        if array.pickled is not None:
+            globals.update(dict.fromkeys(array.pickled.globals))
+            warnings += [f"array {shown(name)} holds objects of Python: a pickle", *array.pickled.warnings]
+    return Checkpoint(root, FORMAT.name, archive.source, globals=tuple(globals), warnings=tuple(warnings))
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """The weights as arrays; the notes name what is left out. Raises TensorError for what numpy has no array for."""
+    if options.objects == "error":
+        refuse_objects(checkpoint)
+    tensors = checkpoint.required.tensors
+    _check_holdable(tensors)
+    _, notes = leftovers(checkpoint)
+    lost = list(_lost(checkpoint))
+    if lost:
+        more = f" and {len(lost) - 6:,} more" if len(lost) > 6 else ""
+        notes.insert(0, f"left out: {', '.join(lost[:6])}{more}, for which npz has no place")
+    members = (_member(name, tensor) for name, tensor in tensors.items())
+    return Plan((OutputFile("", tuple(lay_out(members))),), (*notes, *shared_bytes(tensors)))
+
+
+def _lost(checkpoint: Checkpoint) -> Iterator[str]:
+    """What other formats keep as text."""
+    yield from leftovers(checkpoint)[0]
+    yield from (f"{key} (metadata)" for key in checkpoint.metadata)
+    node = checkpoint.required.node
+    if isinstance(node, OrderedDict) and node.state:
+        yield from (f"{key} of the state_dict" for key in node.state)
+
+
+def _member(name: str, tensor: Tensor) -> Member:
+    before = header(tensor.dtype, tensor.shape)
+    if not tensor.nbytes:
+        return Member(name + SUFFIX, before)
+    assert tensor.storage is not None
+    record = bridge.contiguous(tensor)
+    extent = record.locate()
+    known = tensor.storage.crc32 if isinstance(extent, Range) and record is tensor.storage.record else None
+    crc = None if known is None else crc32_combine(zlib.crc32(before), known, extent.length)
+    literal = Range(Memory(before, name), 0, len(before))
+    return Member(name + SUFFIX, Derived("concat", (literal, extent), (), literal.length + extent.length), crc)
+
+
+def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
+    refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
+    if refused:
+        some = ", ".join(f"{shown(name)} ({why})" for name, why in refused[:3])
+        more = f" and {len(refused) - 3:,} more" if len(refused) > 3 else ""
+        floats = all(tensors[name].dtype.kind == "float" and why == tensors[name].dtype.name for name, why in refused)
+        raise TensorError(
+            f"npz cannot hold {some}{more}",
+            hint="`convert --cast float32` makes floats of them that numpy has"
+            if floats
+            else "leave them out with `convert --drop NAME`",
+        )
+
+
+def _obstacle(name: str, tensor: Tensor) -> str | None:
+    """Why the format has no place for a tensor."""
+    odd = not is_utf8(name) or "\\" in name or name.startswith("/") or ".." in name.split("/")
+    if odd or any(c < " " or c == "\x7f" for c in name) or len(name.encode()) > _NAME_BYTES:
+        return "a name that a member of a zip file cannot have"
+    if tensor.storage is None or tensor.layout != "strided":
+        return "meta" if tensor.storage is None else tensor.layout
+    return tensor.dtype.name if tensor.dtype.numpy is None else None
+
+
+FORMAT = Format("npz", "an archive of numpy arrays", matches, read, (".npz",), layout)

@@ -1,0 +1,74 @@
+"""Shards of safetensors: ``model-00001-of-00003.safetensors`` and ``model.safetensors.index.json``.
+
+What a single file would have in its ``__metadata__`` (ties, by the hub's convention, and the rest of the state_dict)
+stands in the metadata of the index. A name that is tied to another is in no shard and not in the ``weight_map``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats import safetensors
+from ckptkit.formats.folder import SAFETENSORS
+from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.leftovers import refuse_objects
+from ckptkit.formats.safetensors_record import FRAMEWORK, Restored, restore, restore_ties
+from ckptkit.formats.sharded import shards
+from ckptkit.formats.sharded.split import index_file, shard_names, split
+from ckptkit.plan import Plan
+from ckptkit.tensor import Tensor
+from ckptkit.tree import Node
+
+STEM = "model"
+
+
+def matches(probe: Probe) -> bool:
+    return shards.matches(probe, SAFETENSORS)
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The tensors of all shards. See :mod:`shards`."""
+    return shards.read(probe, FORMAT.name, _restored)
+
+
+def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
+    """Of shards that are safetensors files; the index may name others."""
+    plain = all(isinstance(node, Tensor) for node in root.values())
+    return restore(root, texts) if plain else restore_ties(root, texts)
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """A folder with the weights. Raises what safetensors' own layout raises, and LimitError for a huge index."""
+    if options.objects == "error":
+        refuse_objects(checkpoint)
+    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""})  # so that no tie is called so
+    tensors, metadata, notes = safetensors.prepared(checkpoint, options)
+    del metadata[shards.TOTAL]
+    parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
+    names = shard_names(STEM, SAFETENSORS, len(parts))
+    if len(parts) == 1:
+        return Plan((replace(safetensors.file_of(tensors, metadata), name=names[0]),), tuple(notes))
+    framework = {FRAMEWORK: metadata.pop(FRAMEWORK)}
+    files = [
+        replace(safetensors.file_of({each: tensors[each] for each in part}, framework), name=name)
+        for name, part in zip(names, parts, strict=True)
+    ]
+    file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
+    said = {
+        shards.TOTAL: sum(tensor.nbytes for tensor in tensors.values()),
+        **{key: text for key, text in metadata.items() if text is not None},
+    }
+    index = index_file(STEM + SAFETENSORS, {name: file_of[name] for name in tensors}, said)
+    return Plan((*files, index), tuple(notes))
+
+
+FORMAT = Format(
+    name="sharded",
+    title="a folder of safetensors shards, as on the Hugging Face hub",
+    matches=matches,
+    read=read,
+    layout=layout,
+    shards=True,
+)

@@ -1,0 +1,241 @@
+"""Shards, read with their index or without.
+
+Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the index. Each tensor
+is in the one shard that the map names, and each shard holds nothing else, ties to its own tensors aside. ``total_size``
+is the bytes of all tensors, those that share memory counted once; a wrong one is a warning. Texts in ``metadata`` may
+record what those of a safetensors file may.
+
+Without an index, shards are those whose names say so (``-00002-of-00003``): all of them must be there, numbered from 1
+or 0 on, and no two may hold a tensor of one name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from ckptkit.bytesource import Folder
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
+from ckptkit.formats import safetensors, strict_json
+from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
+from ckptkit.formats.format import Probe
+from ckptkit.formats.plain_json import dump
+from ckptkit.formats.safetensors_record import ATTRIBUTE, Restored
+from ckptkit.formats.torch import legacy_stream, zip_archive
+from ckptkit.limits import LIMITS, check
+from ckptkit.tree import Node, OrderedDict
+from ckptkit.weights import as_tensor
+
+SHARD_FORMATS = (safetensors.FORMAT, zip_archive.FORMAT, legacy_stream.FORMAT)
+TOTAL = "total_size"
+_NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
+_FETCH = "fetch the index and the shards again, into an empty folder"
+
+Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
+
+
+def matches(probe: Probe, suffix: str) -> bool:
+    """A folder with an index or numbered shards of this suffix, or the index itself."""
+    if probe.is_folder:
+        chosen = best(probe.names)
+        return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix
+    source = probe.source
+    _, name = source.beside() or (None, "")
+    if not name.endswith(INDEX) or source.size > LIMITS.index_bytes:
+        return False
+    is_bin = name.endswith(BIN + INDEX)
+    return is_bin == (suffix == BIN) and b'"weight_map"' in source.read(0, source.size)
+
+
+def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
+    """The tensors in the order of the index or of the shards. Opens every shard and reads its headers.
+
+    `restore` puts back what the texts in the metadata of the index record.
+    """
+    if not probe.is_folder:
+        place = probe.source.beside()
+        assert place is not None
+        return _Shards(place[0], format).with_index(place[1], restore)
+    chosen = best(probe.names)
+    assert chosen is not None
+    shards = _Shards(probe.folder, format)
+    if chosen.form == "shards":
+        return shards.without_index(chosen, probe.names)
+    return shards.with_index(chosen.files[0], restore, probe.names)
+
+
+class _Shards:
+    """The shards in a folder, being read."""
+
+    def __init__(self, folder: Folder, format: str) -> None:
+        self.folder = folder
+        self.format = format
+        self.shards: dict[str, Checkpoint] = {}
+        self.held: dict[str, dict[Node, Node]] = {}  # file name -> what it holds by name
+
+    def with_index(self, name: str, restore: Restore, names: frozenset[str] = frozenset()) -> Checkpoint:
+        """What the index called `name` describes; `names` are those in the folder, where that was what was named."""
+        try:
+            index = _index(self.folder, name)
+            places: dict[str, str] = index["weight_map"]
+            files = set(places.values())
+            _check_names(self.folder, files)
+            if name.removesuffix(INDEX) in names - files:
+                raise AmbiguousError(f"does not name {name.removesuffix(INDEX)}, which is beside it", hint=_FETCH)
+            self._read(files)
+            return self._assembled(places, index.get("metadata") or {}, restore, unread(names, {name, *files}))
+        except CkptkitError as error:
+            error.at(os.path.join(self.folder.name, name))
+            raise
+
+    def without_index(self, chosen: Candidate, names: frozenset[str]) -> Checkpoint:
+        """What all shards hold together."""
+        _check_numbers(chosen)
+        self._read(set(chosen.files))
+        places: dict[str, str] = {}
+        for file in chosen.files:
+            for name in self.held[file]:
+                if name in places:
+                    raise AmbiguousError(f"{name[:80]!r} is in {places[name]} and in {file}", hint=_FETCH)
+                places[name] = file
+        said = "there is no index: the shards are taken together in the order of their numbers"
+        return self._assembled(places, {}, _as_it_is, (said, *unread(names, set(chosen.files))))
+
+    def _read(self, files: set[str]) -> None:
+        for file in sorted(files):
+            self.shards[file] = shard = _read_shard(self.folder, file)
+            weights = shard.required
+            self.held[file] = weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
+
+    def _assembled(
+        self, places: Mapping[str, str], said: Mapping[str, Any], restore: Restore, warnings: tuple[str, ...]
+    ) -> Checkpoint:
+        held, shards = self.held, self.shards.items()
+        for tensor, file in places.items():
+            if tensor not in held[file]:
+                raise CorruptError(f"puts {tensor[:80]!r} into {file}, which does not hold it", hint=_FETCH)
+        root = {tensor: held[file][tensor] for tensor, file in places.items()} | _ties(held, places)
+        texts = {key: text if isinstance(text, str) else dump(text) for key, text in said.items() if key != TOTAL}
+        restored = restore(root, texts)
+        return Checkpoint(
+            _ordered(restored.root, list(held.values())),
+            self.format,
+            self.folder,
+            {key: text for _, shard in shards for key, text in shard.metadata.items()} | restored.metadata,
+            globals=tuple(dict.fromkeys((*(each for _, shard in shards for each in shard.globals), *restored.globals))),
+            warnings=(
+                *(f"{name}: {warning}" for name, shard in shards for warning in shard.warnings),
+                *restored.warnings,
+                *_wrong_total(said, root),
+                *warnings,
+            ),
+        )
+
+
+def _as_it_is(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
+    return Restored(root, dict(texts))
+
+
+def _index(folder: Folder, name: str) -> dict[str, Any]:
+    source = folder.open(name)
+    check("index_bytes", source.size, "bytes of the index")
+    index = strict_json.parse(source.read(0, source.size), "the index")
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise FormatError("the index has no weight_map")
+    if not all(isinstance(shard, str) for shard in index["weight_map"].values()):
+        raise FormatError("the weight_map does not map to file names")
+    if not isinstance(index.get("metadata") or {}, dict):
+        raise FormatError("the metadata of the index are not an object")
+    return index
+
+
+def _check_names(folder: Folder, names: set[str]) -> None:
+    """Every shard is there, and their numbers fit: shards of two downloads are no checkpoint."""
+    missing = sorted(name for name in names if name not in folder)
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise CorruptError(
+            f"{len(missing):,} of {len(names):,} shards are missing: {shown}",
+            hint="fetch them from where the others came from",
+        )
+    totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
+    if totals and totals != {len(names)}:
+        said = " and ".join(map(str, sorted(totals)))
+        raise CorruptError(f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH)
+
+
+def _check_numbers(chosen: Candidate) -> None:
+    """All shards are there, and each once."""
+    numbers = sorted(int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name)))
+    total, first = int(chosen.total), 0 if numbers[0] == 0 else 1
+    known = set(numbers)
+    missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
+    if missing:
+        shown = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+        raise CorruptError(
+            f"{total - len(known):,} of {total:,} shards are missing: number {shown}",
+            hint="fetch them from where the others came from",
+        )
+    if len(numbers) != total:
+        raise AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH)
+
+
+def _read_shard(folder: Folder, name: str) -> Checkpoint:
+    probe = Probe(folder.open(name))
+    try:
+        for each in SHARD_FORMATS:
+            if each.matches(probe):
+                return each.read(probe)
+        pointer = probe.head.startswith(b"version https://git-lfs")
+        hint = "it is a Git LFS pointer: `git lfs pull` fetches the file" if pointer else None
+        raise FormatError("is neither a safetensors file nor one of torch", hint=hint)
+    except CkptkitError as error:
+        error.at(probe.name)
+        raise
+
+
+def _ties(held: Mapping[str, Mapping[Node, Node]], places: Mapping[str, str]) -> dict[str, Node]:
+    """Names that the index leaves out because they share memory with one that it has. Any other is an error."""
+    ties: dict[str, Node] = {}
+    for shard, nodes in held.items():
+        extra = [name for name in nodes if places.get(name) != shard]
+        known = {_storage(nodes[name]) for name in nodes if places.get(name) == shard} if extra else set()
+        for name in extra:
+            if name in places:
+                raise AmbiguousError(f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH)
+            if _storage(nodes[name]) not in known:
+                raise CorruptError(f"{shard} holds {name[:80]!r}, which the index does not have", hint=_FETCH)
+            ties[name] = nodes[name]
+    return ties
+
+
+def _storage(node: Node) -> int:
+    tensor = as_tensor(node)
+    return id(node if tensor is None else tensor.storage)
+
+
+def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
+    """`root` as an OrderedDict, with the ``_metadata`` of all shards, if they all are such."""
+    if root.__class__ is not dict or not shards or not all(isinstance(each, OrderedDict) for each in shards):
+        return root
+    metadata = OrderedDict()
+    for shard in shards:
+        state = shard.state if isinstance(shard, OrderedDict) else None
+        part = state.get(ATTRIBUTE) if isinstance(state, dict) else None
+        metadata.update(part if isinstance(part, dict) else {})
+    return OrderedDict(root, {ATTRIBUTE: metadata} if metadata else None)
+
+
+def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
+    tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
+    every = sum(tensor.nbytes for tensor in tensors)
+    once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
+    stored = sum({id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None}.values())
+    total = said.get(TOTAL, once)
+    if type(total) is int and total in (every, once, stored):
+        return []
+    return [f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"]

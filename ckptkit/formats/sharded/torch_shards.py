@@ -1,0 +1,110 @@
+"""Shards of torch.save: ``pytorch_model-00001-of-00002.bin`` and ``pytorch_model.bin.index.json``.
+
+Each shard is a state_dict of its own, with the attributes of the whole one; tensors that share memory are in one shard.
+Texts that a single file has in a record of its own (:mod:`beside`) stand in the metadata of the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats.folder import BIN
+from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.leftovers import leftovers, refuse_objects
+from ckptkit.formats.safetensors_record import FRAMEWORK, of_values, restore_ties, values
+from ckptkit.formats.sharded import shards
+from ckptkit.formats.sharded.split import index_file, shard_names, split
+from ckptkit.formats.torch import zip_archive
+from ckptkit.plan import Plan
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.tree import Node, OrderedDict, rebuild
+from ckptkit.weights import Weights
+
+STEM = "pytorch_model"
+
+
+def matches(probe: Probe) -> bool:
+    return shards.matches(probe, BIN)
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The entries of all shards. See :mod:`shards`."""
+    return shards.read(probe, FORMAT.name, restore_ties)
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """A folder with the weights, and with what else is among them.
+
+    Raises what torch-zip's layout raises, and LimitError for a huge index.
+    """
+    if options.objects == "error":
+        refuse_objects(checkpoint)
+    weights = checkpoint.required
+    parts, total = _parts(weights, options.shard_size)
+    names = shard_names(STEM, BIN, len(parts))
+    beside, notes = leftovers(checkpoint, inside=False)
+    metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **beside})}
+    alone = metadata if len(parts) == 1 else {}
+    plans = [zip_archive.layout(Checkpoint(part, metadata=alone), options) for part in parts]
+    files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
+    if len(parts) > 1:
+        file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
+        said = {**{key: text for key, text in metadata.items() if key != FRAMEWORK}, shards.TOTAL: total}
+        files.append(index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, said))
+    return Plan(tuple(files), tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))))
+
+
+def _entries(weights: Weights) -> Mapping[str, Node]:
+    return weights.node if isinstance(weights.node, dict) else weights.nodes
+
+
+def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
+    """The state_dict of each shard, in the order of the whole one, and the bytes of all storages."""
+    entries = _entries(weights)
+    first: dict[str, str] = {}  # each name -> the first one that it shares a storage with
+    sizes: dict[str, int] = {}
+    owner: dict[int, str] = {}
+    for name, node in entries.items():
+        storages = _storages(node)
+        lead = first[name] = next((owner[id(each)] for each in storages if id(each) in owner), name)
+        new = {id(each): each.nbytes for each in storages if id(each) not in owner}
+        owner.update(dict.fromkeys(new, lead))
+        sizes[lead] = sizes.get(lead, 0) + sum(new.values())
+    files = split(sizes, limit)
+    parts = [_empty(weights.node) for _ in files]
+    number = {name: n for n, names in enumerate(files) for name in names}
+    for name, node in entries.items():
+        parts[number[first[name]]][name] = node
+    return parts, sum(sizes.values())
+
+
+def _empty(like: Node) -> dict[Node, Node]:
+    return OrderedDict((), like.state) if isinstance(like, OrderedDict) else {}
+
+
+def _storages(root: Node) -> list[Storage]:
+    """Every storage in an entry, those in the arguments of objects included."""
+    found: list[Storage] = []
+
+    def see(node: Node) -> Node:
+        if isinstance(node, (Tensor, TypedStorage)) and node.storage is not None:
+            found.append(node.storage)
+        return node
+
+    if isinstance(root, Tensor):
+        see(root)
+    else:
+        rebuild(root, see)
+    return found
+
+
+FORMAT = Format(
+    name="sharded-bin",
+    title="a folder of torch.save shards, as on the Hugging Face hub",
+    matches=matches,
+    read=read,
+    layout=layout,
+    shards=True,
+)

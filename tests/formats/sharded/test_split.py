@@ -1,0 +1,87 @@
+"""Which tensor goes into which file: huggingface_hub is the oracle."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.errors import LimitError, TensorError
+from ckptkit.formats.sharded.split import DEFAULT_SIZE, index_file, shard_names, split
+from ckptkit.limits import LIMITS
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ([], 10, [[]]),
+        ([0], 10, [[0]]),
+        ([6, 6, 2, 6, 2, 2], 10, [[0], [1, 2], [3, 4, 5]]),  # of huggingface_hub's own documentation
+        ([5, 5], 10, [[0, 1]]),
+        ([5, 5, 1], 10, [[0, 1], [2]]),
+        ([11], 10, [[0]]),
+        ([4, 11, 4], 10, [[1], [0, 2]]),
+        ([11, 12], 10, [[0], [1]]),
+        ([10, 0, 0], 10, [[0, 1, 2]]),
+        ([0, 11], 10, [[1], [0]]),
+    ],
+)
+def test_split(sizes: list[int], limit: int, expected: list[list[int]]) -> None:
+    named = {str(n): size for n, size in enumerate(sizes)}
+    assert split(named, limit) == [[str(n) for n in part] for part in expected]
+
+
+def test_the_size_of_a_file_where_nobody_says_one() -> None:
+    assert DEFAULT_SIZE == 5_000_000_000
+    assert split({"a": 5_000_000_000, "b": 1}, None) == [["a"], ["b"]]
+    assert split({"a": 4_999_999_999, "b": 1}, None) == [["a", "b"]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 60))
+def test_as_the_hub_splits(sizes: list[int], limit: int) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    state = {f"t{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
+    theirs = hub.split_torch_state_dict_into_shards(
+        state, max_shard_size=limit, filename_pattern="model{suffix}.safetensors"
+    )
+    ours = split({f"t{n}": size for n, size in enumerate(sizes)}, limit)
+    named = dict(zip(shard_names("model", ".safetensors", len(ours)), ours, strict=True))
+    assert named == theirs.filename_to_tensors
+
+
+def test_names() -> None:
+    assert shard_names("model", ".safetensors", 1) == ["model.safetensors"]
+    assert shard_names("pytorch_model", ".bin", 2) == [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+    ]
+    assert shard_names("model", ".safetensors", 123_456)[-1] == "model-123456-of-123456.safetensors"
+
+
+def test_index() -> None:
+    index = index_file("model.safetensors", {"ключ": "b", "a": "a"}, {"total_size": 3})
+    assert index.name == "model.safetensors.index.json"
+    (data,) = index.segments
+    assert isinstance(data, bytes)
+    assert json.loads(data) == {"metadata": {"total_size": 3}, "weight_map": {"ключ": "b", "a": "a"}}
+    assert list(json.loads(data)["weight_map"]) == ["ключ", "a"]
+
+
+def test_a_name_that_is_no_text() -> None:
+    with pytest.raises(TensorError, match="cannot hold the name"):
+        index_file("model.safetensors", {"\ud800": "a"}, {})
+
+
+def test_an_index_that_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = dict.fromkeys(map(str, islice(range(10**6), 100)), "x")
+    (data,) = index_file("model", places, {}).segments
+    monkeypatch.setattr("ckptkit.limits.LIMITS", type(LIMITS)(index_bytes=len(data)))  # type: ignore[arg-type]
+    index_file("model", places, {})
+    monkeypatch.setattr("ckptkit.limits.LIMITS", type(LIMITS)(index_bytes=len(data) - 1))  # type: ignore[arg-type]
+    with pytest.raises(LimitError, match="index_bytes"):
+        index_file("model", places, {})

@@ -1,0 +1,282 @@
+"""Shards as others load them: the index, then each file through safetensors or torch; and back into one file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.convert import Conversion
+from ckptkit.errors import OutputError, TensorError, UnsafeGlobalError, UsageError
+from ckptkit.formats.format import WriteOptions
+from tests.torch_equality import same
+
+State = dict[str, torch.Tensor]
+KINDS = {"sharded": ("model", ".safetensors"), "sharded-bin": ("pytorch_model", ".bin")}
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+def sample() -> OrderedDict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = OrderedDict((name, torch.randn(10, 10)) for name in ("l2.w", "l1.w", "l10.w"))  # not in alphabetical order
+    state["l1.b"] = torch.arange(10)
+    state._metadata = OrderedDict({"": {"version": 1}, "l1": {"version": 2}})  # type: ignore[attr-defined]
+    return state
+
+
+def saved(folder: Path, value: Any) -> Path:
+    torch.save(value, folder / "run.pth")
+    return folder / "run.pth"
+
+
+def write(path: Path, out: Path, kind: str, size: int | None = None, **options: Any) -> Conversion:
+    return ckptkit.save(ckptkit.open(path), out, format=kind, options=WriteOptions(shard_size=size, **options))
+
+
+def loaded(folder: Path) -> State:
+    """As transformers does: each file that the index names, and from it what the index says."""
+    (index,) = folder.glob("*.index.json")
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    state: State = {}
+    for name in sorted(set(places.values())):
+        read = load_file if name.endswith(".safetensors") else torch.load
+        shard = read(folder / name)
+        assert {key for key, place in places.items() if place == name} == shard.keys()
+        state |= shard
+    return {name: state[name] for name in places}
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    (index,) = folder.glob("*.index.json")
+    found: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
+    return found
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return found
+
+
+@both
+def test_what_others_load(tmp_path: Path, kind: str) -> None:
+    state = sample()
+    done = write(saved(tmp_path, state), tmp_path / "out", kind, 800)
+    stem, suffix = KINDS[kind]
+    shards = [f"{stem}-{number:05}-of-00002{suffix}" for number in (1, 2)]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*shards, f"{stem}{suffix}.index.json"])
+    assert [file.name for file in done.plan.files] == [*shards, f"{stem}{suffix}.index.json"]
+    same(dict(state), loaded(tmp_path / "out"))
+    assert index_of(tmp_path / "out")["metadata"]["total_size"] == 1280
+    assert list(index_of(tmp_path / "out")["weight_map"].values()) == [shards[0], shards[0], shards[1], shards[1]]
+
+
+@both
+def test_back_into_one_file(tmp_path: Path, kind: str) -> None:
+    """With the order, the type and the attributes of the state_dict, and what stood beside it."""
+    state = sample()
+    state["tied"] = state["l2.w"].detach()
+    path = saved(tmp_path, {"model": state, "epoch": 3, "note": "x"})
+    write(path, tmp_path / "out", kind, 800)
+    with_metadata = ckptkit.open(tmp_path / "out")
+    assert with_metadata.format == kind and with_metadata.warnings == ()
+    ckptkit.save(with_metadata, tmp_path / "back.pth")
+    back = torch.load(tmp_path / "back.pth", weights_only=True)
+    same(state, back)
+    assert back._metadata == state._metadata  # type: ignore[attr-defined]
+    ckptkit.save(with_metadata, tmp_path / "back.safetensors")
+    ckptkit.save(ckptkit.open(path), tmp_path / "direct.safetensors")
+    assert header_of(tmp_path / "back.safetensors") == header_of(tmp_path / "direct.safetensors")
+    same(load_file(tmp_path / "direct.safetensors"), load_file(tmp_path / "back.safetensors"))
+
+
+def test_parameters_are_parameters_again(tmp_path: Path) -> None:
+    state = {
+        "w": torch.nn.Parameter(torch.ones(8)),
+        "b": torch.zeros(8),
+        "frozen": torch.nn.Parameter(torch.ones(8), False),
+    }
+    path = saved(tmp_path, state)
+    for kind in KINDS:
+        write(path, tmp_path / kind, kind, 32)
+        ckptkit.save(ckptkit.open(tmp_path / kind), tmp_path / f"{kind}.pth")
+        same(state, torch.load(tmp_path / f"{kind}.pth", weights_only=True))
+
+
+def test_ties_of_safetensors_are_recorded(tmp_path: Path) -> None:
+    one = torch.ones(8)
+    state = {"embed": one, "w": torch.zeros(8), "a.head": one.detach()}
+    path = saved(tmp_path, state)
+    write(path, tmp_path / "out", "sharded", 32)
+    index = index_of(tmp_path / "out")
+    assert index["metadata"]["embed"] == "a.head"  # as the hub does: the first in the alphabet is kept
+    assert list(index["weight_map"]) == ["w", "a.head"] and index["metadata"]["total_size"] == 64
+    checkpoint = ckptkit.open(tmp_path / "out")
+    assert list(checkpoint.weights) == list(state)
+    assert checkpoint.weights["embed"].storage is checkpoint.weights["a.head"].storage
+    write(path, tmp_path / "both", "sharded", 32, ties="duplicate")
+    same(state, loaded(tmp_path / "both"), storages=False)
+
+
+def test_a_tie_called_like_the_total(tmp_path: Path) -> None:
+    one = torch.ones(8)
+    write(saved(tmp_path, {"a": one, "total_size": one, "b": torch.zeros(8)}), tmp_path / "out", "sharded", 32)
+    assert list(ckptkit.open(tmp_path / "out").weights) == ["a", "total_size", "b"]
+    assert index_of(tmp_path / "out")["metadata"]["total_size"] == 96
+
+
+def test_what_shares_memory_stays_in_one_file(tmp_path: Path) -> None:
+    """And counts once; torch finds it shared again."""
+    base = torch.arange(16.0)
+    state = {"base": base, "other": torch.ones(16), "row": base[:4], "more": torch.ones(4), "tied": base.detach()}
+    write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 64)
+    index = index_of(tmp_path / "out")
+    groups: dict[str, list[str]] = {}
+    for name, file in index["weight_map"].items():
+        groups.setdefault(file, []).append(name)
+    assert list(groups.values()) == [["base", "row", "tied"], ["other"], ["more"]]
+    assert list(index["weight_map"]) == list(state)
+    assert index["metadata"]["total_size"] == 64 + 64 + 16
+    for names in groups.values():
+        part = torch.load(tmp_path / "out" / index["weight_map"][names[0]], weights_only=True)
+        same({name: state[name] for name in names}, part)
+    assert ckptkit.open(tmp_path / "out").warnings == ()
+
+
+def test_grouped_as_the_hub_groups(tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    base = torch.arange(16.0)
+    state = {"base": base, "big": torch.ones(40), "row": base[:4], "w": torch.ones(4), "v": torch.ones(9), "tied": base}
+    theirs = hub.split_torch_state_dict_into_shards(
+        state, max_shard_size=80, filename_pattern="pytorch_model{suffix}.bin"
+    )
+    write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 80)
+    index = index_of(tmp_path / "out")
+    assert index["weight_map"] == theirs.tensor_to_filename
+    assert index["metadata"]["total_size"] == theirs.metadata["total_size"]
+
+
+def test_a_folder_of_the_hub_is_read(tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    state = dict(sample())
+    state["tied"] = state["l2.w"].detach()
+    for safe, kind in ((True, "sharded"), (False, "sharded-bin")):
+        (tmp_path / kind).mkdir()
+        hub.save_torch_state_dict(dict(state), tmp_path / kind, max_shard_size=800, safe_serialization=safe)
+        got = ckptkit.load(tmp_path / kind)
+        assert ckptkit.open(tmp_path / kind).format == kind
+        same({name: state[name] for name in sorted(state)}, {name: got[name] for name in sorted(got)})
+
+
+@both
+def test_one_shard_is_a_file_without_a_number(tmp_path: Path, kind: str) -> None:
+    """And without an index, as the hub has it; the folder is read again."""
+    state = sample()
+    write(saved(tmp_path, {"model": state, "epoch": 1, "optimizer": {"m": torch.ones(3)}}), tmp_path / "out", kind)
+    (name,) = os.listdir(tmp_path / "out")
+    assert name == "".join(KINDS[kind])
+    read = load_file if kind == "sharded" else torch.load
+    found = read(tmp_path / "out" / name)
+    same(dict(state), {name: found[name] for name in state}, storages=kind != "sharded")
+    same(state, ckptkit.load(tmp_path / "out"))
+
+
+@both
+def test_nothing_at_all(tmp_path: Path, kind: str) -> None:
+    write(saved(tmp_path, {}), tmp_path / "out", kind, 1)
+    assert os.listdir(tmp_path / "out") == ["".join(KINDS[kind])]
+    assert dict(ckptkit.open(tmp_path / "out").weights) == {}
+
+
+@both
+def test_what_is_left_out_is_named(tmp_path: Path, kind: str) -> None:
+    optimizer = {"state": {0: {"m": torch.ones(10)}}, "param_groups": []}
+    path = saved(tmp_path, {"model": sample(), "optimizer": optimizer, "epoch": 3})
+    done = write(path, tmp_path / "out", kind, 800)
+    assert done.plan.notes == ("left out: optimizer (1 tensor, 40 bytes)",)
+    metadata = ckptkit.open(tmp_path / "out").metadata
+    assert json.loads(metadata["ckptkit"])["values"] == {"epoch": 3}
+
+
+def test_extra_states_go_into_torch_shards(tmp_path: Path) -> None:
+    state = {"w": torch.ones(8), "l._extra_state": {"n": torch.ones(8)}, "v": torch.ones(8)}
+    done = write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 32)
+    assert done.plan.notes == ()
+    same(state, loaded(tmp_path / "out"))
+    assert len(os.listdir(tmp_path / "out")) == 4
+    assert list(ckptkit.open(tmp_path / "out").root) == list(state)
+
+
+def test_metadata_go_along(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(8), "b": torch.ones(8)}, tmp_path / "x.safetensors", {"format": "pt", "author": "me"})
+    for kind in KINDS:
+        write(tmp_path / "x.safetensors", tmp_path / kind, kind, 32)
+        assert index_of(tmp_path / kind)["metadata"] == {"total_size": 64, "author": "me"}
+        assert ckptkit.open(tmp_path / kind).metadata["author"] == "me"
+
+
+@both
+def test_objects(tmp_path: Path, kind: str) -> None:
+    path = saved(tmp_path, {"model": sample(), "args": Fraction(1, 2)})
+    with pytest.raises(UnsafeGlobalError):
+        write(path, tmp_path / "out", kind, 800, objects="error")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"a": torch.ones(8), "z": torch.ones(8, dtype=torch.complex128)})
+    with pytest.raises(TensorError, match="'z'"):
+        write(path, tmp_path / "out", "sharded", 32)
+    write(path, tmp_path / "out", "sharded-bin", 32)
+
+
+def test_SH_10_names_are_our_own(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    odd = "--help $(x) -00001-of-00001.safetensors"
+    save_file({"a": torch.ones(8), "b": torch.ones(8)}, folder / odd)
+    (folder / "evil.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": odd, "b": odd}}))
+    write(folder, tmp_path / "out", "sharded", 32)
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+def test_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path, sample())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ckptkit.publish._rename", full)
+    with pytest.raises(OutputError):
+        write(path, tmp_path / "out", "sharded", 800)
+    assert os.listdir(tmp_path) == ["run.pth"]
+
+
+# Which format is written
+
+
+def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
+    path = saved(tmp_path, sample())
+    small = WriteOptions(shard_size=800)
+    assert ckptkit.save(ckptkit.open(path), tmp_path / "a", options=small).format == "sharded"
+    assert ckptkit.save(ckptkit.open(path), tmp_path / "b", format="sharded-bin", options=small).format == "sharded-bin"
+    assert ckptkit.save(ckptkit.open(tmp_path / "b"), tmp_path / "c", options=small).format == "sharded-bin"
+    assert ckptkit.save(ckptkit.open(tmp_path / "a"), tmp_path / "d").format == "sharded"
+    with pytest.raises(UsageError, match="name of a file") as caught:
+        ckptkit.save(ckptkit.open(path), tmp_path / "a.safetensors", options=small)
+    assert "--shard-size" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="is one file") as caught:
+        ckptkit.save(ckptkit.open(path), tmp_path / "e", format="safetensors", options=small)
+    assert "sharded, sharded-bin" in str(caught.value.hint)

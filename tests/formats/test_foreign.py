@@ -1,0 +1,230 @@
+"""What is no checkpoint says what it is, and what to do: by the bytes that such files begin with."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import struct
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.errors import CkptkitError, UnsupportedError
+
+GOOD = pickle.dumps({"a": 1}) * 100
+
+
+def varint(number: int) -> bytes:
+    out = b""
+    while number > 127:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])
+
+
+def field(number: int, data: bytes) -> bytes:
+    """A field of a protocol buffer that holds bytes."""
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def onnx(producer: bytes = b"pytorch") -> bytes:
+    graph = field(1, field(4, b"MatMul")) + field(2, b"main")
+    return b"\x08\x08" + field(2, producer) + field(3, b"2.1.0") + field(7, graph) + field(8, b"\x10\x11")
+
+
+def graph_def() -> bytes:
+    return field(1, field(1, b"input") + field(2, b"Placeholder")) * 20
+
+
+def saved_model() -> bytes:
+    return b"\x08\x01" + field(2, field(1, field(4, b"serve")) + graph_def())
+
+
+def flax(keys: int = 1) -> bytes:
+    """{"params": {"kernel": array}}, as flax.serialization.to_bytes packs it."""
+    head = bytes([0x80 | keys]) if keys < 16 else b"\xde" + struct.pack(">H", keys)
+    return head + b"\xa6params\x81\xa6kernel\xc7\x30\x01\x93\x92\x03\x04\xa7float32\xc4\x30" + bytes(48)
+
+
+def tensorflow_index() -> bytes:
+    """The first entry of the table is the empty key; the last 8 bytes are the table's own."""
+    return b"\0\0\x08\x08\x01\x1a\x02\x08\x01" + bytes(60) + bytes.fromhex("57fb808b247547db")
+
+
+def tar() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        info = tarfile.TarInfo("readme.txt")
+        info.size = 3
+        archive.addfile(info, io.BytesIO(b"hi\n"))
+    return file.getvalue()
+
+
+def keras() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in ("metadata.json", "config.json", "model.weights.h5"):
+            archive.writestr(name, b"{}")
+    return file.getvalue()
+
+
+def joblib_dump(compress: Any = 0) -> bytes:
+    file = io.BytesIO()
+    joblib.dump({"coef": np.arange(2000.0)}, file, compress=compress)
+    return file.getvalue()
+
+
+NOISE = np.random.default_rng(0)
+FILES = [
+    ("x.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer", "git lfs pull"),
+    ("x.pth", gzip.compress(GOOD), "gzip file", "gunzip -c"),
+    ("x.tar.gz", gzip.compress(tar()), "gzip file", "tar -xzf"),
+    ("x.pth", bz2.compress(GOOD), "bzip2 file", "bunzip2"),
+    ("x.pth", lzma.compress(GOOD), "xz file", "unxz"),
+    ("x.pth", lzma.compress(GOOD, lzma.FORMAT_ALONE), "lzma file", "unlzma"),
+    ("x.pth", b"\x28\xb5\x2f\xfd\x04\x58" + bytes(20), "zstd file", "unzstd"),
+    ("x.pth", b"\x04\x22\x4d\x18\x64\x40" + bytes(20), "lz4 file", "unlz4"),
+    ("x.pth", b"\x1f\x9d\x90" + bytes(20), "compressed file", "uncompress"),
+    *(("x.pkl", zlib.compress(GOOD, level), "zlib stream", "zlib") for level in (0, 1, 6, 9)),
+    ("x.joblib", joblib_dump(3), "zlib stream", "joblib"),
+    ("x.joblib", joblib_dump(("gzip", 3)), "gzip file", "gunzip"),
+    ("x.joblib", joblib_dump(), "joblib file", "numpy.savez"),
+    ("x.7z", b"7z\xbc\xaf\x27\x1c\0\4" + bytes(30), "7z archive", "unpack"),
+    ("x.rar", b"Rar!\x1a\7\1\0" + bytes(30), "RAR archive", "unpack"),
+    ("x.zip", b"PK\5\6" + bytes(18), "empty zip archive", "download"),
+    ("x.zip", b"PK00PK\3\4" + bytes(30), "spanned zip archive", "join"),
+    ("x.gguf", b"GGUF\3\0\0\0" + bytes(40), "GGUF model", "gguf"),
+    *(("ggml.bin", struct.pack("<I", magic) + bytes(40), "GGML model", "look for the checkpoint")
+      for magic in (0x67676D6C, 0x67676D66, 0x67676A74, 0x67676C61)),
+    ("x.h5", b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5 file", "numpy.savez"),
+    ("x.keras", keras(), "Keras model", "numpy.savez"),
+    ("x.onnx", onnx(), "ONNX model", "onnx.numpy_helper"),
+    ("x.onnx", onnx(b""), "ONNX model", "onnx.numpy_helper"),
+    ("model.bin", onnx(), "ONNX model", "onnx.numpy_helper"),
+    ("graph.pb", graph_def(), "TensorFlow graph", "numpy.savez"),
+    ("saved_model.pb", saved_model(), "TensorFlow graph", "numpy.savez"),
+    ("x.mlmodel", b"\x08\x04" + field(2, b"\x0a\x05input"), "Core ML model", "look for the checkpoint"),
+    ("x.caffemodel", field(1, b"AlexNet") + field(100, b"data"), "Caffe model", "numpy.savez"),
+    ("model.ckpt.index", tensorflow_index(), "index of a TensorFlow checkpoint", "numpy.savez"),
+    ("checkpoint", b'model_checkpoint_path: "model.ckpt-1"\n', "TensorFlow", "numpy.savez"),
+    ("x.msgpack", flax(), "msgpack file (Flax)", "numpy.savez"),
+    ("x.msgpack", flax(20), "msgpack file (Flax)", "numpy.savez"),
+    ("x.tflite", b"\x1c\0\0\0TFL3" + bytes(40), "TensorFlow Lite", "made to run"),
+    ("x.ptl", b"\x18\0\0\0PTMF" + bytes(40), "PyTorch mobile", "made to run"),
+    ("x.pte", b"\x18\0\0\0ET12" + bytes(40), "ExecuTorch", "made to run"),
+    ("x.xml", b'<?xml version="1.0"?>\n<net name="torch-jit-export" version="11">\n', "OpenVINO model", "made to run"),
+    ("x.weights", struct.pack("<iiiq", 0, 2, 5, 32013312) + bytes(40), "Darknet model", "no names"),
+    ("x.mat", b"MATLAB 5.0 MAT-file, Platform: GLNXA64" + bytes(100), "MATLAB file", "scipy.io.loadmat"),
+    ("x.parquet", b"PAR1\x15\4" + bytes(40), "Parquet table", "download"),
+    ("x.arrow", b"ARROW1\0\0" + bytes(40), "Arrow table", "download"),
+    ("x.db", b"SQLite format 3\0" + bytes(40), "SQLite database", "download"),
+    ("x.pth", b"\x89PNG\r\n\x1a\n" + bytes(40), "PNG image", "download"),
+    ("x.pth", b"\xff\xd8\xff\xe0\0\x10JFIF" + bytes(40), "JPEG image", "download"),
+    ("x.pth", b"GIF89a" + bytes(40), "GIF image", "download"),
+    ("x.pth", b"RIFF\x24\0\0\0WEBPVP8 " + bytes(40), "WebP image", "download"),
+    ("x.pth", b"%PDF-1.7\n" + bytes(40), "PDF document", "download"),
+    ("x.so", b"\x7fELF\2\1\1" + bytes(40), "program or library (ELF)", "download"),
+    ("x.dll", b"MZ\x90\0" + bytes(40), "program or library (Windows)", "download"),
+    ("x.dylib", b"\xcf\xfa\xed\xfe\7\0\0\1" + bytes(40), "program or library (macOS)", "download"),
+    ("x.pth", b"<!DOCTYPE html>\n<html><body>404</body></html>\n", "HTML page", "download"),
+    ("x.pth", "  <html><title>Zugriff verweigert für".encode("latin-1"), "HTML page", "download"),
+    ("x.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "XML document", "download"),
+    ("config.json", b'{\n  "architectures": ["BertModel"],\n  "model_type": "bert"\n}\n', "configuration", "beside it"),
+    ("tokenizer.json", b'{"version": "1.0"}', "JSON text", "index file"),
+    ("x.pth", b"Entry not found", "is text", "'Entry not found'"),
+    ("x.pth", b"", "is empty", "again"),
+    ("x.pth", bytes(5000), "zeros only", "again"),
+    ("x.bin", NOISE.normal(0, 0.02, 4000).astype("<f4").tobytes(), "float32 numbers", "numpy.fromfile"),
+    ("x.bin", NOISE.bytes(4000), "no format that ckptkit knows", "ckptkit formats"),
+    ("x.tar", b"readme" + bytes(251) + b"ustar\0" + bytes(300), "tar archive", "again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data", "what", "hint"), FILES, ids=[f"{name}-{what}" for name, _, what, _ in FILES])
+def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.open(tmp_path / name)
+    assert caught.value.where == str(tmp_path / name)
+    assert what in caught.value.message and hint in str(caught.value.hint), str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "hint"),
+    [
+        (
+            ["saved_model.pb", "fingerprint.pb", "variables/variables.index"],
+            "TensorFlow model (SavedModel)",
+            "numpy.savez",
+        ),
+        (
+            ["checkpoint", "model.ckpt-9.index", "model.ckpt-9.data-00000-of-00001"],
+            "folder of TensorFlow checkpoints",
+            "numpy.savez",
+        ),
+        (["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "d/x"], "Orbax checkpoint", "numpy.savez"),
+        (["model_index.json", "unet/config.json"], "pipeline of several models", "unet"),
+        (["config.json", "tokenizer.json"], "holds no checkpoint", "name a file"),
+        ([], "holds no checkpoint", "name a file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_folder(tmp_path: Path, names: list[str], what: str, hint: str) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"{}")
+    with pytest.raises(CkptkitError) as caught:
+        ckptkit.open(folder)
+    assert what in caught.value.message and hint in str(caught.value.hint)
+    assert caught.value.where == str(folder)
+
+
+def test_a_core_ml_package(tmp_path: Path) -> None:
+    folder = tmp_path / "x.mlpackage"
+    (folder / "Data").mkdir(parents=True)
+    (folder / "Manifest.json").write_text("{}")
+    with pytest.raises(CkptkitError, match="Core ML model"):
+        ckptkit.open(folder)
+
+
+def test_the_state_of_an_optimizer(tmp_path: Path) -> None:
+    """It is a checkpoint, and has no weights."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    checkpoint = ckptkit.open(tmp_path / "optimizer.pt")
+    with pytest.raises(CkptkitError, match="state of an optimizer"):
+        dict(checkpoint.weights)
+
+
+def test_signatures_do_not_shadow_checkpoints(tmp_path: Path) -> None:
+    """A safetensors file whose header has the length 0x9c78: its first bytes are those of a zlib stream."""
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(0x9C78)
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    assert (tmp_path / "x.safetensors").read_bytes()[:2] == b"\x78\x9c"
+    assert list(ckptkit.open(tmp_path / "x.safetensors").weights) == ["a"]
+
+
+def test_a_pickle_of_a_model_of_sklearn_is_shown(tmp_path: Path) -> None:
+    from sklearn.linear_model import LinearRegression
+
+    model = LinearRegression().fit(np.arange(6.0).reshape(3, 2), np.arange(3.0))
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(model))
+    checkpoint = ckptkit.open(tmp_path / "x.pkl")
+    assert "sklearn.linear_model._base.LinearRegression" in map(str, checkpoint.globals)
+    assert not isinstance(checkpoint.root, UnsupportedError)

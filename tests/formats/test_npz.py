@@ -1,0 +1,294 @@
+"""Archives of numpy: numpy writes and reads them, we read and write them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptkit
+from ckptkit.bytesource import LocalFile
+from ckptkit.convert import Conversion
+from ckptkit.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    TensorError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
+from ckptkit.formats import npz
+from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.tree import Object
+from tests.formats.test_npy import ARRAYS
+from tests.torch_equality import bits
+
+MANY = {**ARRAYS, "a/b.c": np.ones(2), "W": np.ones(1), "w": np.zeros(1), "x.npy": np.ones(3), "": np.ones(4)}
+savers = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+
+
+def write(path: Path, out: Path, **options: Any) -> Conversion:
+    return ckptkit.save(ckptkit.open(path), out, options=WriteOptions(**options), verify=True)
+
+
+def saved(folder: Path, value: Any) -> Path:
+    torch.save(value, folder / "x.pth")
+    return folder / "x.pth"
+
+
+@savers
+def test_as_numpy_reads_it(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "x.npz", **MANY)
+    checkpoint = ckptkit.open(tmp_path / "x.npz")
+    assert checkpoint.format == "npz" and checkpoint.warnings == ()
+    got = ckptkit.load(tmp_path / "x.npz")
+    with np.load(tmp_path / "x.npz") as want:
+        assert list(got) == list(want) == list(MANY)
+        for name, array in want.items():
+            native = array.astype(array.dtype.newbyteorder("="))
+            assert got[name].numpy().dtype == native.dtype and tuple(got[name].shape) == array.shape
+            assert bits(got[name]) == native.tobytes(), name
+
+
+@savers
+def test_as_numpy_reads_what_we_write(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "x.npz", **MANY)
+    write(tmp_path / "x.npz", tmp_path / "y.npz")
+    with np.load(tmp_path / "x.npz") as want, np.load(tmp_path / "y.npz") as got:
+        assert list(got) == list(want)
+        for name in want:
+            native = want[name].dtype.newbyteorder("=")
+            assert got[name].dtype == native and got[name].shape == want[name].shape
+            assert got[name].tobytes() == want[name].astype(native).tobytes()
+            assert got[name].flags.c_contiguous
+
+
+def test_what_we_write_is_a_plain_zip_file(tmp_path: Path) -> None:
+    state = {"a": torch.arange(100.0), "b": torch.zeros(0), "c": torch.tensor(3)}
+    write(saved(tmp_path, state), tmp_path / "y.npz")
+    with zipfile.ZipFile(tmp_path / "y.npz") as file:
+        assert file.testzip() is None
+        assert file.namelist() == ["a.npy", "b.npy", "c.npy"]
+        assert {member.compress_type for member in file.infolist()} == {zipfile.ZIP_STORED}
+        data = (tmp_path / "y.npz").read_bytes()
+        for member in file.infolist():
+            start = member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+            assert start % 64 == 0
+
+
+def test_checksums_are_taken_over(tmp_path: Path) -> None:
+    """From the archive to a .pth, and back: damage stays visible, and nothing is read for it."""
+    np.savez(tmp_path / "x.npz", a=np.arange(1000.0))
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    at = data.index(np.arange(1000.0).tobytes()) + 4000
+    data[at] ^= 1
+    (tmp_path / "x.npz").write_bytes(data)
+    ckptkit.save(ckptkit.open(tmp_path / "x.npz"), tmp_path / "x.pth")
+    ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "y.npz")
+    for name, member in (("x.pth", "archive/data/0"), ("y.npz", "a.npy")):
+        with zipfile.ZipFile(tmp_path / name) as file, pytest.raises(zipfile.BadZipFile, match="CRC"):
+            file.read(member)
+
+
+def test_a_pth_as_arrays(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {"w": base, "t": base.t(), "c": torch.tensor([1 + 2j]).conj(), "p": torch.nn.Parameter(torch.ones(2))}
+    done = write(saved(tmp_path, state), tmp_path / "y.npz")
+    with np.load(tmp_path / "y.npz") as got:
+        for name, tensor in state.items():
+            assert (got[name] == tensor.detach().resolve_conj().numpy()).all()
+    assert done.plan.notes == ("tensors that share memory with others: 1; their bytes are written for each",)
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    optimizer = {"state": {0: {"m": torch.ones(10)}}, "param_groups": []}
+    path = saved(tmp_path, {"model": {"w": torch.ones(2)}, "epoch": 3, "note": "x", "optimizer": optimizer})
+    assert write(path, tmp_path / "y.npz").plan.notes == (
+        "left out: epoch, note, for which npz has no place",
+        "left out: optimizer (1 tensor, 40 bytes)",
+    )
+    module = saved(tmp_path, torch.nn.Linear(2, 2).state_dict())
+    assert write(module, tmp_path / "z.npz").plan.notes == (
+        "left out: _metadata of the state_dict, for which npz has no place",
+    )
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", {"author": "me"})
+    assert write(tmp_path / "x.safetensors", tmp_path / "a.npz").plan.notes == (
+        "left out: author (metadata), for which npz has no place",
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_floats_that_numpy_has_not(tmp_path: Path, dtype: str) -> None:
+    path = saved(tmp_path, {"a": torch.ones(3), "layer.w": torch.ones(3).to(getattr(torch, dtype))})
+    with pytest.raises(TensorError, match=rf"npz cannot hold 'layer\.w' \({dtype}\)") as caught:
+        write(path, tmp_path / "y.npz")
+    assert "--cast float32" in str(caught.value.hint)
+    ckptkit.save(ckptkit.cast(ckptkit.open(path), {"*": "float32"}), tmp_path / "y.npz")
+    with np.load(tmp_path / "y.npz") as got:
+        assert got["layer.w"].dtype == np.float32 and got["layer.w"].tolist() == [1, 1, 1]
+
+
+def test_what_else_numpy_has_not(tmp_path: Path) -> None:
+    state = {
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.empty(2, device="meta"),
+        "half": torch.ones(2, dtype=torch.complex32),
+        "more": torch.ones(2, dtype=torch.bfloat16),
+    }
+    with pytest.raises(TensorError) as caught:
+        write(saved(tmp_path, state), tmp_path / "y.npz")
+    assert "'sparse' (sparse_coo), 'meta' (meta), 'half' (complex32) and 1 more" in str(caught.value)
+    assert "--drop" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", ["../a", "/a", "a/../b", "a\\b", "a\0b", "a\nb", "\ud800", "é" * 40_000])
+def test_NP_10_names_that_no_archive_can_have(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path, {"a": torch.ones(1)})
+    checkpoint = ckptkit.open(path)
+    renamed = checkpoint.with_root({name: checkpoint.root["a"]})
+    with pytest.raises(TensorError, match="a name that"):
+        ckptkit.save(renamed, tmp_path / "y.npz")
+
+
+def test_objects(tmp_path: Path) -> None:
+    """Shown with their globals; never made, never written."""
+    np.savez(tmp_path / "x.npz", w=np.ones(2), config=np.array({"a": {1, 2}}, dtype=object), name=np.array("net"))
+    checkpoint = ckptkit.open(tmp_path / "x.npz")
+    assert isinstance(checkpoint.root["config"], Object) and checkpoint.root["name"] == "net"
+    assert list(checkpoint.weights) == ["w"]
+    assert "numpy.ndarray" in map(str, checkpoint.globals)
+    assert checkpoint.warnings[0] == "array 'config' holds objects of Python: a pickle"
+    done = write(tmp_path / "x.npz", tmp_path / "y.npz")
+    assert done.plan.notes[0] == "left out: name, for which npz has no place" and "config" in done.plan.notes[1]
+    with np.load(tmp_path / "y.npz") as got:
+        assert list(got) == ["w"]
+    np.savez(tmp_path / "z.npz", w=np.ones(2), o=np.array({1}, dtype=object))
+    with pytest.raises(UnsafeGlobalError):
+        write(tmp_path / "z.npz", tmp_path / "no.npz", objects="error")
+
+
+@savers
+def test_NP_05_arrays_are_refused_by_name(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "x.npz", w=np.ones(2), table=np.zeros(3, dtype=[("a", "<f4")]))
+    with pytest.raises(UnsupportedError, match="array 'table': holds structured elements") as caught:
+        ckptkit.open(tmp_path / "x.npz")
+    assert caught.value.where == str(tmp_path / "x.npz")
+
+
+def test_names_differ_by_case_only_among_arrays(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+        for name in ("a/data.pkl", "a/W.npy", "a/w.npy"):
+            file.writestr(name, b"")
+    with pytest.raises(AmbiguousError):
+        ckptkit.open(tmp_path / "x.zip")
+
+
+def test_NP_11_the_same_name_twice(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "x.npz", "w") as file:
+        for _ in range(2):
+            file.writestr("a.npy", b"")
+    with pytest.raises(AmbiguousError, match="same name"):
+        ckptkit.open(tmp_path / "x.npz")
+
+
+def test_NP_12_a_member_that_is_no_array(tmp_path: Path) -> None:
+    for content in (b"", b"3\n", b"\x93NUMPY", b"PK\3\4"):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w") as file:
+            file.writestr("a.npy", content)
+        with pytest.raises(FormatError, match="array 'a'"):
+            ckptkit.open(tmp_path / "x.npz")
+
+
+def test_NP_13_compressed_bytes_that_lie(tmp_path: Path) -> None:
+    """A size that is not that of what inflates is found out where the elements are read."""
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(1 << 16))
+    data = (tmp_path / "x.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "x.npz") as file:
+        (member,) = file.infolist()
+    start = member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+    for at in (start, start + member.compress_size // 2, start + member.compress_size - 1):
+        changed = bytearray(data)
+        changed[at] ^= 0x55
+        (tmp_path / "y.npz").write_bytes(changed)
+        with pytest.raises(CkptkitError):
+            ckptkit.save(ckptkit.open(tmp_path / "y.npz"), tmp_path / "out.npz")
+        assert not (tmp_path / "out.npz").exists()
+
+
+def test_NP_14_compression_beyond_what_is_possible(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(10))
+    data = (tmp_path / "x.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "x.npz") as file:
+        (member,) = file.infolist()
+    for code in ("<L", "<Q"):
+        data = data.replace(struct.pack(code, member.file_size), struct.pack(code, 1 << 30))
+    (tmp_path / "x.npz").write_bytes(data)
+    with pytest.raises((LimitError, CorruptError, AmbiguousError)):
+        ckptkit.open(tmp_path / "x.npz")
+
+
+def test_few_compressed_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    np.savez_compressed(tmp_path / "x.npz", a=rng.bytes(0), b=np.frombuffer(rng.bytes(1 << 20), np.uint8))
+    lengths = []
+    original = LocalFile.read
+
+    def counted(source: LocalFile, offset: int, length: int) -> bytes:
+        lengths.append(length)
+        return original(source, offset, length)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    probe = Probe(LocalFile(tmp_path / "x.npz"))
+    assert npz.FORMAT.matches(probe)
+    npz.FORMAT.read(probe)
+    assert sum(lengths) < 100_000
+
+
+def test_a_long_header_in_a_compressed_member(tmp_path: Path) -> None:
+    """Noise in a header compresses badly: all of it must be looked at all the same."""
+    rng = np.random.default_rng(0)
+    noise = "".join(chr(c) for c in rng.integers(33, 127, 40_000) if chr(c) not in "'\"\\[]")
+    text = f"{{'descr': [('{noise}', '<f4')], 'fortran_order': False, 'shape': (1,), }}".encode()
+    array = b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text + bytes(4)
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a.npy", array)
+    with pytest.raises(UnsupportedError, match="structured"):
+        ckptkit.open(tmp_path / "x.npz")
+
+
+def test_thousands_of_arrays(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", **{f"layer.{n}.w": np.full(3, n) for n in range(3000)})
+    write(tmp_path / "x.npz", tmp_path / "y.npz")
+    with np.load(tmp_path / "y.npz") as got:
+        assert all((got[f"layer.{n}.w"] == n).all() for n in range(0, 3000, 100))
+
+
+def test_values_of_a_record_are_named(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "x.pth")
+    ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "x.safetensors")
+    (note,) = write(tmp_path / "x.safetensors", tmp_path / "y.npz").plan.notes
+    assert "ckptkit (metadata)" in note
+    assert json.loads(ckptkit.open(tmp_path / "x.safetensors").metadata["ckptkit"])["values"] == {"epoch": 3}
+
+
+def test_the_checksum_that_is_zero(tmp_path: Path) -> None:
+    """None was computed: nothing can be compared, and ours is the true one."""
+    np.savez(tmp_path / "x.npz", a=np.arange(10.0))
+    data = (tmp_path / "x.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "x.npz") as file:
+        (member,) = file.infolist()
+    (tmp_path / "x.npz").write_bytes(data.replace(struct.pack("<L", member.CRC), bytes(4)))
+    assert ckptkit.open(tmp_path / "x.npz").root["a"].storage.crc32 is None
+    write(tmp_path / "x.npz", tmp_path / "y.npz")
+    with zipfile.ZipFile(tmp_path / "y.npz") as file:
+        assert zlib.crc32(file.read("a.npy")) == file.getinfo("a.npy").CRC
