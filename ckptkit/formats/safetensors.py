@@ -20,146 +20,42 @@ the tensors in the order of the state_dict. What else a header cannot say stands
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptkit import bridge
-from ckptkit.bytesource import ByteSource, Extent, Range
+from ckptkit.bytesource import Extent, Range
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_SAFETENSORS, DType
+from ckptkit.dtypes import BY_NAME, BY_SAFETENSORS
 from ckptkit.errors import (
-    AmbiguousError,
-    CkptkitError,
-    CorruptError,
-    FormatError,
     TensorError,
-    TruncatedError,
 )
-from ckptkit.formats import strict_json
-from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects
+from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
+from ckptkit.formats.leftovers import leftovers, refuse_objects, shared_bytes
 from ckptkit.formats.plain_json import dump, is_utf8
-from ckptkit.formats.safetensors_record import FRAMEWORK, RESERVED, lost_attributes, record, restore, values
+from ckptkit.formats.safetensors_header import METADATA, matches, read_header, read_tensors, shown
+from ckptkit.formats.safetensors_record import (
+    FRAMEWORK,
+    RESERVED,
+    VERSION,
+    lost_attributes,
+    record,
+    restore,
+    values,
+)
 from ckptkit.limits import LIMITS, check
 from ckptkit.plan import OutputFile, Plan
-from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
-
-_WHITE = b" \t\r\n"
-_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
-_METADATA = "__metadata__"
-
-
-def matches(probe: Probe) -> bool:
-    """A length, then an object. A length that cannot be is damage where the name says safetensors."""
-    if probe.head[8:].lstrip(_WHITE)[:1] != b"{":
-        return False
-    length = int.from_bytes(probe.head[:8], "little")
-    return length <= LIMITS.safetensors_header_bytes or probe.name.endswith(".safetensors")
+from ckptkit.tensor import Tensor
 
 
 def read(probe: Probe) -> Checkpoint:
     """The tensors in the order of the header; then what ckptkit or the hub's convention left in the metadata."""
     source = probe.source
-    text, header, metadata = _header(source)
-    root, metadata, warnings = restore(_tensors(header, source, 8 + len(text)), metadata)
+    text, header, metadata = read_header(source)
+    root, metadata, warnings, globals = restore(read_tensors(header, source, 8 + len(text)), metadata)
     if not text.startswith(b"{"):
         warnings = ("the header begins with white space", *warnings)
-    return Checkpoint(root, FORMAT.name, source, metadata, warnings=warnings)
-
-
-def _header(source: ByteSource) -> tuple[bytes, dict[str, Any], dict[str, str]]:
-    length = int.from_bytes(source.read(0, 8), "little")
-    check("safetensors_header_bytes", length, "bytes of the header")
-    text = source.read(8, length)
-    header = strict_json.parse(text, "the header")
-    if not isinstance(header, dict):
-        raise FormatError("the header is not a JSON object")
-    metadata = header.pop(_METADATA, None)
-    if metadata is None:
-        return text, header, {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{_METADATA} is not an object of texts")
-    return text, header, metadata
-
-
-def _tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict[str, Tensor]:
-    """The header with each entry replaced by its tensor: a copy of a large one would be a second hundred megabytes."""
-    check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
-    spans: list[tuple[int, int, str]] = []
-    strides: dict[Shape, Shape] = {}  # most tensors share a few shapes
-    for name, entry in header.items():
-        try:
-            dtype, shape, begin, end = _entry(entry)
-            if shape not in strides:
-                strides[shape] = contiguous_stride(shape)
-            header[name] = Tensor(Storage(Range(source, start + begin, end - begin)), dtype, shape, strides[shape])
-        except CkptkitError as error:
-            error.message = f"tensor {_shown(name)}: {error.message}"
-            raise
-        spans.append((begin, end, name))
-    _check_tiles(spans, source.size - start)
-    return header
-
-
-def _entry(entry: Any) -> tuple[DType, Shape, int, int]:
-    """One tensor's dtype, shape as torch has it, begin and end."""
-    try:
-        code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except (KeyError, TypeError) as error:
-        raise FormatError("its entry lacks one of dtype, shape and data_offsets") from error
-    if len(entry) > len(_FIELDS):
-        raise AmbiguousError(f"its entry has the unknown field {_shown(min(entry.keys() - _FIELDS))}")
-    dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
-    if dtype is None:
-        raise FormatError(f"unknown dtype {_shown(code)}")
-    shape, offsets = _naturals(sizes, "shape"), _naturals(offsets, "data_offsets")
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"data_offsets {_shown(offsets)} are not a begin and an end")
-    if len(shape) > LIMITS.rank:
-        raise TensorError(f"{len(shape):,} dimensions, more than {LIMITS.rank}")
-    elements = math.prod(shape)
-    bits = dtype.bits // dtype.packed
-    if elements * bits != (offsets[1] - offsets[0]) * 8:
-        raise FormatError(f"shape {_shown(shape)} of {dtype} does not fill {offsets[1] - offsets[0]:,} bytes")
-    return dtype, shape if dtype.packed == 1 else _packed(shape, dtype), offsets[0], offsets[1]
-
-
-def _naturals(value: Any, what: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise FormatError(f"{what} is not a list")
-    for n in value:
-        if type(n) is not int or n < 0:
-            raise FormatError(f"{what} is not a list of non-negative integers")
-    return tuple(value)
-
-
-def _packed(shape: Shape, dtype: DType) -> Shape:
-    if shape[-1] % dtype.packed:
-        raise FormatError(f"the last dimension of shape {_shown(shape)} is odd: {dtype} holds pairs")
-    return (*shape[:-1], shape[-1] // dtype.packed)
-
-
-def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
-    """Sorted, each range begins where the one before ends, and the last ends with the file."""
-    reached = 0
-    for begin, end, name in sorted(spans):
-        if begin != reached:
-            wrong = "a hole before it" if begin > reached else "it overlaps another tensor"
-            raise FormatError(f"tensor {_shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}")
-        reached = end
-    if reached > size:
-        raise TruncatedError(
-            f"ends {reached - size:,} bytes too early: the header tells of {reached:,} bytes of tensors",
-            hint="the file is cut: download or copy it again",
-        )
-    if reached < size:
-        raise CorruptError(f"{size - reached:,} bytes follow the last tensor")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."
+    return Checkpoint(root, FORMAT.name, source, metadata, globals, warnings)
 
 
 # High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned without padding.
@@ -178,6 +74,16 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
+    if options.everything:
+        return _layout_whole(checkpoint, options)
+    tensors, metadata, notes = prepared(checkpoint, options)
+    return Plan((file_of(tensors, metadata),), tuple(notes))
+
+
+def prepared(
+    checkpoint: Checkpoint, options: WriteOptions
+) -> tuple[dict[str, Tensor], dict[str, str | None], list[str]]:
+    """The tensors that are stored, in order; what `__metadata__` holds beside them; and notes. Raises like `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
     _check_holdable(tensors)
@@ -186,31 +92,49 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     beside, notes = leftovers(checkpoint)
     said = record(weights, ties, {**values(checkpoint.metadata), **beside})
     metadata = {FRAMEWORK: "pt", **checkpoint.metadata, **ties, RESERVED: said}
-    order = sorted(stored, key=lambda name: (_RANK[stored[name].dtype], name))
     notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
-    notes += _overlaps(stored)
-    segments = (
-        _header_bytes(stored, order, metadata),
-        *_joined(bridge.contiguous(stored[name]).locate() for name in order if stored[name].nbytes),
-    )
-    return Plan((OutputFile("", segments),), tuple(notes))
+    notes += shared_bytes(stored)
+    return stored, metadata, notes
+
+
+def _layout_whole(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """The whole tree: see :mod:`safetensors_whole`. Raises what cannot be written to a .pth either."""
+    from ckptkit.formats import safetensors_whole
+    from ckptkit.formats.torch.objects import without_objects
+
+    root, notes = without_objects(checkpoint.root) if options.objects == "drop" else (checkpoint.root, ())
+    whole = safetensors_whole.Whole(root, _obstacle)
+    said = dump({"version": VERSION, **safetensors_whole.said(whole), "values": values(checkpoint.metadata)})
+    metadata = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: said}
+    return Plan((file_of(whole.tensors, metadata),), notes)
+
+
+def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
+    """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
+    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype], name))
+    extents = _joined(bridge.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
+    return OutputFile("", (_header_bytes(tensors, order, metadata), *extents))
 
 
 def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
-        shown = ", ".join(f"{_shown(name)} ({why})" for name, why in refused[:3])
+        some = ", ".join(f"{shown(name)} ({why})" for name, why in refused[:3])
         more = f" and {len(refused) - 3:,} more" if len(refused) > 3 else ""
-        cast = all(why == "complex128" for _, why in refused)
-        raise TensorError(
-            f"safetensors cannot hold {shown}{more}",
-            hint="`--cast complex64` halves their precision" if cast else "leave them out with `--drop NAME`",
-        )
+        raise TensorError(f"safetensors cannot hold {some}{more}", hint=_way_out({why for _, why in refused}))
+
+
+def _way_out(obstacles: set[str]) -> str:
+    if obstacles == {"complex128"}:
+        return "`--cast complex64` halves their precision"
+    if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
+        return "`--dequantize` makes float32 of them"
+    return "leave them out with `--drop NAME`"
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Why the format has no place for a tensor."""
-    if name == _METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
+    if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
         return "a name that the header cannot have"
     if tensor.storage is None or tensor.layout != "strided":
         return "meta" if tensor.storage is None else tensor.layout
@@ -244,20 +168,6 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
     return {name: first for name, first in kept.items() if name != first and name not in taken}
 
 
-def _overlaps(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Tensors that share bytes, which will be written for each."""
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in tensors.values():
-        by_storage.setdefault(id(tensor.storage), []).append(tensor)
-    count = 0
-    for sharing in by_storage.values():
-        reached = 0
-        for start, length in sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else ():
-            count += start < reached
-            reached = max(reached, start + length)
-    return [f"tensors that share memory with others: {count:,}; their bytes are written for each"] if count else []
-
-
 def _header_bytes(tensors: Mapping[str, Tensor], order: Iterable[str], metadata: Mapping[str, str | None]) -> bytes:
     """Length and header, padded so that the buffer begins at a multiple of 8."""
     offsets: dict[str, list[int]] = {}
@@ -265,7 +175,7 @@ def _header_bytes(tensors: Mapping[str, Tensor], order: Iterable[str], metadata:
     for name in order:
         offsets[name] = [end, end + tensors[name].nbytes]
         end = offsets[name][1]
-    header: dict[str, Any] = {_METADATA: {key: text for key, text in metadata.items() if text is not None}}
+    header: dict[str, Any] = {METADATA: {key: text for key, text in metadata.items() if text is not None}}
     for name, tensor in tensors.items():
         dtype, shape = tensor.dtype, list(tensor.shape)
         if dtype.packed > 1:
@@ -293,4 +203,20 @@ def _follows(last: Range, extent: Range) -> bool:
     return last.source is extent.source and last.offset + last.length == extent.offset
 
 
-FORMAT = Format("safetensors", "safetensors", matches, read, (".safetensors",), layout)
+def salvage(probe: Probe) -> Salvaged | None:
+    """See :mod:`safetensors_salvage`."""
+    from ckptkit.formats import safetensors_salvage
+
+    return safetensors_salvage.salvage(probe)
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="safetensors",
+    matches=matches,
+    read=read,
+    suffixes=(".safetensors",),
+    layout=layout,
+    everything="asked",
+    salvage=salvage,
+)

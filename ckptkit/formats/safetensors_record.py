@@ -10,6 +10,7 @@ made by others are read by it too. Everything else is one JSON text under the ke
     parameters            true, or the names: which tensors were nn.Parameter
     requires_grad         true, or the names
     values                {dotted path: what stood beside the weights (`epoch`)}; not part of what is read back
+    root, tree            the whole checkpoint instead of all that: :mod:`safetensors_whole`
 
 Values are spelled as in :mod:`plain_json`. A record of a later version is to this reader what it is to others: a text.
 """
@@ -25,13 +26,13 @@ from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import decode, dump, encode, is_plain
 from ckptkit.limits import LIMITS
 from ckptkit.tensor import Tensor
-from ckptkit.tree import Node, OrderedDict, children, key_text
+from ckptkit.tree import Global, Node, OrderedDict, children, key_text
 from ckptkit.weights import Weights
 
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt
 VERSION = 1
-_ATTRIBUTE = "_metadata"
+ATTRIBUTE = "_metadata"
 
 
 class Record(NamedTuple):
@@ -48,22 +49,42 @@ class Record(NamedTuple):
 # Reading
 
 
-Restored = tuple[dict[Node, Node], dict[str, str], tuple[str, ...]]
+class Restored(NamedTuple):
+    """What tensors and metadata stand for."""
+
+    root: Node
+    metadata: dict[str, str]  # that remain
+    warnings: tuple[str, ...] = ()
+    globals: tuple[Global, ...] = ()
 
 
 def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Restored:
-    """The state_dict that `tensors` and `metadata` stand for, the metadata that remain, and warnings.
+    """The state_dict, or whole tree, that `tensors` and `metadata` stand for.
 
-    The values of a record stay in it. A record that is not understood stays as it is, with a warning.
+    The values of a record stay in the metadata. A record that is not understood stays as it is, with a warning.
     """
     try:
-        known = _read(tensors, metadata)
+        said = _parse(metadata)
+        if said is None:
+            return restore_ties(tensors, metadata)
+        if "tree" in said:
+            return _whole(said, tensors, metadata)
+        known = _read(said, tensors, metadata)
+        return Restored(_restored(known, tensors, metadata), _rest(known.values, known.ties, metadata))
     except CkptkitError as error:
-        root, rest, warnings = restore_ties(tensors, metadata)
-        return root, rest, (f"the metadata entry {RESERVED!r} is not understood: {error.message}", *warnings)
-    if known is None:
-        return restore_ties(tensors, metadata)
-    return _restored(known, tensors, metadata), _rest(known, metadata), ()
+        plain = restore_ties(tensors, metadata)
+        why = f"the metadata entry {RESERVED!r} is not understood: {error.message}"
+        return plain._replace(warnings=(why, *plain.warnings))
+
+
+def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Restored:
+    from ckptkit.formats import safetensors_whole
+
+    ties, known = _typed(said, "ties", list), _typed(said, "values", dict)
+    if not all(isinstance(name, str) for name in ties):
+        raise FormatError("its ties are not names")
+    found = safetensors_whole.restore(said, tensors)
+    return Restored(found.root, _rest(known, ties, metadata), (), found.globals)
 
 
 def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Restored:
@@ -72,28 +93,32 @@ def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Rest
     root = {**nodes, **{name: replace(nodes[metadata[name]]) for name in ties}}
     rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
     some = f"{len(ties):,} names are tied to others by the metadata, e.g. {ties[0][:80]!r}" if ties else ""
-    return root, rest, (some,) if ties else ()
+    return Restored(root, rest, (some,) if ties else ())
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
     """The values, as JSON, of the record among `metadata` that `restore` left there."""
     try:
-        known = _read({}, metadata)
+        said = _parse(metadata)
+        return _typed(said, "values", dict) if said is not None else {}
     except CkptkitError:
         return {}
-    return known.values if known is not None else {}
 
 
 def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
     return isinstance(tensors.get(kept), Tensor) and name not in tensors and name not in (RESERVED, FRAMEWORK)
 
 
-def _read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Record | None:
+def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     if RESERVED not in metadata:
         return None
     said = strict_json.parse(metadata[RESERVED].encode(), "the record")
     if not isinstance(said, dict) or said.get("version") != VERSION:
         raise FormatError(f"not a record of version {VERSION}")
+    return said
+
+
+def _read(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Record:
     paths = decode(said.get("state_dict_metadata"))
     if not isinstance(paths, (dict, type(None))):
         raise FormatError("its state_dict_metadata are not a dict")
@@ -150,15 +175,14 @@ def _restored(known: Record, tensors: dict[str, Tensor], metadata: Mapping[str, 
             tensor = replace(tensor, kind=kind, requires_grad=requires_grad)
         root[name] = tensor
     if isinstance(root, OrderedDict) and known.metadata is not None:
-        root.state = {_ATTRIBUTE: OrderedDict(known.metadata)}
+        root.state = {ATTRIBUTE: OrderedDict(known.metadata)}
     return root
 
 
-def _rest(known: Record, metadata: Mapping[str, str]) -> dict[str, str]:
-    rest = {key: text for key, text in metadata.items() if key != RESERVED and key not in known.ties}
-    if known.values:
-        rest[RESERVED] = dump({"version": VERSION, "values": known.values})
-    return rest
+def _rest(values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str, str]) -> dict[str, str]:
+    known = {RESERVED, *ties}
+    rest = {key: text for key, text in metadata.items() if key not in known}
+    return {**rest, **of_values(values)}
 
 
 # Writing
@@ -183,17 +207,22 @@ def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> 
     return dump({"version": VERSION, **{key: value for key, value in said.items() if value}})
 
 
+def of_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of values alone, as `values` reads them."""
+    return {RESERVED: dump({"version": VERSION, "values": values})} if values else {}
+
+
 def lost_attributes(node: Node) -> list[str]:
     """What was set on a state_dict and cannot be recorded, by name."""
     if not isinstance(node, OrderedDict) or node.state is None:
         return []
-    held = (_ATTRIBUTE,) if _metadata(node) is not None else ()
+    held = (ATTRIBUTE,) if _metadata(node) is not None else ()
     return [key_text(key) for key, _ in children(node.state) if key not in held]
 
 
 def _metadata(node: Node) -> dict[Node, Node] | None:
     state = node.state if isinstance(node, OrderedDict) else None
-    paths = state.get(_ATTRIBUTE) if isinstance(state, dict) else None
+    paths = state.get(ATTRIBUTE) if isinstance(state, dict) else None
     if not isinstance(paths, dict):
         return None
     plain = dict(paths)

