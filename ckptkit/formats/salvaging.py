@@ -1,0 +1,110 @@
+"""What is whole of a damaged checkpoint: the tree without the tensors whose bytes are gone, and a list of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.errors import AmbiguousError, CorruptError
+from ckptkit.formats.format import Loss, Salvaged
+from ckptkit.formats.pruning import pieces, without
+from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.tree import Node, Object, join, walk
+from ckptkit.weights import Weights, as_tensor, plain_state_dict
+
+Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are whole
+
+
+def salvaged(checkpoint: Checkpoint, why: Why) -> Salvaged:
+    """The checkpoint without what refers to lost storages.
+
+    An entry of a mapping goes with its key; elsewhere None takes the place. A pickled module that has lost a part
+    becomes the state_dict of what it has left. Raises CorruptError if no tensor is left.
+    """
+    verdicts = _Verdicts(why)
+    root, found = without(checkpoint.root, verdicts.is_lost)
+    lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
+    if not lost:
+        return Salvaged(checkpoint, ())
+    weights = _weights(checkpoint)
+    if weights is not None and weights.is_module:
+        return _of_module(checkpoint, weights, verdicts)
+    if not any(as_tensor(node) is not None for _, node in walk(root)):
+        raise nothing()
+    return Salvaged(replace(checkpoint, root=root), lost)
+
+
+def nothing() -> CorruptError:
+    """The error that says that nothing is left."""
+    return CorruptError("no tensor in it is whole", hint="fetch it again from where it came from")
+
+
+def _weights(checkpoint: Checkpoint) -> Weights | None:
+    try:
+        return checkpoint.selection
+    except AmbiguousError:
+        return None
+
+
+def _of_module(checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts) -> Salvaged:
+    entries = plain_state_dict(weights.nodes)
+    root, found = without(entries, verdicts.is_lost)
+    if not root:
+        raise nothing()
+    note = "the module became the state_dict of what is left of it"
+    lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
+    return Salvaged(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
+
+
+class _Verdicts:
+    """Which nodes refer to lost storages: each looked at once."""
+
+    def __init__(self, why: Why) -> None:
+        self._why = why
+        self._storages: dict[int, str | None] = {}
+        self._nodes: dict[int, str | None] = {}
+        self._keep: list[Node] = []  # ids stay taken
+
+    def is_lost(self, node: Node) -> bool:
+        return self._find(node) is not None
+
+    def reason(self, node: Node) -> str:
+        return self._find(node) or ""
+
+    def _find(self, root: Node) -> str | None:
+        if id(root) not in self._nodes:
+            self._keep.append(root)
+            self._nodes[id(root)] = self._look(root)
+        return self._nodes[id(root)]
+
+    def _look(self, root: Node) -> str | None:
+        seen: set[int] = set()
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, (Tensor, TypedStorage)):
+                why = self._verdict(node.storage)
+                if why is not None:
+                    return why
+            else:
+                waiting.extend(pieces(node))
+        return None
+
+    def _verdict(self, storage: Storage | None) -> str | None:
+        if storage is None:
+            return None
+        if id(storage) not in self._storages:
+            self._keep.append(storage)
+            self._storages[id(storage)] = self._why(storage)
+        return self._storages[id(storage)]
+
+
+def _what(node: Node) -> str:
+    tensor = as_tensor(node)
+    if tensor is not None:
+        return f"{tensor.dtype} {list(tensor.shape)}"
+    return str(node.global_ or "object") if isinstance(node, Object) else type(node).__name__

@@ -1,0 +1,244 @@
+"""recover: whatever happens to a file, what is saved of it is what was in it, and what is not saved is named."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.cli import main
+from ckptkit.convert import convert, recover
+from ckptkit.errors import CkptkitError, CorruptError, UnsupportedError
+from tests.conftest import Run
+from tests.formats.test_safetensors_whole import Other
+
+State = dict[str, torch.Tensor]
+
+
+def state() -> State:
+    torch.manual_seed(0)
+    weights = {f"layer.{i}.weight": torch.randn(3, 4 + i) for i in range(6)}
+    weights["tied"] = weights["layer.2.weight"]
+    weights["count"] = torch.tensor(5)
+    weights["empty"] = torch.zeros(0, 2)
+    return weights
+
+
+def save_zip(tree: Any, path: Path) -> None:
+    torch.save(tree, path)
+
+
+def save_ours(tree: Any, path: Path) -> None:
+    """Sizes in the local headers, no descriptors."""
+    torch.save(tree, path)
+    convert(path, path.with_name("ours.pth"), format="torch-zip")
+    path.with_name("ours.pth").replace(path)
+
+
+def save_legacy(tree: Any, path: Path) -> None:
+    torch.save(tree, path, _use_new_zipfile_serialization=False)
+
+
+def save_without_sums(tree: Any, path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tree, path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+SAVES = [save_zip, save_ours, save_legacy, save_without_sums]
+Save = Callable[[Any, Path], None]
+
+
+def check(path: Path, whole: State) -> set[str]:
+    """The names that are saved; the others are named as lost, none is both or neither, and bytes are as they were."""
+    found = recover(path)
+    out = path.with_name("out.pth")
+    convert(found.checkpoint, out, force=True)
+    saved = torch.load(out, weights_only=True)["model"]
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, whole[name])
+    lost = {loss.path.removeprefix("model.") for loss in found.lost}
+    assert lost.isdisjoint(saved)
+    assert lost | set(saved) == set(whole)
+    return set(saved)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_file_cut_anywhere(save: Save, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    save({"model": state(), "epoch": 3}, path)
+    data = path.read_bytes()
+    before: set[str] = set()
+    refused = True
+    for size in [*range(64, len(data), 61), len(data) - 1, len(data)]:
+        path.write_bytes(data[:size])
+        try:
+            saved = check(path, state())
+        except CorruptError:
+            assert refused, "a longer file gives no less"
+            continue
+        except UnsupportedError:
+            assert size < 200
+            continue
+        refused = False
+        assert before <= saved
+        before = saved
+    assert before == set(state())
+
+
+@pytest.mark.parametrize("save", [save_zip, save_ours])
+def test_damaged_bytes_of_a_zip(save: Save, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    save({"model": state(), "epoch": 3}, path)
+    data = path.read_bytes()
+    begin = data.index(b"\x80\x02")  # of the pickle
+    end = begin + zipfile.ZipFile(path).infolist()[0].file_size
+    counts = []
+    for at in range(0, len(data), 37):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        try:
+            if begin <= at < end:
+                assert any("data.pkl is damaged" in warning for warning in recover(path).checkpoint.warnings)
+            else:
+                counts.append(len(check(path, state())))
+        except CorruptError as error:
+            assert "data.pkl is damaged" in str(error)
+        except UnsupportedError:  # it is in the first header: no zip file, or one without a data.pkl
+            assert at < begin
+    assert min(counts) >= len(state()) - 2  # a storage of two names
+    assert max(counts) == len(state())
+
+
+def test_a_directory_that_is_gone_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"model": state(), "epoch": 3}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: data.index(b"PK\1\2")])
+    assert check(path, state()) == set(state())
+    assert recover(path).lost == ()
+
+
+def test_records_that_are_deflated(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"model": state(), "epoch": 3}, tmp_path / "stored.pth")
+    with zipfile.ZipFile(tmp_path / "stored.pth") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    assert check(path, state()) == set(state())
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        last = archive.getinfo("stored/data/0").header_offset
+    path.write_bytes(data[: last + 60] + b"\0\0\0\0" + data[last + 64 :])
+    assert "layer.0.weight" not in check(path, state())
+
+
+def test_big_endian_bytes_stay_so(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    values = torch.tensor([1, 2, 3], dtype=torch.int32)
+    torch.save({"model": {"w": values}}, tmp_path / "little.pth")
+    with zipfile.ZipFile(tmp_path / "little.pth") as old, zipfile.ZipFile(path, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            swapped = values.numpy().byteswap().tobytes()
+            new.writestr(info.filename, b"big" if data == b"little" else swapped if "/data/" in info.filename else data)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"PK\1\2")])
+    assert check(path, {"w": values}) == {"w"}
+
+
+def test_more_than_the_weights(tmp_path: Path) -> None:
+    """In a list None takes the place; an object goes as a whole."""
+    path = tmp_path / "in.pth"
+    lists = [torch.ones(2), torch.ones(300), "text"]
+    torch.save({"model": state(), "lists": lists, "object": Other(torch.ones(100))}, path)
+    data = path.read_bytes()
+    places = ckptkit.open(path)
+    begin = places.root["lists"][1].storage.record.offset
+    path.write_bytes(data[: begin + 8])
+    found = recover(path)
+    assert found.checkpoint.root["lists"][1:] == [None, "text"]
+    assert [loss.path for loss in found.lost] == ["lists.1", "object"]
+    assert found.lost[0].what == "float32 [300]"
+    assert found.lost[1].what.endswith("Other")
+
+
+def test_a_module_becomes_what_is_left_of_its_state_dict(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    model = torch.nn.Sequential(OrderedDict(a=torch.nn.Linear(3, 4), b=torch.nn.Linear(4, 500)))
+    torch.save(model, path)
+    data = path.read_bytes()
+    begin = ckptkit.open(path).weights["b.weight"].storage
+    assert begin is not None
+    path.write_bytes(data[: begin.record.locate().offset + 8])  # type: ignore[union-attr]
+    convert(recover(path).checkpoint, tmp_path / "out.pth")
+    saved = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert list(saved) == ["a.weight", "a.bias"]
+    assert torch.equal(saved["a.weight"], model.state_dict()["a.weight"])
+
+
+def test_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"w": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(CorruptError, match="no tensor in it is whole"):
+        recover(path)
+
+
+def test_a_zip_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        archive.writestr("a/b", "c")
+    for data in ((tmp_path / "in.zip").read_bytes(), (tmp_path / "in.zip").read_bytes()[:-30], b"text"):
+        (tmp_path / "in.zip").write_bytes(data)
+        with pytest.raises(UnsupportedError, match="no format that can be recovered"):
+            recover(tmp_path / "in.zip")
+
+
+def test_safetensors_cut_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    weights = {name: tensor.clone() for name, tensor in state().items()}
+    save_file(weights, path)
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    for size in range(0, len(data) + 1, 13):
+        path.write_bytes(data[:size])
+        if size < header:
+            with pytest.raises(CkptkitError):
+                recover(path)
+            continue
+        found = recover(path)
+        convert(found.checkpoint, tmp_path / "out.safetensors", force=True)
+        saved = load_file(tmp_path / "out.safetensors")
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in saved.items())
+        assert {loss.path for loss in found.lost} | set(saved) == set(weights)
+        ends = json.loads(data[8:header])
+        assert set(saved) == {name for name, entry in ends.items() if header + entry["data_offsets"][1] <= size}
+
+
+def test_command(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"model": {f"w{i}": torch.ones(100) for i in range(40)}, "epoch": 3}, path)
+    path.write_bytes(path.read_bytes()[:9000])
+    refused = run("inspect", path)
+    assert refused.code == 3
+    assert "ckptkit recover" in refused.stderr
+    done = run("recover", path, tmp_path / "out.pth")
+    assert done.code == 0
+    assert "which --json lists" in done.stderr
+    assert 0 < len(torch.load(tmp_path / "out.pth", weights_only=True)["model"]) < 40
+    said = CliRunner().invoke(main, ["recover", "--json", "--force", str(path), str(tmp_path / "out.pth")])
+    facts = json.loads(said.stdout)
+    assert facts["tensors"] + len(facts["lost"]) == 40
+    assert facts["lost"][-1]["path"] == "model.w39"
+    assert set(facts["lost"][0]) == {"path", "what", "why"}
