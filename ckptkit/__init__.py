@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptkit.checkpoint import Checkpoint as Checkpoint
     from ckptkit.convert import open_checkpoint as open
+    from ckptkit.convert import recover as recover
     from ckptkit.convert import save as save
     from ckptkit.errors import CkptkitError as CkptkitError
     from ckptkit.loading import diff as diff
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ckptkit.transforms.keys import rename as rename
     from ckptkit.transforms.keys import select as select
     from ckptkit.transforms.keys import strip_prefix as strip_prefix
+    from ckptkit.transforms.quantized import dequantize as dequantize
     from ckptkit.transforms.structure import extract as extract
     from ckptkit.transforms.structure import wrap as wrap
 
@@ -38,11 +40,13 @@ _PLACES = {
     "add_prefix": ("transforms.keys", "add_prefix"),
     "cast": ("transforms.elements", "cast"),
     "compact": ("transforms.elements", "compact"),
+    "dequantize": ("transforms.quantized", "dequantize"),
     "diff": ("loading", "diff"),
     "extract": ("transforms.structure", "extract"),
     "load": ("loading", "load"),
     "load_into": ("loading", "load_into"),
     "open": ("convert", "open_checkpoint"),
+    "recover": ("convert", "recover"),
     "remap": ("transforms.devices", "remap"),
     "rename": ("transforms.keys", "rename"),
     "save": ("convert", "save"),
@@ -61,11 +65,13 @@ __all__ = [
     "add_prefix",
     "cast",
     "compact",
+    "dequantize",
     "diff",
     "extract",
     "load",
     "load_into",
     "open",
+    "recover",
     "remap",
     "rename",
     "save",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ckptkit.errors import InputChangedError, InputError, PathError, TruncatedError
@@ -26,6 +28,7 @@ class ByteSource(ABC):
     name: str  # for messages
     size: int  # bytes
     identity: Identity  # changes when the bytes do, as far as the place they live in can tell
+    remote = False  # whether a read is a request over a network: few large ones are better than many small ones
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -35,8 +38,15 @@ class ByteSource(ABC):
         """Fill `buffer` with the bytes from `offset`, without a copy where the source can. Raises like `read`."""
         buffer[:] = self.read(offset, len(buffer))
 
+    def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - nothing to gain where reads are free
+        """Be told that small ranges (offset, length), in rising order, are read next: to fetch them together."""
+
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes are no longer those that were opened."""
+
+    def beside(self) -> tuple[Folder, str] | None:
+        """The folder that this is a file of, and its name there; None if there is none."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
         """Give back what keeps the source open. Reading again is an error."""
@@ -64,6 +74,28 @@ class Memory(ByteSource):
         return self.data[offset : offset + length]
 
 
+class Section(ByteSource):
+    """A run of bytes of another source, as a source of its own: a file inside a file."""
+
+    def __init__(self, whole: ByteSource, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > whole.size:
+            raise whole._missing(offset, length)
+        self.whole = whole
+        self.offset = offset
+        self.size = length
+        self.name = whole.name
+        self.identity = (*whole.identity, offset, length)
+        self.remote = whole.remote
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise self._missing(offset, length)
+        return self.whole.read(self.offset + offset, length)
+
+    def check_unchanged(self) -> None:
+        self.whole.check_unchanged()
+
+
 class LocalFile(ByteSource):
     """A regular file, opened once: all reads are of the file that was there then, even if its name is reused.
 
@@ -82,7 +114,7 @@ class LocalFile(ByteSource):
             raise InputChangedError("was replaced or changed", where=self.name)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self.path, self.identity)
+        return partial(LocalFile, expect=self.identity), (self.path,)
 
     def __del__(self) -> None:
         self.close()
@@ -131,14 +163,13 @@ class LocalFile(ByteSource):
         if self._identity() != self.identity:
             raise InputChangedError("changed while it was read", where=self.name, hint="run the command again")
 
+    def beside(self) -> tuple[Folder, str]:
+        return Folder(os.path.dirname(self.name)), os.path.basename(self.name)
+
     def close(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
             os.close(fd)
-
-
-def _reopen(path: str, identity: Identity) -> LocalFile:
-    return LocalFile(path, expect=identity)
 
 
 def _open_regular(path: str, name: str, follow: bool) -> int:
@@ -152,7 +183,8 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
         raise PathError("does not exist", where=name, hint=_instead(path, name)) from error
     except OSError as error:
         why = "is a symbolic link" if error.errno == errno.ELOOP and not follow else error.strerror or str(error)
-        raise PathError(f"cannot be opened: {why}", where=name) from error
+        hint = "`ulimit -n 65536` allows more" if error.errno == errno.EMFILE else None
+        raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
     except ValueError as error:  # an embedded null byte
         raise PathError(f"cannot be opened: {error}", where=name) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -166,8 +198,6 @@ def _instead(path: str, name: str) -> str | None:
     from difflib import get_close_matches
 
     folder, wanted = os.path.split(path)
-    if "://" in name:
-        return "download it first: ckptkit reads local files"
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)}, which is not there"
     if not os.path.isdir(folder):
@@ -183,13 +213,16 @@ class Folder:
     """A folder of files. Names are plain: whatever leads out of the folder is refused, symbolic links included.
 
     One kind of link is followed, because the Hugging Face cache is made of them:
-    ``snapshots/<revision>/<name>`` -> ``../../blobs/<hash>``.
+    ``snapshots/<revision>/<name>`` -> ``../../blobs/<hash>``, and the same from folders in there.
     """
+
+    _within = ""  # where it is in the folder that was named, which keeps the open files
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.name = os.fspath(path)
-        self._open: dict[str, LocalFile] = {}
+        self._open: dict[str, ByteSource] = {}
+        self._blobs = _blobs(self.path)
 
     def list(self) -> list[str]:
         """The names in the folder, sorted."""
@@ -199,26 +232,49 @@ class Folder:
             raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
 
     def __contains__(self, name: str) -> bool:
-        return os.path.lexists(os.path.join(self.path, _plain(name, self.name)))
+        return os.path.lexists(os.path.join(self.path, plain_name(name, self.name)))
 
-    def open(self, name: str) -> LocalFile:
+    def open(self, name: str) -> ByteSource:
         """The file called `name`; the same object each time."""
-        if name not in self._open:
-            place = os.path.join(self.path, _plain(name, self.name))
+        key = self._within + name
+        if key not in self._open:
+            place = os.path.join(self.path, plain_name(name, self.name))
             shown = os.path.join(self.name, name)
-            if os.path.islink(place) and self._in_blobs(place):
+            if os.path.islink(place) and os.path.dirname(os.path.realpath(place)) == self._blobs:
                 place = os.path.realpath(place)
             source = LocalFile(place, follow=False)
             source.name = shown
-            self._open[name] = source
-        return self._open[name]
+            self._open[key] = source
+        return self._open[key]
 
-    def _in_blobs(self, link: str) -> bool:
-        """Whether the folder is ``snapshots/<revision>`` and the link leads to a file in ``blobs`` beside it."""
-        snapshots, _ = os.path.split(self.path)
-        blobs = os.path.join(os.path.dirname(snapshots), "blobs")
-        inside = os.path.dirname(os.path.realpath(link)) == os.path.realpath(blobs)
-        return os.path.basename(snapshots) == "snapshots" and inside
+    def folders(self) -> tuple[str, ...]:
+        """The names of the folders in it, sorted; links to folders are none."""
+        try:
+            with os.scandir(self.path) as entries:
+                return tuple(sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)))
+        except OSError as error:
+            raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
+
+    def sub(self, name: str) -> Folder:
+        """The folder called `name` in it, which may not be a link. What is opened there belongs to this folder."""
+        place = os.path.join(self.path, plain_name(name, self.name))
+        if os.path.islink(place) or not os.path.isdir(place):
+            raise PathError("is not a folder", where=os.path.join(self.name, name))
+        inner = Folder(place)
+        inner.name = os.path.join(self.name, name)
+        inner._within = f"{self._within}{name}/"
+        inner._open, inner._blobs = self._open, self._blobs
+        return inner
+
+    def nbytes(self) -> int:
+        """Bytes of the files in the folder, and of those that were opened in folders inside it."""
+        paths = [os.path.join(self.path, name) for name in self.list()]
+        return sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) + self._deeper()
+
+    def _deeper(self) -> int:
+        """Bytes of the files that were opened in folders inside it."""
+        inside = re.compile(re.escape(self._within) + "[^/]+/")
+        return sum(source.size for key, source in self._open.items() if inside.match(key))
 
     def check_unchanged(self) -> None:
         for source in self._open.values():
@@ -229,7 +285,18 @@ class Folder:
             source.close()
 
 
-def _plain(name: str, folder: str) -> str:
+def _blobs(path: str) -> str | None:
+    """Where the Hugging Face cache has the files of a folder at or below ``snapshots/<revision>``, links resolved."""
+    while (parent := os.path.dirname(path)) != path:
+        if os.path.basename(parent) == "snapshots":
+            blobs = os.path.join(os.path.dirname(parent), "blobs")
+            return None if os.path.islink(blobs) else os.path.realpath(blobs)
+        path = parent
+    return None
+
+
+def plain_name(name: str, folder: str) -> str:
+    """`name`, if it names a file in the folder itself. Raises PathError."""
     odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
     if odd or name in ("", ".", ".."):
         raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)

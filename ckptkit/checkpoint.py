@@ -10,7 +10,7 @@ from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.tensor import Tensor
 from ckptkit.tree import Global, Node
-from ckptkit.weights import Weights, locate
+from ckptkit.weights import Weights, is_optimizer, locate
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ class Checkpoint:
     def required(self) -> Weights:
         """`selection`, or UsageError."""
         if self.selection is None:
+            if is_optimizer(self.root):
+                raise UsageError(
+                    "holds the state of an optimizer, and no weights",
+                    where=self.name,
+                    hint="the model is in another file",
+                )
             raise UsageError(
                 "holds no mapping from names to tensors",
                 where=self.name,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypedDict
 from ckptkit import formats
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.format import Format, Salvaged, WriteOptions
 from ckptkit.plan import Plan
+from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -66,6 +67,15 @@ def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> C
     return checkpoint if key is None else checkpoint.with_key(key)
 
 
+def recover(path: PathLike) -> Salvaged:
+    """What is whole of a cut or damaged file: a checkpoint without the tensors whose bytes are gone, and their list.
+
+    Reads what has checksums. Raises CorruptError if no tensor is whole, UnsupportedError for a format that has no
+    way of telling.
+    """
+    return formats.salvage(formats.open_place(path))
+
+
 def save(
     checkpoint: Checkpoint,
     path: PathLike,
@@ -81,7 +91,7 @@ def save(
     by default: ``force``, ``durable``, ``verify``, ``allow_expand``, ``executor``, ``progress``
     (:class:`Publishing`). Raises OutputExistsError without ``force``, OutputError where it cannot be written.
     """
-    chosen = formats.for_writing(path, format, keep=checkpoint.format)
+    chosen = formats.for_writing(path, format, keep=checkpoint.format, shards=_in_shards(options))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=False)
 
 
@@ -105,13 +115,19 @@ def convert(
     name = checkpoint.name
     if in_place and (name is None or not os.path.isfile(name)):
         raise UsageError("only a single file can be changed in place", where=name, hint="name a DST")
+    if in_place and formats.holds_program(checkpoint):
+        raise UsageError("is a program, of which only the weights can be written", where=name, hint="name a DST")
     path = name if in_place and name is not None else destination
     if path is None:
         raise UsageError("there is no destination")
     keep = checkpoint.format if keep_format or in_place else None
-    chosen = formats.for_writing("" if in_place else path, format, keep)
+    chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
     checkpoint = _changed(checkpoint, steps)
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+
+
+def _in_shards(options: WriteOptions | None) -> bool:
+    return options is not None and options.shard_size is not None
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
@@ -142,4 +158,4 @@ def _publish(
         if replace_source:
             publishing["force"] = True
         published = publish(plan, path, replace_source=replace_source, **publishing)
-    return Conversion(checkpoint, plan, format.name, os.fspath(path), published)
+    return Conversion(checkpoint, plan, format.name, urls.shown(os.fspath(path)), published)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptkit import bridge
 from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.errors import InputChangedError, OutputError
-from ckptkit.plan import Deferred, Segment, Summed, length
+from ckptkit.plan import Deferred, Segment, Summed, crc32_combine, length
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -92,8 +92,8 @@ def execute(
 ) -> list[dict[int, int]]:
     """Write the files (path, segments), which exist and are empty; the checksums of each, by number.
 
-    Without an executor, threads are used where there is much to compute, or to copy in memory; kernel copies into one
-    file gain nothing from them. Raises what reading and writing raise, when no task is running any more.
+    Without an executor, threads are used where there is much to compute, to fetch, or to copy in memory; kernel copies
+    into one file gain nothing from them. Raises what reading and writing raise, when no task is running any more.
     """
     if executor is not None:
         sums = _spread([list(cut(path, segments, TASK)) for path, segments in files], executor, progress)
@@ -114,7 +114,11 @@ def execute(
 def _work(path: str, segments: Sequence[Segment]) -> int:
     """Bytes that threads would speed up."""
     copies = in_memory(os.stat(path).st_dev)
-    return sum(length(each) for each in segments if copies or isinstance(each, (Summed, Derived)))
+    return sum(length(each) for each in segments if copies or isinstance(each, (Summed, Derived)) or _is_remote(each))
+
+
+def _is_remote(segment: Segment) -> bool:
+    return isinstance(segment, Range) and segment.source.remote
 
 
 @lru_cache
@@ -285,6 +289,31 @@ def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
         yield piece
 
 
+def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
+    """The bytes of all segments, whose checksums are known. A piece is the caller's until it asks for the next."""
+    ahead = ReadAhead()
+    for segment in segments:
+        extent = segment.extent if isinstance(segment, Summed) else segment
+        if isinstance(extent, bytes):
+            yield extent
+        elif isinstance(extent, Deferred):
+            yield extent.render(sums)
+        elif isinstance(extent, Range) and extent.length < SHORT:
+            yield ahead.read(*extent)
+        elif isinstance(extent, (Range, Derived)):
+            yield from pieces(extent)
+
+
+def checksums(segments: Iterable[Segment]) -> dict[int, int]:
+    """The CRC-32s that deferred segments need, by number; the bytes that they are of are read for it."""
+    found: dict[int, int] = {}
+    for segment in segments:
+        if isinstance(segment, Summed):
+            for piece in pieces(segment.extent):
+                found[segment.number] = zlib.crc32(piece, found.get(segment.number, 0))
+    return found
+
+
 def write_all(fd: int, data: bytes | memoryview) -> None:
     """Write every byte: a system may take fewer than it is given."""
     done = os.write(fd, data)
@@ -323,27 +352,3 @@ def combined(sums: Iterable[Sum]) -> dict[int, int]:
     for number, crc, size in sums:
         found[number] = crc32_combine(found[number], crc, size) if number in found else crc
     return found
-
-
-def crc32_combine(first: int, second: int, size: int) -> int:
-    """The CRC-32 of two runs of bytes, from those of each and the size of the second.
-
-    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply it by x**(8 size).
-    """
-    power, square = 1 << 31, 1 << 30  # x**0, x**1
-    exponent = 8 * size
-    while exponent:
-        if exponent & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return _multiply(power, first) ^ second
-
-
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ 0xEDB88320 if b & 1 else b >> 1
-    return product

@@ -30,11 +30,16 @@ class Limits:
     zip_directory_bytes: int = 256 << 20
     record_bytes: int = 256 << 20  # a record other than a storage, inflated
     inflate_ratio: int = 1_100  # deflate cannot do better than 1,032
+    tar_members: int = 10_000
+    tar_records_bytes: int = 512  # about one member: torch's files have a time there
+    npy_header_bytes: int = 64 << 10  # of one array of numpy
     safetensors_header_bytes: int = 100_000_000  # the safetensors library's own
     index_bytes: int = 64 << 20
     json_depth: int = 128
     json_values: int = 12_000_000  # numbers, strings, lists and objects in one JSON text
     rank: int = 64
+    chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
+    list_gaps: int = 100_000  # places of lists that nothing fills
     expansion: int = 4  # output bytes per storage byte, unless the caller allows more
     expansion_free: int = 64 << 20  # and what is always allowed on top
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
-from ckptkit.copying import SHORT, ReadAhead, execute, pieces
+from ckptkit.copying import execute, in_order
 from ckptkit.errors import CkptkitError, LimitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.limits import LIMITS
-from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.plan import OutputFile, Plan, Segment, Summed
+from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -56,13 +57,16 @@ def publish(
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a symbolic link is
     replaced, never followed. ``durable`` means that the output survives a power cut (always so where it replaces a
     file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``executor``
-    spreads the work over workers that see the same files. ``progress`` is told, here, the bytes that were
+    spreads the work over workers that see the same files. A `destination` that is a URL is one ordered stream, which
+    appears when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes that were
     written since the last time, and those of the whole plan.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
     VerifyError and what reading the input raises with the destination as it was.
     """
     typed = os.fspath(destination)
+    if urls.is_url(typed):
+        return _upload(plan, typed, force, verify, allow_expand, progress)
     path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
     with _reported(path, typed, size):
@@ -88,6 +92,30 @@ def publish(
         if durable or replaces:
             _sync(os.path.dirname(path))
     return Published(path, size, len(plan.files))
+
+
+def _upload(
+    plan: Plan,
+    url: str,
+    force: bool,
+    verify: bool,
+    allow_expand: bool,
+    progress: Callable[[int, int], None] | None,
+) -> Published:
+    """The same for a destination on another machine."""
+    from ckptkit.upload import upload
+
+    size = plan.size
+    _check_size(plan, size, allow_expand)
+    if verify:
+        raise UsageError(
+            "what is written to a URL cannot be read back before it appears",
+            where=urls.shown(url),
+            hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
+        )
+    tell = progress or (lambda count, total: None)
+    upload(plan, url, force=force, progress=lambda count: tell(count, size))
+    return Published(urls.shown(url), size, len(plan.files))
 
 
 @contextmanager
@@ -250,27 +278,13 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
     at = 0
     found = bytearray()
     with open(place, "rb") as output:
-        for piece in _expected(file.segments, sums):
+        for piece in in_order(file.segments, sums):
             if len(found) != len(piece):
                 found = bytearray(len(piece))
             # startswith compares a buffer of any kind at the speed of memory; == of a memoryview goes byte by byte
             if output.readinto(found) != len(piece) or not found.startswith(piece):
                 raise VerifyError(f"{file.name or 'the output'} was not written as planned, at byte {at:,} or after")
             at += len(piece)
-
-
-def _expected(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
-    ahead = ReadAhead()
-    for segment in segments:
-        extent = segment.extent if isinstance(segment, Summed) else segment
-        if isinstance(extent, bytes):
-            yield extent
-        elif isinstance(extent, Deferred):
-            yield extent.render(sums)
-        elif isinstance(extent, Range) and extent.length < SHORT:
-            yield ahead.read(*extent)
-        elif isinstance(extent, (Range, Derived)):
-            yield from pieces(extent)
 
 
 def _to_disk(plan: Plan, temporary: str) -> None:

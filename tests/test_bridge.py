@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -351,6 +352,71 @@ def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
     tensor = Tensor(Storage(Range(source, 0, source.size)), BY_NAME["float32"], shape[::-1], (1, shape[1]))
     assert read(bridge.contiguous(tensor)) == values.T.tobytes()
     assert source.calls < 200
+
+
+# chunks
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A shape, and the offsets and sizes of the boxes that cutting each dimension somewhere leaves, in any order."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    cuts = [sorted({0, n, *draw(st.sets(st.integers(1, n), max_size=2))}) for n in shape]
+    corners = itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts))
+    made = [(tuple(a for a, _ in each), tuple(b - a for a, b in each)) for each in corners]
+    return shape, draw(st.permutations(made))
+
+
+@pytest.mark.usefixtures("small_pieces")
+@settings(max_examples=300, deadline=None)
+@given(
+    drawn=boxes(),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    data=st.data(),
+    cut=st.tuples(st.integers(0, 4000), st.integers(0, 4000)),
+)
+def test_chunks_of_any_boxes(drawn: Any, itemsize: int, data: st.DataObject, cut: tuple[int, int]) -> None:
+    """Each box as it lies in memory of its own: its axes in any order, something before it, plain or deflated."""
+    shape, parts = drawn
+    rng = np.random.default_rng(itemsize)
+    whole = rng.integers(0, 256, (*shape, itemsize), np.uint8).view(f"V{itemsize}").reshape(shape)
+    inputs: list[Range | Derived] = []
+    described = []
+    for offsets, sizes in parts:
+        axes = data.draw(st.permutations(range(len(shape))))
+        box = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        held = np.ascontiguousarray(box.transpose(axes))
+        stride = held.transpose(np.argsort(axes)).strides
+        content = b"before" + held.tobytes()
+        deflate = data.draw(st.booleans())
+        inputs.append(
+            Derived("inflate", (record(deflated(content)),), (), len(content)) if deflate else record(content)
+        )
+        described.append((offsets, sizes, tuple(s // itemsize for s in stride), len(b"before")))
+    want = whole.tobytes()
+    made = Derived("chunks", tuple(inputs), (itemsize, shape, tuple(described)), len(want))
+    assert read(made) == want
+    start, stop = min(*cut, len(want)), min(max(cut), len(want))
+    assert read(made, start, stop) == want[start:stop]
+
+
+def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
+    class Counting(Memory):
+        calls = 0
+
+        def read(self, offset: int, length: int) -> bytes:
+            self.calls += 1
+            return super().read(offset, length)
+
+    values = np.arange(8_000_000, dtype=np.float32).reshape(4000, 2000)
+    sources = [Counting(np.ascontiguousarray(values[:, at : at + 500]).tobytes()) for at in range(0, 2000, 500)]
+    described = tuple(((0, at), (4000, 500), (500, 1), 0) for at in range(0, 2000, 500))
+    inputs = tuple(Range(source, 0, source.size) for source in sources)
+    made = Derived("chunks", inputs, (4, (4000, 2000), described), values.nbytes)
+    pieces = [bytes(piece) for piece in bridge.stream(made)]
+    assert b"".join(pieces) == values.tobytes()
+    assert max(map(len, pieces)) <= gathering.TILE
+    assert sum(source.calls for source in sources) < 100
 
 
 # compare

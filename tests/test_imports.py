@@ -11,48 +11,53 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ENVIRONMENT, ROOT
+from tests.conftest import ENVIRONMENT
+from tests.matrix import NAMES, Fixture
 
-FIXTURES = ROOT / "fixtures"
-INPUTS = (
-    "torch-zip/digits_dp_cuda1.pth",
-    "torch-legacy/digits_dp_cuda1.pth",
-    "torch-zip/digits_module.pth",
-    "torch-zip/views_ties_dtypes.pth",
-    "safetensors/digits.safetensors",
-    "sharded/digits-safetensors",
-    "sharded/digits-bin",
-    "pickle/arrays.pkl",
+READABLE = [fixture for fixture in map(Fixture, NAMES) if fixture.is_readable]
+COMMANDS = (
+    "inspect SRC",
+    "inspect --json SRC",
+    "strip-module SRC DST",
+    "remap SRC DST --to cpu",
+    "remap SRC DST --map cuda:1=cuda:0",
 )
 
-# Runs the command line, then writes what was imported and whether pickle made an unpickler.
+# Runs command lines, a JSON list, one after the other; then says how each ended, and what was imported and whether
+# pickle looked for a class meanwhile.
 SPY = """
 import json, os, sys
 unpicklers = []
 sys.addaudithook(lambda event, args: unpicklers.append(args) if event == "pickle.find_class" else None)
-sys.argv[0] = "ckptkit"
 from ckptkit.cli import main
 def leave(code):
     raise SystemExit(code)
 os._exit = leave  # how the program ends: we have something to say first
-code = 0
-try:
-    code = main()
-except SystemExit as exit:
-    code = exit.code
-heavy = sorted({"torch", "numpy", "safetensors", "pickle"} & set(sys.modules))
-print(json.dumps({"code": code, "heavy": heavy, "unpicklers": len(unpicklers)}), file=sys.stderr)
+def report(command):
+    sys.argv[1:] = command
+    unpicklers.clear()
+    code = 0
+    try:
+        code = main()
+    except SystemExit as exit:
+        code = exit.code
+    heavy = sorted({"torch", "numpy", "safetensors", "pickle"} & set(sys.modules))
+    return {"code": code or 0, "heavy": heavy, "unpicklers": len(unpicklers)}
+print(json.dumps([report(command) for command in json.load(sys.stdin)]), file=sys.stderr)
 """
+QUIET = {"heavy": [], "unpicklers": 0}
 
 
-def spied(folder: Path, *args: str | Path) -> dict[str, Any]:
-    """What a command imported, started in `folder` with TMPDIR there too."""
-    environment = {**ENVIRONMENT, "TMPDIR": str(folder)}
-    command = [sys.executable, "-c", SPY, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, env=environment, timeout=60)
-    report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
-    assert report["code"] in (0, None), done.stderr
-    return report
+def spied(folder: Path, *commands: list[str | Path]) -> list[dict[str, Any]]:
+    """What each command imported, started one after the other in `folder` with TMPDIR there too."""
+    done = subprocess.run(
+        [sys.executable, "-c", SPY],
+        input=json.dumps([list(map(str, command)) for command in commands]),
+        capture_output=True, encoding="utf-8", cwd=folder, env={**ENVIRONMENT, "TMPDIR": str(folder)}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reports: list[dict[str, Any]] = json.loads(done.stderr.splitlines()[-1])
+    return reports
 
 
 def files_of(path: Path) -> list[Path]:
@@ -63,35 +68,28 @@ def hashes(path: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(path)}
 
 
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["inspect", "SRC"],
-        ["inspect", "--json", "SRC"],
-        ["strip-module", "SRC", "out.pth"],
-        ["remap", "SRC", "out.pth", "--to", "cpu"],
-        ["remap", "SRC", "out.pth", "--map", "cuda:1=cuda:0"],
-    ],
-    ids=" ".join,
-)
-def test_no_torch_no_unpickler_nothing_left(name: str, command: list[str], tmp_path: Path) -> None:
-    source = FIXTURES / name
-    before = hashes(source)
-    report = spied(tmp_path, *(source if arg == "SRC" else arg for arg in command))
-    assert report["heavy"] == []
-    assert report["unpicklers"] == 0
-    assert hashes(source) == before
-    assert {path.name for path in tmp_path.iterdir()} <= {"out.pth"}
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_torch_no_unpickler_nothing_left(command: str, tmp_path: Path) -> None:
+    before = [hashes(fixture.path) for fixture in READABLE]
+    words: list[dict[str, str | Path]] = [
+        {"SRC": fixture.path, "DST": f"{n}.pth"} for n, fixture in enumerate(READABLE)
+    ]
+    reports = spied(tmp_path, *([each.get(word, word) for word in command.split()] for each in words))
+    ambiguous = 3 if command.startswith("strip-module") else 0
+    codes = {fixture.name: 0 if fixture.facts["weights"] is not None else ambiguous for fixture in READABLE}
+    assert dict(zip(codes, reports, strict=True)) == {name: {"code": code, **QUIET} for name, code in codes.items()}
+    assert [hashes(fixture.path) for fixture in READABLE] == before
+    written = {f"{n}.pth" for n, code in enumerate(codes.values()) if code == 0 and "DST" in command}
+    assert {path.name for path in tmp_path.iterdir()} == written
 
 
-@pytest.mark.parametrize("name", ["torch-zip/digits_dp_cuda1.pth", "safetensors/digits.safetensors"])
+@pytest.mark.parametrize("name", ["torch-zip/dp_wrapped_cuda1.pth", "safetensors/net.safetensors"])
 def test_convert_copies_without_torch(name: str, tmp_path: Path) -> None:
-    source = FIXTURES / name
+    source = Fixture(name).path
     before = hashes(source)
-    there = spied(tmp_path, "convert", source, "out.safetensors")
-    back = spied(tmp_path, "convert", "out.safetensors", "back.pth")
-    assert there["heavy"] == back["heavy"] == []
+    there: list[str | Path] = ["convert", source, "out.safetensors"]
+    back: list[str | Path] = ["convert", "out.safetensors", "back.pth"]
+    assert spied(tmp_path, there, back) == [{"code": 0, **QUIET}] * 2
     assert hashes(source) == before
     assert {path.name for path in tmp_path.iterdir()} == {"out.safetensors", "back.pth"}
 
@@ -103,5 +101,6 @@ def test_importing_the_library_imports_nothing_heavy() -> None:
 
 def test_the_spy_sees(tmp_path: Path) -> None:
     """torch is imported where it is needed: a cast is."""
-    report = spied(tmp_path, "convert", FIXTURES / "torch-zip/digits_cpu.pth", "out.pth", "--cast", "float16")
+    cast: list[str | Path] = ["convert", Fixture("torch-zip/none_bare_cpu.pth").path, "out.pth", "--cast", "float16"]
+    (report,) = spied(tmp_path, cast)
     assert "torch" in report["heavy"]

@@ -25,6 +25,7 @@ LAYERS = (
     ("limits",),
     ("dtypes",),
     ("bytesource",),
+    ("remote",),
     ("tensor",),
     ("tree",),
     ("weights", "trust"),
@@ -33,6 +34,7 @@ LAYERS = (
     ("bridge",),
     ("formats", "transforms", "reports"),
     ("copying",),
+    ("upload",),
     ("publish",),
     ("convert",),
     ("loading",),
@@ -52,11 +54,12 @@ OTHERS = {
     "sklearn": ("trainer",),
     "matplotlib": ("trainer",),
     "numpy": None,
-    "fsspec": ("bytesource",),
+    "fsspec": ("remote", "upload"),
+    "aiohttp": ("remote",),
     "safetensors": ("bridge",),
     "typing_extensions": None,
 }
-LAZY = ("torch", "numpy", "fsspec", "safetensors", "typing_extensions")
+LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "typing_extensions")
 TRAINER_IS_SEEN_BY = "cli.train"
 
 LONGEST_FUNCTION = 60

@@ -116,7 +116,7 @@ def test_every_command_and_public_name_is_in_it() -> None:
 def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
     section = TEXT.split("## inspect --json")[1].split("\n## ")[0]
     documented = set(re.findall(r"`(\w+)`", section))
-    done = shell("ckptkit inspect --json --digest fixtures/torch-zip/views_ties_dtypes.pth", folder)
+    done = shell("ckptkit inspect --json --digest fixtures/torch-zip/namespace_and_numpy.pth", folder)
     (file,) = json.loads(done.stdout)["files"]
     parts = [file, file["totals"], file["tensors"][0], file["values"][0], *file["objects"][:1]]
     assert {field for part in parts for field in part} <= documented

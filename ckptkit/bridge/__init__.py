@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         cast_record,
         compare,
         contiguous,
+        dequantized_record,
         rebuild,
         to_torch_storage,
     )
@@ -30,6 +31,7 @@ __all__ = [
     "cast_record",
     "compare",
     "contiguous",
+    "dequantized_record",
     "environment",
     "model_from",
     "model_shapes",
@@ -42,7 +44,10 @@ __all__ = [
 _PLACES = {
     **dict.fromkeys(("environment", "model_from", "model_shapes"), "models"),
     **dict.fromkeys(("OPERATIONS", "PIECE", "stream", "torch_dtype"), "operations"),
-    **dict.fromkeys(("Difference", "cast_record", "compare", "contiguous", "rebuild", "to_torch_storage"), "tensors"),
+    **dict.fromkeys(
+        ("Difference", "cast_record", "compare", "contiguous", "dequantized_record", "rebuild", "to_torch_storage"),
+        "tensors",
+    ),
 }
 
 

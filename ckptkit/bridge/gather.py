@@ -1,23 +1,29 @@
-"""Strided views in row-major order, in bounded memory whatever the strides.
+"""Strided views, and arrays put together from such, in row-major order, in bounded memory whatever the strides.
 
 The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed indices of the
-dimensions before. A tile is read in boxes: from the smallest stride up, a dimension is read whole, gaps included, as
-long as the gaps are small and the box is; the next is cut, the others are taken index by index.
+dimensions before. A tile, or the region of it that is one view's, is read in boxes: from the smallest stride up, a
+dimension is read whole, gaps included, as long as the gaps are small and the box is; the next is cut, the others are
+taken index by index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.bytesource import Derived
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TILE = 16 << 20  # bytes of the output made at once
 BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
 CALL = 64 << 10  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
 
 Dim = tuple[int, int]  # elements, stride in bytes
+Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, stride, first byte of the input
 Read = Callable[[int, int], bytes]  # of so many bytes at an offset
 
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -71,21 +77,71 @@ def _tile(dims: list[Dim], itemsize: int) -> tuple[int, int]:
 
 def _offset(dims: list[Dim], number: int) -> int:
     """Byte offset of the `number`-th combination of indices, in row-major order."""
-    offset = 0
-    for n, s in reversed(dims):
-        number, index = divmod(number, n)
-        offset += index * s
-    return offset
+    index = _index(tuple(n for n, _ in dims), number)
+    return sum(i * s for i, (_, s) in zip(index, dims, strict=True))
+
+
+def _index(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The `number`-th combination of indices, in row-major order."""
+    index = []
+    for n in reversed(shape):
+        number, each = divmod(number, n)
+        index.append(each)
+    return tuple(reversed(index))
+
+
+def assemble(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes `start` to `stop` of the array whose boxes `derived` describes; each of `reads` reads one input."""
+    import numpy as np
+
+    itemsize, shape, boxes = derived.parameters
+    assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(boxes, tuple)
+    axis, width = _tile([(n, 0) for n in shape], itemsize)
+    row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
+    at = start
+    while at < stop:
+        outer, rest = divmod(at, shape[axis] * row)
+        first = rest // row // width * width
+        low = (*_index(shape[:axis], outer), first, *(0 for _ in shape[axis + 1 :]))
+        sizes = (*(1 for _ in shape[:axis]), min(width, shape[axis] - first), *shape[axis + 1 :])
+        tile = np.empty(sizes, np.dtype(_UNITS[itemsize]))
+        for read, box in zip(reads, boxes, strict=True):
+            _read_region(read, tile, low, box)
+        made = tile.reshape(-1).view(np.uint8).data
+        lower = rest - first * row
+        upper = min(len(made), lower + stop - at)
+        yield made[lower:upper]
+        at += upper - lower
+
+
+def _read_region(read: Read, tile: np.ndarray[Any, Any], low: tuple[int, ...], box: Box) -> None:
+    """What the tile, which begins at indices `low` of the array, has in common with the box."""
+    offsets, sizes, stride, origin = box
+    begin = [max(a, b) for a, b in zip(low, offsets, strict=True)]
+    end = [min(a + n, b + m) for a, n, b, m in zip(low, tile.shape, offsets, sizes, strict=True)]
+    if any(a >= b for a, b in zip(begin, end, strict=True)):
+        return
+    region = tile[tuple(slice(a - c, b - c) for a, b, c in zip(begin, end, low, strict=True))]
+    steps = tuple(s * tile.itemsize for s in stride)
+    _fill(region, read, origin + sum((a - b) * s for a, b, s in zip(begin, offsets, steps, strict=True)), steps)
 
 
 def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memoryview:
     import numpy as np
 
-    unit = np.dtype(_UNITS[itemsize])
-    strides = tuple(s for _, s in dims)
+    made = np.empty(tuple(n for n, _ in dims), np.dtype(_UNITS[itemsize]))
+    _fill(made, read, offset, tuple(s for _, s in dims))
+    return made.reshape(-1).view(np.uint8).data
+
+
+def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[int, ...]) -> None:
+    """Read into `made` the elements that lie `strides` bytes apart from `offset` on."""
+    import numpy as np
+
+    unit, itemsize = made.dtype, made.itemsize
+    dims = list(zip(made.shape, strides, strict=True))
     box = _box(dims, itemsize)
     order = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])  # so that offsets grow
-    made = np.empty(tuple(n for n, _ in dims), unit)
     at = [0] * len(dims)
     for corner in product(*(range(0, dims[axis][0], box[axis]) for axis in order)):
         for axis, index in zip(order, corner, strict=True):
@@ -95,7 +151,6 @@ def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memor
         data = read(offset + sum(i * s for i, s in zip(at, strides, strict=True)), span)
         place = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
         made[place] = np.ndarray(shape, unit, data, 0, strides)
-    return made.reshape(-1).view(np.uint8).data
 
 
 def _box(dims: list[Dim], itemsize: int) -> list[int]:

@@ -10,13 +10,20 @@ latin1                                    the input is UTF-8 text of `length` co
 byteswap  component                       every run of `component` bytes (2, 4, 8) reversed
 gather    itemsize, shape, stride, start  row-major elements of a strided view: itemsize 1, 2, 4, 8 or 16 bytes,
                                           strides in elements, the first element at byte `start`
+chunks    itemsize, shape, boxes          row-major elements of an array: each input holds one box of it, described by
+                                          (offsets, sizes, strides in elements, byte of the first element); each
+                                          element is in exactly one box; itemsize as for gather
 conj      dtype                           complex elements with the imaginary part negated
 neg       dtype                           elements negated
 cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it
+dequant   dtype, scale, zero_point        quantised elements of `dtype` as float32, as torch does it
+          dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and a zero point for each
+                                          channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat`` has one input, and
-is a pure function of it, its parameters and the range of the output that is asked for.
+dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``
+and ``dequant`` has one input, and is a pure function of its inputs, its parameters and the range of the output that is
+asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import dtypes
-from ckptkit.bridge.gather import gather
+from ckptkit.bridge.gather import Read, assemble, gather
 from ckptkit.bytesource import Derived, Extent, Range
 from ckptkit.dtypes import DType
 from ckptkit.errors import CorruptError, TensorError, UnsupportedError
@@ -209,6 +216,17 @@ def _cast(derived: Derived, start: int, stop: int) -> Pieces:
     return _elementwise(derived.inputs[0], start, stop, source.itemsize, target.itemsize, cast)
 
 
+def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.bridge.quantized import Dequantizer
+
+    data, *tables = derived.inputs
+    dtype = dtypes.BY_NAME[str(derived.parameters[0])]
+    several = max(1, 8 // dtype.bits)  # elements in a unit of the input
+    held = [b"".join(stream(table)) for table in tables]
+    machine = Dequantizer(derived.parameters, held, start // (4 * several) * several)
+    return _elementwise(data, start, stop, dtype.itemsize, 4 * several, lambda piece: _bytes(machine(piece)))
+
+
 def as_torch(data: Piece, source: DType, target: torch.dtype) -> torch.Tensor:
     """Elements of dtype `source`, converted. Raises UnsupportedError where the installed torch cannot."""
     import torch
@@ -246,10 +264,19 @@ def _elementwise(
 
 
 def _gather(derived: Derived, start: int, stop: int) -> Pieces:
-    (extent,) = derived.inputs
-    if isinstance(extent, Range):
-        return gather(lambda at, length: extent.source.read(extent.offset + at, length), derived, start, stop)
-    return gather(Cursor(extent).read, derived, start, stop)
+    return gather(_reader(derived.inputs[0]), derived, start, stop)
+
+
+def _chunks(derived: Derived, start: int, stop: int) -> Pieces:
+    return assemble([_reader(extent) for extent in derived.inputs], derived, start, stop)
+
+
+def _reader(extent: Extent) -> Read:
+    """Reads so many bytes of an extent at an offset."""
+    if isinstance(extent, Derived):
+        return Cursor(extent).read
+    source, origin, _ = extent
+    return lambda at, length: source.read(origin + at, length)
 
 
 class Cursor:
@@ -293,7 +320,9 @@ OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "latin1": _latin1,
     "byteswap": _byteswap,
     "gather": _gather,
+    "chunks": _chunks,
     "conj": _conj,
     "neg": _neg,
     "cast": _cast,
+    "dequant": _dequant,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckptkit.bridge.operations import PIECE, Piece, as_torch, regroup, stream, torch_dtype
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _NUMBERS = ("float", "int", "bool", "complex")
+_TABLES = frozenset({"float32", "float64", "int32", "int64"})  # dtypes of scales and zero points
 _WIDE = PIECE // 16  # elements compared at once: they take up to 16 bytes each
 
 
@@ -70,6 +72,24 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
         return record
     length = record.length // source.itemsize * target.itemsize
     return Pending("cast", (record,), (source.name, target.name), length)
+
+
+def dequantized_record(tensor: Tensor, scale: float | Tensor, zero_point: int | Tensor, axis: int = 0) -> Record:
+    """The elements of a quantised tensor as float32, row-major and little-endian.
+
+    Scale and zero point are two numbers, or two tensors with one for each index of the dimension `axis`. Raises
+    TensorError where these do not fit, or the elements have no bytes in order.
+    """
+    data, length = contiguous(tensor), 4 * tensor.numel
+    if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
+        fits = 0 <= axis < len(tensor.shape) and scale.shape == zero_point.shape == tensor.shape[axis : axis + 1]
+        if not fits or scale.dtype.kind != "float" or not {scale.dtype.numpy, zero_point.dtype.numpy} <= _TABLES:
+            raise TensorError(f"scales and zero points of {scale.shape} do not fit a shape of {tensor.shape}")
+        parameters = (tensor.dtype.name, scale.dtype.name, zero_point.dtype.name, prod(tensor.shape[axis + 1 :]))
+        return Pending("dequant", (data, contiguous(scale), contiguous(zero_point)), parameters, length)
+    if type(scale) is not float or type(zero_point) is not int or not -(2**31) <= zero_point < 2**31:
+        raise TensorError("a quantised tensor without a scale and a zero point that torch could have")
+    return Pending("dequant", (data,), (tensor.dtype.name, scale, zero_point), length)
 
 
 @dataclass(frozen=True, slots=True)

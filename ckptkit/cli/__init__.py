@@ -23,8 +23,8 @@ from ckptkit.cli import render
 from ckptkit.errors import CkptkitError, InputError
 
 COMMANDS = (
-    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap", "train",
-    "formats", "env",
+    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap",
+    "recover", "train", "formats", "env",
 )  # fmt: skip
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 @click.command("convert")
 @options.edit
+@click.option("--dequantize", is_flag=True, help="Make float32 of quantized weights, packed ones too.")
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option("--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable).")
@@ -32,7 +33,8 @@ def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
     Any format that can be read becomes any that can be written.
 
     The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
-    order of the options: keep and drop (by names in SRC), strip, add, map and sub, cast, to and device-map, compact.
+    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, cast, to and
+    device-map, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
@@ -42,6 +44,7 @@ def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
 
 
 def _steps(
+    dequantize: bool,
     keep: tuple[str, ...],
     drop: tuple[str, ...],
     strip: tuple[str, ...],
@@ -59,6 +62,10 @@ def _steps(
 
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device-map A=B")
+    if dequantize:
+        from ckptkit.transforms import quantized
+
+        yield quantized.dequantize
     if keep or drop:
         yield lambda ck: keys.select(ck, keep, drop)
     if strip:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.reports.diff import Diff
@@ -67,13 +68,13 @@ def _compare(
     ours = open_checkpoint(a, key=key).weights
     if b is not None:
         theirs = open_checkpoint(b, key=key if key_b is None else key_b).weights
-        return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=a)
+        return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=urls.shown(a))
     if values or atol is not None or rtol is not None:
         raise click.UsageError("a model that was just built has no values to compare with")
     from ckptkit.bridge import model_from, model_shapes
 
     assert spec is not None
-    return against(ours, model_shapes(model_from(spec, args)), name=a)
+    return against(ours, model_shapes(model_from(spec, args)), name=urls.shown(a))
 
 
 def _facts(found: Diff) -> dict[str, Any]:

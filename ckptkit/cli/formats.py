@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ckptkit.cli import render
+
+if TYPE_CHECKING:
+    from ckptkit.formats.format import Format
 
 
 @click.command("formats")
@@ -17,20 +22,40 @@ def command(as_json: bool) -> None:
     """
     from ckptkit.formats import FORMATS
 
-    rows = [
-        (each.name, each.title, each.readable, each.layout is not None, each.rewrite_as, each.suffixes)
-        for each in FORMATS
-    ]
     if as_json:
-        names = ("name", "title", "readable", "writable", "rewritten_as", "suffixes")
-        listed = [dict(zip(names, row, strict=True)) for row in rows]
+        listed = [
+            {
+                "name": each.name,
+                "title": each.title,
+                "readable": each.readable,
+                "writable": each.layout is not None,
+                "rewritten_as": each.rewrite_as,
+                "suffixes": each.suffixes,
+                "everything": each.everything if each.layout is not None else None,
+                "recoverable": each.salvage is not None,
+            }
+            for each in FORMATS
+        ]
         render.emit_json({"schema": "ckptkit.formats/1", "formats": listed})
     else:
-        cells = [
-            (name, _yes(readable), f"as {again}" if again else _yes(writable), " ".join(suffixes), title)
-            for name, title, readable, writable, again, suffixes in rows
-        ]
-        render.emit(*render.table(("name", "read", "write", "suffixes", "what it is"), cells))
+        header = ("name", "read", "write", "keeps", "recover", "suffixes", "what it is")
+        render.emit(*render.table(header, list(map(_cells, FORMATS))))
+
+
+_KEEPS = {"always": "everything", "asked": "weights; --all: everything", "nested": "nested values", "never": "weights"}
+
+
+def _cells(format: Format) -> tuple[str, ...]:
+    writable = format.layout is not None
+    return (
+        format.name,
+        _yes(format.readable),
+        f"as {format.rewrite_as}" if format.rewrite_as else _yes(writable),
+        _KEEPS[format.everything] if writable else "",
+        "yes" if format.salvage is not None else "",
+        " ".join(format.suffixes),
+        format.title,
+    )
 
 
 def _yes(can: bool) -> str:

@@ -11,6 +11,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.errors import CkptkitError, InputError
+from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint import Checkpoint
@@ -82,7 +83,7 @@ def _readable(
         except CkptkitError as error:
             if len(files) == 1:
                 raise
-            render.warn(str(error.at(file)), error.hint)
+            render.warn(str(error.at(urls.shown(file))), error.hint)
             failures.append(error)
         else:
             yield shown

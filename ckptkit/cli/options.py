@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli import render
+from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint import Checkpoint
     from ckptkit.convert import Conversion
+    from ckptkit.formats.format import Loss
 
 SCHEMA = "ckptkit.edit/1"
+SHOWN = 20  # lines of what was lost
 
 key = click.option("--key", metavar="PATH", help="The entry that holds the weights, where several could be meant.")
 keys = click.option(
@@ -40,6 +45,8 @@ class Edit:
     format: str | None
     objects: str
     ties: str
+    everything: bool
+    shard_size: int | None
 
     def __post_init__(self) -> None:
         if self.in_place and self.dst is not None:
@@ -52,22 +59,24 @@ class Edit:
         *steps: Callable[[Checkpoint], Checkpoint],
         key: str | None = None,
         keep_format: bool = True,
+        source: Checkpoint | None = None,
+        lost: Sequence[Loss] = (),
     ) -> None:
-        """Read, apply the steps, write, and say so."""
+        """Read, apply the steps, write, and say so. `source` is what has been read already, `lost` what could not."""
         from ckptkit.cli.progress import Progress
         from ckptkit.convert import convert
         from ckptkit.formats.format import WriteOptions
 
         with Progress("writing") as progress:
             done = convert(
-                self.src,
+                self.src if source is None else source,
                 self.dst,
                 *steps,
                 in_place=self.in_place,
                 keep_format=keep_format,
                 key=key,
                 format=self.format,
-                options=WriteOptions(self.objects, self.ties),
+                options=WriteOptions(self.objects, self.ties, everything=self.everything, shard_size=self.shard_size),
                 force=self.force,
                 durable=self.durable,
                 verify=self.verify,
@@ -75,12 +84,12 @@ class Edit:
                 dry_run=self.dry_run,
                 progress=progress,
             )
-        self._report(done)
+        self._report(done, lost)
 
-    def _report(self, done: Conversion) -> None:
+    def _report(self, done: Conversion, lost: Sequence[Loss]) -> None:
         count = _tensors(done.checkpoint)
         if self.as_json:
-            render.emit_json(_facts(self, done, count))
+            render.emit_json({**_facts(self, done, count), **({"lost": list(map(asdict, lost))} if lost else {})})
         elif not self.quiet:
             verb = "would write" if self.dry_run else "wrote"
             said = "; ".join((f"{render.plural(count, 'tensor')}, {render.size(done.plan.size)}", *done.notes))
@@ -88,8 +97,13 @@ class Edit:
             if self.dry_run:
                 render.emit(*map(render.escape, str(done.plan).split("\n")))
         if not self.quiet:
-            for line in (*done.plan.notes, *done.warnings):
+            for line in (*_lost(lost), *done.plan.notes, *done.warnings):
                 render.warn(line)
+
+
+def _lost(lost: Sequence[Loss]) -> list[str]:
+    said = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
+    return said + ([f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else [])
 
 
 def _tensors(checkpoint: Checkpoint) -> int:
@@ -109,7 +123,7 @@ def _tensors(checkpoint: Checkpoint) -> int:
 def _facts(edit: Edit, done: Conversion, count: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "source": edit.src,
+        "source": urls.shown(edit.src),
         "destination": done.path,
         "format": done.format,
         "in_place": edit.in_place,
@@ -120,6 +134,24 @@ def _facts(edit: Edit, done: Conversion, count: int) -> dict[str, Any]:
         "left_out": list(done.plan.notes),
         "warnings": list(done.warnings),
     }
+
+
+_UNITS = {
+    unit + byte: base**power
+    for base, byte in ((1000, "b"), (1024, "ib"))
+    for power, unit in enumerate(("k", "m", "g", "t"), 1)
+}
+
+
+def size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Callback of --shard-size: bytes; ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
+    size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
+    if not size:
+        raise click.BadParameter(f"{text!r} is no size: say 5GB, 500MB, 2GiB or a number of bytes")
+    return size
 
 
 _EDIT = (
@@ -146,6 +178,10 @@ _EDIT = (
         default="alias",
         help="Tensors with the same bytes, in a format without views.",
     ),
+    click.option(
+        "--shard-size", metavar="SIZE", callback=size, help="Write DST as a folder of files of up to 5GB, say."
+    ),
+    click.option("--all", "everything", is_flag=True, help="Keep everything, also in a format made for weights alone."),
 )
 
 

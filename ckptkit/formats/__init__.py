@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 
 from ckptkit.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.plan import Plan
+from ckptkit.remote import urls
 
-# In sniff order. TorchScript comes before torch-zip, which it also looks like; a plain pickle comes after the legacy
-# stream, which begins with one.
+# In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in
+# which torch tries them. A plain pickle comes after the legacy stream, which begins with one; a folder that stands for
+# one of its files comes after all others.
 MODULES = (
     "torch.torchscript",
     "torch.zip_archive",
+    "torch.tar_archive",
+    "torch.exported",
     "torch.legacy_stream",
     "safetensors",
-    "sharded",
+    "dcp",
+    "deepspeed.reader",
+    "sharded.safetensors_shards",
+    "sharded.torch_shards",
+    "npz",
+    "npy",
     "torch.plain_pickle",
+    "folder",
 )
 
 
@@ -34,10 +45,15 @@ class Formats:
 
 
 FORMATS = Formats()
+WHOLE = ("always", "asked")  # of Format.everything
 
 
 def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
-    """The file or folder at `path`. Raises PathError for what is neither."""
+    """The file or folder at `path`, which may be a URL. Raises PathError for what is neither."""
+    if urls.is_url(path):
+        from ckptkit.remote.files import open_url  # local files do not pay for it
+
+        return open_url(os.fspath(path))
     return Folder(path) if os.path.isdir(path) else LocalFile(path)
 
 
@@ -48,7 +64,10 @@ def identify(probe: Probe) -> Format:
             return format
     from ckptkit.formats import foreign
 
-    raise foreign.refusal(probe)
+    refusal = foreign.refusal(probe)
+    if elsewhere := urls.behind_page(probe.name):
+        refusal.hint = f"the file itself is at {elsewhere}"
+    raise refusal
 
 
 def read(place: ByteSource | Folder) -> Checkpoint:
@@ -58,6 +77,19 @@ def read(place: ByteSource | Folder) -> Checkpoint:
         return identify(probe).read(probe)
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
+
+
+def salvage(place: ByteSource | Folder) -> Salvaged:
+    """What is whole of a damaged file. Raises CorruptError if nothing is, UnsupportedError for other formats."""
+    probe = Probe(place)
+    try:
+        for format in FORMATS:
+            if format.salvage is not None and (found := format.salvage(probe)) is not None:
+                return found
+    except CkptkitError as error:
+        raise error.at(place.name) from error.__cause__
+    able = ", ".join(format.name for format in FORMATS if format.salvage is not None)
+    raise UnsupportedError("is of no format that can be recovered", where=place.name, hint=f"these can: {able}")
 
 
 def writable() -> Iterator[Format]:
@@ -70,39 +102,79 @@ def by_name(name: str | None) -> Format | None:
     return next((format for format in FORMATS if format.name == name), None)
 
 
-def for_writing(path: str | os.PathLike[str], name: str | None = None, keep: str | None = None) -> Format:
+def for_writing(
+    path: str | os.PathLike[str], name: str | None = None, keep: str | None = None, *, shards: bool = False
+) -> Format:
     """The format to write `path` in: the one called `name`, else by its suffix, else that of the input (`keep`).
 
-    Raises UsageError for a name or suffix that no writer has.
+    With `shards` it is one that writes a folder of them, safetensors if nothing says otherwise. Raises UsageError for a
+    name or suffix that no writer has.
     """
     if name is not None:
-        return _writer(name)
+        return _writer(name, shards)
     lower = os.fspath(path).lower()
-    for format in writable():
-        if lower.endswith(format.suffixes):
-            return format
+    by_suffix = next((format for format in writable() if lower.endswith(format.suffixes)), None)
     kept = by_name(keep)
+    if shards:
+        return _sharding(path, by_suffix, kept)
+    if by_suffix is not None:
+        return by_suffix
     if kept is not None:
         return kept if kept.layout is not None else _writer(kept.rewrite_as or "torch-zip")
     known = ", ".join(suffix for format in writable() for suffix in format.suffixes)
     raise UsageError(
-        "the suffix does not say which format to write", where=os.fspath(path), hint=f"use one of {known}, or --format"
+        "the suffix does not say which format to write",
+        where=urls.shown(os.fspath(path)),
+        hint=f"use one of {known}, or --format",
     )
 
 
-def _writer(name: str) -> Format:
+def _sharding(path: str | os.PathLike[str], by_suffix: Format | None, kept: Format | None) -> Format:
+    if by_suffix is not None and not by_suffix.shards:
+        raise UsageError(
+            f"is the name of a file ({by_suffix.name}), and shards are written into a folder",
+            where=urls.shown(os.fspath(path)),
+            hint="name a folder, or leave out --shard-size",
+        )
+    return kept if kept is not None and kept.shards else next(format for format in writable() if format.shards)
+
+
+def _writer(name: str, shards: bool = False) -> Format:
     format = by_name(name)
     if format is None or format.layout is None:
         names = ", ".join(each.name for each in writable())
         known = "cannot be written" if format is not None else "is no format that ckptkit knows"
         raise UsageError(f"{name!r} {known}", hint=f"formats that can be written: {names}")
+    if shards and not format.shards:
+        able = ", ".join(each.name for each in writable() if each.shards)
+        raise UsageError(f"{name} is one file, and --shard-size is for folders", hint=f"--format {able}")
     return format
 
 
 def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
     """What writing `checkpoint` in `format` comes to. Every error says which checkpoint."""
     assert format.layout is not None
+    if options.everything and format.everything not in WHOLE:
+        able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
+        raise UsageError(f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}")
     try:
+        if holds_program(checkpoint) and not options.everything:
+            return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
     except CkptkitError as error:
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def holds_program(checkpoint: Checkpoint) -> bool:
+    """Whether it was read from a format of programs, of which only the weights can be written."""
+    kept = by_name(checkpoint.format)
+    return kept is not None and kept.program
+
+
+def _layout_weights(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
+    from ckptkit.formats.programs import notes, without_program
+
+    assert format.layout is not None
+    plain = without_program(checkpoint)
+    plan = format.layout(plain, options)
+    return replace(plan, notes=(*notes(checkpoint, plain), *plan.notes))

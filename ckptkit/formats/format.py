@@ -55,10 +55,31 @@ class WriteOptions:
 
     ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or ``error``.
     ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once and noted) or ``duplicate``.
+    ``shard_size``: bytes that a file of a format with several may have, one large tensor aside; None: its own choice.
+    ``everything``: the whole tree, not only what the format is made for; see `Format.everything`.
     """
 
     objects: str = "keep"
     ties: str = "alias"
+    everything: bool = False
+    shard_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An entry that could not be saved: its dotted path, what it was, and why."""
+
+    path: str
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """What is left, and what is not."""
+
+    checkpoint: Checkpoint
+    lost: tuple[Loss, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,7 @@ class Format:
     is an error. `read` takes the probe, so that what identification parsed is not parsed twice.
     ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
     its `read` says what to do instead.
+    ``salvage`` gives what is whole of a damaged file, None if the file is of another format.
     """
 
     name: str
@@ -78,4 +100,8 @@ class Format:
     suffixes: tuple[str, ...] = ()  # that choose it for writing
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
+    shards: bool = False  # whether its layout is a folder of files of at most `shard_size`
+    everything: str = "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
+    program: bool = False  # whether it holds a program, which no other format keeps: it is not changed in place
     rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own
+    salvage: Callable[[Probe], Salvaged | None] | None = None

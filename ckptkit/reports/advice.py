@@ -20,7 +20,7 @@ NAMED = 4  # globals that are named before "and N more"
 def advise(summary: Summary) -> tuple[str, ...]:
     """Sentences that end in a command, for what keeps this checkpoint from loading or makes it larger than it is."""
     path = summary.path
-    found = (_prefixes, _devices, _waste, _objects, _others)
+    found = (_prefixes, _devices, _waste, _packed, _objects, _others)
     return tuple(line for advice in found for line in advice(summary, path))
 
 
@@ -49,7 +49,7 @@ def _argument(path: str) -> tuple[str, ...]:
 def _beside(path: str, mark: str, suffix: str | None) -> str:
     """``run.pth`` -> ``run-cpu.pth``, in the working directory if `path` is a URL. `suffix` replaces that of `path`."""
     if "://" in path:
-        path = path.rpartition("/")[2]
+        path = path.partition("?")[0].rpartition("/")[2]
     stem, own = os.path.splitext(path.rstrip("/"))
     if own == ".tar":
         stem, inner = os.path.splitext(stem)
@@ -78,6 +78,14 @@ def _waste(summary: Summary, path: str) -> Iterator[str]:
     if unused > max(WASTE, summary.totals.nbytes // 10):
         command = _edit("convert", path, "compact", "--compact")
         yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
+
+
+def _packed(summary: Summary, path: str) -> Iterator[str]:
+    """Weights that quantised layers keep out of the state_dict."""
+    number = sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
+    if number:
+        command = _edit("convert", path, "float", "--dequantize")
+        yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:

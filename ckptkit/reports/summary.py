@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -92,6 +91,8 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     weights = None
     try:
         weights = checkpoint.selection
+        if weights is not None and weights.module is not None:
+            warnings = (*warnings, *weights.module.unread)
     except AmbiguousError as error:
         warnings = (*warnings, error.message)
     survey = _Survey(weights)
@@ -212,23 +213,17 @@ def _naming(weights: Weights) -> Callable[[Path], str | None]:
     def by_key(below: Path) -> str | None:
         return below[0] if len(below) == 1 and below[0] in nodes else None
 
-    def by_attributes(below: Path) -> str | None:
-        """``_modules, conv1, _parameters, weight`` -> ``conv1.weight``."""
-        attributes, names = below[0::2], below[1::2]
-        if len(below) % 2 or attributes[-1:] not in (("_parameters",), ("_buffers",)):
-            return None
-        if any(each != "_modules" for each in attributes[:-1]):
-            return None
-        name = join(names)
-        return name if name in nodes else None
+    places = weights.module.places if weights.module is not None else {}
 
-    return by_attributes if weights.is_module else by_key
+    def by_place(below: Path) -> str | None:
+        return places.get(below) if all(isinstance(key, (str, int)) for key in below) else None
+
+    return by_place if weights.is_module else by_key
 
 
 def _size(checkpoint: Checkpoint) -> int:
     """Bytes on disk: of the file, or of the files in the folder."""
     source = checkpoint.source
-    if source is None or isinstance(source, ByteSource):
-        return 0 if source is None else source.size
-    paths = [os.path.join(source.path, name) for name in source.list()]
-    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+    if source is None:
+        return 0
+    return source.size if isinstance(source, ByteSource) else source.nbytes()

@@ -11,17 +11,16 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import translate
 from glob import escape
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CollisionError, UsageError
-from ckptkit.tensor import Tensor
 from ckptkit.transforms import metadata
 from ckptkit.transforms.scan import count, nearest, some
 from ckptkit.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
-from ckptkit.weights import Weights, module_state
+from ckptkit.weights import Weights, module_state, plain_state_dict, read_module
 
 Paths = dict[str, Node]
 
@@ -251,13 +250,14 @@ def _targets(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
             raise UsageError(f"the entry {key!r} is not a mapping", where=ck.name)
         if id(node) not in seen:
             seen.add(id(node))
-            yield Target(path, node, _plain(entries) if entries is not node else entries, list(_strings(entries)))
+            mapping = plain_state_dict(entries) if entries is not node else entries
+            yield Target(path, node, mapping, list(_strings(entries)))
 
 
 def _target(weights: Weights) -> Target:
     node = weights.node
     if weights.is_module:
-        return Target(weights.path, node, _plain(weights.nodes), list(weights.nodes))
+        return Target(weights.path, node, plain_state_dict(weights.nodes), list(weights.nodes))
     is_state_dict = metadata.of(node) is not None
     names = [
         key for key in _strings(node) if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
@@ -269,19 +269,12 @@ def _strings(mapping: Mapping[Node, Node]) -> Iterator[str]:
     return (key for key in mapping if isinstance(key, str))
 
 
-def _plain(parameters: Mapping[str, Node]) -> OrderedDict:
-    """The state_dict of a module: its parameters as the plain tensors that ``state_dict()`` gives."""
-    made: dict[int, Node] = {}
-    for node in parameters.values():
-        if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
-            made[id(node)] = replace(node, kind="tensor", requires_grad=False)
-    return OrderedDict((name, made.get(id(node), node)) for name, node in parameters.items())
-
-
 def _as_plain(target: Target) -> list[str]:
     if target.entries is target.node:
         return []
-    return [f"the pickled module{target.place} ({target.node.global_}) is now its plain state_dict"]
+    module = read_module(target.node)
+    unread = module.unread if module is not None else ()
+    return [f"the pickled module{target.place} ({target.node.global_}) is now its plain state_dict", *unread]
 
 
 def _replaced(ck: Checkpoint, swap: dict[int, Node], notes: Iterable[str], warnings: Iterable[str]) -> Checkpoint:

@@ -6,19 +6,24 @@ import json
 import pickle
 import pickletools
 import struct
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.dtypes import BY_NUMPY, BY_STORAGE, TABLE
+from ckptkit.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
+from ckptkit.formats.format import WriteOptions
 from tests.formats.conformance import FormatConformance, State
+from tests.formats.torch import scripts, tars
 
 TYPED = [row.name for row in TABLE if row.storage]
+NUMPY = [row.name for row in BY_NUMPY.values()]
 UNTYPED = [row.name for row in TABLE if not row.storage and row.kind != "int" and hasattr(torch, row.name)]
 
 
@@ -32,16 +37,20 @@ class TestTorchZip(FormatConformance):
         return folder / "made.pth"
 
     def boundaries(self, data: bytes) -> Iterable[int]:
-        """Local headers, the directory, each of its entries, the three end records."""
-        with zipfile.ZipFile(BytesIO(data)) as file:
-            members = file.infolist()
-            yield from (member.header_offset for member in members)
-            yield file.start_dir
-        at = file.start_dir
-        for _ in members:
-            yield at
-            at += 46 + sum(struct.unpack_from("<3H", data, at + 28))
-        yield from (at, at + 56, at + 56 + 20)
+        return zip_boundaries(data)
+
+
+def zip_boundaries(data: bytes) -> Iterable[int]:
+    """Local headers, the directory, each of its entries, the end records: three of torch, one of numpy."""
+    with zipfile.ZipFile(BytesIO(data)) as file:
+        members = file.infolist()
+        yield from (member.header_offset for member in members)
+        yield file.start_dir
+    at = file.start_dir
+    for _ in members:
+        yield at
+        at += 46 + sum(struct.unpack_from("<3H", data, at + 28))
+    yield from (at, at + 56, at + 56 + 20)
 
 
 class TestTorchLegacy(FormatConformance):
@@ -82,6 +91,35 @@ class StorageSizes(pickle.Unpickler):
         self.sizes[key] = elements * dtype.itemsize
 
 
+class TestTorchTar(FormatConformance):
+    name = "torch-tar"
+    suffix = ".pth"
+    dtypes = [name for name in TYPED if BY_NAME[name].kind not in ("quantized", "complex")]
+
+    def make(self, folder: Path, state: State) -> Path:
+        return tars.save(state, folder / "made.tar")
+
+    def oracle(self, path: Path) -> State:
+        loaded: State = torch.load(path, weights_only=False)  # for a file that this test has made
+        return loaded
+
+    def boundaries(self, data: bytes) -> Iterable[int]:
+        """Headers, the data behind them, and in that every pickle and what follows it."""
+        with tarfile.open(fileobj=BytesIO(data)) as file:
+            members = file.getmembers()
+        for member in members:
+            yield from (member.offset, member.offset_data, member.offset_data + member.size)
+            stream = BytesIO(data[: member.offset_data + member.size])
+            stream.seek(member.offset_data)
+            for _ in range(StorageSizes(stream).load() if member.name in ("tensors", "storages") else 0):
+                _, second, made = StorageSizes(stream).load()
+                yield stream.tell()
+                (numel,) = struct.unpack("<q", stream.read(8))
+                sizes = 8 * (2 * numel + 1) if isinstance(second, int) else numel * made.itemsize
+                stream.seek(sizes, 1)
+                yield stream.tell()
+
+
 class TestSafetensors(FormatConformance):
     name = "safetensors"
     suffix = ".safetensors"
@@ -105,6 +143,8 @@ class TestSafetensors(FormatConformance):
 
 class TestSharded(TestSafetensors):
     name = "sharded"
+    suffix = ""
+    options = WriteOptions(shard_size=64)
 
     def make(self, folder: Path, state: State) -> Path:
         return make_sharded(folder / "made", "model", "safetensors", state, save_file)
@@ -117,8 +157,9 @@ class TestSharded(TestSafetensors):
 
 
 class TestShardedBin(TestTorchZip):
-    name = "sharded"
-    views = False
+    name = "sharded-bin"
+    suffix = ""
+    options = WriteOptions(shard_size=64)
 
     def make(self, folder: Path, state: State) -> Path:
         return make_sharded(folder / "made", "pytorch_model", "bin", state, torch.save)
@@ -136,7 +177,7 @@ class TestPickle(FormatConformance):
     name = "pickle"
     suffix = ".pkl"
     views = False
-    dtypes = [row.name for row in BY_NUMPY.values()]
+    dtypes = NUMPY
     header_bytes = 1 << 30  # the arrays are inside the pickle
 
     def make(self, folder: Path, state: State) -> Path:
@@ -150,6 +191,59 @@ class TestPickle(FormatConformance):
 
     def boundaries(self, data: bytes) -> Iterable[int]:
         return [position or 0 for _, _, position in pickletools.genops(data)]
+
+
+class TestNpz(FormatConformance):
+    name = "npz"
+    suffix = ".npz"
+    views = False
+    dtypes = NUMPY
+    save: Callable[..., None] = staticmethod(np.savez)
+
+    def make(self, folder: Path, state: State) -> Path:
+        self.save(folder / "made.npz", **{name: tensor.numpy() for name, tensor in state.items()})
+        return folder / "made.npz"
+
+    def oracle(self, path: Path) -> State:
+        with np.load(path) as arrays:
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def boundaries(self, data: bytes) -> Iterable[int]:
+        yield from zip_boundaries(data)
+        with zipfile.ZipFile(BytesIO(data)) as file:
+            for member in file.infolist():
+                start = member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+                yield from (start, start + 6, start + 8, start + 10, start + 128)
+
+
+class TestCompressedNpz(TestNpz):
+    save = staticmethod(np.savez_compressed)
+
+
+class TestTorchScript(TestTorchZip):
+    pytestmark = scripts.QUIET
+    name = "torchscript"
+    dtypes = [name for name in TestTorchZip.dtypes if BY_NAME[name].bits >= 8]
+
+    def make(self, folder: Path, state: State) -> Path:
+        return scripts.script(scripts.module_of(state), folder / "made.pt")
+
+    def oracle(self, path: Path) -> State:
+        return scripts.by_torch(path)
+
+
+class TestPt2(TestTorchScript):
+    """An exported program."""
+
+    name = "pt2"
+    dtypes = [name for name in TestTorchScript.dtypes if BY_NAME[name].safetensors and BY_NAME[name].packed == 1]
+    dtypes += ["complex32", "complex128"]
+
+    def make(self, folder: Path, state: State) -> Path:
+        return scripts.export(scripts.module_of(state), folder / "made.pt2")
+
+    def oracle(self, path: Path) -> State:
+        return {name: tensor.detach() for name, tensor in torch.export.load(path).state_dict.items()}
 
 
 def make_sharded(folder: Path, stem: str, suffix: str, state: State, save: Callable[[State, Path], object]) -> Path:

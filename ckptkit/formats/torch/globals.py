@@ -18,7 +18,6 @@ from ckptkit.weights import as_tensor
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
-Builder = Callable[[Object, Node], None]
 _LATIN1 = ("latin1", "latin-1")
 
 
@@ -87,6 +86,12 @@ def _getattr(made: Global, args: Args) -> Node:
     return Object(made, args)
 
 
+def _same(made: Global, args: Args) -> Node:
+    """build_intlist(list) and its kin, restore_type_tag(list or dict, type): what TorchScript writes for types that
+    Python does not have. Their argument is their value."""
+    return args[0] if args and isinstance(args[0], (list, dict)) else Object(made, args)
+
+
 # Tensors
 
 
@@ -110,13 +115,15 @@ def _offset(typed: TypedStorage, node: Node) -> int:
     return typed.start + node
 
 
-def _flag(node: Node) -> bool:
+def flag(node: Node) -> bool:
+    """A requires_grad. Raises TensorError for what is neither True nor False."""
     if node.__class__ is not bool and node not in (0, 1):
         raise TensorError("a tensor's requires_grad is neither True nor False")
     return bool(node)
 
 
-def _is_empty(hooks: Node) -> bool:
+def is_empty(hooks: Node) -> bool:
+    """Whether there are no backward hooks."""
     return hooks is None or (isinstance(hooks, (dict, list, tuple)) and not len(hooks))
 
 
@@ -125,19 +132,24 @@ def _arity(made: Global, args: Args, least: int, most: int) -> None:
         raise FormatError(f"{made} with {len(args)} arguments instead of {least} to {most}")
 
 
-def _strided(typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None) -> tuple[Tensor, bool]:
-    """The tensor of (storage, offset, size, stride[, requires_grad, hooks]), and whether that says everything."""
+def strided(typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None) -> tuple[Tensor, bool]:
+    """The tensor of (storage, offset, size, stride[, requires_grad, hooks]), and whether that says everything.
+
+    Those of four arguments are of torch 0.1 to 0.3, where no dimensions meant no elements.
+    """
     if dtype is None:
         raise TensorError("a tensor of an untyped storage does not say its dtype")
-    grad = _flag(args[4]) if len(args) > 4 else False
+    grad = flag(args[4]) if len(args) > 4 else False
     said = {key for key, value in metadata.items() if value is True} if isinstance(metadata, dict) else set()
     shape, stride = _shape(args[2]), _shape(args[3])
+    if shape == stride == () and len(args) == 4 and not typed.elements:
+        shape, stride = (0,), (1,)
     tensor = Tensor(
         typed.storage, dtype, shape, stride, _offset(typed, args[1]), grad, conj="conj" in said, neg="neg" in said
     )
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
         raise TensorError(f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage")
-    plain = (len(args) < 6 or _is_empty(args[5])) and (metadata is None or said == set(metadata) <= {"conj", "neg"})
+    plain = (len(args) < 6 or is_empty(args[5])) and (metadata is None or said == set(metadata) <= {"conj", "neg"})
     return tensor, plain
 
 
@@ -153,15 +165,23 @@ def _tensor_v2(made: Global, args: Args) -> Node:
             return Tensor(typed.storage, typed.dtype, size, stride, offset, grad)
     _arity(made, args, 4, 7)
     typed = _storage(args[0])
-    tensor, plain = _strided(typed, typed.dtype, args[:6], args[6] if len(args) > 6 else None)
+    tensor, plain = strided(typed, typed.dtype, args[:6], args[6] if len(args) > 6 else None)
     return tensor if plain else Object(made, args, tensor=tensor)
 
 
 def _tensor_v3(made: Global, args: Args) -> Node:
     """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])."""
     _arity(made, args, 7, 8)
-    tensor, plain = _strided(_storage(args[0]), dtype_of(args[6]), args[:6], args[7] if len(args) > 7 else None)
+    tensor, plain = strided(_storage(args[0]), dtype_of(args[6]), args[:6], args[7] if len(args) > 7 else None)
     return tensor if plain and tensor.dtype.storage is None else Object(made, args, tensor=tensor)
+
+
+def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
+    """The same tensor as a leaf of its own."""
+    return Tensor(
+        tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind, tensor.layout,
+        tensor.conj, tensor.neg,
+    )  # fmt: skip
 
 
 def _parameter(made: Global, args: Args) -> Node:
@@ -170,12 +190,9 @@ def _parameter(made: Global, args: Args) -> Node:
     tensor = as_tensor(args[0])
     if tensor is None:
         raise FormatError("a parameter is made of something that is not a tensor")
-    grad = _flag(args[1])
-    parameter = Tensor(
-        tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, "parameter", tensor.layout,
-        tensor.conj, tensor.neg,
-    )  # fmt: skip
-    if isinstance(args[0], Tensor) and len(args) == 3 and _is_empty(args[2]) and not args[0].requires_grad:
+    grad = flag(args[1])
+    parameter = with_grad(tensor, grad, "parameter")
+    if isinstance(args[0], Tensor) and len(args) == 3 and is_empty(args[2]) and not args[0].requires_grad:
         return parameter
     return Object(made, args, tensor=parameter)
 
@@ -184,7 +201,7 @@ def _quantized(made: Global, args: Args) -> Node:
     """_rebuild_qtensor(storage, offset, size, stride, quantizer_params, requires_grad, hooks)."""
     _arity(made, args, 7, 7)
     typed = _storage(args[0])
-    tensor, _ = _strided(typed, typed.dtype, (*args[:4], args[5], args[6]))
+    tensor, _ = strided(typed, typed.dtype, (*args[:4], args[5], args[6]))
     return Object(made, args, tensor=tensor)
 
 
@@ -220,13 +237,13 @@ def _meta(made: Global, args: Args) -> Node:
     shape, stride = _shape(args[1]), _shape(args[2])
     if len(shape) != len(stride):
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
-    return Object(made, args, tensor=Tensor(None, dtype_of(args[0]), shape, stride, 0, _flag(args[3])))
+    return Object(made, args, tensor=Tensor(None, dtype_of(args[0]), shape, stride, 0, flag(args[3])))
 
 
 def _subclass(made: Global, args: Args) -> Node:
     """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, requires_grad)."""
     _arity(made, args, 8, 8)
-    tensor = Tensor(None, dtype_of(args[1]), _shape(args[2]), (), requires_grad=_flag(args[7]), layout="subclass")
+    tensor = Tensor(None, dtype_of(args[1]), _shape(args[2]), (), requires_grad=flag(args[7]), layout="subclass")
     return Object(made, args, tensor=tensor)
 
 
@@ -246,7 +263,7 @@ def _on_device(made: Global, args: Args) -> Node:
     if tensor is None or tensor.storage is None or not isinstance(args[2], str):
         return Object(made, args)
     storage = Storage(tensor.storage.record, args[2], tensor.storage.crc32, tensor.storage.big_endian)
-    moved = Tensor(storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, _flag(args[3]))
+    moved = Tensor(storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, flag(args[3]))
     return Object(made, args, tensor=moved)
 
 
@@ -256,37 +273,6 @@ def dtype_of(node: Node) -> DType:
     if found is None:
         raise TensorError(f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows")
     return found
-
-
-# What state does to an object that was made before
-
-
-def _built_tensor(target: Object, state: Node) -> None:
-    """Tensors of torch 0.1: ``torch.FloatTensor`` made by class, state (storage, offset, size, stride)."""
-    if isinstance(state, tuple) and len(state) == 4 and isinstance(state[0], TypedStorage):
-        target.tensor = _strided(state[0], state[0].dtype, state)[0]
-
-
-def _built_parameter(target: Object, state: Node) -> None:
-    """Variables and parameters of torch 0.1 to 0.3: Parameter(data), state (requires_grad, volatile, hooks); or no
-    argument, state (data, creator, requires_grad, volatile, hooks)."""
-    if not isinstance(state, tuple) or len(state) not in (3, 5) or not isinstance(target.args, tuple):
-        return
-    tensor = as_tensor(state[0] if len(state) == 5 else target.args[0] if target.args else None)
-    if tensor is not None:
-        grad = _flag(state[2] if len(state) == 5 else state[0])
-        target.tensor = Tensor(
-            tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, "parameter"
-        )
-
-
-def built(target: Object, state: Node) -> None:
-    """See what an object has become by a BUILD."""
-    made = target.callable
-    if isinstance(made, Global):
-        builder = _BUILDERS.get((made.module, made.name))
-        if builder is not None:
-            builder(target, state)
 
 
 _SIZE = Global("torch", "Size")
@@ -300,6 +286,8 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
     ("builtins", "complex"): _complex,
     ("builtins", "getattr"): _getattr,
     ("_codecs", "encode"): _encode,
+    **{("torch.jit._pickle", f"build_{kind}list"): _same for kind in ("bool", "double", "int", "tensor")},
+    ("torch.jit._pickle", "restore_type_tag"): _same,
     ("torch._utils", "_rebuild_tensor"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
@@ -319,15 +307,4 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
     ("torch.tensor", "_rebuild_from_type"): _from_type,
     **{(f"numpy.{core}.multiarray", "scalar"): ndarray.scalar for core in ("core", "_core")},
     **{(f"numpy.{core}.numeric", "_frombuffer"): ndarray.from_buffer for core in ("core", "_core")},
-}
-
-_BUILDERS: dict[tuple[str, str], Builder] = {
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): ndarray.built for core in ("core", "_core")},
-    **{
-        (module, f"{kind}Tensor"): _built_tensor
-        for module in ("torch", "torch.cuda")
-        for kind in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
-    },
-    ("torch.nn.parameter", "Parameter"): _built_parameter,
-    ("torch.autograd.variable", "Variable"): _built_parameter,
 }

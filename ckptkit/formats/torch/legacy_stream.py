@@ -17,16 +17,15 @@ import re
 from dataclasses import dataclass
 from struct import unpack
 
-from ckptkit.bridge import stream
 from ckptkit.bytesource import ByteSource, Range
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TruncatedError, UnsupportedError
-from ckptkit.formats.format import Format, Probe
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.formats.format import Format, Probe, Salvaged
+from ckptkit.formats.torch.module_sources import ModuleSources, endian_warning
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.limits import check
 from ckptkit.tensor import Storage
-from ckptkit.tree import Blob, ByteString, Global, Node
+from ckptkit.tree import Node
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
@@ -46,7 +45,11 @@ def matches(probe: Probe) -> bool:
 
 def read(probe: Probe) -> Checkpoint:
     """Five pickles, then the storages."""
-    source = probe.source
+    return parse(probe.source)
+
+
+def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
+    """The checkpoint of a stream. With `lost`, storages that are not whole are put there, by key, with the reason."""
     magic = unpickle(source)
     version = unpickle(source, magic.stop)
     if type(version.root) is not int or version.root != PROTOCOL_VERSION:
@@ -54,22 +57,26 @@ def read(probe: Probe) -> Checkpoint:
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
         raise FormatError("the third pickle of a legacy stream does not describe a system")
-    stream = _Stream(source)
+    stream = _Stream(source, lost)
     table = StorageTable(stream.open)
-    modules: dict[str, str] = {}
+    sources = ModuleSources()
 
     def persistent_load(pid: Node) -> Node:
         if pid.__class__ is tuple and len(pid) == 4 and pid[0] == "module":
-            return _module(pid, modules)
+            return sources.load(pid[1], pid[3])
         return table.load(pid)
 
     tree = unpickle(source, system.stop, persistent_load=persistent_load)
     keys = unpickle(source, tree.stop)
     end = stream.bind(keys, table.itemsizes())
+    left = max(0, source.size - end)
     return Checkpoint(
-        tree.root, FORMAT.name, source, {f"module_source:{name}": text for name, text in modules.items()},
+        tree.root, FORMAT.name, source, sources.metadata,
         globals=(*system.globals, *tree.globals, *keys.globals),
-        warnings=(*tree.warnings, *_warnings(source, system.root, modules, end)),
+        warnings=(
+            *tree.warnings, *endian_warning(system.root), *sources.warnings,
+            *((f"{left:,} bytes after the last storage belong to nothing",) if left else ()),
+        ),
     )  # fmt: skip
 
 
@@ -78,29 +85,35 @@ class _LegacyRecord:
     """The bytes of a storage, whose place is known once the whole stream has been read."""
 
     places: dict[str, Range]
+    itemsizes: dict[str, int]
     key: str
     length: int
 
     def locate(self) -> Range:
-        return self.places[self.key]
+        place = self.places[self.key]
+        if place.source.remote:
+            _check_count(place, self.key, self.itemsizes[self.key])
+        return place
 
 
 class _Stream:
     """The storages behind the pickles."""
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: ByteSource, lost: dict[str, str] | None) -> None:
         self.source = source
+        self.lost = lost
         self.places: dict[str, Range] = {}
         self.lengths: dict[str, int] = {}
+        self.itemsizes: dict[str, int] = {}
 
     def open(self, key: str, nbytes: int, location: str) -> Storage:
-        if nbytes > self.source.size:
+        if nbytes > self.source.size and self.lost is None:
             raise TruncatedError(
                 f"storage {key!r} has {nbytes:,} bytes, the whole file {self.source.size:,}",
-                hint="the file is cut: download or copy it again",
+                hint="download or copy it again; `ckptkit recover` saves what is whole",
             )
         self.lengths[key] = nbytes
-        return Storage(_LegacyRecord(self.places, key, nbytes), location)
+        return Storage(_LegacyRecord(self.places, self.itemsizes, key, nbytes), location)
 
     def bind(self, keys: Unpickled, itemsizes: dict[str, int]) -> int:
         """Find every storage; the offset of the end."""
@@ -111,48 +124,60 @@ class _Stream:
         if set(keys.root) != set(self.lengths):
             odd = min(set(keys.root) ^ set(self.lengths))
             raise CorruptError(f"storage {odd!r} is {'not ' if odd in self.lengths else ''}among the storages listed")
+        self.itemsizes.update(itemsizes)
         at = keys.stop
         for key in keys.root:
-            at = self._place(key, at, itemsizes[key])
+            try:
+                self._place(key, at)
+            except FormatError as error:
+                if self.lost is None:
+                    raise
+                self.lost[key] = error.message
+            at += 8 + self.lengths[key]
         return at
 
-    def _place(self, key: str, at: int, itemsize: int) -> int:
+    def _place(self, key: str, at: int) -> None:
         length = self.lengths[key]
         if at + 8 + length > self.source.size:
             raise TruncatedError(
                 f"ends inside storage {key!r}: {at + 8 + length - self.source.size:,} bytes are missing",
-                hint="the file is cut: download or copy it again",
+                hint="download or copy it again; `ckptkit recover` saves what is whole",
             )
-        (numel,) = unpack("<q", self.source.read(at, 8))
-        if numel * itemsize != length:
-            raise CorruptError(f"storage {key!r} has {numel} elements, its tensors expect {length // itemsize}")
         self.places[key] = Range(self.source, at + 8, length)
-        return at + 8 + length
+        if not self.source.remote:  # where that would be a request for each, it is done when the bytes are needed
+            _check_count(self.places[key], key, self.itemsizes[key])
 
 
-def _module(pid: tuple[Node, ...], modules: dict[str, str]) -> Node:
-    """('module', class, source file, source text): the class; its source is kept aside, to be shown."""
-    _, made, _, text = pid
-    if not isinstance(made, Global):
-        raise FormatError("a module's source is recorded for something that is not a class")
-    if isinstance(text, Blob):  # a str of Python 2
-        text = ByteString(b"".join(stream(text.extent)))
-    if not isinstance(text, (str, ByteString, type(None))):
-        raise FormatError(f"the source of {made} is no text")
-    modules[str(made)] = "" if text is None else str(text)
-    check("memo_sparse", len(modules), "classes with their source")
-    return made
+def _check_count(place: Range, key: str, itemsize: int) -> None:
+    """The number of elements before the bytes of a storage is what its tensors expect."""
+    (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
+    if numel * itemsize != place.length:
+        raise CorruptError(f"storage {key!r} has {numel} elements, its tensors expect {place.length // itemsize}")
 
 
-def _warnings(source: ByteSource, system: Node, modules: dict[str, str], end: int) -> list[str]:
-    said = []
-    if isinstance(system, dict) and system.get("little_endian") is False:
-        said.append("written on a big-endian machine; its data is read as little-endian, as torch does")
-    if modules:
-        said.append(f"the source code of {len(modules)} classes is in the file; it is kept as metadata")
-    if end < source.size:
-        said.append(f"{source.size - end:,} bytes after the last storage belong to nothing")
-    return said
+def salvage(probe: Probe) -> Salvaged | None:
+    """The tensors whose storages are there. Nothing has a checksum: damage to bytes cannot be seen, but a number of
+    elements that is wrong can.
+
+    Raises CorruptError where one of the pickles is cut: the storages come after them.
+    """
+    if probe.is_folder or not matches(probe):
+        return None
+    from ckptkit.formats.salvaging import salvaged  # reading does not pay for it
+
+    reasons: dict[str, str] = {}
+    try:
+        checkpoint = parse(probe.source, reasons)
+    except CkptkitError as error:
+        raise CorruptError(
+            f"the pickles before its tensors are not whole: {error.message}",
+            hint="fetch it again from where it came from",
+        ) from error
+    return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
+
+
+def _key(storage: Storage) -> str:
+    return storage.record.key if isinstance(storage.record, _LegacyRecord) else ""
 
 
 FORMAT = Format(
@@ -161,4 +186,5 @@ FORMAT = Format(
     matches=matches,
     read=read,
     rewrite_as="torch-zip",
+    salvage=salvage,
 )

@@ -15,6 +15,7 @@ from struct import Struct
 
 from ckptkit.bytesource import ByteSource, Range
 from ckptkit.errors import FormatError, LimitError, TruncatedError, UnsupportedError
+from ckptkit.formats.dict_keys import KeyCheck
 from ckptkit.formats.torch import globals as known
 from ckptkit.limits import LIMITS, check
 from ckptkit.tree import Blob, ByteString, Global, Node, Pairs
@@ -61,9 +62,9 @@ class Values:
         self.far: dict[int, Node] = {}  # memo entries set out of order
         self.globals: dict[tuple[str, str], Global] = {}
         self.reducers: dict[int, known.Reducer] = {}  # by id of the Global
-        self.odd_keys = 0
-        self.key_values = 0  # in tuples used as dict keys
+        self.keys = KeyCheck()
         self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of the dict that could not hold them
+        self.tensors: list[Node] = []  # objects that a BUILD has made nothing but a tensor
         self.stopped = False
 
     # The memo

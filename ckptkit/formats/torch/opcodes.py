@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptkit.errors import FormatError, UnsupportedError
-from ckptkit.formats.torch import globals as known
+from ckptkit.formats.torch.builders import built
 from ckptkit.formats.torch.opcode_values import NO_TUPLE, U4, Short, Values, decimal
 from ckptkit.limits import check
-from ckptkit.tree import Blob, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.tree import Node, Object, OrderedDict, Pairs, SetNode
 
 _DROPPED = "pickle drops a value that it made: what that did would be lost"
-_UNHASHABLE = (list, dict, SetNode, Pairs, Blob, bytearray)
 
 
 class Opcodes(Values):
@@ -71,30 +70,13 @@ class Opcodes(Values):
 
     def _set_dict(self, target: dict[Node, Node], keys: list[Node], values: list[Node]) -> None:
         """All or none: a repeated key must not overwrite what it repeats."""
-        if all(key.__class__ is str for key in keys) or all(self._hashable(key) for key in keys):
+        if all(key.__class__ is str for key in keys) or all(map(self.keys.hashable, keys)):
             new = dict(zip(keys, values, strict=True))
             if len(new) == len(keys) and (not target or target.keys().isdisjoint(new)):
                 target.update(new)
                 return
         pairs = Pairs([*target.items(), *zip(keys, values, strict=True)])
         self.pairs[id(target)] = (target, pairs)
-
-    def _hashable(self, key: Node) -> bool:
-        """Whether hashing is harmless: shallow, and with hashes that a file cannot choose in any number."""
-        if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
-            return True
-        if isinstance(key, (int, float, complex)) or (isinstance(key, tuple) and not _all_text(key)):
-            self.odd_keys += 1
-            check("odd_keys", self.odd_keys, "dict keys that are large integers, floats or tuples")
-        level, depth = [key], 0
-        while level:
-            if any(isinstance(each, _UNHASHABLE) and not _is_frozen(each) for each in level):
-                return False
-            check("key_depth", depth := depth + 1, "tuples nested in a dict key")
-            self.key_values += sum(len(each) for each in level if isinstance(each, tuple))
-            check("key_values", self.key_values, "values in tuples used as dict keys")
-            level = [inner for each in level if isinstance(each, tuple) for inner in each]
-        return True
 
     def op_empty_set(self, data: bytes, pos: int) -> int:
         self.stack.append(SetNode([]))
@@ -203,7 +185,8 @@ class Opcodes(Values):
         target = self.stack[-1]
         if isinstance(target, Object):
             target.steps.append(("build", state))
-            known.built(target, state)
+            if built(target, state):
+                self.tensors.append(target)
         elif isinstance(target, OrderedDict) and target.state is None:
             target.state = state
         else:
@@ -223,14 +206,6 @@ def _step(target: Object, step: str, items: list[Node]) -> None:
 
 def _is_scalar(node: Node) -> bool:
     return node is None or isinstance(node, (str, int, float, complex, bytes))
-
-
-def _is_frozen(node: Node) -> bool:
-    return isinstance(node, SetNode) and node.frozen
-
-
-def _all_text(key: tuple[Node, ...]) -> bool:
-    return all(each.__class__ is str for each in key)
 
 
 def _kind(node: Node) -> str:

@@ -8,7 +8,7 @@ Arrays stay where they are in the file, whatever their size.
 from __future__ import annotations
 
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 
@@ -48,6 +48,11 @@ def _unpickled(probe: Probe) -> Unpickled:
     try:
         return unpickle(probe.source)
     except FormatError as error:
+        if b"NumpyArrayWrapper" in probe.source.read(0, min(probe.source.size, 1 << 20)):
+            raise UnsupportedError(
+                "is a joblib file: its arrays lie between the opcodes of a pickle",
+                hint="if you trust it, load it with joblib, and save its arrays with numpy.savez",
+            ) from error
         error.hint = error.hint or "the file begins like a pickle; if it is something else, ckptkit cannot read it"
         raise
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.dtypes import BY_STORAGE, UINT8, DType
+from ckptkit.dtypes import BY_STORAGE, TABLE, UINT8, DType
 from ckptkit.errors import AmbiguousError, FormatError, TensorError
 from ckptkit.limits import LIMITS, check
 from ckptkit.tensor import Storage, TypedStorage
@@ -117,9 +117,16 @@ def storage_class(dtype: DType | None) -> Global:
     return _CLASSES[None if dtype is None else dtype.storage]
 
 
+def _scripted(dtype: DType) -> str:
+    """What TorchScript calls the storages of a type that has no storage class."""
+    name = "complexHalf" if dtype.name == "complex32" else dtype.name.replace("uint", "UInt")
+    return name[0].upper() + name[1:] + "Storage"
+
+
 _CLASSES = {name: Global("torch", name) for name in BY_STORAGE} | {None: Global("torch.storage", "UntypedStorage")}
 _DTYPES: dict[tuple[str, str], DType | None] = {
     **{(module, name): dtype for module in ("torch", "torch.cuda") for name, dtype in BY_STORAGE.items()},
+    **{("torch", _scripted(row)): row for row in TABLE if not row.storage},
     ("torch.storage", "UntypedStorage"): None,
     ("torch.storage", "_UntypedStorage"): None,
 }

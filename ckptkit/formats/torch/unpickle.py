@@ -76,11 +76,14 @@ class _Machine(Opcodes):
             )
         root = self.stack[0]
         warnings = []
+        swap: dict[int, Node] = {id(made): made.tensor for made in self.tensors if len(made.steps) == 1}
         if self.pairs:
             for target, pairs in self.pairs.values():
                 pairs.state = target.state if isinstance(target, OrderedDict) else None
-            root = rebuild(root, swap={key: pairs for key, (_, pairs) in self.pairs.items()})
+            swap.update((key, pairs) for key, (_, pairs) in self.pairs.items())
             warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
+        if swap:
+            root = rebuild(root, swap=swap)
         return Unpickled(root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings))
 
     def _loop(self) -> None:

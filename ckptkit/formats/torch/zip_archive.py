@@ -13,11 +13,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from functools import partial
 
 from ckptkit.bytesource import Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.torch import beside
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
@@ -29,6 +31,7 @@ from ckptkit.tensor import Storage
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)
 _CONTROL_BYTES = 64  # what version and its like may have
+_READ_ONCE = 32 << 20  # bytes of a remote pickle that are kept, rather than read for its checksum and again
 _KNOWN = (
     "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
     ".data/serialization_id", beside.NAME,
@@ -47,35 +50,40 @@ def read(probe: Probe) -> Checkpoint:
     LimitError, and what the pickle machine raises."""
     archive = probe.zip
     assert archive is not None
-    return _Archive(archive).read()
+    return _read(Archive(archive))
 
 
-class _Archive:
-    """One archive being read."""
+def _read(archive: Archive) -> Checkpoint:
+    warnings = archive.check()
+    tree = archive.unpickle("data")
+    warnings += [*archive.unverified(), *archive.unused(_KNOWN)]
+    return Checkpoint(
+        tree.root, FORMAT.name, archive.directory.source, _metadata(archive), tree.globals, origin=archive.directory,
+        warnings=(*tree.warnings, *warnings),
+    )  # fmt: skip
+
+
+def _metadata(archive: Archive) -> dict[str, str]:
+    """What another format kept beside the tree, and ckptkit in a record of its own."""
+    name = archive.folder + beside.NAME
+    return beside.read(archive.directory.read(name)) if name in archive.directory else {}
+
+
+class Archive:
+    """One archive being read: its control records, and pickles with their storages."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self.directory = directory
         self.folder = directory.top + "/"
-        self.storages = self.folder + "data/"
         self.big_endian = False
-        self.unverified = 0  # storages without a checksum
-        self.used = {self.folder + name for name in _KNOWN}
+        self._unsummed = 0  # storages without a checksum
+        self._used: set[str] = set()
 
-    def read(self) -> Checkpoint:
-        warnings = self._check_records()
-        tree = self._unpickle()
-        return Checkpoint(
-            tree.root, FORMAT.name, self.directory.source, self._metadata(), tree.globals, origin=self.directory,
-            warnings=(*tree.warnings, *warnings, *self._noticed()),
-        )  # fmt: skip
+    def check(self) -> list[str]:
+        """The control records, and that all records are in one folder; what is worth a warning.
 
-    def _metadata(self) -> dict[str, str]:
-        """What another format kept beside the tree, and ckptkit in a record of its own."""
-        name = self.folder + beside.NAME
-        return beside.read(self.directory.read(name)) if name in self.directory else {}
-
-    def _check_records(self) -> list[str]:
-        """Everything but the pickle and the storages; what is worth a warning."""
+        Raises AmbiguousError, FormatError, UnsupportedError.
+        """
         for name in self.directory.entries:
             if not name.startswith(self.folder):
                 raise AmbiguousError(f"record {shown(name)} is outside the folder {shown(self.folder)}")
@@ -114,41 +122,57 @@ class _Archive:
             raise FormatError(f"record {name} is {text!r}, not a number")
         return None if text is None else int(text)
 
-    def _unpickle(self) -> Unpickled:
-        name = self.folder + "data.pkl"
-        place = self.directory.locate(name)
-        if isinstance(place, Range):
-            self.directory.verify(name)
+    def unpickle(self, name: str) -> Unpickled:
+        """The pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
+
+        Raises CorruptError, AmbiguousError, and what the pickle machine raises.
+        """
+        record = f"{self.folder}{name}.pkl"
+        if record not in self.directory:
+            raise CorruptError(f"there is no record {shown(record)}")
+        place = self.directory.locate(record)
+        if isinstance(place, Range) and not (place.source.remote and place.length <= _READ_ONCE):
+            self.directory.verify(record)
         else:
-            data = self.directory.read(name)
+            data = self.directory.read(record)
             place = Range(Memory(data, self.directory.source.name), 0, len(data))
         stop = place.offset + place.length
-        tree = unpickle(place.source, place.offset, stop, persistent_load=StorageTable(self._open).load)
+        storages = StorageTable(partial(self._open, f"{self.folder}{name}/"))
+        tree = unpickle(place.source, place.offset, stop, persistent_load=storages.load)
         if tree.stop != stop:
-            raise AmbiguousError(f"data.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended")
+            raise AmbiguousError(f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended")
         return tree
 
-    def _open(self, key: str, nbytes: int, location: str) -> Storage:
-        name = self.storages + key
+    def _open(self, folder: str, key: str, nbytes: int, location: str) -> Storage:
+        name = folder + key
         entry = self.directory.entries.get(name)
         if entry is None:
             raise CorruptError(f"storage {shown(key)} has no record {shown(name)}")
         if entry.size != nbytes:
             raise CorruptError(f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}")
-        self.used.add(name)
+        return self.storage(name, location)
+
+    def storage(self, name: str, location: str) -> Storage:
+        """The bytes of the record `name`, which the caller knows to be there."""
+        self._used.add(name)
         crc = self.directory.crc(name)
-        self.unverified += crc is None
+        self._unsummed += crc is None
         return Storage(self.directory.record(name), location, crc, self.big_endian)
 
-    def _noticed(self) -> list[str]:
-        said = []
-        if self.unverified:
-            said.append(f"{self.unverified:,} of its storages have no checksum: damage to them cannot be seen")
-        unused = [name for name in self.directory.entries if name not in self.used and not name.endswith("/")]
-        if unused:
-            some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
-            said.append(f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}")
-        return said
+    def unverified(self) -> list[str]:
+        """A warning, if some of the storages that were opened have no checksum."""
+        if not self._unsummed:
+            return []
+        return [f"{self._unsummed:,} of its storages have no checksum: damage to them cannot be seen"]
+
+    def unused(self, known: Iterable[str]) -> list[str]:
+        """A warning, if there are records besides the storages that were opened and the `known` ones."""
+        used = self._used | {self.folder + name for name in known}
+        unused = [name for name in self.directory.entries if name not in used and not name.endswith("/")]
+        if not unused:
+            return []
+        some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
+        return [f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"]
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -158,6 +182,13 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     return zip_layout.layout(checkpoint, options)
 
 
+def salvage(probe: Probe) -> Salvaged | None:
+    """See :mod:`zip_salvage`."""
+    from ckptkit.formats.torch import zip_salvage
+
+    return zip_salvage.salvage(probe)
+
+
 FORMAT = Format(
     name="torch-zip",
     title="torch.save since 1.6: a zip archive",
@@ -165,4 +196,6 @@ FORMAT = Format(
     read=read,
     suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
     layout=layout,
+    everything="always",
+    salvage=salvage,
 )

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Memory, Range, Record
+from ckptkit.bytesource import ByteSource, Derived, Extent, Range, Record
 from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError, UnsupportedError
 from ckptkit.formats.torch.zip_members import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows, shown
 from ckptkit.limits import check
@@ -31,8 +32,10 @@ _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
+_BATCH = 64  # members whose local headers are fetched together
+_HEADER = 256  # bytes of a local header beside the name, most of them padding
 _IN_PARTS = "is one part of a zip file in several parts"
-_AGAIN = "download or copy the file again"
+_AGAIN = "download or copy the file again; `ckptkit recover` saves what is whole"
 
 
 class Entry(NamedTuple):
@@ -54,6 +57,7 @@ class ZipDirectory:
     source: ByteSource
     entries: dict[str, Entry] = field(repr=False)
     start: int  # offset of the directory, the end of the members
+    headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -108,7 +112,7 @@ class ZipDirectory:
         self._compare(name, total)
 
     def _data(self, name: str, entry: Entry) -> int:
-        return entry.data if entry.data >= 0 else find_data(self.source.read, name.encode(), entry)[0]
+        return entry.data if self.headers is None else self.headers.place(name)
 
     def _inflate(self, name: str, entry: Entry) -> bytes:
         machine = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -130,6 +134,36 @@ class ZipDirectory:
             )
 
 
+class LocalHeaders:
+    """Where the bytes of a remote file's members begin, which their local headers say."""
+
+    def __init__(self, source: ByteSource, entries: dict[str, Entry]) -> None:
+        self._source = source
+        self._entries = list(entries.items())
+        self._numbers = {name: number for number, name in enumerate(entries)}
+        self._places: dict[str, int] = {}
+
+    def place(self, name: str) -> int:
+        """Where the bytes of the member `name` begin. Raises what is wrong with its header."""
+        return self._places[name] if name in self._places else self._find(*self._entries[self._numbers[name]])
+
+    def come_to(self, name: str) -> None:
+        """The place of this member is needed, and those of its neighbours will be: fetch their headers together."""
+        if name in self._places:
+            return
+        first = self._numbers[name] // _BATCH * _BATCH
+        members = self._entries[first : first + _BATCH]
+        limit = self._source.size
+        heads = ((entry.offset, _HEADER + len(name)) for name, entry in members)
+        self._source.will_read(sorted((offset, min(length, limit - offset)) for offset, length in heads))
+        for name, entry in members:
+            with suppress(CkptkitError):  # raised when it is the place of this one that is asked for
+                self._places[name] = self._find(name, entry)
+
+    def _find(self, name: str, entry: Entry) -> int:
+        return find_data(self._source.read, name.encode(), entry)[0]
+
+
 class Unlocated(NamedTuple):
     """A member whose local header is not read yet."""
 
@@ -138,6 +172,8 @@ class Unlocated(NamedTuple):
     length: int
 
     def locate(self) -> Extent:
+        if self.directory.headers is not None:
+            self.directory.headers.come_to(self.name)
         return self.directory.locate(self.name)
 
 
@@ -151,14 +187,13 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         start, size, count = _find_end(source)
         names, rows = read_rows(source.read(start, size), count, start)
         texts = check_names(names, rows)
-        local = isinstance(source, (LocalFile, Memory))
-        places = check_members(source, names, rows, start) if local else [-1] * count
+        places = [-1] * count if source.remote else check_members(source, names, rows, start)
         # A row is an Entry without its last field, put together here without a call for each.
         entries = {text: new(Entry, (*row, place)) for text, row, place in zip(texts, rows, places, strict=True)}
     except CkptkitError as error:
         error.at(source.name)
         raise
-    return ZipDirectory(source, entries, start)
+    return ZipDirectory(source, entries, start, LocalHeaders(source, entries) if source.remote else None)
 
 
 # The end of the file

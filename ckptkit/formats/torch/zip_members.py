@@ -131,9 +131,10 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
     except UnicodeDecodeError as error:
         bad = names[joined.count(b"\0", 0, error.start)]
         raise FormatError(f"record name {shown(bad)} is not UTF-8") from error
-    folded = joined.lower().split(b"\0")  # torch looks names up without regard to ASCII case
+    numpy = all(name.endswith(b".npy") for name in names)
+    folded = (joined if numpy else joined.lower()).split(b"\0")  # torch looks names up without regard to ASCII case
     if len(set(folded)) != len(names):
-        _refuse_duplicates(names)
+        _refuse_duplicates(names, folded)
     if b"/\0" in framed:
         _check_folders(names, rows, set(folded))
     return texts
@@ -146,10 +147,10 @@ def _check_name(name: bytes) -> None:
         raise PathError(f"record name {shown(name)} leads out of the archive")
 
 
-def _refuse_duplicates(names: list[bytes]) -> NoReturn:
+def _refuse_duplicates(names: list[bytes], folded: list[bytes]) -> NoReturn:
     seen: dict[bytes, bytes] = {}
-    for name in names:
-        other = seen.setdefault(name.lower(), name)
+    for name, key in zip(names, folded, strict=True):
+        other = seen.setdefault(key, name)
         if other is not name:
             raise AmbiguousError(f"two records have the same name: {shown(other)}, {shown(name)}")
     raise AssertionError("no two names are the same")

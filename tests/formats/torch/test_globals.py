@@ -141,19 +141,6 @@ def test_old_sparse_tensors() -> None:
     assert (found.layout, found.shape, found.nbytes) == ("sparse_coo", (9,), 16)
 
 
-def test_tensors_of_torch_0_1() -> None:
-    found = as_tensor(read(b"ctorch\nFloatTensor\n)\x81(" + FLOATS + VIEW + b"tb"))
-    assert found is not None
-    assert (found.shape, found.dtype.name) == ((4,), "float32")
-    variable = b"ctorch.autograd.variable\nVariable\n)\x81(" + PLAIN + b"NI01\nI00\nNtb"
-    found = as_tensor(read(variable))
-    assert found is not None
-    assert (found.kind, found.requires_grad) == ("parameter", True)
-    for state in (b"N", b"(NNtb" + b"N", b"(NNNt"):
-        odd = read(b"ctorch.autograd.variable\nVariable\n)\x81" + state + b"b")
-        assert as_tensor(odd) is None
-
-
 def test_rebuilding_from_a_type_reads_as_what_is_inside() -> None:
     inside = b"(" + FLOATS + VIEW + b"I00\n}t"
     made = read(NAMES["type"] + b"(" + NAMES["tensor"] + b"cm\nMine\n" + inside + b"}tR")

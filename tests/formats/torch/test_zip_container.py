@@ -595,6 +595,8 @@ def test_every_flipped_byte_is_refused_or_changes_nothing() -> None:
 class Remote(ByteSource):
     """Bytes far away: each read is counted."""
 
+    remote = True
+
     def __init__(self, data: bytes) -> None:
         self.name, self.size, self.identity = "remote.zip", len(data), ("remote", 1)
         self.reads: list[tuple[int, int]] = []

@@ -1,0 +1,244 @@
+"""A remote file and a remote folder, as sources of bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from ckptkit.bytesource import ByteSource, Folder, Identity, LocalFile, plain_name
+from ckptkit.errors import InputChangedError, PathError
+from ckptkit.remote.refusals import MissingError, presentable, refused, unknown
+from ckptkit.remote.transports import Http, Stored, Transport, information
+from ckptkit.remote.urls import beside, shown, split, without_query
+
+PIECE = 4 << 20  # bytes of the largest request
+FIRST = 64 << 10  # bytes of the smallest one: they cost no more than one
+GAP = 64 << 10  # bytes that are cheaper to read than to step over with another request
+KEPT = 16 << 20  # bytes kept for reading again, in
+WINDOWS = 256  # runs of bytes at most
+REQUESTS = 8  # at a time, for ranges that are far from each other
+
+
+class _Window(NamedTuple):
+    """Bytes that were read, from `start`."""
+
+    start: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+
+class RemoteFile(ByteSource):
+    """A file behind a URL, of which ranges are fetched as they are needed.
+
+    Small reads come from windows that are kept; where they follow each other, the windows grow, to `PIECE` bytes.
+    Pickles by URL and identity: a worker process opens it again and refuses another file.
+    """
+
+    remote = True
+
+    def __init__(self, url: str, transport: Transport) -> None:
+        self.url = url
+        self.name = shown(url)
+        self.size = transport.size
+        self.identity = transport.identity
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._windows = [_Window(0, transport.head)]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.url, self.identity)
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise self._missing(offset, length)
+        at, stop = offset, offset + length
+        pieces = []
+        while at < stop:
+            pieces.append(self._kept(at, stop) or self._fetched(at, stop))
+            at += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
+        runs: list[tuple[int, int]] = []
+        for offset, length in ranges:
+            start, stop = runs[-1] if runs else (offset, offset)
+            near = runs and offset <= stop + GAP and offset + length <= start + PIECE
+            runs[-1:] = [(start, offset + length)] if near else [*runs[-1:], (offset, offset + length)]
+        runs = [(start, stop) for start, stop in runs if not self._kept(start, stop)]
+        if not runs:
+            return
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(REQUESTS, len(runs))) as threads:
+            for window in threads.map(lambda run: _Window(run[0], self._transport.fetch(*run)), runs):
+                self._keep(window)
+
+    def _kept(self, at: int, stop: int) -> bytes:
+        """The bytes from `at` that a window has, up to `stop`; it was used last then."""
+        with self._lock:
+            for number, window in enumerate(self._windows):
+                if window.start <= at < window.end:
+                    self._windows.append(self._windows.pop(number))
+                    return window.data[at - window.start : stop - window.start]
+        return b""
+
+    def _fetched(self, at: int, stop: int) -> bytes:
+        """The bytes from `at`, up to `stop` or a window that has the last of them. More are read and kept."""
+        with self._lock:
+            ahead = 2 * max((len(each.data) for each in self._windows if each.end <= at <= each.end + GAP), default=0)
+            stop = min((each.start for each in self._windows if at < each.start < stop <= each.end), default=stop)
+        end = min(max(stop, at + min(max(ahead, FIRST), PIECE)), at + PIECE, self.size)
+        data = self._transport.fetch(at, end)
+        if stop - at < PIECE:
+            self._keep(_Window(at, data))
+        return data[: stop - at]
+
+    def _keep(self, window: _Window) -> None:
+        """Keep a window, instead of those that were not used for the longest time."""
+        with self._lock:
+            self._windows.append(window)
+            while len(self._windows) > WINDOWS or sum(len(each.data) for each in self._windows) > KEPT:
+                del self._windows[0]
+
+    def check_unchanged(self) -> None:
+        try:
+            same = self._transport.look() == self.identity
+        except MissingError as error:
+            raise InputChangedError("was removed while it was read", where=self.name) from error
+        if not same:
+            raise InputChangedError("changed while it was read", where=self.name, hint="run the command again")
+
+    def beside(self) -> tuple[Folder, str]:
+        url, name = split(self.url)
+        folder = RemoteFolder(url)
+        folder.take(name, self)
+        return folder, name
+
+    def close(self) -> None:
+        self._windows.clear()
+        self._transport.close()
+
+
+def _reopen(url: str, identity: Identity) -> ByteSource:
+    source = open_url(url)
+    if not isinstance(source, RemoteFile) or source.identity != identity:
+        raise InputChangedError("was replaced or changed", where=shown(url))
+    return source
+
+
+class RemoteFolder(Folder):
+    """A folder behind a URL. What HTTP has no word for, a list of its files, it does not need where names are known."""
+
+    def __init__(self, url: str) -> None:
+        self.path = url
+        self.name = shown(without_query(url))
+        self._open: dict[str, ByteSource] = {}
+        self._fs, self._place = filesystem(url)
+        self._listed: Mapping[str, Mapping[str, Any]] | None = None
+
+    def take(self, name: str, source: ByteSource) -> None:
+        """Let `source` be the file called `name`."""
+        self._open[name] = source
+
+    def list(self) -> list[str]:
+        return sorted(self._entries())
+
+    def _entries(self) -> Mapping[str, Mapping[str, Any]]:
+        """What is in the folder, by name."""
+        if is_web(self._fs):
+            raise PathError(
+                "HTTP servers do not list folders", where=self.name, hint="name the index: .../NAME.index.json"
+            )
+        if self._listed is None:
+            try:
+                self._fs.invalidate_cache(self._place)
+                found = self._fs.ls(self._place, detail=True)
+            except Exception as error:
+                raise refused(error, self.path) from presentable(error, self.path)
+            here = self._place.rstrip("/")  # which some stores hold as an object of no bytes
+            found = [each for each in found if each["name"].rstrip("/") != here]
+            self._listed = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
+        return self._listed
+
+    def __contains__(self, name: str) -> bool:
+        plain_name(name, self.name)
+        if not is_web(self._fs):
+            return name in self._entries()
+        try:
+            self.open(name)
+        except MissingError:
+            return False
+        return True
+
+    def open(self, name: str) -> ByteSource:
+        key = self._within + plain_name(name, self.name)
+        if key not in self._open:
+            url = beside(self.path, quote(name) if is_web(self._fs) else name)
+            self._open[key] = RemoteFile(url, self._transport(url, name))
+        return self._open[key]
+
+    def folders(self) -> tuple[str, ...]:
+        if is_web(self._fs):
+            return ()
+        return tuple(sorted(name for name, each in self._entries().items() if each["type"] == "directory"))
+
+    def sub(self, name: str) -> Folder:
+        url = beside(self.path, plain_name(name, self.name))
+        if name not in self.folders():
+            raise PathError("is not a folder", where=shown(url))
+        inner = RemoteFolder(url)
+        inner._within, inner._open = f"{self._within}{name}/", self._open
+        return inner
+
+    def _transport(self, url: str, name: str) -> Transport:
+        if is_web(self._fs):
+            return Http(self._fs, url)
+        if name not in self._entries():
+            raise MissingError("does not exist", where=shown(url))
+        info = self._entries()[name]
+        if info["type"] != "file":
+            raise PathError("is not a file", where=shown(url))
+        return Stored(self._fs, info["name"], url, info)
+
+    def nbytes(self) -> int:
+        if is_web(self._fs):
+            return sum(source.size for source in self._open.values())
+        return sum(each["size"] or 0 for each in self._entries().values() if each["type"] == "file") + self._deeper()
+
+
+def open_url(url: str) -> ByteSource | Folder:
+    """The file or folder at `url`. Raises PathError where there is none, or no way to it."""
+    fs, path = filesystem(url)
+    if is_web(fs):
+        return RemoteFile(url, Http(fs, url))
+    if is_local(fs):
+        return Folder(path) if os.path.isdir(path) else LocalFile(path)
+    info = information(fs, path, url)
+    return RemoteFolder(url) if info["type"] == "directory" else RemoteFile(url, Stored(fs, path, url, info))
+
+
+def filesystem(url: str, **options: object) -> tuple[Any, str]:
+    """fsspec's file system for `url`, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    try:
+        fs, path = url_to_fs(url, **options)
+    except Exception as error:
+        raise unknown(error, url) from presentable(error, url)
+    return fs, path
+
+
+def is_web(fs: Any) -> bool:
+    """Whether files are asked for over HTTP itself."""
+    return "https" in fs.protocol
+
+
+def is_local(fs: Any) -> bool:
+    """Whether files are on this machine: ``file://``."""
+    return "file" in fs.protocol

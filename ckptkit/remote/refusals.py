@@ -1,0 +1,141 @@
+"""What the network and those at its other end refuse, in our words, with what to do about it.
+
+The libraries below fsspec raise errors of any class, whose texts may hold the URL with its secrets. Their statuses,
+reasons and classes are looked at here; their texts are shown only where the URL has no secret.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+from ckptkit.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
+from ckptkit.remote.urls import shown, without_query
+
+# What to install for a scheme; what fsspec says about others names a package too.
+_PACKAGES = {
+    "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs",
+    "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "oci": "ocifs", "oss": "ossfs",
+    "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "webdav": "webdav4",
+}  # fmt: skip
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
+_TYPED = "check the URL and the network"
+
+
+class Status(Exception):
+    """An answer of an HTTP server that is not what was asked for."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP status {status}")
+        self.status = status
+
+
+class MissingError(PathError):
+    """There is nothing at a URL."""
+
+
+def passing(error: BaseException) -> bool:
+    """Whether trying again may help: a connection that broke or stood still, a server that is busy."""
+    status = _status(error)
+    if status is not None:
+        return status in _PASSING
+    names = {each.__name__ for each in type(error).__mro__}
+    if names & {"ClientConnectorError", "InvalidURL"}:
+        return False
+    return bool(names & {"ClientError", "TimeoutError", "ConnectionError", "HTTPClientError"})
+
+
+def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError:
+    """The error to raise for what a library raised about `url`, when it was opened or later."""
+    if isinstance(error, CkptkitError):
+        return error
+    name = shown(url)
+    status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
+    missing = isinstance(error, FileNotFoundError) and status is None
+    if missing or status in (404, 410):
+        return _missing(error, url, name) if opening else InputChangedError("was removed while it was read", where=name)
+    if status in (401, 403) or isinstance(error, PermissionError):
+        said = f" (HTTP status {status})" if status else ""
+        return PathError(
+            f"access is denied{said}", where=name, hint="check your credentials, and whether the URL has expired"
+        )
+    if status in (412, 416):
+        return InputChangedError("changed while it was read", where=name, hint="run the command again")
+    if status is not None:
+        hint = "the server is busy or broken: try again later" if status in _PASSING else None
+        return InputError(f"the server answers with HTTP status {status}", where=name, hint=hint)
+    return _unreachable(error, url, name)
+
+
+def presentable(error: Exception, url: str) -> Exception | None:
+    """`error` as the cause of what is raised; None where its text could give away a secret of `url`."""
+    return error if shown(url) == url else None
+
+
+def not_written(error: Exception, url: str) -> CkptkitError:
+    """The error to raise where writing to `url` failed."""
+    if isinstance(error, CkptkitError):
+        return error
+    known = refused(error, url)
+    return OutputError(f"cannot be written: {known.message}", where=known.where, hint=known.hint)
+
+
+def unknown(error: Exception, url: str) -> CkptkitError:
+    """The error to raise where fsspec has no file system for `url`."""
+    scheme = url.rpartition("::")[2].partition("://")[0].lower()
+    name = shown(url)
+    if isinstance(error, ImportError):
+        package = _PACKAGES.get(scheme)
+        hint = f"pip install {package}" if package else str(error)
+        return PathError(f"{scheme}:// needs a package that is not installed", where=name, hint=hint)
+    if isinstance(error, ValueError) and "rotocol" in str(error):
+        return PathError(f"no file system is known for {scheme}://", where=name, hint="fsspec lists those it knows")
+    return refused(error, url)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status", None)
+    if status is None:  # requests: huggingface_hub
+        status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _missing(error: Exception, url: str, name: str) -> CkptkitError:
+    if "bucket does not exist" in str(error):
+        bucket = without_query(url).partition("://")[2].partition("/")[0]
+        return MissingError(f"there is no bucket {bucket}", where=name)
+    return MissingError("does not exist", where=name)
+
+
+def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
+    for each in _causes(error):
+        if type(each).__name__ in _CREDENTIALS:
+            return PathError(
+                "needs credentials, and there are none",
+                where=name,
+                hint="set them as for the service's own tools; FSSPEC_S3_ANON=true reads public buckets of S3",
+            )
+        reason = getattr(each, "os_error", each)
+        if isinstance(reason, socket.gaierror):
+            return PathError("its host is not known: " + (reason.strerror or "no address"), where=name, hint=_TYPED)
+        if isinstance(reason, ConnectionRefusedError):
+            return PathError("its host refuses the connection", where=name, hint=_TYPED)
+    if passing(error):
+        return InputError(f"the connection broke: {_text(error, url)}", where=name, hint="try again later")
+    return InputError(f"cannot be read: {_text(error, url)}", where=name)
+
+
+def _text(error: Exception, url: str) -> str:
+    """What a library says, its class alone where that could give away a secret."""
+    lines = str(error).strip().splitlines()
+    said = lines[0] if lines and shown(url) == url else ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,0 +1,272 @@
+"""How ranges of bytes come over the network: over HTTP, or through any other file system of fsspec.
+
+HTTP is asked directly, through fsspec's session, because its statuses and headers matter: the first answer tells size,
+identity and whether the server knows ranges (a HEAD request would not, and signed URLs refuse it), and every later one
+whether the file is still the same. Whatever breaks on the way is fetched again from where it broke.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.bytesource import Identity
+from ckptkit.errors import InputChangedError, InputError
+from ckptkit.remote.refusals import Status, passing, presentable, refused
+from ckptkit.remote.urls import shown
+
+HEAD = 64 << 10  # bytes asked for with the first request
+WHOLE = 64 << 20  # bytes up to which a file is taken whole from a server that does not know ranges
+PAGE = 1 << 20  # bytes up to which one is taken that has no length: a page which says what is wrong
+PROGRESS = 64 << 10  # bytes that make an attempt a success, even if the connection broke then
+TRIES = 5  # attempts in a row without progress
+PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
+SILENCE = 60  # seconds without a byte before a connection counts as broken
+
+# What a file system may say about a version of a file.
+_VERSION = (
+    "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created", "generation", "md5Hash", "checksum",
+    "blob_id", "sha", "VersionId",
+)  # fmt: skip
+_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
+
+
+class Transport(ABC):
+    """One remote file. `head` are the first bytes, as far as opening it brought them."""
+
+    url: str
+    size: int
+    identity: Identity
+    head: bytes = b""
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop`, which are inside the file; what broke is continued.
+
+        Raises InputError where the network does not bring them, InputChangedError where the file is another.
+        """
+        data = bytearray()
+        failures = 0
+        while len(data) < stop - start:
+            before = len(data)
+            reason: Exception = ConnectionError("the answer is too short")
+            try:
+                self._fetch(start + before, stop, data)
+            except Exception as error:
+                reason = error
+            if len(data) < stop - start:
+                failures = 1 if len(data) - before >= PROGRESS else failures + 1
+                self._pause(failures, reason, opening=False)
+        return bytes(data)
+
+    def _pause(self, failures: int, reason: Exception, *, opening: bool) -> None:
+        """Wait before the next attempt. Raises why there is none: one would not help, or there were enough."""
+        if failures >= TRIES or not passing(reason):
+            raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)
+        time.sleep(PAUSE * 2 ** (failures - 1))
+
+    @abstractmethod
+    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+        """Append bytes `start` to `stop`, or as many as came before it broke."""
+
+    @abstractmethod
+    def look(self) -> Identity:
+        """The identity that the file has now. Raises what opening it raises."""
+
+    def close(self) -> None:  # noqa: B027 - most keep nothing open
+        """Give back what is kept open."""
+
+
+class Http(Transport):
+    """A file on an HTTP server.
+
+    Raises what :func:`refused` makes of the server's answers, InputError where it sends no ranges of a large file.
+    """
+
+    def __init__(self, fs: Any, url: str) -> None:
+        self.url = url
+        self._fs = fs
+        first = self._open(HEAD)
+        self.size, self.identity, self.head = first.size, first.identity, bytes(first.data)
+        self._whole = first.status == 200
+        if self.size < 0 and len(self.head) < PAGE:
+            self.size = len(self.head)
+        if self._whole and len(self.head) != self.size:
+            much = f"{self.size:,} bytes are too many" if self.size >= 0 else "it does not say how many bytes there are"
+            raise InputError(
+                f"its server sends whole files only, no ranges, and {much}",
+                where=shown(url),
+                hint=_fetch_it(url),
+            )
+
+    def look(self) -> Identity:
+        return self._open(1).identity
+
+    def _open(self, wanted: int) -> _Opening:
+        """The answer to a request for the first bytes, with as many attempts as it takes."""
+        failures = 0
+        while True:
+            answer = _Opening(self.url, wanted)
+            try:
+                self._ask(0, wanted, answer)
+                return answer
+            except Exception as error:
+                failures += 1
+                self._pause(failures, error, opening=True)
+
+    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+        if self._whole:
+            into += self.head[start:stop]
+        else:
+            self._ask(start, stop, _Continuing(self.url, start, stop, self.identity, into))
+
+    def _ask(self, start: int, stop: int, answer: _Answer) -> None:
+        from fsspec.asyn import sync
+
+        sync(self._fs.loop, _get, self._fs, self.url, start, stop, answer)
+
+
+async def _get(fs: Any, url: str, start: int, stop: int, answer: _Answer) -> None:
+    import aiohttp
+
+    session = await fs.set_session()
+    options = dict(fs.kwargs)
+    # Compressed, the bytes of a range would be others.
+    ranged = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    patience = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+    asked = session.get(fs.encode_url(url), headers=ranged, **{"timeout": patience, **options})
+    async with asked as response:
+        wanted = answer.judge(response.status, response.headers)
+        while len(answer.data) < wanted:
+            piece = await response.content.read(wanted - len(answer.data))
+            if not piece:
+                break
+            answer.data += piece
+
+
+class _Answer(ABC):
+    """What is expected of an answer; its bytes are put into `data`."""
+
+    url: str
+    data: bytearray
+
+    @abstractmethod
+    def judge(self, status: int, headers: Mapping[str, str]) -> int:
+        """How long `data` should get by it. Raises what is wrong with it."""
+
+    def _range(self, headers: Mapping[str, str], start: int) -> int:
+        """The size of the file, of which the answer must bring a range from `start`."""
+        found = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        if found is None or int(found[1]) != start:
+            raise InputError("its server does not send the range that it is asked for", where=shown(self.url))
+        return int(found[3])
+
+
+class _Opening(_Answer):
+    """The first answer: what the file is. Its size is -1 while nobody knows."""
+
+    def __init__(self, url: str, wanted: int) -> None:
+        self.url = url
+        self.wanted = wanted
+        self.data = bytearray()
+
+    def judge(self, status: int, headers: Mapping[str, str]) -> int:
+        self.status = status
+        if status == 206:
+            self.size = self._range(headers, 0)
+        elif status == 416 and headers.get("Content-Range") == "bytes */0":
+            self.size = 0
+        elif status == 200:
+            self.size = _length(headers)
+        else:
+            raise Status(status)
+        self.identity = _identity(self.size, headers)
+        if status == 206 or self.wanted == 1:
+            return min(self.wanted, self.size)
+        if self.size < 0:
+            return PAGE
+        return self.size if self.size <= WHOLE else 0
+
+
+class _Continuing(_Answer):
+    """A later answer: a range of the same file."""
+
+    def __init__(self, url: str, start: int, stop: int, identity: Identity, data: bytearray) -> None:
+        self.url = url
+        self.start = start
+        self.identity = identity
+        self.data = data
+        self.end = len(data) + stop - start
+
+    def judge(self, status: int, headers: Mapping[str, str]) -> int:
+        if status not in (200, 206):
+            raise Status(status)
+        size = self._range(headers, self.start) if status == 206 else _length(headers)
+        if _identity(size, headers) != self.identity:
+            raise InputChangedError("changed while it was read", where=shown(self.url), hint="run the command again")
+        if status == 200:
+            raise InputError("its server stopped sending ranges", where=shown(self.url), hint=_fetch_it(self.url))
+        return self.end
+
+
+def _length(headers: Mapping[str, str]) -> int:
+    length = headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() and len(length) < 20 else -1
+
+
+def _identity(size: int, headers: Mapping[str, str]) -> Identity:
+    return ("http", size, headers.get("ETag", ""), headers.get("Last-Modified", ""))
+
+
+def _fetch_it(url: str) -> str:
+    return f"fetch it first: curl -O '{shown(url)}'"
+
+
+class Stored(Transport):
+    """A file in any other file system that fsspec knows."""
+
+    def __init__(self, fs: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
+        if not isinstance(info.get("size"), int):
+            raise InputError("its size is not known", where=shown(url), hint="copy it to a local file first")
+        self.url = url
+        self.size = info["size"]
+        self.identity = _version(info)
+        self._fs = fs
+        self._path = path
+        self._file: Any = None
+        self._lock = threading.Lock()
+
+    def look(self) -> Identity:
+        return _version(information(self._fs, self._path, self.url))
+
+    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+        if self._fs.async_impl:  # one request for this range, and several of them at a time
+            into += self._fs.cat_file(self._path, start=start, end=stop)
+            return
+        with self._lock:
+            if self._file is None:
+                self._file = self._fs.open(self._path, "rb", cache_type="none")
+            self._file.seek(start)
+            into += self._file.read(stop - start)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
+    """What a file system says about a file or folder now."""
+    try:
+        fs.invalidate_cache(path)
+        found: Mapping[str, Any] = fs.info(path)
+    except Exception as error:
+        raise refused(error, url) from presentable(error, url)
+    return found
+
+
+def _version(info: Mapping[str, Any]) -> Identity:
+    return ("stored", info["size"], *(f"{key}={info[key]}" for key in _VERSION if info.get(key)))

@@ -1,0 +1,52 @@
+"""What is a URL, and how much of it may be shown."""
+
+from __future__ import annotations
+
+import re
+
+# scheme://..., perhaps behind others that fsspec chains: simplecache::s3://...
+_URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
+_WEB_USER = re.compile(r"(?i)(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
+_PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
+_HUB_PAGE = re.compile(r"(https?://(?:huggingface\.co|hf\.co)(?:/[^/]+){2,3})/(?:blob|raw)/")
+_GITHUB_PAGE = re.compile(r"(https?://github\.com/[^/]+/[^/]+)/blob/")
+
+
+def is_url(path: object) -> bool:
+    """Whether `path` is a URL, and not the path of a local file."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def shown(path: str) -> str:
+    """`path` for messages and reports: of a URL, neither the password nor the query, which may be a signature."""
+    if not is_url(path):
+        return path
+    path = _PASSWORD.sub(r"\1:***@", _WEB_USER.sub("***@", path))
+    place, mark, _ = path.partition("?")
+    return f"{place}{mark}***" if mark else place
+
+
+def behind_page(url: str) -> str | None:
+    """The URL of the file itself, where `url` is that of a page about it, or of its Git LFS pointer."""
+    place = without_query(url)
+    if _HUB_PAGE.match(place):
+        return _HUB_PAGE.sub(r"\1/resolve/", place)
+    return _GITHUB_PAGE.sub(r"\1/raw/", place) if _GITHUB_PAGE.match(place) else None
+
+
+def without_query(url: str) -> str:
+    """`url` up to its query."""
+    return url.partition("?")[0]
+
+
+def beside(url: str, name: str) -> str:
+    """The URL of the file `name` in the folder `url`. Both are asked for with one query."""
+    folder, mark, query = url.partition("?")
+    return f"{folder.rstrip('/')}/{name}{mark}{query}"
+
+
+def split(url: str) -> tuple[str, str]:
+    """The URL of the folder that a file is in, with the file's query, and its name."""
+    place, mark, query = url.partition("?")
+    folder, _, name = place.rpartition("/")
+    return f"{folder}{mark}{query}", name

@@ -1,0 +1,269 @@
+"""A network and a server on which things go wrong."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.bytesource import ByteSource
+from ckptkit.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
+from ckptkit.formats import open_place
+from ckptkit.remote import files, transports
+from tests.conftest import ENVIRONMENT
+from tests.remote_servers import Misbehaving, Reply, Request, misbehaving
+
+pytest.importorskip("aiohttp")
+
+SIZE = 1 << 20
+NOISE = random.Random(0).randbytes(SIZE)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "PAUSE", 0.001)
+
+
+@pytest.fixture
+def server() -> Iterator[Misbehaving]:
+    with misbehaving(NOISE) as served:
+        yield served
+
+
+def opened(server: Misbehaving) -> ByteSource:
+    source = open_place(server.url)
+    assert isinstance(source, ByteSource)
+    return source
+
+
+def after_the_first(reply: Reply) -> Callable[[Request], Reply]:
+    return lambda request: reply if request.number else Reply()
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_what_broke_is_continued(length: bool, server: Misbehaving) -> None:
+    """Every connection is cut after 100,000 bytes; only the rest is asked for again."""
+    server.behave = lambda request: Reply(cut=100_000, length=length)
+    source = opened(server)
+    assert source.read(0, SIZE) == NOISE
+    later = server.requests[1:]
+    assert [request.start for request in later] == [transports.HEAD + 100_000 * i for i in range(len(later))]
+    assert {request.stop for request in later} == {SIZE}
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_busy_server_is_asked_again(status: int, server: Misbehaving) -> None:
+    server.behave = lambda request: Reply(status=status) if request.number in (0, 2, 3) else Reply()
+    assert opened(server).read(SIZE - 9, 9) == NOISE[-9:]
+    assert len(server.requests) == 5
+
+
+def test_there_is_an_end_to_trying(server: Misbehaving) -> None:
+    server.behave = after_the_first(Reply(cut=0))
+    source = opened(server)
+    with pytest.raises(InputError, match="the connection broke") as caught:
+        source.read(SIZE - 9, 9)
+    assert caught.value.hint == "try again later"
+    assert len(server.requests) == 1 + transports.TRIES
+
+
+def test_nothing_comes(server: Misbehaving) -> None:
+    server.behave = lambda request: Reply(status=503)
+    with pytest.raises(InputError, match="HTTP status 503") as caught:
+        opened(server)
+    assert "try again later" in str(caught.value.hint)
+    assert len(server.requests) == transports.TRIES
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 405])
+def test_a_refusal_is_not_argued_with(status: int, server: Misbehaving) -> None:
+    server.behave = lambda request: Reply(status=status)
+    with pytest.raises(InputError):
+        opened(server)
+    assert len(server.requests) == 1
+
+
+def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that stays open and brings nothing more."""
+    monkeypatch.setattr(transports, "SILENCE", 0.2)
+    server.behave = lambda request: Reply(stall=1_000 if request.number == 1 else None)
+    assert opened(server).read(SIZE // 2, 5_000) == NOISE[SIZE // 2 : SIZE // 2 + 5_000]
+    assert [request.start for request in server.requests] == [0, SIZE // 2, SIZE // 2 + 1_000]
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "said"),
+    [
+        (Reply(etag='"two"'), InputChangedError, "changed while it was read"),
+        (Reply(content_range=f"bytes {SIZE - 9}-{SIZE - 1}/{SIZE + 1}"), InputChangedError, "changed"),
+        (Reply(content_range=f"bytes 0-8/{SIZE}"), InputError, "does not send the range"),
+        (Reply(content_range="words 1-2/3"), InputError, "does not send the range"),
+        (Reply(ranges=False), InputError, "stopped sending ranges"),
+        (Reply(ranges=False, etag='"two"'), InputChangedError, "changed"),
+        (Reply(status=404), InputChangedError, "was removed"),
+        (Reply(status=412), InputChangedError, "changed"),
+        (Reply(status=416), InputChangedError, "changed"),
+        (Reply(status=403), PathError, "access is denied"),
+    ],
+)
+def test_another_file_is_refused(reply: Reply, kind: type[CkptkitError], said: str, server: Misbehaving) -> None:
+    source = opened(server)
+    server.behave = after_the_first(reply)
+    with pytest.raises(kind, match=said):
+        source.read(SIZE - 9, 9)
+
+
+def test_a_change_is_noticed_between_the_pieces_of_a_range(server: Misbehaving) -> None:
+    """The first piece is cut, and what continues it is of another file: never are the two put together."""
+    server.behave = lambda request: Reply(cut=1_000) if request.number == 1 else Reply(etag=f'"{request.number // 2}"')
+    server.etag = '"0"'
+    source = opened(server)
+    with pytest.raises(InputChangedError):
+        source.read(SIZE // 2, 5_000)
+
+
+def test_a_long_answer_is_cut(server: Misbehaving) -> None:
+    server.behave = after_the_first(Reply(body=b"x" * 300_000))
+    assert opened(server).read(SIZE - 9, 9) == b"x" * 9
+
+
+def test_conversion_over_a_bad_line(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {f"layer.{i}": torch.randn(50_000) for i in range(10)}
+    torch.save(state, tmp_path / "run.pth")
+    with misbehaving((tmp_path / "run.pth").read_bytes()) as served:
+        served.behave = lambda request: Reply(cut=70_000) if request.number % 3 else Reply(status=502)
+        ckptkit.save(ckptkit.open(served.url), tmp_path / "out.pth")
+    again = torch.load(tmp_path / "out.pth")
+    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1 << 18)}, tmp_path / "run.pth")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with misbehaving((tmp_path / "run.pth").read_bytes()) as served:
+        ck = ckptkit.open(served.url)
+        served.behave = lambda request: Reply(cut=10)
+        with pytest.raises(InputError, match="the connection broke"):
+            ckptkit.save(ck, folder / "out.pth")
+    assert not list(folder.iterdir())
+
+
+def test_a_large_answer_without_ranges_and_length_is_not_swallowed(server: Misbehaving) -> None:
+    server.behave = lambda request: Reply(ranges=False, length=False)
+    with pytest.raises(InputError, match="does not say how many bytes"):
+        opened(server)
+
+
+def test_a_page_without_a_length_is_looked_at(server: Misbehaving) -> None:
+    server.behave = lambda request: Reply(ranges=False, length=False, body=b"<!DOCTYPE html><html></html>")
+    with pytest.raises(InputError, match="is an HTML page"):
+        ckptkit.open(server.url)
+
+
+class TestWindows:
+    """What is read from the network, and what is kept."""
+
+    def test_what_was_read_is_kept(self, server: Misbehaving) -> None:
+        source = opened(server)
+        for at in (0, 9, 60_000):
+            assert source.read(at, 100) == NOISE[at : at + 100]
+        assert source.read(SIZE - 100_000, 100_000) == source.read(SIZE - 100_000, 100_000)
+        assert len(server.requests) == 2
+
+    def test_reads_that_follow_each_other_are_fewer_requests(self, server: Misbehaving) -> None:
+        source = opened(server)
+        assert b"".join(source.read(at, 4_096) for at in range(0, SIZE, 4_096)) == NOISE
+        assert [request.stop - request.start for request in server.requests] == [
+            65_536, 131_072, 262_144, 524_288, 65_536,
+        ]  # fmt: skip
+
+    def test_only_what_is_missing_is_fetched(self, server: Misbehaving) -> None:
+        source = opened(server)
+        source.read(SIZE - 65_536, 65_536)
+        assert source.read(0, SIZE) == NOISE
+        assert server.requests[2][1:] == (65_536, SIZE - 65_536)
+
+    def test_memory_is_bounded(self, server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(files, "KEPT", 200_000)
+        source = opened(server)
+        for at in range(0, SIZE, 100_000):
+            assert source.read(at, 10) == NOISE[at : at + 10]
+        assert isinstance(source, files.RemoteFile)
+        assert sum(len(window.data) for window in source._windows) <= 200_000
+
+    def test_announced_ranges_are_fetched_together(self, server: Misbehaving) -> None:
+        source = opened(server)
+        ranges = [(100_000, 50), (100_100, 50), (400_000, 50), (800_000, 50)]
+        source.will_read(ranges)
+        assert sorted(request[1:] for request in server.requests[1:]) == [
+            (100_000, 100_150), (400_000, 400_050), (800_000, 800_050),
+        ]  # fmt: skip
+        assert [source.read(at, 50) for at, _ in ranges] == [NOISE[at : at + 50] for at, _ in ranges]
+        assert len(server.requests) == 4
+
+    @pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, -1), (SIZE, 1), (SIZE - 1, 2), (1 << 70, 1)])
+    def test_beyond_the_end(self, offset: int, length: int, server: Misbehaving) -> None:
+        source = opened(server)
+        with pytest.raises(InputError):
+            source.read(offset, length)
+        assert len(server.requests) == 1
+
+
+def test_interrupted(server: Misbehaving, tmp_path: Path) -> None:
+    """Ctrl-C while the network is silent ends the command, with its exit code, and leaves nothing."""
+    server.behave = lambda request: Reply(stall=10)
+    program = (
+        "import _thread, threading; from ckptkit.cli import main;"
+        "threading.Timer(1, _thread.interrupt_main).start(); main()"
+    )
+    command = [sys.executable, "-c", program, "convert", server.url, "out.pth"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=60)
+    assert done.returncode == 130, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_urls(tmp_path: Path) -> None:
+    """A file system of fsspec's own, which needs no network and no other package."""
+    fsspec = pytest.importorskip("fsspec")
+    torch.save({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path / "run.pth")
+    store = fsspec.filesystem("memory")
+    store.pipe("/models/run.pth", (tmp_path / "run.pth").read_bytes())
+    ck = ckptkit.open("memory://models/run.pth")
+    assert list(ck.weights) == ["a", "b"]
+    ckptkit.save(ck, "memory://models/out.pth")
+    (tmp_path / "out.pth").write_bytes(store.cat("/models/out.pth"))
+    assert torch.load(tmp_path / "out.pth")["a"].tolist() == [0, 1, 2]
+    store.pipe("/models/run.pth", (tmp_path / "run.pth").read_bytes())
+    with pytest.raises(OutputError):
+        ckptkit.save(ck, "memory://models/other.pth")
+    assert not store.exists("/models/other.pth")
+
+
+def test_file_urls_are_local_files(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0)}, tmp_path / "run.pth")
+    ck = ckptkit.open(f"file://{tmp_path}/run.pth")
+    assert ck.name == str(tmp_path / "run.pth")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("nosuch://bucket/x.pth", "no file system is known for nosuch://"), ("memory://nothing.pth", "does not exist")],
+)
+def test_unknown_places(url: str, said: str) -> None:
+    with pytest.raises(PathError, match=said):
+        ckptkit.open(url)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(PathError, match=r"gs:// needs a package") as caught:
+        ckptkit.open("gs://bucket/x.pth")
+    assert caught.value.hint == "pip install gcsfs"

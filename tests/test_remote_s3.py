@@ -1,0 +1,207 @@
+"""Objects in a bucket: moto's S3 server on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.errors import InputChangedError, InputError, OutputError, OutputExistsError, PathError, UsageError
+from tests.conftest import Run
+
+s3fs = pytest.importorskip("s3fs")
+server = pytest.importorskip("moto.server")
+
+BUCKET = "models"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def account(endpoint: str) -> dict[str, str]:
+    """The environment that leads to the server."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }
+
+
+@pytest.fixture
+def s3_run(run: Run, account: dict[str, str]) -> Run:
+    return partial(run, env=account)
+
+
+@pytest.fixture
+def store(account: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The file system, with an empty bucket."""
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = s3fs.S3FileSystem()
+    fs.mkdir(BUCKET)
+    yield fs
+    fs.rm(BUCKET, recursive=True)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"module.weight": torch.randn(300, 1_000), "module.bias": torch.arange(7.0)}
+
+
+def put(store: Any, path: Path, key: str = "run.pth") -> str:
+    store.put(str(path), f"{BUCKET}/{key}")
+    return f"s3://{BUCKET}/{key}"
+
+
+@pytest.fixture
+def url(store: Any, tmp_path: Path) -> str:
+    torch.save({"state_dict": state(), "epoch": 3}, tmp_path / "run.pth")
+    return put(store, tmp_path / "run.pth")
+
+
+def test_commands(url: str, s3_run: Run, tmp_path: Path) -> None:
+    done = s3_run("inspect", "--json", url)
+    assert json.loads(done.stdout)["files"][0]["totals"]["tensors"] == 2, done.stderr
+    done = s3_run("strip-module", url, "out.safetensors", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"])
+
+
+def test_loading(url: str) -> None:
+    loaded = ckptkit.load(url)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
+
+
+def test_few_bytes_are_fetched(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({f"layer.{i}": torch.zeros(1 << 18) for i in range(20)}, tmp_path / "run.pth")
+    url = put(store, tmp_path / "run.pth")
+    asked: list[int] = []
+    call = s3fs.S3FileSystem._call_s3
+
+    async def counted(fs: Any, method: str, *args: Any, **options: Any) -> Any:
+        if method == "get_object":
+            start, stop = options["Range"].removeprefix("bytes=").split("-")
+            asked.append(int(stop) + 1 - int(start))
+        return await call(fs, method, *args, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", counted)
+    assert len(ckptkit.open(url).weights) == 20
+    assert 0 < len(asked) <= 4
+    assert sum(asked) <= 1 << 20
+
+
+def test_a_folder_of_shards(store: Any, tmp_path: Path, s3_run: Run) -> None:
+    for number, name in enumerate("ab", 1):
+        save_file({name: torch.full((3,), float(number))}, tmp_path / f"model-{number:05}-of-00002.safetensors")
+    places = {name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate("ab", 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for file in tmp_path.iterdir():
+        put(store, file, f"shards/{file.name}")
+    for url in (
+        f"s3://{BUCKET}/shards",
+        f"s3://{BUCKET}/shards/",
+        f"s3://{BUCKET}/shards/model.safetensors.index.json",
+    ):
+        loaded = ckptkit.load(url)
+        assert {name: tensor.tolist() for name, tensor in loaded.items()} == {"a": [1, 1, 1], "b": [2, 2, 2]}
+    done = s3_run("inspect", f"s3://{BUCKET}/shards")
+    assert done.code == 0, done.stderr
+
+
+def test_a_changed_object(url: str, store: Any, tmp_path: Path) -> None:
+    ck = ckptkit.open(url)
+    torch.save({"state_dict": state(), "epoch": 4}, tmp_path / "run.pth")
+    put(store, tmp_path / "run.pth")
+    with pytest.raises(InputChangedError):
+        ckptkit.save(ck, tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_refusals(url: str, store: Any, run: Run, account: dict[str, str]) -> None:
+    with pytest.raises(PathError, match="there is no bucket nowhere"):
+        ckptkit.open("s3://nowhere/run.pth")
+    with pytest.raises(PathError, match="does not exist"):
+        ckptkit.open(f"s3://{BUCKET}/nothing.pth")
+    with pytest.raises(InputError, match="is a folder that holds no checkpoint"):
+        store.pipe(f"{BUCKET}/notes/readme", b"hello")
+        ckptkit.open(f"s3://{BUCKET}/notes")
+    done = run("inspect", url, env={**account, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""})
+    assert done.code == 3
+    assert "needs credentials" in done.stderr
+
+
+class TestUpload:
+    def test_what_arrives(self, url: str, store: Any, s3_run: Run, tmp_path: Path) -> None:
+        out = f"s3://{BUCKET}/out.safetensors"
+        done = s3_run("strip-module", url, out)
+        assert done.code == 0, done.stderr
+        assert f"wrote {out}" in done.stdout
+        store.invalidate_cache()
+        store.get(f"{BUCKET}/out.safetensors", str(tmp_path / "out.safetensors"))
+        assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"])
+
+    def test_checksums_come_first(self, store: Any, tmp_path: Path) -> None:
+        """A .pth out of a file without checksums: they stand before the bytes that they are of."""
+        save_file(state(), tmp_path / "in.safetensors")
+        ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), f"s3://{BUCKET}/out.pth")
+        store.get(f"{BUCKET}/out.pth", str(tmp_path / "out.pth"))
+        loaded = torch.load(tmp_path / "out.pth")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
+
+    def test_in_several_parts(self, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckptkit.upload.PART", 5 << 20)  # the least that S3 takes
+        big = {f"layer.{i}": torch.randn(1 << 18) for i in range(13)}
+        torch.save(big, tmp_path / "in.pth")
+        counts: list[int] = []
+        ck = ckptkit.open(tmp_path / "in.pth")
+        ckptkit.save(ck, f"s3://{BUCKET}/out.pth", progress=lambda count, total: counts.append(count))
+        assert sum(counts) == store.size(f"{BUCKET}/out.pth")
+        store.get(f"{BUCKET}/out.pth", str(tmp_path / "out.pth"))
+        assert all(torch.equal(tensor, big[name]) for name, tensor in torch.load(tmp_path / "out.pth").items())
+
+    @pytest.mark.parametrize("size", [1_000, 3 << 20])
+    def test_a_failure_leaves_nothing(
+        self, size: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckptkit.upload.PART", 5 << 20)
+        torch.save({"a": torch.zeros(size)}, tmp_path / "in.pth")
+        ck = ckptkit.open(tmp_path / "in.pth")
+        torch.save({"a": torch.ones(size)}, tmp_path / "in.pth")
+        store.pipe(f"{BUCKET}/out.pth", b"what was there")
+        with pytest.raises(OutputError):
+            ckptkit.save(ck, f"s3://{BUCKET}/out.pth", force=True)
+        store.invalidate_cache()
+        assert store.cat(f"{BUCKET}/out.pth") == b"what was there"
+        assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+
+    def test_refusals(self, url: str, store: Any, tmp_path: Path, s3_run: Run) -> None:
+        ck = ckptkit.open(url)
+        with pytest.raises(OutputExistsError):
+            store.pipe(f"{BUCKET}/there.pth", b"x")
+            ckptkit.save(ck, f"s3://{BUCKET}/there.pth")
+        with pytest.raises(UsageError, match="is the file that is read"):
+            ckptkit.save(ck, url, force=True)
+        with pytest.raises(OutputError, match="there is no bucket"):
+            ckptkit.save(ck, "s3://nowhere/out.pth")
+        with pytest.raises(UsageError, match="cannot be read back"):
+            ckptkit.save(ck, f"s3://{BUCKET}/other.pth", verify=True)
+        assert s3_run("remap", "--to", "cpu", url, f"s3://{BUCKET}/there.pth").code == 2

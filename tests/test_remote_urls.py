@@ -1,0 +1,75 @@
+"""What is a URL, and what of it may be shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptkit import formats
+from ckptkit.bytesource import Memory
+from ckptkit.errors import FormatError
+from ckptkit.remote.urls import behind_page, beside, is_url, shown, split
+
+
+@pytest.mark.parametrize(
+    "url", ["https://host/run.pth", "s3://bucket/run.pth", "hf://org/model/x", "simplecache::s3://b/x", "memory://x"]
+)
+def test_urls(url: str) -> None:
+    assert is_url(url)
+
+
+@pytest.mark.parametrize("path", ["run.pth", "/tmp/run.pth", "C:\\run.pth", "c://run.pth", "a::b", "./a://b", "", None])
+def test_paths(path: str | None) -> None:
+    assert not is_url(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "safe"),
+    [
+        ("https://host/run.pth", "https://host/run.pth"),
+        ("https://user:pa55@host/run.pth", "https://***@host/run.pth"),
+        ("https://t0ken@host:81/run.pth", "https://***@host:81/run.pth"),
+        ("https://user:p@55@host/run.pth", "https://***@host/run.pth"),
+        ("https://host/run.pth?X-Amz-Signature=0", "https://host/run.pth?***"),
+        ("https://host/a@b/run.pth", "https://host/a@b/run.pth"),
+        ("HTTPS://user:pa55@host/run.pth", "HTTPS://***@host/run.pth"),
+        ("sftp://user:pa55@host/run.pth", "sftp://user:***@host/run.pth"),
+        ("abfs://container@account/run.pth", "abfs://container@account/run.pth"),
+        ("hf://org/model@main/run.pth", "hf://org/model@main/run.pth"),
+        ("simplecache::https://user:pa55@host/x?key=1", "simplecache::https://***@host/x?***"),
+        ("what?.pth", "what?.pth"),
+    ],
+)
+def test_secrets_are_masked(url: str, safe: str) -> None:
+    assert shown(url) == safe
+
+
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("https://huggingface.co/org/model/blob/main/x.pth", "https://huggingface.co/org/model/resolve/main/x.pth"),
+        (
+            "https://huggingface.co/org/model/raw/main/a/x.pth?y",
+            "https://huggingface.co/org/model/resolve/main/a/x.pth",
+        ),
+        ("https://huggingface.co/datasets/o/d/blob/main/x", "https://huggingface.co/datasets/o/d/resolve/main/x"),
+        ("https://github.com/org/repo/blob/main/x.pth", "https://github.com/org/repo/raw/main/x.pth"),
+        ("https://huggingface.co/org/model/resolve/main/x.pth", None),
+        ("https://example.org/org/model/blob/main/x.pth", None),
+        ("runs/blob/x.pth", None),
+    ],
+)
+def test_pages_about_files(page: str, file: str | None) -> None:
+    assert behind_page(page) == file
+
+
+def test_a_page_says_where_the_file_is() -> None:
+    page = Memory(b"<!doctype html><html>", "https://huggingface.co/org/model/blob/main/x.pth")
+    with pytest.raises(FormatError, match="is an HTML page") as caught:
+        formats.read(page)
+    assert caught.value.hint == "the file itself is at https://huggingface.co/org/model/resolve/main/x.pth"
+
+
+def test_a_folder_keeps_the_query() -> None:
+    folder, name = split("https://host/a/x.index.json?sig=1")
+    assert (folder, name) == ("https://host/a?sig=1", "x.index.json")
+    assert beside(folder, "y.bin") == "https://host/a/y.bin?sig=1"
