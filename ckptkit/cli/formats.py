@@ -31,6 +31,7 @@ def command(as_json: bool) -> None:
                 "writable": each.layout is not None,
                 "rewritten_as": each.rewrite_as,
                 "suffixes": each.suffixes,
+                "remote": "where folders can be listed" if each.listed else "any",
                 "everything": each.everything if each.layout is not None else None,
                 "recoverable": each.salvage is not None,
             }
@@ -38,7 +39,7 @@ def command(as_json: bool) -> None:
         ]
         render.emit_json({"schema": "ckptkit.formats/1", "formats": listed})
     else:
-        header = ("name", "read", "write", "keeps", "recover", "suffixes", "what it is")
+        header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "what it is")
         render.emit(*render.table(header, list(map(_cells, FORMATS))))
 
 
@@ -52,6 +53,7 @@ def _cells(format: Format) -> tuple[str, ...]:
         _yes(format.readable),
         f"as {format.rewrite_as}" if format.rewrite_as else _yes(writable),
         _KEEPS[format.everything] if writable else "",
+        "not http" if format.listed else "yes",
         "yes" if format.salvage is not None else "",
         " ".join(format.suffixes),
         format.title,

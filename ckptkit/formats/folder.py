@@ -177,4 +177,6 @@ def _main(probe: Probe) -> str | None:
         refs.close()
 
 
-FORMAT = Format("folder", "a folder with one checkpoint in it; the Hugging Face cache of a model", matches, read)
+FORMAT = Format(
+    "folder", "a folder with one checkpoint in it; the Hugging Face cache of a model", matches, read, listed=True
+)

@@ -100,6 +100,7 @@ class Format:
     suffixes: tuple[str, ...] = ()  # that choose it for writing
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
+    listed: bool = False  # whether it is found in a list of a folder's files, which a web server does not give
     shards: bool = False  # whether its layout is a folder of files of at most `shard_size`
     everything: str = "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
     program: bool = False  # whether it holds a program, which no other format keeps: it is not changed in place

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from ckptkit.bytesource import Identity
@@ -269,4 +270,9 @@ def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
 
 
 def _version(info: Mapping[str, Any]) -> Identity:
-    return ("stored", info["size"], *(f"{key}={info[key]}" for key in _VERSION if info.get(key)))
+    return ("stored", info["size"], *(f"{key}={_moment(info[key])}" for key in _VERSION if info.get(key)))
+
+
+def _moment(value: object) -> object:
+    """A time as seconds, which some file systems give in one form in a listing and in another for a file."""
+    return value.timestamp() if isinstance(value, datetime) else value

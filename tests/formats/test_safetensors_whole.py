@@ -24,6 +24,7 @@ from ckptkit.formats.plain_json import dump
 from ckptkit.formats.safetensors_record import RESERVED
 from ckptkit.tensor import Tensor
 from ckptkit.tree import walk
+from tests.matrix import NAMES, Fixture
 from tests.random_checkpoints import make
 from tests.torch_equality import same
 
@@ -67,6 +68,12 @@ FILES = [
 @pytest.mark.parametrize("name", FILES)
 def test_corpus(name: str, corpus: Path, tmp_path: Path) -> None:
     straight, back, _ = detour(corpus / name, tmp_path)
+    assert back == straight
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fixtures(name: str, tmp_path: Path) -> None:
+    straight, back, _ = detour(Fixture(name).needs_reader().path, tmp_path)
     assert back == straight
 
 

@@ -48,4 +48,6 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     return writing.layout(checkpoint, options)
 
 
-FORMAT = Format("dcp", "a folder of torch.distributed.checkpoint", matches, read, layout=layout, everything="nested")
+FORMAT = Format(
+    "dcp", "a folder of torch.distributed.checkpoint", matches, read, layout=layout, everything="nested", listed=True
+)

@@ -159,4 +159,6 @@ def _named(group: Node, names: list[list[str]]) -> Node:
     return {**group, _PARAMS: [name for number in dict.fromkeys(numbers) for name in names[number]]}
 
 
-FORMAT = Format("deepspeed", "DeepSpeed: ZeRO and universal checkpoints", matches, read, rewrite_as="torch-zip")
+FORMAT = Format(
+    "deepspeed", "DeepSpeed: ZeRO and universal checkpoints", matches, read, listed=True, rewrite_as="torch-zip"
+)
