@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,8 @@ class TestUpload:
         save_file(state(), tmp_path / "in.safetensors")
         ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), f"s3://{BUCKET}/out.pth")
         store.get(f"{BUCKET}/out.pth", str(tmp_path / "out.pth"))
+        with zipfile.ZipFile(tmp_path / "out.pth") as archive:
+            assert archive.testzip() is None
         loaded = torch.load(tmp_path / "out.pth")
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
 
