@@ -10,7 +10,6 @@ import math
 import pickle
 import shutil
 import zipfile
-from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,7 +31,8 @@ from ckptkit.errors import AmbiguousError, TensorError
 from ckptkit.tensor import Tensor
 from ckptkit.tree import join, walk
 from ckptkit.weights import as_tensor
-from tests.conftest import Corpus, tags
+from fixtures.making import reading
+from tests.conftest import SAFE, Corpus, tags
 from tests.formats.conformance import elements, elements_of, sharing, storage_bytes
 from tests.matrix import NAMES, Fixture
 
@@ -66,18 +66,22 @@ Facts = tuple[dict[Keys, Any], dict[Keys, Any], list[list[str]], list[Any]]
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder, and what torch reads in it. Of a module that is its state_dict: names and numbers."""
+    """A file or folder, and what torch reads in it.
+
+    Where nobody reads a whole tree but a state_dict, of modules and what DeepSpeed leaves, `weights` is its place, and
+    `root` it alone: names and numbers.
+    """
 
     path: Path
     root: Any
     devices: frozenset[str]
     weights_only: bool = True
-    is_module: bool = False
+    weights: str | None = None
 
     def load(self, path: Path, mmap: bool = False) -> Any:
         """A .pth file that was made of it, under weights_only if that took the source."""
         root = torch_load(path, self.weights_only, mmap)
-        return as_state(root) if self.is_module else root
+        return root if self.weights is None else as_state(root, self.weights)
 
 
 @pytest.fixture(params=[*NAMES, *REAL, *VERSIONS])
@@ -87,22 +91,28 @@ def source(request: pytest.FixtureRequest) -> Source:
     if name in NAMES:
         fixture = Fixture(name).needs_reader()
         root, facts = fixture.load(), fixture.facts
-        is_module = isinstance(root, torch.nn.Module)
-        root = as_state(root) if is_module else root
-        return Source(fixture.path, root, frozenset(facts["devices"]), facts.get("weights_only", True), is_module)
+        alone = isinstance(root, torch.nn.Module) or facts["format"] == "deepspeed"
+        weights = facts["weights"] if alone else None
+        root = root if weights is None else as_state(root, weights)
+        return Source(fixture.path, root, frozenset(facts["devices"]), facts.get("weights_only", True), weights)
     corpus: Corpus = request.getfixturevalue("corpus")
     path = corpus / name
     return Source(path, torch_load(path), frozenset(tags(path)))
 
 
 def torch_load(path: Path, weights_only: bool = True, mmap: bool = False) -> Any:
-    with torch.serialization.safe_globals([Namespace]):  # in the files of other versions
+    with torch.serialization.safe_globals(SAFE):
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
 
 
-def as_state(root: Any) -> dict[str, torch.Tensor]:
-    state = root.state_dict() if isinstance(root, torch.nn.Module) else root
-    return {name: tensor.detach() for name, tensor in state.items()}
+def as_state(root: Any, weights: str) -> dict[str, torch.Tensor]:
+    """Detached. What lies at a key keeps its `_metadata`, what is made of a module has none."""
+    state = reading.state_of(root, weights)
+    detached = {name: tensor.detach() for name, tensor in state.items()}
+    if not weights:
+        return detached
+    state.update(detached)
+    return state
 
 
 def leaves(root: Any) -> Iterator[tuple[Keys, Any]]:
@@ -164,7 +174,7 @@ def metadata(root: Any) -> list[Any]:
 def test_reads_what_torch_reads(source: Source) -> None:
     checkpoint = ckptkit.open(source.path)
     ours = {path: tensor for path, node in walk(checkpoint.root) if (tensor := as_tensor(node)) is not None}
-    if source.is_module:
+    if source.weights is not None:
         ours = {(name,): tensor for name, tensor in checkpoint.weights.items()}
     theirs = {path: value for path, value in leaves(source.root) if torch.is_tensor(value)}
     whole = [path for path in ours if not any(path[:n] in ours for n in range(1, len(path)))]  # no scales of quantized
@@ -256,7 +266,7 @@ def test_safetensors_and_back(source: Source, tmp_path: Path) -> None:
     checkpoint = ckptkit.open(source.path)
     needs_weights(checkpoint)
     state = source.root
-    for key in checkpoint.required.path if not source.is_module else ():
+    for key in checkpoint.required.path if source.weights is None else ():
         state = state[key]
     metadata = getattr(state, "_metadata", None)
     state = {name: numbers for name, value in state.items() if torch.is_tensor(numbers := as_numbers(value))}

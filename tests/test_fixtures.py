@@ -23,8 +23,8 @@ from ckptkit.tensor import Tensor
 from ckptkit.transforms.scan import nodes
 from ckptkit.tree import join
 from ckptkit.weights import as_tensor
-from fixtures.make import FIXTURES, versions
-from fixtures.making import reading
+from fixtures.make import FIXTURES, KEPT, kept, versions
+from fixtures.making import reading, training
 from tests.conftest import ROOT, Run
 from tests.formats.conformance import sharing
 from tests.matrix import ENTRIES, FOLDER, MANIFEST, NAMES, Fixture, of_net
@@ -173,6 +173,14 @@ def test_evaluate_gives_the_accuracy_of_the_manifest(run: Run) -> None:
     width = MANIFEST["net"]["arguments"]["width"]
     done = run("train", "--evaluate", FOLDER / name, "--width", width, "--devices", "cpu")
     assert (done.code, done.stdout) == (0, f"accuracy {ENTRIES[name]['facts']['accuracy']:.4f}\n"), done.stderr
+
+
+def test_what_is_not_made_again_is_kept() -> None:
+    """DeepSpeed is not there to make it."""
+    made = {*FIXTURES, *(name for kind in training.KINDS for name in training.places(kind))}
+    assert kept() == {name: ENTRIES[name] for name in ENTRIES.keys() - made}
+    assert len(kept()) == 4
+    assert not any(name.startswith(KEPT) for name in made)  # whose folders are removed
 
 
 def test_there_is_a_tensor_of_every_dtype() -> None:

@@ -61,11 +61,11 @@ def spied(folder: Path, *commands: list[str | Path]) -> list[dict[str, Any]]:
 
 
 def files_of(path: Path) -> list[Path]:
-    return sorted(path.iterdir()) if path.is_dir() else [path]
+    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
-def hashes(path: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(path)}
+def hashes(path: Path) -> dict[Path, str]:
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(path)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
