@@ -19,7 +19,7 @@ from ckptkit.cli import main
 from ckptkit.convert import convert, recover
 from ckptkit.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run
-from tests.formats.test_safetensors_whole import Other
+from tests.formats.safetensors.test_whole import Other
 
 State = dict[str, torch.Tensor]
 

@@ -14,7 +14,7 @@ from ckptkit.formats import safetensors
 from ckptkit.formats.folder import SAFETENSORS
 from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import refuse_objects
-from ckptkit.formats.safetensors_record import FRAMEWORK, Restored, restore, restore_ties
+from ckptkit.formats.safetensors.record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
 from ckptkit.plan import Plan

@@ -24,7 +24,7 @@ from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.format import Probe
 from ckptkit.formats.plain_json import dump
-from ckptkit.formats.safetensors_record import ATTRIBUTE, Restored
+from ckptkit.formats.safetensors.record import ATTRIBUTE, Restored
 from ckptkit.formats.torch import legacy_stream, zip_archive
 from ckptkit.limits import LIMITS, check
 from ckptkit.tree import Node, OrderedDict

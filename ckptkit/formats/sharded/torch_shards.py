@@ -13,7 +13,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats.folder import BIN
 from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_objects
-from ckptkit.formats.safetensors_record import FRAMEWORK, of_values, restore_ties, values
+from ckptkit.formats.safetensors.record import FRAMEWORK, of_values, restore_ties, values
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
 from ckptkit.formats.torch import zip_archive

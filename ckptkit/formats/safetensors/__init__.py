@@ -15,7 +15,7 @@ the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is refus
 
 Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned; but the header lists
 the tensors in the order of the state_dict. What else a header cannot say stands in ``__metadata__``: see
-:mod:`safetensors_record`.
+:mod:`record`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ckptkit.errors import (
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_objects, shared_bytes
 from ckptkit.formats.plain_json import dump, is_utf8
-from ckptkit.formats.safetensors_header import METADATA, matches, read_header, read_tensors, shown
-from ckptkit.formats.safetensors_record import (
+from ckptkit.formats.safetensors.header import METADATA, matches, read_header, read_tensors, shown
+from ckptkit.formats.safetensors.record import (
     FRAMEWORK,
     RESERVED,
     VERSION,
@@ -98,14 +98,14 @@ def prepared(
 
 
 def _layout_whole(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """The whole tree: see :mod:`safetensors_whole`. Raises what cannot be written to a .pth either."""
-    from ckptkit.formats import safetensors_whole
+    """The whole tree: see :mod:`whole`. Raises what cannot be written to a .pth either."""
+    from ckptkit.formats.safetensors.whole import Whole, said
     from ckptkit.formats.torch.objects import without_objects
 
     root, notes = without_objects(checkpoint.root) if options.objects == "drop" else (checkpoint.root, ())
-    whole = safetensors_whole.Whole(root, _obstacle)
-    said = dump({"version": VERSION, **safetensors_whole.said(whole), "values": values(checkpoint.metadata)})
-    metadata = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: said}
+    whole = Whole(root, _obstacle)
+    text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
+    metadata = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: text}
     return Plan((file_of(whole.tensors, metadata),), notes)
 
 
@@ -204,10 +204,10 @@ def _follows(last: Range, extent: Range) -> bool:
 
 
 def salvage(probe: Probe) -> Salvaged | None:
-    """See :mod:`safetensors_salvage`."""
-    from ckptkit.formats import safetensors_salvage
+    """See :mod:`salvaging`."""
+    from ckptkit.formats.safetensors import salvaging
 
-    return safetensors_salvage.salvage(probe)
+    return salvaging.salvage(probe)
 
 
 FORMAT = Format(

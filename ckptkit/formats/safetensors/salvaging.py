@@ -6,8 +6,8 @@ from ckptkit.bytesource import ByteSource, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError, TruncatedError
 from ckptkit.formats.format import Loss, Probe, Salvaged
-from ckptkit.formats.safetensors_header import matches, read_entry, read_header
-from ckptkit.formats.safetensors_record import restore
+from ckptkit.formats.safetensors.header import matches, read_entry, read_header
+from ckptkit.formats.safetensors.record import restore
 from ckptkit.formats.salvaging import nothing
 from ckptkit.tensor import Storage, Tensor, contiguous_stride
 

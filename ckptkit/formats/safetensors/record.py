@@ -10,7 +10,7 @@ made by others are read by it too. Everything else is one JSON text under the ke
     parameters            true, or the names: which tensors were nn.Parameter
     requires_grad         true, or the names
     values                {dotted path: what stood beside the weights (`epoch`)}; not part of what is read back
-    root, tree            the whole checkpoint instead of all that: :mod:`safetensors_whole`
+    root, tree            the whole checkpoint instead of all that: :mod:`whole`
 
 Values are spelled as in :mod:`plain_json`. A record of a later version is to this reader what it is to others: a text.
 """
@@ -78,12 +78,12 @@ def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Restored
 
 
 def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Restored:
-    from ckptkit.formats import safetensors_whole
+    from ckptkit.formats.safetensors import whole  # only such files pay for it
 
     ties, known = _typed(said, "ties", list), _typed(said, "values", dict)
     if not all(isinstance(name, str) for name in ties):
         raise FormatError("its ties are not names")
-    found = safetensors_whole.restore(said, tensors)
+    found = whole.restore(said, tensors)
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals)
 
 

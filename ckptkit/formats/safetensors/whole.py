@@ -16,10 +16,10 @@ from typing import Any
 from ckptkit.bytesource import Record
 from ckptkit.dtypes import UINT8
 from ckptkit.errors import FormatError
-from ckptkit.formats import skeleton, skeleton_reader
 from ckptkit.formats.plain_json import is_utf8
-from ckptkit.formats.skeleton import Entry, Skeleton
-from ckptkit.formats.skeleton_reader import Read
+from ckptkit.formats.safetensors import skeleton, skeleton_reader
+from ckptkit.formats.safetensors.skeleton import Entry, Skeleton
+from ckptkit.formats.safetensors.skeleton_reader import Read
 from ckptkit.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.tree import Blob, Node, join, walk
 from ckptkit.weights import as_tensor

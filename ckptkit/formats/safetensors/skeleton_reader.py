@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ckptkit import dtypes
 from ckptkit.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.formats.dict_keys import KeyCheck
-from ckptkit.formats.skeleton import FLAGS, Skeleton, Statement
+from ckptkit.formats.safetensors.skeleton import FLAGS, Skeleton, Statement
 from ckptkit.formats.torch import globals as known
 from ckptkit.formats.torch.builders import built
 from ckptkit.limits import check

@@ -21,7 +21,7 @@ from ckptkit.convert import convert, open_checkpoint
 from ckptkit.errors import AmbiguousError, UnsafeGlobalError, UsageError
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.plain_json import dump
-from ckptkit.formats.safetensors_record import RESERVED
+from ckptkit.formats.safetensors.record import RESERVED
 from ckptkit.tensor import Tensor
 from ckptkit.tree import walk
 from tests.matrix import NAMES, Fixture
