@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [--dir /dev/shm] [--gib 2] [--pairs 7] [--json FILE]``: a table for the README.
+"""A table for the README: ``python -m tests.benchmarks [--dir /dev/shm] [--gib 2] [--pairs 7] [--only TEXT]``.
 
 Needs three times ``--gib`` of room in ``--dir``, best a tmpfs, and leaves nothing there.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from tests.benchmarks.measure import Compared, compare, run
+from tests.benchmarks.measure import Compared, compare, remove, run
 from tests.benchmarks.works import INPUTS, WORKS, Work
 
 
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
     work: Work
     ckptkit: Compared
-    torch: Compared
+    torch: Compared | None
 
     @property
     def within(self) -> bool:
@@ -42,7 +42,13 @@ class Row(NamedTuple):
         work = self.work
         budget = f"{work.seconds} s" if work.ratio is None else f"{work.ratio} x cp"
         within = "yes" if self.within else "NO"
-        return [work.name, _cost(work, self.ckptkit), f"{budget}, {work.mib} MiB", _cost(work, self.torch), within]
+        return [
+            work.name,
+            _cost(work, self.ckptkit),
+            f"{budget}, {work.mib} MiB",
+            _cost(work, self.torch) if self.torch else "",
+            within,
+        ]
 
 
 def _cost(work: Work, cost: Compared) -> str:
@@ -51,22 +57,23 @@ def _cost(work: Work, cost: Compared) -> str:
     return f"{time}, {cost.mib:.0f} MiB"
 
 
-def measure(folder: Path, gib: float, pairs: int) -> list[Row]:
-    """Every work, on one input after another."""
+def measure(folder: Path, gib: float, pairs: int, only: str) -> list[Row]:
+    """Every work whose name has `only` in it, on one input after another."""
     rows = []
-    for source, works in groupby(WORKS, key=lambda work: work.source):
+    chosen = [work for work in WORKS if only in work.name]
+    for source, works in groupby(chosen, key=lambda work: work.source):
         print(f"making {source}", file=sys.stderr)
         run([sys.executable, "-c", INPUTS[source], source, str(gib)], folder)
-        copy = ["cp", source, "out.copy"]
+        copy = ["cp", "-r", source, "out.copy"]
         for _ in range(2):
             run(copy, folder)
         for work in works:
             print(work.name, file=sys.stderr)
             ours = compare([*ckptkit(), *work.command.split()], copy, folder, pairs)
-            plain = compare([sys.executable, "-c", work.plain, source], copy, folder, max(1, pairs // 2))
-            rows.append(Row(work, ours, plain))
+            plain = work.plain and compare([sys.executable, "-c", work.plain, source], copy, folder, max(1, pairs // 2))
+            rows.append(Row(work, ours, plain or None))
         for file in folder.iterdir():
-            file.unlink()
+            remove(file)
     return rows
 
 
@@ -94,17 +101,23 @@ def main() -> int:
     parser.add_argument("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the files go")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the big inputs")
     parser.add_argument("--pairs", type=int, default=7, help="runs of each command; half as many of torch")
+    parser.add_argument("--only", default="", metavar="TEXT", help="works with this in their names")
     parser.add_argument("--json", metavar="FILE", help="also write all figures there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="ckptkit-benchmarks-") as folder:
-        rows = measure(Path(folder), options.gib, options.pairs)
+        rows = measure(Path(folder), options.gib, options.pairs, options.only)
     about = {**machine(), "gib": options.gib, "pairs": options.pairs}
     print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
     heads = ["work", "ckptkit", "budget", "torch", "within"]
     print(tabulate([row.cells() for row in rows], headers=heads, tablefmt="github"))
     if options.json:
         figures = [
-            {"work": r.work.name, "ckptkit": r.ckptkit._asdict(), "torch": r.torch._asdict(), "within": r.within}
+            {
+                "work": r.work.name,
+                "ckptkit": r.ckptkit._asdict(),
+                "torch": r.torch and r.torch._asdict(),
+                "within": r.within,
+            }
             for r in rows
         ]
         Path(options.json).write_text(json.dumps({"machine": about, "rows": figures}, indent=2) + "\n")

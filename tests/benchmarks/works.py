@@ -27,6 +27,31 @@ n = int(float(sys.argv[2]) * 2**30 / 4 / 400)
 model = {f"layers.{i}.weight": torch.full((n,), float(i)) for i in range(400)}
 save_file(model, sys.argv[1], metadata={"format": "pt"})
 """,
+    "dcp": """
+import os, sys
+child = os.fork()
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+store = "file://" + os.path.abspath("store")
+dist.init_process_group("gloo", init_method=store, rank=0 if child else 1, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+n = int(float(sys.argv[2]) * 2**30 / 4 / 400 / 1024 / 2)
+parts = ((f"layers.{i}.weight", torch.full((n, 1024), float(i))) for i in range(400))
+model = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts}
+dcp.save({"model": model}, storage_writer=dcp.FileSystemWriter(sys.argv[1], sync_files=False))
+dist.destroy_process_group()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+""",
+    "zero3": """
+import sys, torch
+from pathlib import Path
+from tests.formats.deepspeed.making import Run
+n = int(float(sys.argv[2]) * 2**30 / 4 / 400 / 1024)
+model = {f"layers.{i}.weight": torch.full((n, 1024), float(i)) for i in range(400)}
+Run(model, stage=3, ranks=2, steps=False, half=torch.bfloat16).save(Path(sys.argv[1]))
+""",
 }
 
 LOAD = """
@@ -43,15 +68,21 @@ import sys, torch
 from safetensors.torch import load_file
 torch.save(load_file(sys.argv[1]), "out.pth")
 """
+FROM_DCP = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], "out.pth")
+"""
 
 
 class Work(NamedTuple):
-    """One row: `command` of ckptkit on `source`, `plain` the same with torch; the budget in time or against `cp`."""
+    """One row: `command` of ckptkit on `source`, a file or folder; `plain` the same with torch, None where torch has no
+    way; the budget in time or against `cp`."""
 
     name: str
     source: str
     command: str
-    plain: str
+    plain: str | None
     mib: int
     seconds: float | None = None
     ratio: float | None = None
@@ -70,4 +101,6 @@ WORKS = (
         "convert safetensors to .pth", "big.safetensors", "convert big.safetensors out.pth", FROM_SAFETENSORS, 60,
         ratio=1.6,
     ),
+    Work("convert a DCP folder of 2 ranks", "dcp", "convert dcp out.safetensors", FROM_DCP, 300, ratio=1.6),
+    Work("convert a ZeRO-3 folder of 2 ranks", "zero3", "convert zero3 out.safetensors", None, 300, ratio=1.6),
 )  # fmt: skip
