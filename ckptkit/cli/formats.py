@@ -23,24 +23,24 @@ def command(as_json: bool) -> None:
     from ckptkit.formats import FORMATS
 
     if as_json:
-        listed = [
-            {
-                "name": each.name,
-                "title": each.title,
-                "readable": each.readable,
-                "writable": each.layout is not None,
-                "rewritten_as": each.rewrite_as,
-                "suffixes": each.suffixes,
-                "remote": "where folders can be listed" if each.listed else "any",
-                "everything": each.everything if each.layout is not None else None,
-                "recoverable": each.salvage is not None,
-            }
-            for each in FORMATS
-        ]
-        render.emit_json({"schema": "ckptkit.formats/1", "formats": listed})
+        render.emit_json({"schema": "ckptkit.formats/1", "formats": list(map(_facts, FORMATS))})
     else:
         header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "what it is")
         render.emit(*render.table(header, list(map(_cells, FORMATS))))
+
+
+def _facts(format: Format) -> dict[str, object]:
+    return {
+        "name": format.name,
+        "title": format.title,
+        "readable": format.readable,
+        "writable": format.layout is not None,
+        "rewritten_as": format.rewrite_as,
+        "everything": format.everything if format.layout is not None else None,
+        "remote": "where folders can be listed" if format.listed else "any",
+        "recoverable": format.salvage is not None,
+        "suffixes": format.suffixes,
+    }
 
 
 _KEEPS = {"always": "everything", "asked": "weights; --all: everything", "nested": "nested values", "never": "weights"}
