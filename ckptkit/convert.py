@@ -114,7 +114,7 @@ def convert(
     checkpoint = open_checkpoint(source, key=key)
     name = checkpoint.name
     if in_place and (name is None or not os.path.isfile(name)):
-        raise UsageError("only a single file can be changed in place", where=name, hint="name a DST")
+        raise UsageError("only a single file on this machine can be changed in place", where=name, hint="name a DST")
     if in_place and formats.holds_program(checkpoint):
         raise UsageError("is a program, of which only the weights can be written", where=name, hint="name a DST")
     path = name if in_place and name is not None else destination

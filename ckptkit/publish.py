@@ -150,13 +150,13 @@ def _check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | N
         return None
     if stat.S_ISDIR(old.st_mode):
         if not plan.is_folder:
-            raise UsageError("is a folder, and the output is a file", where=path)
+            raise UsageError("is a folder, and the output is a file", where=path, hint="name the file in it")
         if os.listdir(path):
             raise OutputExistsError("is a folder that is not empty", where=path, hint="name a folder that is not there")
     elif not (stat.S_ISREG(old.st_mode) or stat.S_ISLNK(old.st_mode)):
         raise UsageError("is neither a file nor a folder", where=path)
     elif plan.is_folder:
-        raise UsageError("is a file, and the output is a folder", where=path)
+        raise UsageError("is a file, and the output is a folder", where=path, hint="name a folder as DST")
     elif not force:
         raise OutputExistsError("exists already", where=path, hint="--force replaces it")
     return old

@@ -78,6 +78,7 @@ _INERT: frozenset[tuple[str, str]] = frozenset(
     | _names("torch.nn.parameter", "Buffer", "UninitializedBuffer", "UninitializedParameter")
     | _names("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
     | _names("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING")
+    | _names("torch.distributed.remote_device", "_remote_device")
     | _names("torch.nested._internal.nested_tensor", "_rebuild_njt")
     | _names("torch.torch_version", "TorchVersion")
     | _names("torch.autograd.variable", "Variable")

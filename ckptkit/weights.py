@@ -73,6 +73,8 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             return Weights((), root, nodes)
         found = list(_search(root, qualifies))
         known = list(_well_known(root, found)) or (_mostly(root) if qualifies is _is_pure else [])
+        if not known and found and qualifies is _is_pure and (nodes := _read_most(root)) is not None:
+            found.insert(0, ((), root, nodes))
         if known or len(found) == 1:
             path, node, nodes = (known or found)[0]
             return Weights(path, node, nodes, tuple(place for place, other, _ in found if other is not node))
@@ -80,7 +82,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             names = [join(path) or "(root)" for path, _, _ in found]
             raise AmbiguousError(
                 f"{len(found)} entries could be the weights: {', '.join(names[:8])}{'...' if len(names) > 8 else ''}",
-                hint=f"choose one with --key, e.g. --key {names[0]}",
+                hint=f"choose one with --key, e.g. --key {join(found[0][0]) or chr(39) * 2}",
             )
     return None
 
@@ -138,9 +140,15 @@ def _mostly(root: Node) -> list[Found]:
     metrics and the like stand among them."""
     for name in WELL_KNOWN:
         node = next((child for key, child in children(root) if key.__class__ is str and key == name), None)
-        if isinstance(node, dict) and (nodes := _read(node, _is_mixed)) and 2 * len(nodes) > len(node):
+        if (nodes := _read_most(node)) is not None:
             return [((name,), node, nodes)]
     return []
+
+
+def _read_most(node: Node) -> dict[str, Node] | None:
+    """Names and nodes if `node` is a mapping whose values are tensors for the most part, else None."""
+    nodes = _read(node, _is_mixed) if isinstance(node, dict) else None
+    return nodes if nodes and 2 * len(nodes) > len(node) else None
 
 
 _OPEN = (dict, list, tuple, Object)  # what is searched

@@ -91,6 +91,7 @@ def test_harm_through_new() -> None:
     assert not is_harmful(call("torch.nn.modules.linear.Linear", new=True))
     assert is_harmful(call("torch.nn.modules.linear.Linear"))
     assert is_harmful(call("torch.hub.load", new=True))
+    assert not is_harmful(call("torch.distributed.remote_device._remote_device", new=True))  # of a ShardedTensor
 
 
 @pytest.mark.parametrize("callable_", [Object(Global("functools", "partial")), None, "os.system", 5, ("os", "system")])

@@ -94,6 +94,19 @@ def test_several_are_ambiguous() -> None:
     assert found(root, "critic").path == ("critic",)
 
 
+def test_a_mapping_among_the_tensors_of_the_root_is_ambiguous() -> None:
+    root = {"conv.weight": W, "conv.bias": W, "config": {"mean": W, "std": W}}
+    with pytest.raises(AmbiguousError, match=r"\(root\), config") as caught:
+        locate(root)
+    assert caught.value.hint == "choose one with --key, e.g. --key ''"
+    assert list(found(root, "").tensors) == ["conv.weight", "conv.bias"]
+    assert list(found(root, "config").tensors) == ["mean", "std"]
+
+
+def test_a_tensor_beside_the_only_mapping_is_none_of_the_weights() -> None:
+    assert found({"generator": {"a": W}, "accuracy": W}).path == ("generator",)
+
+
 def test_one_mapping_in_two_places_is_one() -> None:
     shared = {"a": W}
     assert found({"x": shared, "y": shared}).path == ("x",)

@@ -126,8 +126,13 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
         shown = summary_text.tree(checkpoint.root)
     else:
         shown = summary_text.lines(summary, rows, flat=want.flat, sort=want.sort)
-    said = [*(f"warning: {each}" for each in summary.warnings), *(f"hint: {each}" for each in advise(summary))]
+    warnings = (*summary.warnings, *_unmatched(want, rows))
+    said = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in advise(summary))]
     return chain(shown, [""] * bool(said), map(render.escape, said))
+
+
+def _unmatched(want: Wanted, rows: list[Row]) -> tuple[str, ...]:
+    return (f"no name or path of a tensor matches --keys {', '.join(want.globs)}",) if want.globs and not rows else ()
 
 
 def _rows(summary: Summary, want: Wanted) -> list[Row]:

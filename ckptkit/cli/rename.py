@@ -13,13 +13,13 @@ from ckptkit.cli import options
 @options.substitutions
 @options.key
 def command(edit: options.Edit, mapping: dict[str, str], substitutions: list[tuple[str, str]], key: str | None) -> None:
-    r"""Give the weights other names.
+    """Give the weights other names.
 
     A name in the table gets exactly its new name; the expressions apply to all others, in the order given.
 
     \b
     Example: ckptkit rename run.pth new.pth --map names.json
-             ckptkit rename run.pth new.pth --sub '^encoder\.=backbone.'
+             ckptkit rename run.pth new.pth --sub '^encoder\\.=backbone.'
     """
     if not mapping and not substitutions:
         raise click.UsageError("say --map FILE or --sub REGEX=REPLACEMENT")

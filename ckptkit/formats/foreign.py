@@ -199,4 +199,4 @@ def _folder(probe: Probe) -> InputError:
         return FormatError("is a pipeline of several models (diffusers)", hint="name the folder of one, e.g. its unet")
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
         return FormatError("is a Core ML model", hint=_DEPLOYED)
-    return FormatError("is a folder that holds no checkpoint", hint="name a file, or a folder with an index.json")
+    return FormatError("is a folder that holds no checkpoint", hint="name a file, or the folder that holds it")

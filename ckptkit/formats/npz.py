@@ -16,7 +16,7 @@ from ckptkit.bytesource import Derived, Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError, TensorError
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects, shared_bytes
+from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.npy import header, read_array
 from ckptkit.formats.plain_json import is_utf8
 from ckptkit.formats.torch.zip_members import shown
@@ -59,6 +59,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     if options.objects == "error":
         refuse_objects(checkpoint)
     tensors = checkpoint.required.tensors
+    refuse_pieces(checkpoint.required.nodes)
     _check_holdable(tensors)
     _, notes = leftovers(checkpoint)
     lost = list(_lost(checkpoint))

@@ -98,7 +98,7 @@ class Tensors:
                 return make(self, node)
             if node.tensor is not None and node.tensor.layout == "strided":
                 return self._strided(node.tensor)
-        except (RuntimeError, ValueError, TypeError, IndexError, OverflowError) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
             why = str(error).strip().split("\n")[0]
             raise TensorError(f"the tensor that {node.global_} makes does not hold together: {why}") from error
         raise UnsupportedError(

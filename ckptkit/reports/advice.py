@@ -14,6 +14,7 @@ from ckptkit.trust import refused_by_weights_only
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
 WRAPPERS = ("module.", "_orig_mod.")
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
+TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar")  # suffixes that torch-zip is written to
 NAMED = 4  # globals that are named before "and N more"
 
 
@@ -39,6 +40,11 @@ def add_module(path: str, prefix: str = "module.") -> str:
 def _edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
     output = _beside(path, mark, suffix)
     return shlex.join(("ckptkit", command, *options, *_argument(path), output))
+
+
+def _convert(path: str, mark: str, *options: str) -> str:
+    """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a .pth."""
+    return _edit("convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth")
 
 
 def _argument(path: str) -> tuple[str, ...]:
@@ -76,7 +82,7 @@ def _devices(summary: Summary, path: str) -> Iterator[str]:
 def _waste(summary: Summary, path: str) -> Iterator[str]:
     unused = summary.totals.unused_nbytes
     if unused > max(WASTE, summary.totals.nbytes // 10):
-        command = _edit("convert", path, "compact", "--compact")
+        command = _convert(path, "compact", "--compact")
         yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
 
 
@@ -84,12 +90,17 @@ def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Weights that quantised layers keep out of the state_dict."""
     number = sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
     if number:
-        command = _edit("convert", path, "float", "--dequantize")
+        command = _convert(path, "float", "--dequantize")
         yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
-    """What torch.load refuses by default, and the way around it: without the objects, or the weights alone."""
+    """What torch.load refuses by default, and the way around it: without the objects, or the weights alone.
+
+    Files that torch.load does not read (safetensors that hold everything, folders, plain pickles) are not told so.
+    """
+    if not summary.format.startswith("torch"):
+        return
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
@@ -97,7 +108,7 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     if summary.weights is not None and summary.is_module:
         yield f"{said}; for the weights alone: {_edit('convert', path, 'weights', suffix='.safetensors')}"
     elif summary.objects:
-        yield f"{said}; to leave such values out: {_edit('convert', path, 'plain', '--objects', 'drop')}"
+        yield f"{said}; to leave such values out: {_convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said
 

@@ -139,6 +139,14 @@ def test_keys_and_sort(as_json: Json, tmp_path: Path) -> None:
     assert names("--sort", "file") == ["b.weight", "a.weight", "a.bias"]
 
 
+def test_keys_that_nothing_has_are_named(ckptkit: Ckptkit, run_pth: Path) -> None:
+    assert (
+        "no name or path of a tensor matches --keys x*, y"
+        in ckptkit("inspect", "--keys", "x*", "--keys", "y", run_pth).stdout
+    )
+    assert "matches" not in ckptkit("inspect", "--keys", "*0.weight", "--keys", "y", run_pth).stdout
+
+
 def test_the_tree(ckptkit: Ckptkit, run_pth: Path) -> None:
     lines = ckptkit("inspect", "--tree", run_pth).stdout.splitlines()
     assert "  model: OrderedDict of 9" in lines

@@ -32,7 +32,8 @@ def test_every_command_has_help_with_an_example(ckptkit: Ckptkit, name: str) -> 
     for option in ("-h", "--help"):
         result = ckptkit(name, option)
         assert result.exit_code == 0
-        assert f"Example: ckptkit {name}" in result.stdout
+        assert f"  Example: ckptkit {name}" in result.stdout
+        assert "\\b" not in result.stdout
 
 
 def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:

@@ -15,11 +15,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckptkit
+from ckptkit.bytesource import LocalFile
 from ckptkit.cli import main
 from ckptkit.convert import convert, recover
 from ckptkit.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run
 from tests.formats.safetensors.test_whole import Other
+from tests.formats.torch.zips import Member
 
 State = dict[str, torch.Tensor]
 
@@ -128,6 +130,54 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path: Path) -> None:
     path.write_bytes(data[: data.index(b"PK\1\2")])
     assert check(path, state()) == set(state())
     assert recover(path).lost == ()
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of everything that is read of local files; a test fails when it comes to more than 100 MB."""
+    seen: list[int] = []
+
+    def counting(method: str) -> None:
+        read = getattr(LocalFile, method)
+
+        def counted(source: LocalFile, offset: int, what: Any) -> Any:
+            seen.append(what if isinstance(what, int) else len(what))
+            assert sum(seen) < 100_000_000
+            return read(source, offset, what)
+
+        monkeypatch.setattr(LocalFile, method, counted)
+
+    counting("read")
+    counting("read_into")
+    return seen
+
+
+def test_the_headers_of_a_cut_file_are_read_together(tmp_path: Path, lengths: list[int]) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({f"{i}": torch.ones(1) for i in range(500)}, path)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert recover(path).lost == ()
+    assert sum(lengths) < 4 * path.stat().st_size
+
+
+def test_ZP_01_a_second_data_pkl(tmp_path: Path, lengths: list[int]) -> None:
+    path = tmp_path / "in.pth"
+    torch.save(state(), path)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("in/data.pkl", archive.read("in/data.pkl"))
+    assert recover(path).lost == ()
+
+
+def test_ZP_01_a_record_full_of_headers_of_itself(tmp_path: Path, lengths: list[int]) -> None:
+    path = tmp_path / "in.pth"
+    torch.save({"w": torch.ones(1000), "other": torch.zeros(10**6, dtype=torch.uint8)}, path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("in/data/1").header_offset
+    header = Member("in/data/1", b"x" * 10**6).head()
+    inside = header * (900_000 // len(header))
+    path.write_bytes(data[:start] + inside + data[start:-30])
+    assert [loss.path for loss in recover(path).lost] == ["other"]
 
 
 def test_records_that_are_deflated(tmp_path: Path) -> None:

@@ -305,6 +305,11 @@ PER_CHANNEL = Global("torch", "per_channel_affine")
         call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1] * 4, [0] * 4, 7), False, None, dtype=QINT8),
         call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL, [0.1] * 4, [0] * 4, -1), False, None, dtype=QINT8),
         call("_rebuild_qtensor", None, 0, 0, 0, (PER_CHANNEL,), False, None, dtype=QINT8),
+        call("_rebuild_qtensor", None, 0, 0, 0, (1.5, [0.1] * 4, [0] * 4, 0), False, None, dtype=QINT8),
+        call("_rebuild_sparse_tensor", None, (tensor(0, 1), tensor(0), tensor(1), (1, 4)), layout="float32",
+             shape=(1, 4), stride=()),
+        call("_rebuild_nested_tensor", tensor(1, 2), PER_CHANNEL, PER_CHANNEL, tensor(0),
+             layout="nested", shape=(), stride=()),
         call("_rebuild_qtensor", None, 0, 0, 0, (Global("torch", "per_tensor_affine"), "x", "y"), 0, 0, dtype=QINT8),
     ],
 )  # fmt: skip

@@ -59,6 +59,23 @@ def test_objects_that_weights_only_refuses() -> None:
     assert line.endswith("ckptkit convert --objects drop run.pth run-plain.pth")
 
 
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "deepspeed", "pickle"])
+def test_what_torch_load_does_not_read_it_does_not_refuse(format: str) -> None:
+    root = {"model": {"a": tensor(1)}, "args": opaque("argparse.Namespace")}
+    found = summarize(checkpoint(root, globals=(Global("argparse", "Namespace"),)))
+    assert advise(replace(found, format=format)) == ()
+
+
+@pytest.mark.parametrize(
+    "path, output",
+    [("a/net.PT", "a/net-compact.PT"), ("v1.tar", "v1-compact.pth"), ("blobs/0a1b", "blobs/0a1b-compact.pth")],
+)
+def test_convert_is_given_a_suffix_that_it_knows(path: str, output: str) -> None:
+    found = summarize(checkpoint({"a": view(tensor(*[0.0] * (1 << 19)), (10,))}))
+    (line,) = advise(replace(found, path=path))
+    assert shlex.split(line)[-1] == output
+
+
 def test_a_whole_module_keeps_its_weights() -> None:
     (line,) = advice(module({"weight": tensor(1)}), globals=(Global("models", "Net"),))
     assert line.endswith("ckptkit convert run.pth run-weights.safetensors")

@@ -15,7 +15,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats.dcp.metadata import METADATA, NAME, STORAGE, Place
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.leftovers import leftovers
+from ckptkit.formats.leftovers import leftovers, refuse_pieces
 from ckptkit.formats.torch import zip_layout
 from ckptkit.formats.torch.objects import without_objects
 from ckptkit.formats.torch.pickle_writer import write_pickle
@@ -33,13 +33,14 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """A folder with the whole tree, nested as it is.
 
     Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a root that is no
-    dict and holds no weights; and what the pickle writer raises.
+    dict and holds no weights; UnsupportedError for pieces of ranks; and what the pickle writer raises.
     """
     root, notes = _root(checkpoint)
     if options.objects == "drop":
         root, dropped = without_objects(root)
         notes += dropped
     flat = Flat(root)
+    refuse_pieces({name: node for name, (_, node) in flat.entries.items()})
     tensors = {name: tensor for name, (_, node) in flat.entries.items() if (tensor := _tensor(node)) is not None}
     data = _Data(options)
     for name, (_, node) in flat.entries.items():

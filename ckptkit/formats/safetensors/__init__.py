@@ -27,11 +27,9 @@ from ckptkit import bridge
 from ckptkit.bytesource import Extent, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.dtypes import BY_NAME, BY_SAFETENSORS
-from ckptkit.errors import (
-    TensorError,
-)
+from ckptkit.errors import TensorError, UnsafeGlobalError
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects, shared_bytes
+from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.plain_json import dump, is_utf8
 from ckptkit.formats.safetensors.header import METADATA, matches, read_header, read_tensors, shown
 from ckptkit.formats.safetensors.record import (
@@ -52,10 +50,14 @@ def read(probe: Probe) -> Checkpoint:
     """The tensors in the order of the header; then what ckptkit or the hub's convention left in the metadata."""
     source = probe.source
     text, header, metadata = read_header(source)
-    root, metadata, warnings, globals = restore(read_tensors(header, source, 8 + len(text)), metadata)
+    restored = restore(read_tensors(header, source, 8 + len(text)), metadata)
+    warnings = restored.warnings
     if not text.startswith(b"{"):
         warnings = ("the header begins with white space", *warnings)
-    return Checkpoint(root, FORMAT.name, source, metadata, globals, warnings)
+    return Checkpoint(
+        restored.root, FORMAT.name, source, restored.metadata, restored.globals, warnings,
+        origin=_WHOLE if restored.is_whole else None,
+    )  # fmt: skip
 
 
 # High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned without padding.
@@ -63,6 +65,7 @@ _CODES = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
     "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
 )  # fmt: skip
+_WHOLE = object()  # the origin of a checkpoint that a file held whole
 _RANK = {BY_SAFETENSORS[code]: rank for rank, code in enumerate(_CODES)}
 
 
@@ -72,10 +75,10 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts,
     UnsafeGlobalError for objects if these are to be an error.
     """
+    if options.everything or checkpoint.origin is _WHOLE:  # what held everything is not to lose it by an edit
+        return _layout_whole(checkpoint, options)
     if options.objects == "error":
         refuse_objects(checkpoint)
-    if options.everything:
-        return _layout_whole(checkpoint, options)
     tensors, metadata, notes = prepared(checkpoint, options)
     return Plan((file_of(tensors, metadata),), tuple(notes))
 
@@ -86,6 +89,7 @@ def prepared(
     """The tensors that are stored, in order; what `__metadata__` holds beside them; and notes. Raises like `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
+    refuse_pieces(weights.nodes)
     _check_holdable(tensors)
     ties = _ties(tensors, checkpoint.metadata) if options.ties == "alias" else {}
     stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
@@ -102,7 +106,11 @@ def _layout_whole(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     from ckptkit.formats.safetensors.whole import Whole, said
     from ckptkit.formats.torch.objects import without_objects
 
-    root, notes = without_objects(checkpoint.root) if options.objects == "drop" else (checkpoint.root, ())
+    root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
+    if notes and options.objects == "error":
+        raise UnsafeGlobalError(
+            f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
+        )
     whole = Whole(root, _obstacle)
     text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
     metadata = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: text}

@@ -56,6 +56,7 @@ class Restored(NamedTuple):
     metadata: dict[str, str]  # that remain
     warnings: tuple[str, ...] = ()
     globals: tuple[Global, ...] = ()
+    is_whole: bool = False  # a whole tree
 
 
 def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Restored:
@@ -84,7 +85,7 @@ def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mappin
     if not all(isinstance(name, str) for name in ties):
         raise FormatError("its ties are not names")
     found = whole.restore(said, tensors)
-    return Restored(found.root, _rest(known, ties, metadata), (), found.globals)
+    return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
 
 def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Restored:

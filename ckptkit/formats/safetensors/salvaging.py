@@ -30,8 +30,8 @@ def salvage(probe: Probe) -> Salvaged | None:
             lost.append(Loss(name, _said(entry), error.message))
     if not whole:
         raise nothing()
-    root, metadata, warnings, globals = restore(whole, metadata)
-    checkpoint = Checkpoint(root, "safetensors", probe.source, metadata, globals, warnings)
+    found = restore(whole, metadata)
+    checkpoint = Checkpoint(found.root, "safetensors", probe.source, found.metadata, found.globals, found.warnings)
     return Salvaged(checkpoint, tuple(lost))
 
 

@@ -171,6 +171,8 @@ class Writer:
 
     def _storage(self, storage: Storage) -> list[int]:
         if id(storage) not in self._numbers:
+            if not is_utf8(storage.device):
+                raise UnsupportedError("the name of a device is not UTF-8, which no output of text can hold")
             entry = self._entry(storage)
             self._say(storage, "storage", entry.name, storage.device, *([True] if entry.big_endian else []))
         return [self._numbers[id(storage)]]

@@ -149,8 +149,8 @@ def strided(typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node
     )
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
         raise TensorError(f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage")
-    plain = (len(args) < 6 or is_empty(args[5])) and (metadata is None or said == set(metadata) <= {"conj", "neg"})
-    return tensor, plain
+    known = metadata is None or (isinstance(metadata, dict) and metadata.keys() == said <= {"conj", "neg"})
+    return tensor, known and (len(args) < 6 or is_empty(args[5]))
 
 
 def _tensor_v2(made: Global, args: Args) -> Node:

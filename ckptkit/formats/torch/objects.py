@@ -19,7 +19,8 @@ def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
         return root, ()
     named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
     more = ", ..." if len(named) > SHOWN else ""
-    return pruned, (f"left out {len(named)} values that weights_only refuses: {', '.join(named[:SHOWN])}{more}",)
+    count = "1 value" if len(named) == 1 else f"{len(named):,} values"
+    return pruned, (f"left out {count} that weights_only refuses: {', '.join(named[:SHOWN])}{more}",)
 
 
 def _is_refused(node: Node) -> bool:

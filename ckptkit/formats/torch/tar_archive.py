@@ -29,7 +29,7 @@ from ckptkit.formats.torch.storages import dtype_of_storage
 from ckptkit.formats.torch.tar_container import Member, first_name, is_tar, read_members
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_members import shown
-from ckptkit.limits import LIMITS
+from ckptkit.limits import LIMITS, check
 from ckptkit.tensor import Storage, Tensor, TypedStorage
 from ckptkit.tree import Global, Node
 
@@ -136,6 +136,7 @@ class _Table:
         for key, location, made in stream.entries():
             if not isinstance(location, str):
                 raise FormatError("a storage has no device")
+            check("name_bytes", len(location), "characters of a device's name")
             dtype = dtype_of_storage(made) if isinstance(made, Global) else None
             if dtype is None:
                 raise FormatError("a storage has no element type")

@@ -35,7 +35,7 @@ _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _BATCH = 64  # members whose local headers are fetched together
 _HEADER = 256  # bytes of a local header beside the name, most of them padding
 _IN_PARTS = "is one part of a zip file in several parts"
-_AGAIN = "download or copy the file again; `ckptkit recover` saves what is whole"
+_AGAIN = "download or copy the file again; of what torch.save wrote, `ckptkit recover` saves what is whole"
 
 
 class Entry(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,11 +98,13 @@ class _Storages:
             self.warnings = ("data.pkl is damaged: names, shapes and values may be others than they were",)
 
     def keep(self, name: str, place: Extent, crc: int | None) -> bool:
-        """Take the bytes of a member, unless they do not have their checksum; the first of that name wins."""
+        """Take the bytes of a member, unless they do not have their checksum. The first of that name decides."""
+        if name in self.places or name in self.reasons:
+            return False
         if crc is not None and _crc32(place) != crc:
             self.reasons[name] = "its bytes do not have their checksum"
             return False
-        self.places.setdefault(name, place)
+        self.places[name] = place
         return True
 
     def result(self) -> Salvaged:
@@ -164,15 +165,16 @@ def _by_directory(directory: ZipDirectory) -> Salvaged | None:
 
 def _without_directory(source: ByteSource) -> Salvaged | None:
     """From each member to the next by its size; by searching where that fails."""
-    pickle = next((each for each in _headers(source, 0) if each.name.endswith("/data.pkl")), None)
+    headers = _Headers(source)
+    pickle = headers.find(0, "/data.pkl")
     if pickle is None:
         return None
     top = pickle.name.removesuffix("/data.pkl")
     storages = _Storages(source, top, Range(source, pickle.start, source.size - pickle.start))
     storages.missing = "it is not before the cut, or its header is damaged"
     at = 0
-    while (member := next(_headers(source, at), None)) is not None:
-        if member.name == pickle.name:
+    while (member := headers.find(at)) is not None:
+        if member == pickle:
             at = _pass_pickle(storages, member)
         elif member.name in storages.sizes:
             at = _take(storages, member, storages.sizes[member.name])
@@ -216,21 +218,37 @@ def _described(source: ByteSource, end: int, size: int) -> tuple[int | None, int
     return None, end
 
 
-def _headers(source: ByteSource, at: int) -> Iterator[Member]:
-    """Every local header from `at` on that has a name as torch writes it, until the directory or the end."""
-    overlap = 30 + LIMITS.name_bytes
-    base, data = at, b""
-    while base < source.size:
-        data = source.read(base, min(_STEP + overlap, source.size - base))
-        found = data.find(b"PK", 0, _STEP + 3)
-        while found >= 0:
-            if data.startswith(_DIRECTORY, found):
-                return
-            member = _header(data, found, base) if data.startswith(MAGIC, found) else None
-            if member is not None:
-                yield member
-            found = data.find(b"PK", found + 1, _STEP + 3)
-        base += _STEP
+class _Headers:
+    """Looks for local headers, in the piece of the file that it read last while it can."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._base = -_STEP
+        self._piece = b""
+
+    def find(self, at: int, suffix: str = "") -> Member | None:
+        """The first local header from `at` on that has a name as torch writes it, ending in `suffix`.
+
+        None if the directory or the end comes first.
+        """
+        while at < self._source.size:
+            if not self._base <= at < self._base + _STEP:
+                self._read(at)
+            found = self._piece.find(b"PK", at - self._base, _STEP + 3)
+            if found < 0:
+                at = self._base + _STEP
+                continue
+            if self._piece.startswith(_DIRECTORY, found):
+                return None
+            member = _header(self._piece, found, self._base) if self._piece.startswith(MAGIC, found) else None
+            if member is not None and member.name.endswith(suffix):
+                return member
+            at = self._base + found + 1
+        return None
+
+    def _read(self, at: int) -> None:
+        length = min(_STEP + 30 + LIMITS.name_bytes, self._source.size - at)
+        self._base, self._piece = at, self._source.read(at, length)
 
 
 def _header(data: bytes, at: int, base: int) -> Member | None:

@@ -853,6 +853,11 @@ def test_values_that_are_not_plain_are_named(tmp_path: Path, value: object) -> N
     assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
 
 
+def test_values_whose_names_are_not_text_are_named(tmp_path: Path) -> None:
+    plan = written(saved({"\ud800": 3, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors")
+    assert plan.notes == ("left out: \ud800 (int)",)
+
+
 def test_values_that_contain_themselves_are_named() -> None:
     knot: list[object] = []
     knot.append(knot)

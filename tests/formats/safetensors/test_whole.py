@@ -15,14 +15,17 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
+from ckptkit.bytesource import Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.cli import main
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.errors import AmbiguousError, UnsafeGlobalError, UsageError
+from ckptkit.dtypes import BY_NAME
+from ckptkit.errors import AmbiguousError, UnsafeGlobalError, UnsupportedError, UsageError
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.plain_json import dump
+from ckptkit.formats.safetensors import FORMAT
 from ckptkit.formats.safetensors.record import RESERVED
-from ckptkit.tensor import Tensor
+from ckptkit.tensor import Storage, Tensor
 from ckptkit.tree import walk
 from tests.matrix import NAMES, Fixture
 from tests.random_checkpoints import make
@@ -38,6 +41,13 @@ def detour(source: Path, folder: Path, options: WriteOptions = ALL) -> tuple[byt
     convert(source, between, options=options, force=True)
     convert(between, back, force=True)
     return straight.read_bytes(), back.read_bytes(), between
+
+
+def test_a_device_whose_name_is_not_text() -> None:
+    storage = Storage(Range(Memory(b"x"), 0, 1), "\ud800")
+    checkpoint = Checkpoint({"a": Tensor(storage, BY_NAME["uint8"], (1,), (1,))})
+    with pytest.raises(UnsupportedError, match="device"):
+        FORMAT.layout(checkpoint, ALL)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -173,6 +183,18 @@ def test_what_is_read_back_is_the_whole_checkpoint(tmp_path: Path) -> None:
     assert [each["path"] for each in shown["objects"]] == ["args"]
 
 
+def test_an_edit_of_a_file_that_holds_everything_keeps_everything(tmp_path: Path) -> None:
+    saved = {"model": {"module.w": torch.ones(2)}, "optimizer": {"m": torch.zeros(3)}, "args": argparse.Namespace(x=1)}
+    torch.save(saved, tmp_path / "in.pth")
+    _, _, between = detour(tmp_path / "in.pth", tmp_path)
+    assert CliRunner().invoke(main, ["strip-module", "--in-place", str(between)]).exit_code == 0
+    convert(between, tmp_path / "again.safetensors")
+    convert(tmp_path / "again.safetensors", tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=False)
+    same({**saved, "model": {"w": torch.ones(2)}, "args": None}, {**loaded, "args": None}, True)
+    assert loaded["args"].x == 1
+
+
 def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
     straight, back, _ = detour(tmp_path / "in.pth", tmp_path, WriteOptions(objects="drop", everything=True))
@@ -182,6 +204,17 @@ def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
         convert(
             tmp_path / "in.pth", tmp_path / "no", format="safetensors", options=WriteOptions("error", everything=True)
         )
+
+
+class Marked(torch.Tensor):
+    """A class that weights_only does not know."""
+
+
+def test_a_tensor_of_a_class_of_its_own_is_an_object_too(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2).as_subclass(Marked)}, tmp_path / "in.pth")
+    with pytest.raises(UnsafeGlobalError, match="_rebuild_from_type_v2"):
+        convert(tmp_path / "in.pth", tmp_path / "no.safetensors", options=WriteOptions("error", everything=True))
+    assert not (tmp_path / "no.safetensors").exists()
 
 
 def test_PK_a_harmful_call_is_not_written_back(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptError,
     FormatError,
+    LimitError,
     PathError,
     TensorError,
     UnsupportedError,
@@ -410,6 +411,11 @@ def test_D_05_tensor_classes(made: str, of: int | None) -> None:
 @pytest.mark.parametrize("location", [None, 5, b"cpu"])
 def test_TR_05_locations(location: Any) -> None:
     refused(FormatError, torch_tar(ids(2), [tensor(2, 1)], [storage(1, DATA, location=location)]), "no device")
+
+
+def test_TR_05_a_location_that_is_too_long() -> None:
+    data = torch_tar(ids(2), [tensor(2, 1)], [storage(1, DATA, location="d" * 70_000)])
+    refused(LimitError, data, "device's name")
 
 
 @pytest.mark.parametrize("key", [None, "x", 1.0, (1,), ""])
