@@ -21,6 +21,7 @@ from ckptkit.convert import convert, recover
 from ckptkit.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run
 from tests.formats.safetensors.test_whole import Other
+from tests.matrix import Fixture
 from tests.formats.torch.zips import Member
 
 State = dict[str, torch.Tensor]
@@ -253,6 +254,11 @@ def test_a_zip_that_is_no_checkpoint(tmp_path: Path) -> None:
         (tmp_path / "in.zip").write_bytes(data)
         with pytest.raises(UnsupportedError, match="no format that can be recovered"):
             recover(tmp_path / "in.zip")
+
+
+def test_a_program_is_not_taken_for_a_state_dict() -> None:
+    with pytest.raises(UnsupportedError, match="no format that can be recovered"):
+        recover(Fixture("torchscript/scripted.pt").path)
 
 
 def test_safetensors_cut_anywhere(tmp_path: Path) -> None:

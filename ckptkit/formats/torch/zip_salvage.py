@@ -140,7 +140,7 @@ class _Late:
 def _by_directory(directory: ZipDirectory) -> Salvaged | None:
     """All headers agree, so that what is damaged is bytes of members."""
     name = f"{directory.top}/data.pkl"
-    if name not in directory:
+    if name not in directory or f"{directory.top}/constants.pkl" in directory:  # a program of TorchScript
         return None
     pickle = directory.locate(name)
     if not isinstance(pickle, Range):
