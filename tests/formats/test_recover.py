@@ -21,8 +21,8 @@ from ckptkit.convert import convert, recover
 from ckptkit.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run
 from tests.formats.safetensors.test_whole import Other
-from tests.matrix import Fixture
 from tests.formats.torch.zips import Member
+from tests.matrix import Fixture
 
 State = dict[str, torch.Tensor]
 
