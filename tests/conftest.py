@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ckptkit.bytesource import LocalFile
+
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "ckptkit"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -100,3 +102,17 @@ def tags(path: Path, weights_only: bool = True) -> set[str]:
     with torch.serialization.safe_globals(SAFE):
         torch.load(path, weights_only=weights_only, map_location=see)
     return found
+
+
+@pytest.fixture
+def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each read of a local file from now on."""
+    lengths: list[int] = []
+    original = LocalFile.read
+
+    def counted(source: LocalFile, offset: int, length: int) -> bytes:
+        lengths.append(length)
+        return original(source, offset, length)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    return lengths

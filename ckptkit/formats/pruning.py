@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from ckptkit.limits import check
 from ckptkit.tensor import Tensor, TypedStorage
@@ -62,8 +62,19 @@ def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
         yield "(attributes)", node.state
 
 
-def pieces(node: Node) -> Iterable[Node]:
-    """Everything that a value is made of, the call that makes an object included."""
+def parts(root: Node) -> Iterator[Node]:
+    """A value and everything that it is made of, each once, the calls that make objects included."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            waiting.extend(_pieces(node))
+
+
+def _pieces(node: Node) -> Iterable[Node]:
     if isinstance(node, Object):
         yield from (node.callable, node.args, node.kwargs)
         for step, value in node.steps:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CorruptError
 from ckptkit.formats.format import Loss, Salvaged
-from ckptkit.formats.pruning import pieces, without
+from ckptkit.formats.pruning import parts, without
 from ckptkit.tensor import Storage, Tensor, TypedStorage
 from ckptkit.tree import Node, Object, join, walk
 from ckptkit.weights import Weights, as_tensor, plain_state_dict
@@ -79,20 +79,8 @@ class _Verdicts:
         return self._nodes[id(root)]
 
     def _look(self, root: Node) -> str | None:
-        seen: set[int] = set()
-        waiting = [root]
-        while waiting:
-            node = waiting.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if isinstance(node, (Tensor, TypedStorage)):
-                why = self._verdict(node.storage)
-                if why is not None:
-                    return why
-            else:
-                waiting.extend(pieces(node))
-        return None
+        storages = (node.storage for node in parts(root) if isinstance(node, (Tensor, TypedStorage)))
+        return next((why for storage in storages if (why := self._verdict(storage)) is not None), None)
 
     def _verdict(self, storage: Storage | None) -> str | None:
         if storage is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.formats.pruning import pieces, without
+from ckptkit.formats.pruning import parts, without
 from ckptkit.tree import Global, Node, Object, SetNode, join
 from ckptkit.trust import describe, refused_by_weights_only
 
@@ -25,19 +25,10 @@ def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
 
 def _is_refused(node: Node) -> bool:
     """Whether the value names, anywhere in what makes it, something that weights_only refuses."""
-    seen: set[int] = set()
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, Global) and refused_by_weights_only(each):
-            return True
-        if isinstance(each, SetNode) and each.frozen:
-            return True
-        waiting.extend(pieces(each))
-    return False
+    return any(
+        refused_by_weights_only(each) if isinstance(each, Global) else isinstance(each, SetNode) and each.frozen
+        for each in parts(node)
+    )
 
 
 def _name(node: Node) -> str:
