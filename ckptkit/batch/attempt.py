@@ -1,0 +1,135 @@
+"""What a worker does: jobs, one after another, each of which succeeds or says why not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from ckptkit import __version__, formats
+from ckptkit.batch.inputs import Mark, mark
+from ckptkit.bytesource import Folder
+from ckptkit.convert import Conversion
+from ckptkit.copying import checksums, in_order
+from ckptkit.errors import CkptkitError, InputError, OutputError, OutputExistsError
+from ckptkit.plan import Plan
+from ckptkit.remote import urls
+
+BUG = 5  # exit code
+
+
+class Work(Protocol):
+    """Makes `destination` of `source`, or with `dry_run` only its plan; picklable where workers do it."""
+
+    def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion: ...
+
+
+class Task(NamedTuple):
+    """A job as workers see it: its number in the batch, two paths, and whether the output may be replaced."""
+
+    number: int
+    source: str
+    destination: str
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job.
+
+    ``state``: ``done``; ``skipped``: an earlier batch did it; ``found``: nobody had noted it, but the output was there
+    and is what this job makes; ``failed``; ``planned``, where only that was asked. ``made`` is the output's mark.
+    """
+
+    state: str
+    size: int = 0  # bytes of the output
+    format: str | None = None
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    made: Mark | None = None
+    error: str | None = None
+    hint: str | None = None
+    exit_code: int = 0
+
+
+def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
+    """Do `tasks`, and go on after failures. Raises OutputError where this is another version of ckptkit."""
+    if version != __version__:
+        raise OutputError(
+            f"a worker has ckptkit {__version__}, and this is {version}",
+            hint="install the same version on every worker",
+        )
+    return [_one(work, task) for task in tasks]
+
+
+def failed(error: Exception) -> Outcome:
+    """What to say of a job that ended in `error`."""
+    if isinstance(error, MemoryError):
+        error = InputError("needs more memory than there is")
+    if isinstance(error, CkptkitError):
+        return Outcome("failed", error=str(error), hint=error.hint, exit_code=error.exit_code)
+    said = f"a bug in ckptkit: {type(error).__name__}: {error}"
+    return Outcome("failed", error=said, hint="please report it", exit_code=BUG)
+
+
+def _one(work: Work, task: Task) -> Outcome:
+    try:
+        return _done(work, task)
+    except CkptkitError as error:
+        return failed(error.at(urls.shown(task.source)))
+    except Exception as error:
+        return failed(error)
+
+
+def _done(work: Work, task: Task) -> Outcome:
+    if not urls.is_url(task.destination):
+        _make_folder(os.path.dirname(task.destination))
+    state = "done"
+    try:
+        made = work(task.source, task.destination, force=task.force, dry_run=False)
+    except OutputExistsError as error:
+        made = work(task.source, task.destination, force=False, dry_run=True)
+        if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
+            raise error from None
+        state = "found"  # an attempt before this one made it, and ended before anybody knew
+    return Outcome(
+        state,
+        made.plan.size,
+        made.format,
+        made.notes,
+        made.plan.notes,
+        made.warnings,
+        mark(task.destination),
+    )
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot be made: {error.strerror}", where=path) from error
+
+
+def same(plan: Plan, destination: str) -> bool:
+    """Whether what is at `destination` is, byte for byte, what `plan` would write there."""
+    place = formats.open_place(destination)
+    if isinstance(place, Folder):
+        if not plan.is_folder or place.list() != sorted(file.name for file in plan.files):
+            return False
+        sources = [place.open(file.name) for file in plan.files]
+    elif plan.is_folder:
+        return False
+    else:
+        sources = [place]
+    if any(source.size != file.size for source, file in zip(sources, plan.files, strict=True)):
+        return False
+    for source, file in zip(sources, plan.files, strict=True):
+        at = 0
+        for piece in in_order(file.segments, checksums(file.segments)):
+            # startswith compares a buffer of any kind at the speed of memory
+            if not source.read(at, len(piece)).startswith(piece):
+                return False
+            at += len(piece)
+    return True

@@ -1,0 +1,157 @@
+"""What a batch reads: files, folders that are checkpoints, and what matches patterns, here or behind URLs.
+
+Each has a name, under which its output lies below the batch's folder: its path below the fixed part of the pattern
+(``runs/**/*.pth``: below ``runs``), its own last name where it was named itself. And each has a mark, by which a later
+run sees whether it is still the same: size and time of change, or an object's ETag.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckptkit.errors import PathError, UsageError
+from ckptkit.remote import urls
+
+Mark = tuple[int, int | str]  # see remote.listing
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A file or folder to read. `mark` is None where there is nothing, which reading it will say better."""
+
+    path: str  # absolute, or a URL
+    name: str  # with slashes
+    mark: Mark | None
+    is_folder: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.mark[0] if self.mark else 0
+
+
+def find(sources: Iterable[str], into: str) -> list[Input]:
+    """What `sources` name, in order and each once; of what matches a pattern, what is below `into` is left out.
+
+    Raises UsageError for a pattern that matches nothing, or nothing but what is below `into`; PathError where a
+    remote place cannot be listed.
+    """
+    found: dict[str, Input] = {}
+    for source in sources:
+        for each in _one(source, into):
+            found.setdefault(each.path, each)
+    return list(found.values())
+
+
+def mark(path: str) -> Mark | None:
+    """The mark of the file or folder at `path`, a path or URL; None where there is none that can be seen."""
+    if urls.is_url(path):
+        from ckptkit.remote import listing
+
+        try:
+            return listing.look(path).mark
+        except PathError:
+            return None
+    try:
+        info = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return _folder_mark(path) if os.path.isdir(path) else (info.st_size, info.st_mtime_ns)
+
+
+def _one(source: str, into: str) -> Iterator[Input]:
+    if urls.is_url(source):
+        yield from _remote(source, into)
+    elif glob.has_magic(source) and not os.path.lexists(source):
+        yield from _matching(source, into)
+    else:
+        path = os.path.abspath(source)
+        yield Input(path, plain(os.path.basename(path), source), mark(path), os.path.isdir(path))
+
+
+def _matching(pattern: str, into: str) -> Iterator[Input]:
+    fixed, rest = _split(pattern.split(os.sep))
+    base = os.path.abspath(os.sep.join(fixed) + os.sep if fixed else ".")
+    ours = None if urls.is_url(into) else os.path.abspath(into) + os.sep
+    found = sorted(glob.iglob(os.sep.join(rest), root_dir=base, recursive=True))
+    _check_found(found, pattern)
+    paths = [os.path.abspath(os.path.join(base, each)) for each in found]
+    paths = [path for path in paths if ours is None or not (path + os.sep).startswith(ours)]
+    _check_left(paths, pattern, into)
+    for path in paths:
+        name = plain(os.path.relpath(path, base).replace(os.sep, "/"), pattern)
+        yield Input(path, name, mark(path), os.path.isdir(path))
+
+
+def _remote(source: str, into: str) -> Iterator[Input]:
+    from ckptkit.remote import listing
+
+    if not glob.has_magic(urls.without_query(source)):
+        yield _named(source)
+        return
+    place, query, parameters = source.partition("?")
+    fixed, rest = _split(place.split("/"))
+    if len(fixed) < 3:
+        raise UsageError("the pattern does not say where to look", where=urls.shown(source))
+    base = "/".join(fixed) + query + parameters
+    entries = listing.matching(base, "/".join(rest))
+    _check_found(entries, urls.shown(source))
+    found = [(urls.beside(base, each.name), each) for each in entries]
+    ours = urls.without_query(into).rstrip("/") + "/"
+    found = [(url, each) for url, each in found if not urls.without_query(url).startswith(ours)]
+    _check_left(found, urls.shown(source), into)
+    for url, each in found:
+        yield Input(url, plain(each.name, urls.shown(source)), each.mark, each.is_folder)
+
+
+def _named(url: str) -> Input:
+    from ckptkit.remote import listing
+
+    name = plain(urls.without_query(url).rstrip("/").rpartition("/")[2], urls.shown(url))
+    try:
+        entry = listing.look(url)
+    except PathError:
+        return Input(url, name, None)
+    return Input(url, name, entry.mark, entry.is_folder)
+
+
+def _split(parts: list[str]) -> tuple[list[str], list[str]]:
+    """The parts of a path before the first with a wildcard, and the others."""
+    at = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    return parts[:at], parts[at:]
+
+
+def plain(name: str, source: str) -> str:
+    """`name`, if it stays below a folder that it is joined to: an object's key may hold ``..``. Raises PathError."""
+    for part in name.split("/"):
+        if part in ("", ".", "..") or "\0" in part or os.sep in part or (os.name == "nt" and ":" in part):
+            raise PathError(f"{name!r} cannot be the name of an output", where=source)
+    return name
+
+
+def _check_found(found: Iterable[object], pattern: str) -> None:
+    if not found:
+        raise UsageError("nothing matches", where=pattern, hint="quote the pattern, as in 'runs/**/*.pth'")
+
+
+def _check_left(found: Iterable[object], pattern: str, into: str) -> None:
+    if not found:
+        why = f"everything that matches is below {urls.shown(into)}, where the outputs go"
+        raise UsageError(why, where=pattern, hint="name another folder with --into")
+
+
+def _folder_mark(path: str) -> Mark:
+    from ckptkit.remote.listing import merged
+
+    marks: dict[str, Mark] = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            place = os.path.join(folder, name)
+            with suppress(FileNotFoundError):
+                info = os.lstat(place)
+                marks[os.path.relpath(place, path)] = info.st_size, info.st_mtime_ns
+    return merged(marks)

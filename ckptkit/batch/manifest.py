@@ -1,0 +1,178 @@
+"""The list of jobs that are done, kept in the folder of their outputs, so that a batch can go on where it was ended.
+
+``.ckptkit-batch.jsonl``: a JSON object per line, ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``; of two
+for one output the later counts. On this machine lines are appended, so that a kill costs the last one at most, and
+the file is locked while a batch runs. An object in a store is rewritten now and then, and when the batch ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from ckptkit.batch.inputs import Mark, mark
+from ckptkit.copying import write_all
+from ckptkit.errors import OutputError, UsageError
+from ckptkit.remote import urls
+
+NAME = ".ckptkit-batch.jsonl"
+PAUSE = 30.0  # seconds between two uploads of the manifest
+SHARE = 20  # and at least that many times what one takes
+
+
+class Record(NamedTuple):
+    """A job that is done: its digest, and the mark of the output as it was made."""
+
+    output: str
+    job: str
+    made: Mark
+
+
+class Manifest(Protocol):
+    """What is done, by output; `add` keeps more."""
+
+    done: dict[str, Record]
+
+    def add(self, records: Iterable[Record]) -> None: ...
+    def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
+        """The marks that outputs have now, without those that are not there."""
+
+
+@contextmanager
+def opened(into: str, *, reading: bool = False) -> Iterator[Manifest]:
+    """The manifest of the folder or URL `into`, which is made where it is missing, unless it is only for `reading`.
+
+    Raises UsageError where another batch writes there, OutputError where it cannot be written.
+    """
+    if urls.is_url(into):
+        remote = _Remote(into)
+        try:
+            yield remote
+        finally:
+            remote.flush()
+        return
+    path = os.path.join(into, NAME)
+    if reading:
+        yield _Local(into, _read(path), -1)
+        return
+    with _locked(path) as fd:
+        yield _Local(into, _read(path), fd)
+
+
+class _Local:
+    def __init__(self, into: str, data: bytes, fd: int) -> None:
+        self.done = _parse(data)
+        self._into = into
+        self._fd = fd
+
+    def add(self, records: Iterable[Record]) -> None:
+        try:
+            write_all(self._fd, _text(records))
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror}", where=os.path.join(self._into, NAME)) from error
+
+    def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
+        found = ((name, mark(os.path.join(self._into, name))) for name in outputs)
+        return {name: each for name, each in found if each is not None}
+
+
+class _Remote:
+    def __init__(self, into: str) -> None:
+        from ckptkit.remote import listing
+
+        self._into = into
+        self._url = urls.beside(into, NAME)
+        self.done = _parse(listing.read_small(self._url))
+        self._changed = False
+        self._next = monotonic() + PAUSE
+
+    def add(self, records: Iterable[Record]) -> None:
+        for each in records:
+            self.done[each.output] = each
+            self._changed = True
+        if monotonic() >= self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write it, if there is something new."""
+        if not self._changed:
+            return
+        from ckptkit.remote import listing
+
+        started = monotonic()
+        listing.write_small(self._url, _text(self.done.values()))
+        self._changed = False
+        self._next = monotonic() + max(PAUSE, SHARE * (monotonic() - started))
+
+    def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
+        from ckptkit.remote import listing
+
+        found = listing.below(self._into)
+        return {name: found[name] for name in outputs if name in found}
+
+
+def _text(records: Iterable[Record]) -> bytes:
+    return b"".join(json.dumps(each._asdict()).encode() + b"\n" for each in records)
+
+
+def _parse(data: bytes) -> dict[str, Record]:
+    """What whole lines say; a line that is torn, or somebody else's, says nothing."""
+    found: dict[str, Record] = {}
+    for line in data.split(b"\n"):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            record = _record(json.loads(line))
+            found[record.output] = record
+    return found
+
+
+def _record(said: dict[str, object]) -> Record:
+    output, job, made = said["output"], said["job"], said["made"]
+    if not isinstance(output, str) or not isinstance(job, str) or not isinstance(made, list) or len(made) != 2:
+        raise ValueError
+    return Record(output, job, (made[0], made[1]))
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise OutputError(f"cannot be read: {error.strerror}", where=path) from error
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[int]:
+    """A descriptor to append lines with, ours alone; what is torn at its end is cut off."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
+    try:
+        _lock(fd, path)
+        data = _read(path)
+        if not data.endswith(b"\n"):
+            os.ftruncate(fd, data.rfind(b"\n") + 1)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: str) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        why = "another batch is writing there"
+        raise UsageError(why, where=os.path.dirname(path), hint="wait for it, or name another --into") from error
+    except OSError:  # a file system without locks
+        pass

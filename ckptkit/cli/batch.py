@@ -1,0 +1,275 @@
+"""ckptkit batch: each command that writes, over many files."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields, replace
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.errors import InputError
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.batch import Job, Outcome
+    from ckptkit.convert import Conversion
+    from ckptkit.formats.format import Loss
+
+SCHEMA = "ckptkit.batch/1"
+COMMANDS = ("strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "ema", "run", "recover")
+# What does not change the bytes of an output, and so not whether a job has been done.
+HOW = {"force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers", "scheduler"}
+
+
+class Commands(click.Group):
+    """Every command that writes, with SRC... and --into instead of SRC and DST."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        found = _many(_original(name))
+        if ctx.resilient_parsing:
+            from ckptkit.cli import completing
+
+            completing.teach(found)
+        return found
+
+
+@click.group("batch", cls=Commands)
+def command() -> None:
+    """Run a command over many files.
+
+    COMMAND is one that writes, with its options. SRC are files, folders that are checkpoints, or quoted patterns,
+    also behind URLs; each gets its output in the folder --into, which may be a URL: below it lie the same folders as
+    below the fixed part of the pattern. What is done already is skipped; after a failure the others go on.
+
+    \b
+    Example: ckptkit batch strip-module --into plain 'runs/**/*.pth'
+             ckptkit batch convert --format safetensors --into s3://bucket/out --workers 8 's3://bucket/in/*.pth'
+    """
+
+
+def _original(name: str) -> click.Command:
+    from ckptkit.cli import main
+
+    found = main.get_command(click.Context(main), name)
+    assert found is not None
+    return found
+
+
+def _many(original: click.Command) -> click.Command:
+    """The same command over many inputs."""
+    name = original.name
+    assert name is not None
+    sources = click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True)
+    into = click.Option(["--into"], metavar="DIR", required=True, help="Folder or URL for the outputs.")
+    kept = [_worded(each) for each in original.params if each.name not in ("src", "dst", "in_place")]
+    text = cleandoc(original.help or "").partition("\b")[0]
+    example = f"\b\nExample: ckptkit batch {name} ... --into DIR 'runs/**/*.pth'"
+
+    def run(sources: tuple[str, ...], into: str, **given: Any) -> int:
+        return _run(name, sources, into, given)
+
+    return click.Command(name, callback=run, params=[*kept, sources, into], help=text + example)
+
+
+def _worded(parameter: click.Parameter) -> click.Parameter:
+    """An option with its help as it reads for many files."""
+    found = copy(parameter)
+    if isinstance(found, click.Option) and found.help:
+        found.help = found.help.replace("DST", "an output").replace(options.SCHEMA, SCHEMA)
+    return found
+
+
+@dataclass(frozen=True)
+class _One(options.Edit):
+    """An edit whose report goes into `reports` and not to the terminal."""
+
+    watched: ClassVar[bool] = False
+    reports: list[Conversion] = field(default_factory=list)
+
+    def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
+        said = (*done.warnings, *options.what_was_lost(lost))
+        self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=said)))
+
+
+@dataclass(frozen=True)
+class _Checked(options.Edit):
+    """An edit that does nothing: the command looks at its options, and puts what it makes of them into `found`."""
+
+    found: list[options.Edit] = field(default_factory=list)
+
+    def run(self, *_: object, **__: object) -> None:
+        self.found.append(self)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A command with its options, for any SRC and DST; workers get it pickled."""
+
+    name: str
+    given: dict[str, Any]
+
+    def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
+        common = self._common(source, destination)
+        edit = _One(**{**common, "force": force, "dry_run": dry_run})
+        self._call(edit)
+        return edit.reports[0]
+
+    def check(self, source: str) -> options.Edit:
+        """What the command makes of its options. Raises UsageError for those that no input could do with."""
+        given = _Checked(**self._common(source, source))
+        with suppress(InputError):  # of the input, which its own job will say
+            self._call(given)
+        return given.found[0] if given.found else given
+
+    def _common(self, source: str, destination: str) -> dict[str, Any]:
+        """The fields of an Edit."""
+        alone = {"src": source, "dst": destination, "in_place": False, "workers": None, "scheduler": None}
+        return {each.name: alone.get(each.name, self.given.get(each.name)) for each in fields(options.Edit)}
+
+    def _call(self, edit: options.Edit) -> None:
+        callback: Any = _original(self.name).callback
+        names = {each.name for each in fields(options.Edit)}
+        callback.__wrapped__(edit=edit, **{name: value for name, value in self.given.items() if name not in names})
+
+    @property
+    def recipe(self) -> list[object]:
+        """All that an output depends on besides its input: options, and what is in the file of a recipe."""
+        said: list[object] = [self.name, sorted(each for each in self.given.items() if each[0] not in HOW)]
+        path = self.given.get("recipe", "")
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                said.append(file.read().hex())
+        return said
+
+
+def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) -> int:
+    from ckptkit import batch
+
+    gc.enable()  # a process that lives long
+    if os.path.isfile(given.get("recipe", "")):
+        given["recipe"] = os.path.abspath(given["recipe"])  # workers may be in other folders
+    work = _Work(name, given)
+    found = batch.find(sources, into)
+    edit = work.check(found[0].path)
+    jobs = batch.plan(found, work.recipe, format=edit.format, shards=edit.shard_size is not None)
+    report = _Report(name, into, given)
+    with closing(_results(work, jobs, into, given)) as results:
+        for job, outcome in results:
+            report.add(job, outcome)
+    return report.end(jobs)
+
+
+def _results(
+    work: _Work, jobs: list[Job], into: str, given: dict[str, Any]
+) -> Generator[tuple[Job, Outcome], None, None]:
+    from ckptkit import batch, workers
+    from ckptkit.cli.progress import Progress
+
+    if given["dry_run"]:
+        yield from batch.state(jobs, into)
+        return
+    total = sum(job.input.size for job in jobs)
+    with (
+        Progress("batch", total) as progress,
+        workers.opened(given["workers"], given["scheduler"]) as pool,
+        closing(batch.run(work, jobs, into, force=given["force"], pool=pool)) as results,
+    ):
+        for job, outcome in results:
+            progress(job.input.size)
+            yield job, outcome
+
+
+class _Report:
+    """What became of the jobs, and the one answer at the end."""
+
+    def __init__(self, name: str, into: str, given: dict[str, Any]) -> None:
+        self._name = name
+        self._into = into
+        self._given = given
+        self._states: dict[str, int] = {}
+        self._size = 0
+        self._failed: dict[str, Outcome] = {}
+        self._warned = 0
+        self._rows: dict[str, dict[str, Any]] = {}  # where --json or --dry-run lists them
+
+    def add(self, job: Job, outcome: Outcome) -> None:
+        self._states[outcome.state] = self._states.get(outcome.state, 0) + 1
+        self._size += outcome.size
+        if outcome.error is not None:
+            self._failed[job.output] = outcome
+        said = (*outcome.left_out, *outcome.warnings)
+        if said and not self._given["quiet"]:
+            self._warn(f"{job.output}: {said[0]}" + (f" (and {len(said) - 1} more)" if len(said) > 1 else ""))
+        if self._given["as_json"] or self._given["dry_run"]:
+            self._rows[job.output] = _facts(job, outcome)
+
+    def _warn(self, line: str) -> None:
+        self._warned += 1
+        if self._warned <= options.SHOWN:
+            render.warn(line)
+
+    def end(self, jobs: Sequence[Job]) -> int:
+        """Print it; the exit code."""
+        failed = [self._failed[job.output] for job in jobs if job.output in self._failed]
+        if self._given["as_json"]:
+            render.emit_json(self._json(jobs))
+        elif not self._given["quiet"]:
+            if self._given["dry_run"]:
+                render.write(_line(self._rows[job.output]) for job in jobs)
+            render.emit(render.escape(self._sentence()))
+        if self._warned > options.SHOWN:
+            render.warn(f"{self._warned - options.SHOWN:,} more files with warnings, which --json lists")
+        for each in failed[: options.SHOWN]:
+            render.warn(str(each.error), each.hint)
+        if len(failed) > options.SHOWN:
+            render.warn(f"{len(failed) - options.SHOWN:,} more failed, which --json lists")
+        return failed[0].exit_code if failed else 0
+
+    def _sentence(self) -> str:
+        count = self._states.get
+        parts = [f"{verb} {count(state, 0):,}" for state, verb in _SAID if count(state)]
+        said = f"{self._name} into {urls.shown(self._into)}: {', '.join(parts)}"
+        return f"{said}; {render.size(self._size)}" if self._size else said
+
+    def _json(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "command": self._name,
+            "into": urls.shown(self._into),
+            "dry_run": self._given["dry_run"],
+            "counts": {state: self._states.get(state, 0) for state, _ in _SAID},
+            "size": self._size,
+            "jobs": (self._rows[job.output] for job in jobs),
+        }
+
+
+# States of jobs, and what to say of them.
+_SAID = (
+    ("planned", "would write"),
+    ("done", "wrote"),
+    ("found", "found there as it should be"),
+    ("skipped", "done before"),
+    ("failed", "failed"),
+)
+
+
+def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
+    said = {name: value for name, value in asdict(outcome).items() if name not in ("made", "exit_code")}
+    return {"source": urls.shown(job.input.path), "output": job.output, **said}
+
+
+def _line(row: dict[str, Any]) -> str:
+    verb = "would write" if row["state"] == "planned" else "done before"
+    return render.escape(f"{verb} {row['output']}: from {row['source']}") + "\n"

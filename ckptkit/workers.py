@@ -1,0 +1,295 @@
+"""Executors: processes on this machine, or a Dask cluster. Both take calls that pickle, and outlive dead workers.
+
+A call whose worker died ends in BrokenExecutor, and the next call finds another worker. When the one who asked has
+ended, however that happened, processes undo what they were writing and end too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckptkit import __version__
+from ckptkit.errors import CkptkitError, OutputError, UsageError
+from ckptkit.remote.urls import shown
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+PATIENCE = 60  # seconds for a scheduler to answer, and to have a worker
+FRESH = 5  # seconds that a count of a cluster's workers holds
+INTERRUPTED = 130  # exit code
+
+T = TypeVar("T")
+
+
+@contextmanager
+def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator[Pool | None]:
+    """`workers` processes, or the cluster of the Dask `scheduler` (``tcp://host:8786``); None: neither is needed.
+
+    Raises UsageError for both at once and where Dask is missing, OutputError for a scheduler that does not answer.
+    """
+    if scheduler is not None and workers is not None:
+        raise UsageError("say either --workers or --scheduler: a scheduler has its own workers")
+    pool = Cluster(scheduler) if scheduler is not None else Processes(workers) if workers and workers > 1 else None
+    if pool is None:
+        yield None
+        return
+    try:
+        yield pool
+    except BaseException:
+        pool.stop()
+        raise
+    finally:
+        pool.shutdown()
+
+
+class Pool(Executor):
+    """An executor that knows how many calls it can do at once, and can be told to drop them."""
+
+    def workers(self) -> int:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End what is running, as soon as it has undone what it was writing."""
+
+
+class Processes(Pool):
+    """Processes, each a pool of its own: one that dies takes its own calls with it, and is replaced."""
+
+    def __init__(self, count: int) -> None:
+        self._slots: list[_Slot] = [_Slot() for _ in range(count)]
+
+    def workers(self) -> int:
+        return len(self._slots)
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        slot = min(self._slots, key=lambda each: each.waiting)
+        return slot.submit(function, args, named)
+
+    def stop(self) -> None:
+        for slot in self._slots:
+            slot.stop()
+        self.shutdown(cancel_futures=True)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for slot in self._slots:
+            slot.shutdown(wait, cancel_futures)
+
+
+class _Slot:
+    """A place for one process."""
+
+    def __init__(self) -> None:
+        self.waiting = 0  # calls that have not ended
+        self._pool: ProcessPoolExecutor | None = None
+        self._lifeline: Connection | None = None
+
+    def submit(self, function: Callable[..., T], args: Any, named: Any) -> Future[T]:
+        for _ in range(2):
+            try:
+                with _safe_path():
+                    future = (self._pool or self._start()).submit(_guarded, function, args, named)
+            except BrokenExecutor:
+                self.shutdown(True, True)
+                continue
+            self.waiting += 1
+            future.add_done_callback(self._ended)
+            return future
+        raise BrokenExecutor("processes end as soon as they are started")
+
+    def _ended(self, _: Future[Any]) -> None:
+        self.waiting -= 1
+
+    def _start(self) -> ProcessPoolExecutor:
+        from multiprocessing import get_context
+
+        context = get_context("spawn")  # a fork of a process with threads may find their locks taken
+        theirs, self._lifeline = context.Pipe(duplex=False)
+        self._pool = ProcessPoolExecutor(1, context, _begin, (theirs,))
+        return self._pool
+
+    def stop(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+
+    def shutdown(self, wait: bool, cancel_futures: bool) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait, cancel_futures=cancel_futures)
+            self._pool = None
+        self.stop()
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Keep Python processes that start meanwhile from importing what lies in the working directory (Python 3.11)."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+class _Ended(BaseException):
+    """The one who asked has ended."""
+
+
+_busy = False  # in a worker: whether it is in a call
+_leaving = False  # and whether it ends with it
+
+
+def _begin(lifeline: Connection) -> None:
+    """In a new worker: leave the keyboard to the one who asked, and end when that one does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
+    threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
+
+
+def _watch(lifeline: Connection) -> None:
+    try:
+        lifeline.recv_bytes()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave(_: int, __: object) -> None:
+    global _leaving
+    if not _busy:
+        os._exit(INTERRUPTED)
+    if not _leaving:
+        _leaving = True
+        raise _Ended
+
+
+def _guarded(function: Callable[..., T], args: Any, named: Any) -> T:
+    """A call in a worker."""
+    global _busy
+    try:
+        _busy = True
+        result = function(*args, **named)
+    except _Ended:
+        os._exit(INTERRUPTED)
+    finally:
+        _busy = False
+        if _leaving:  # and what was raised was lost, in a finalizer say
+            os._exit(INTERRUPTED)
+    return result
+
+
+class Cluster(Pool):
+    """The workers of a Dask scheduler, through the executor of its client."""
+
+    def __init__(self, address: str) -> None:
+        import asyncio
+
+        try:
+            import distributed
+        except ImportError as error:
+            raise UsageError("--scheduler needs Dask", hint="pip install distributed") from error
+        self.address = shown(address)
+        make: Any = distributed.Client
+        try:
+            self._client = make(address, timeout=PATIENCE, set_as_default=False)
+        except (OSError, ValueError, asyncio.TimeoutError) as error:
+            hint = "`dask scheduler` prints its address when it starts"
+            raise OutputError("no scheduler answers", where=self.address, hint=hint) from error
+        self._executor = self._client.get_executor(pure=False)
+        self._cores, self._next = 1, 0.0
+        try:
+            self._check()
+        except BaseException:
+            self._client.close()
+            raise
+
+    def _check(self) -> None:
+        import asyncio
+
+        try:
+            self._client.wait_for_workers(1, timeout=PATIENCE)
+        except asyncio.TimeoutError as error:
+            hint = f"start some: dask worker {self.address}"
+            raise OutputError("the scheduler has no workers", where=self.address, hint=hint) from error
+        try:
+            versions = self._client.run(_version)
+        except ImportError as error:
+            raise _without(error) from error
+        for worker, version in versions.items():
+            if version != __version__:
+                raise OutputError(
+                    f"has ckptkit {version}, and this is {__version__}",
+                    where=worker,
+                    hint="install the same version on every worker",
+                )
+
+    def workers(self) -> int:
+        if monotonic() >= self._next:
+            cores: dict[str, int] = self._client.ncores()
+            self._cores, self._next = max(1, sum(cores.values())), monotonic() + FRESH
+        return self._cores
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        # A partial is one value to Dask, which would look into arguments for values of its own.
+        return _Remote(self._executor.submit(partial(function, *args, **named)))
+
+    def stop(self) -> None:
+        self._executor.shutdown(wait=False)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self.stop()
+        self._client.close()
+
+
+class _Remote(Future[T]):
+    """Dask's future, its failures in the words of any other executor."""
+
+    def __init__(self, inner: Future[T]) -> None:
+        super().__init__()
+        self._inner = inner
+        inner.add_done_callback(self._take)
+
+    def cancel(self) -> bool:
+        return super().cancel() and self._inner.cancel()
+
+    def _take(self, inner: Future[T]) -> None:
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(inner.result())
+        except CancelledError:
+            self.set_exception(OutputError("the scheduler dropped the work: it has ended, or cannot be reached"))
+        except BaseException as error:
+            self.set_exception(_translated(error))
+
+
+def _translated(error: BaseException) -> BaseException:
+    if isinstance(error, CkptkitError):
+        return error
+    if isinstance(error, ImportError):
+        return _without(error)
+    if type(error).__name__ == "KilledWorker":
+        return BrokenExecutor(str(error))
+    return error
+
+
+def _without(error: ImportError) -> OutputError:
+    return OutputError(
+        f"a worker cannot run ckptkit: {error}", hint=f"install ckptkit {__version__} and its extras on every worker"
+    )
+
+
+def _version() -> str:
+    """In a worker."""
+    return __version__

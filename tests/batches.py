@@ -1,0 +1,123 @@
+"""What the tests of batches share: many small checkpoints, work that dies, a Dask cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptkit.batch import manifest
+from ckptkit.convert import Conversion, convert
+from ckptkit.publish import temporary_name
+from ckptkit.transforms.keys import strip_prefix
+from tests.conftest import ENVIRONMENT
+
+
+def make(folder: Path, count: int) -> list[Path]:
+    """`count` checkpoints that differ, in folders of ten; torch makes one, the number is put into its bytes."""
+    import torch  # not at once: workers import this file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"module.weight": torch.full((4,), -1.0), "module.bias": torch.zeros(2)}, folder / "first.pth")
+    data = (folder / "first.pth").read_bytes()
+    (folder / "first.pth").unlink()
+    at = data.index(torch.full((4,), -1.0).numpy().tobytes())
+    paths = [folder / f"{number // 10:04}" / f"{number}.pth" for number in range(count)]
+    for number, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data[:at] + torch.tensor([float(number)]).numpy().tobytes() + data[at + 4 :])
+    return paths
+
+
+def without_sum(path: Path) -> dict[str, list[float]]:
+    """The weights in one of these, as torch reads them: it does not look at checksums."""
+    import torch
+
+    return {name: tensor.tolist() for name, tensor in torch.load(path, weights_only=True).items()}
+
+
+def strip(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
+    return convert(source, destination, strip_prefix, force=force, dry_run=dry_run)
+
+
+def slow(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
+    time.sleep(0.05)
+    return strip(source, destination, force=force, dry_run=dry_run)
+
+
+def deadly(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
+    """Ends the process, half-written output and all: for ``killer`` always, for ``once`` the first time."""
+    name = Path(source).stem
+    once = Path(source).with_suffix(".was-here")
+    if name == "killer" or (name == "once" and not once.exists()):
+        once.touch()
+        Path(temporary_name(destination)).write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return strip(source, destination, force=force, dry_run=dry_run)
+
+
+def suicidal(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
+    os._exit(1)
+
+
+def noted(into: Path) -> int:
+    """How many jobs the manifest of a batch says are done."""
+    path = into / manifest.NAME
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+class Dask:
+    """A scheduler at `url` and its workers, processes of this machine."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self._env = {**ENVIRONMENT, **env}
+        self._folder = folder
+        self._file = folder / "scheduler.json"
+        self._log = (folder / "log").open("wb")
+        self._all = [self._start("scheduler", "--host", "127.0.0.1", "--port", "0")]
+        self.workers: list[subprocess.Popen[bytes]] = []
+        deadline = time.monotonic() + 60
+        while not self._file.exists() or not self._file.read_text().strip():
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.02)
+        self.url: str = json.loads(self._file.read_text())["address"]
+
+    def add(self, count: int, *options: str) -> None:
+        options = ("--nthreads", "1", "--local-directory", str(self._folder), *options)
+        self.workers += [self._start("worker", *options) for _ in range(count)]
+
+    def _start(self, what: str, *options: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", f"distributed.cli.dask_{what}", "--scheduler-file", str(self._file)]
+        return subprocess.Popen(
+            [*command, *options, "--no-dashboard"], cwd=self._folder, env=self._env, stdout=self._log,
+            stderr=self._log,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """End them: nannies gently, for they end their workers."""
+        for process in (*self.workers, *self._all):
+            process.terminate() if "--nanny" in process.args else process.kill()  # type: ignore[operator]
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._log.close()
+
+
+@contextmanager
+def dask(
+    folder: Path, workers: int, env: dict[str, str] | None = None, options: tuple[str, ...] = ("--no-nanny",)
+) -> Iterator[Dask]:
+    cluster = Dask(folder, env or {})
+    try:
+        cluster.add(workers, *options)
+        yield cluster
+    finally:
+        cluster.stop()

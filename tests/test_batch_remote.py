@@ -1,0 +1,170 @@
+"""Batches of objects in a bucket: moto's S3 server on this machine, for inputs, for outputs, for both."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit import batch, workers
+from ckptkit.batch import manifest
+from ckptkit.errors import PathError, UsageError
+from tests.batches import Dask, dask, make, strip
+from tests.conftest import COMMAND, ENVIRONMENT, Run
+
+s3fs = pytest.importorskip("s3fs")
+server = pytest.importorskip("moto.server")
+
+BUCKET = "runs"
+OUT = f"s3://{BUCKET}/out"
+PATTERN = f"s3://{BUCKET}/in/**/*.pth"
+
+
+@pytest.fixture(scope="module")
+def account() -> Iterator[dict[str, str]]:
+    """The environment that leads to a server of our own."""
+    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }
+    running.stop()
+
+
+@pytest.fixture
+def store(account: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The file system, with a bucket of 12 inputs."""
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = s3fs.S3FileSystem()
+    fs.mkdir(BUCKET)
+    for path in make(tmp_path / "in", 12):
+        fs.pipe_file(f"{BUCKET}/in/{path.relative_to(tmp_path / 'in').as_posix()}", path.read_bytes())
+    yield fs
+    fs.rm(BUCKET, recursive=True)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def batch_json(run: Run, account: dict[str, str], *args: object, code: int = 0) -> dict[str, int]:
+    done = run("batch", "strip-module", "--json", *args, env=account)
+    assert done.code == code, done.stderr
+    counts: dict[str, int] = json.loads(done.stdout)["counts"]
+    return {state: count for state, count in counts.items() if count}
+
+
+def objects(store: Any) -> dict[str, bytes]:
+    """Every output, by name."""
+    store.invalidate_cache()
+    found = [path for path in store.find(f"{BUCKET}/out") if not path.endswith(manifest.NAME)]
+    return {path.removeprefix(f"{BUCKET}/out/"): store.cat_file(path) for path in found}
+
+
+def expected(tmp_path: Path) -> dict[str, bytes]:
+    found = {}
+    for path in (tmp_path / "in").rglob("*.pth"):
+        strip(str(path), str(tmp_path / "alone.pth"), force=True, dry_run=False)
+        found[path.relative_to(tmp_path / "in").as_posix()] = (tmp_path / "alone.pth").read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("--workers", 2)])
+def test_both_ends(options: tuple[object, ...], store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+    assert batch_json(run, account, "--into", OUT, PATTERN, *options) == {"done": 12}
+    assert objects(store) == expected(tmp_path)
+    weights = torch.load(io.BytesIO(objects(store)["0001/10.pth"]), weights_only=True)
+    assert weights["weight"][0] == 10
+    assert batch_json(run, account, "--into", OUT, PATTERN, *options) == {"skipped": 12}
+
+
+def test_on_a_cluster(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
+    with dask(tmp_path, workers=2, env=account) as cluster:
+        assert isinstance(cluster, Dask)
+        assert batch_json(run, account, "--into", OUT, PATTERN, "--scheduler", cluster.url) == {"done": 12}
+    assert objects(store) == expected(tmp_path)
+
+
+def test_one_end(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+    assert batch_json(run, account, "--into", tmp_path / "here", PATTERN) == {"done": 12}
+    assert (tmp_path / "here/0001/11.pth").read_bytes() == expected(tmp_path)["0001/11.pth"]
+    assert batch_json(run, account, "--into", f"{OUT}/", tmp_path / "in/**/*.pth") == {"done": 12}
+    assert objects(store) == expected(tmp_path)
+    assert batch_json(run, account, "--into", OUT, tmp_path / "in/**/*.pth") == {"skipped": 12}
+
+
+def test_skipping(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+    batch_json(run, account, "--into", OUT, PATTERN)
+    store.rm(f"{BUCKET}/out/0000/1.pth")
+    store.pipe_file(f"{BUCKET}/in/0000/2.pth", (tmp_path / "in/0000/3.pth").read_bytes())
+    store.pipe_file(f"{BUCKET}/out/0000/4.pth", b"mine")
+    assert batch_json(run, account, "--into", OUT, PATTERN, code=2) == {"skipped": 9, "done": 2, "failed": 1}
+    assert objects(store)["0000/4.pth"] == b"mine"
+    assert objects(store)["0000/2.pth"] == objects(store)["0000/3.pth"]
+    store.rm(f"{BUCKET}/out/{manifest.NAME}")
+    store.pipe_file(f"{BUCKET}/in/0000/0.pth", b"text")
+    assert batch_json(run, account, "--into", OUT, PATTERN, code=3) == {"found": 10, "failed": 2}
+
+
+def test_the_client_is_killed(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+    """Its manifest may be behind: what nobody noted is compared, byte for byte."""
+    args = ["--into", OUT, PATTERN]
+    command = [*COMMAND, "batch", "strip-module", *args]
+    client = subprocess.Popen(command, env={**ENVIRONMENT, **account}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not store.find(f"{BUCKET}/out", refresh=True):
+        assert time.monotonic() < deadline and client.poll() is None
+    client.kill()
+    client.wait()
+    left = objects(store)
+    assert left.items() <= expected(tmp_path).items()
+    assert batch_json(run, account, *args) == {"found": len(left), "done": 12 - len(left)}
+    assert objects(store) == expected(tmp_path)
+
+
+def test_the_manifest_is_written_on_the_way(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "PAUSE", 0.0)
+    monkeypatch.setattr(manifest, "SHARE", 0)
+    jobs = batch.plan(batch.find([PATTERN], OUT), ["strip"])
+    results = batch.run(strip, jobs, OUT)
+    for _ in range(3):
+        next(results)
+    noted = store.cat_file(f"{BUCKET}/out/{manifest.NAME}").splitlines()
+    assert len(noted) == 3
+    results.close()
+    with workers.opened(2) as pool:
+        states = [outcome.state for _, outcome in batch.run(strip, jobs, OUT, pool=pool)]
+    assert (states.count("skipped"), states.count("done")) == (3, 9)
+
+
+def test_keys_that_lead_elsewhere(store: Any, tmp_path: Path) -> None:
+    """S3 takes any key, a path does not."""
+    store.pipe_file(f"{BUCKET}/in/../../x.pth", b"x")
+    with pytest.raises(PathError, match="cannot be the name of an output"):
+        batch.find([PATTERN], str(tmp_path / "out"))
+
+
+def test_refusals(store: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing matches"):
+        batch.find([f"s3://{BUCKET}/in/*.bin"], str(tmp_path))
+    with pytest.raises(UsageError, match="does not say where to look"):
+        batch.find(["s3://*/in/*.bin"], str(tmp_path))
+    with pytest.raises(UsageError, match="where the outputs go"):
+        batch.find([PATTERN], f"s3://{BUCKET}/in/")
+    with pytest.raises(PathError, match="HTTP servers do not list folders"):
+        batch.find(["https://127.0.0.1:9/in/*.bin"], str(tmp_path))
+    (absent,) = batch.find([f"s3://{BUCKET}/in/absent.pth"], str(tmp_path))
+    assert (absent.mark, absent.name) == (None, "absent.pth")
