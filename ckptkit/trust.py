@@ -152,6 +152,122 @@ def _allocates(node: Object) -> bool:
     return node.tensor is None and not (isinstance(args, tuple) and len(args) == 0)
 
 
+# What a call is to whoever loads the file, from harmless to not.
+ACCEPTED = "accepted"  # torch.load(weights_only=True) makes it
+HARMLESS = "harmless"  # in our tables: it can do no more than make a value
+CLASS = "class"  # an object of a class outside our tables, through __new__: its package's code sets it up
+LOADS = "loads"  # a file inside: what that would do
+ALLOCATES = "allocates"  # memory, as much as the file says
+UNKNOWN = "unknown"  # somebody's function, or a class through __init__, with arguments of the file's choosing
+HARMFUL = "harmful"
+KINDS = (ACCEPTED, HARMLESS, CLASS, LOADS, ALLOCATES, UNKNOWN, HARMFUL)
+
+# Enumerations that trainers leave in checkpoints: pickled as a call that looks a member up by its value.
+_ENUMS = frozenset(
+    _names("deepspeed.runtime.zero.config", "ZeroStageEnum")
+    | _names("transformers.trainer_utils", "EvaluationStrategy", "FSDPOption", "HubStrategy", "IntervalStrategy",
+             "SaveStrategy", "SchedulerType")
+    | _names("transformers.training_args", "OptimizerNames", "ParallelMode")
+    | _names("transformers.debug_utils", "DebugOption")
+    | _names("transformers.utils.generic", "PaddingStrategy", "TensorType")
+    | _names("accelerate.utils.dataclasses", "DistributedType", "DynamoBackend", "PrecisionType", "RNGType",
+             "SageMakerDistributedType")
+    | _names("accelerate.state", "DistributedType")
+    | _names("torchvision.transforms.functional", "InterpolationMode")
+)  # fmt: skip
+
+_LOAD = Global("torch.storage", "_load_from_bytes")  # how a storage is pickled outside torch.save
+_GETATTR = Global("builtins", "getattr")
+_RECONSTRUCT = Global("copyreg", "_reconstructor")  # how protocols 0 and 1 make an object: (class, base, state)
+_SCRIPT = "torch.jit._pickle"  # build_intlist and its kin, restore_type_tag: their argument is their value
+_SIZED = ("bytearray", "bytes", "list", "tuple", "set", "frozenset", "deque", "Counter")
+
+
+def kind(node: Object) -> str:
+    """Which of the KINDS a call is. Stricter than `is_harmful`: here it is not the file that decides, but what runs."""
+    made, args = node.callable, node.args if isinstance(node.args, tuple) else ()
+    if not isinstance(made, Global):
+        return HARMFUL
+    if made == _LOAD and len(args) == 1:
+        return LOADS
+    if made == _RECONSTRUCT and len(args) == 3 and isinstance(args[0], Global) and _is_plain_base(args[1]):
+        return kind(Object(args[0], new=True))
+    if made == _GETATTR and len(args) == 2 and isinstance(args[0], Global) and str(args[1]).isidentifier():
+        return CLASS  # a class inside a class, as protocols below 4 name it
+    if made.module == _SCRIPT:
+        return HARMLESS
+    name = (made.module, made.name)
+    if _fills_memory(made, args):
+        return ALLOCATES
+    if is_harmful(Object(made, args, new=node.new)):
+        return ALLOCATES if name in WEIGHTS_ONLY and name not in _CALLERS else HARMFUL
+    own = _own_kind(name, node.new)
+    if name in _CALLERS and len(args) > _CALLERS[name] and isinstance(called := args[_CALLERS[name]], Global):
+        return max(own, _own_kind((called.module, called.name), _makes_new(made)), key=KINDS.index)
+    return own
+
+
+def _own_kind(name: tuple[str, str], new: bool) -> str:
+    """Of a call that is not harmful."""
+    if name in WEIGHTS_ONLY:
+        return ACCEPTED
+    if name in _INERT:
+        return HARMLESS
+    return CLASS if new or name in _ENUMS or name[0].partition(".")[0] in _GUARDED else UNKNOWN
+
+
+def _makes_new(made: Global) -> bool:
+    return made.module in ("copyreg", "numpy.random._pickle")
+
+
+def _is_plain_base(base: Node) -> bool:
+    return isinstance(base, Global) and base.module == "builtins" and base.name in (
+        "object", "list", "dict", "tuple", "set", "frozenset", "str", "bytes", "int", "float", "complex",
+    )  # fmt: skip
+
+
+def _fills_memory(made: Global, args: tuple[Node, ...]) -> bool:
+    """Whether a container is made of a number, which is its size, or of a range."""
+    if made.module not in ("builtins", "collections") or made.name not in _SIZED or not args:
+        return False
+    first = args[0]
+    sized = isinstance(first, int) and made.name.startswith("byte")
+    return sized or (isinstance(first, Object) and first.callable == Global("builtins", "range"))
+
+
+# Classes and functions of the standard library that models keep as values.
+_KEPT = frozenset((
+    "ArithmeticError", "AttributeError", "BaseException", "Ellipsis", "Exception", "False", "IndexError", "KeyError",
+    "None", "NotImplemented", "RuntimeError", "StopIteration", "True", "TypeError", "ValueError", "abs", "all", "any",
+    "bool", "bytearray", "bytes", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset", "hash",
+    "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "object", "pow",
+    "property", "range", "reversed", "round", "set", "slice", "sorted", "staticmethod", "classmethod", "str", "sum",
+    "super", "tuple", "type", "zip",
+))  # fmt: skip
+_KEPT_MODULES = frozenset((
+    "abc", "array", "collections", "copy", "copyreg", "dataclasses", "datetime", "decimal", "enum", "fractions",
+    "functools", "itertools", "math", "numbers", "operator", "pathlib", "random", "re", "statistics", "string",
+    "time", "typing", "uuid",
+))  # fmt: skip
+
+
+def is_out_of_place(name: Global) -> bool:
+    """Whether a value in a checkpoint has no business to be this class or function, even if nothing calls it."""
+    if (name.module, name.name) in WEIGHTS_ONLY | _INERT or name.module.startswith("__torch__."):
+        return False
+    top = name.module.partition(".")[0]
+    if top not in _GUARDED or top in ("torch", "numpy", "functorch", "torchgen"):
+        return False
+    if name.module == "builtins":
+        return name.name not in _KEPT
+    return top not in _KEPT_MODULES or "." in name.name
+
+
+def is_known(name: Global) -> bool:
+    """Whether it is in our tables: accepted by weights_only, harmless to call, or what loads a file inside."""
+    return (name.module, name.name) in WEIGHTS_ONLY | _INERT or name.module == _SCRIPT or name == _LOAD
+
+
 def describe(callable_: Node) -> str:
     """The class or function that an Object is made by, for messages."""
     return str(callable_) if isinstance(callable_, Global) else "the result of another call"

@@ -1,0 +1,104 @@
+"""ckptkit scan"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli import render
+from ckptkit.errors import InputError
+
+if TYPE_CHECKING:
+    from ckptkit.reports.scan import FileVerdict
+    from ckptkit.scanning import Failure
+
+SCHEMA = "ckptkit.scan/1"
+FOUND = 1
+
+
+@click.command("scan")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option("--trust", metavar="GLOB", multiple=True, help="Names that may be called: transformers.* (repeatable).")
+@click.option("--strict", is_flag=True, help="Exit code 1 for whatever weights_only does not load.")
+@click.option("--workers", metavar="N", type=click.IntRange(1, 64), help="Processes that share the work.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
+@click.option("--quiet", "-q", is_flag=True, help="Print findings only.")
+def command(
+    files: tuple[str, ...],
+    trust: tuple[str, ...],
+    strict: bool,
+    workers: int | None,
+    as_json: bool,
+    as_sarif: bool,
+    quiet: bool,
+) -> int:
+    """Say what loading files would run, without running it.
+
+    Looks at every pickle in files and folders, also where no reader looks.
+    Exit code 1 if one would run code or if that cannot be told; with --strict, if weights_only does not load it.
+
+    \b
+    Example: ckptkit scan run.pth
+             ckptkit scan --quiet models/
+             ckptkit scan --trust 'transformers.*' training_args.bin
+    """
+    from ckptkit.cli import scan_json, scan_sarif, scan_text
+    from ckptkit.reports.scan import counts
+    from ckptkit.scanning import scan_all
+
+    if as_json and as_sarif:
+        raise click.UsageError("--json and --sarif are two formats: choose one")
+    outcome = Outcome(strict)
+    results = outcome.watch(scan_all(files, trust=trust, workers=workers))
+    if as_json:
+        render.emit_json({"schema": SCHEMA, "files": map(scan_json.file, results)})
+    elif as_sarif:
+        render.emit_json(scan_sarif.log(results, strict))
+    else:
+        for each in results:
+            if not quiet or counts(each, strict):
+                render.emit(*scan_text.painted(each))
+        if len(outcome) > 1 and not quiet:
+            render.emit(outcome.summary())
+    return outcome.code
+
+
+class Outcome:
+    """What came of all files."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.failed = self.found = 0
+        self.verdicts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self.verdicts.total() + self.failed
+
+    def watch(self, results: Iterable[FileVerdict | Failure]) -> Iterator[FileVerdict | Failure]:
+        """The results as they come; what could not be read is said at once on standard error."""
+        from ckptkit.reports.scan import FileVerdict, counts
+
+        for each in results:
+            if isinstance(each, FileVerdict):
+                self.verdicts[each.verdict] += 1
+                self.found += counts(each, self.strict)
+            else:
+                self.failed += 1
+                render.warn(str(each.error.at(each.path)), each.error.hint)
+            yield each
+
+    def summary(self) -> str:
+        from ckptkit.reports.scan import LABELS, VERDICTS
+
+        said = [f"{self.verdicts[each]:,} {LABELS[each]}" for each in reversed(VERDICTS) if self.verdicts[each]]
+        said += [f"{self.failed:,} could not be read"] if self.failed else []
+        return f"{render.plural(len(self), 'file')}: {', '.join(said)}"
+
+    @property
+    def code(self) -> int:
+        """A finding says more than a file that could not be read."""
+        return FOUND if self.found else InputError.exit_code if self.failed else 0

@@ -1,0 +1,58 @@
+"""Verdicts as JSON: the schema ckptkit.scan/1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptkit.pickles import Call
+from ckptkit.reports.scan import LABELS, FileVerdict, PickleVerdict
+from ckptkit.scanning import Failure
+
+
+def file(result: FileVerdict | Failure) -> dict[str, Any]:
+    """One file; of one that could not be read, why."""
+    if isinstance(result, Failure):
+        return {"path": result.path, "verdict": None, "error": result.error.message, "hint": result.error.hint}
+    return {
+        "path": result.path,
+        "size": result.size,
+        "verdict": result.verdict,
+        "label": LABELS[result.verdict],
+        "pickles": list(map(_pickle, result.pickles)),
+        "remarks": [{"where": each.where, "reason": each.reason} for each in result.remarks],
+        "programs": [
+            {"where": each.where, "functions": each.functions, "files": each.files} for each in result.programs
+        ],
+    }
+
+
+def _pickle(pickle: PickleVerdict) -> dict[str, Any]:
+    found, trace = pickle.found, pickle.found.trace
+    return {
+        "where": found.where,
+        "offset": found.offset,
+        "file_offset": None if found.base is None else found.base + found.offset,
+        "length": trace.stop - found.offset,
+        "protocol": trace.protocol,
+        "loader": found.loader,
+        "nested": found.nested,
+        "verdict": pickle.verdict,
+        "weights_only": {"loads": pickle.refused is None and not pickle.needs, "refused": pickle.refused},
+        "globals": list(map(str, trace.globals)),
+        "needs": list(map(str, pickle.needs)),
+        "calls": list(map(_call, trace.calls)),
+        "runs": list(map(_call, pickle.runs)),
+        "reasons": pickle.reasons,
+        "error": trace.error,
+    }
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {
+        "name": call.name,
+        "opcode": call.opcode,
+        "kind": call.kind,
+        "arguments": call.args,
+        "offset": call.offset,
+        "count": call.times,
+    }

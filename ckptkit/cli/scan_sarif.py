@@ -1,0 +1,85 @@
+"""Findings as SARIF 2.1.0 (OASIS), which code hosts and dashboards read: one result for each reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+from ckptkit import __version__
+from ckptkit.cli.render import escape
+from ckptkit.remote.urls import is_url
+from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, Finding, findings
+from ckptkit.scanning import Failure
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+RULES = (CODE, UNKNOWN, CLASSES, HARMLESS)
+_IDS = {CODE: "would-run-code", UNKNOWN: "cannot-tell", CLASSES: "needs-classes", HARMLESS: "not-for-weights-only"}
+_LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "note", HARMLESS: "note"}
+_MEANING = {
+    CODE: "Loading the file with pickle calls something with arguments of the file's choosing.",
+    UNKNOWN: "It is malformed, two readers could differ, or it holds what has no business in a checkpoint.",
+    CLASSES: "torch.load(weights_only=True) refuses the file: it makes objects of classes that it does not know.",
+    HARMLESS: "The file makes plain values, but torch.load(weights_only=True) does not read it.",
+}
+
+
+def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
+    """The whole log. Its results are written while files are scanned; what could not be read stands at the end."""
+    failures: list[Failure] = []
+    run = {
+        "tool": {"driver": {"name": "ckptkit", "version": __version__, "rules": [_rule(each) for each in RULES]}},
+        "columnKind": "utf16CodeUnits",
+        "results": _results(results, failures, strict),
+        "invocations": (_invocation(failures) for _ in range(1)),
+    }
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": iter((run,))}
+
+
+def _rule(verdict: str) -> dict[str, Any]:
+    return {
+        "id": _IDS[verdict],
+        "shortDescription": {"text": LABELS[verdict]},
+        "fullDescription": {"text": _MEANING[verdict]},
+        "defaultConfiguration": {"level": _LEVELS[verdict]},
+    }
+
+
+def _results(
+    results: Iterable[FileVerdict | Failure], failures: list[Failure], strict: bool
+) -> Iterator[dict[str, Any]]:
+    for each in results:
+        if isinstance(each, Failure):
+            failures.append(each)
+        else:
+            yield from (_result(each.path, finding) for finding in findings(each, strict))
+
+
+def _result(path: str, finding: Finding) -> dict[str, Any]:
+    location: dict[str, Any] = {"artifactLocation": {"uri": _uri(path)}}
+    if finding.offset is not None:
+        location["region"] = {"byteOffset": finding.offset, "byteLength": 0}
+    place: dict[str, Any] = {"physicalLocation": location}
+    if finding.where:
+        place["logicalLocations"] = [{"fullyQualifiedName": escape(finding.where), "kind": "member"}]
+    return {
+        "ruleId": _IDS[finding.verdict],
+        "ruleIndex": RULES.index(finding.verdict),
+        "level": _LEVELS[finding.verdict],
+        "message": {"text": escape(f"{finding.where}: {finding.text}" if finding.where else finding.text)},
+        "locations": [place],
+    }
+
+
+def _uri(path: str) -> str:
+    """A path as a URI reference."""
+    if is_url(path):
+        return quote(path, safe="/:?&=%@*~,+")
+    given = quote(os.fsencode(path).replace(os.sep.encode(), b"/"))
+    return f"file://{given}" if os.path.isabs(path) else given
+
+
+def _invocation(failures: list[Failure]) -> dict[str, Any]:
+    said = [{"level": "error", "message": {"text": escape(str(each.error.at(each.path)))}} for each in failures]
+    return {"executionSuccessful": not failures, "toolExecutionNotifications": said}

@@ -1,0 +1,60 @@
+"""Verdicts as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptkit.cli.render import escape, paint
+from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, PickleVerdict, unique
+from ckptkit.scanning import Failure
+
+COLOURS = {CODE: "red", UNKNOWN: "yellow"}
+SHOWN = 8  # names, calls and reasons of one pickle, pickles of one file
+
+
+def lines(result: FileVerdict | Failure) -> Iterator[str]:
+    """The verdict on a file, and below it what it rests on. Failures have been said already."""
+    if isinstance(result, Failure):
+        return
+    yield f"{result.path}: {LABELS[result.verdict]}"
+    said = [line for pickle in result.pickles for line in _pickle(pickle)]
+    said += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
+    said += [f"{each.where}: a program that uses {', '.join(each.files)}" for each in result.programs if each.files]
+    functions = sum(each.functions for each in result.programs)
+    if functions:
+        said.append(f"a program of {functions:,} functions, run by torch.jit when they are called")
+    yield from (f"  {line}" for line in _some(unique(said)))
+
+
+def painted(result: FileVerdict | Failure) -> Iterator[str]:
+    """The same lines, escaped, the first in the colour of its verdict."""
+    for number, line in enumerate(map(escape, lines(result))):
+        colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
+        yield line if colour is None else paint(line, colour)
+
+
+def _pickle(pickle: PickleVerdict) -> Iterator[str]:
+    """What there is to say about one pickle; nothing about one that is safe."""
+    place = _place(pickle.found.where)
+    hidden = " (in a byte string, which nothing here loads)" if pickle.found.nested else ""
+    for call in pickle.runs[:SHOWN]:
+        times = f", {call.times:,} times" if call.times > 1 else ""
+        yield f"{place}calls {call.name}{call.args}{times}: {call.opcode} at byte {call.offset:,}{hidden}"
+    if len(pickle.runs) > SHOWN:
+        yield f"{place}calls {len(pickle.runs) - SHOWN:,} more, which --json lists"
+    if pickle.verdict in (CODE, UNKNOWN):
+        yield from (f"{place}{reason}" for reason in pickle.reasons)
+    if pickle.verdict == CLASSES:
+        yield f"{place}needs {', '.join(_some([str(name) for name in pickle.needs]))}"
+    if pickle.verdict in (CLASSES, HARMLESS) and pickle.refused is not None:
+        yield f"weights_only is no option: {pickle.refused}"
+
+
+def _place(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _some(said: Sequence[str]) -> Iterator[str]:
+    yield from said[:SHOWN]
+    if len(said) > SHOWN:
+        yield f"and {len(said) - SHOWN:,} more, which --json lists"

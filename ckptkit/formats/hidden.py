@@ -1,0 +1,247 @@
+"""Every pickle in a file, wherever it is: what its format says, and what is hidden in places that no format reads.
+
+A file may be several things at once, depending on who reads it: all of them are looked at. What is found inside is
+looked at in turn, down to a limit: members of archives, compressed streams, byte strings of pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from ckptkit import formats
+from ckptkit.bytesource import ByteSource, Memory, Section
+from ckptkit.errors import CkptkitError, LimitError
+from ckptkit.formats import hidden_tar, hidden_zip
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch.tar_container import is_tar
+from ckptkit.formats.torch.trace import trace
+from ckptkit.formats.torch.trace_signs import looks_like_a_file, looks_like_a_pickle
+from ckptkit.formats.torch.zip_container import MAGIC
+from ckptkit.formats.torch.zip_pickles import PICKLES
+from ckptkit.formats.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
+from ckptkit.limits import LIMITS, check
+from ckptkit.pickles import Found, Inner, PickleStream, Program, Remark, Trace, Traced
+from ckptkit.tree import Global
+
+Seen = Traced | Remark | Program
+_PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
+_STEP = 1 << 20
+
+
+def pickles(source: ByteSource) -> Iterator[Seen]:
+    """Every pickle of a file, traced, and what could not be looked into. Never raises for what is in the bytes."""
+    search = _Search()
+    try:
+        yield from search.file(source, "", 0, sure=True)
+    except LimitError as error:
+        yield Remark("", error.message)
+
+
+class _Search:
+    """One file being searched, and what of its limits is used up."""
+
+    def __init__(self) -> None:
+        self.inflated = 0
+        self.parts = 0
+
+    def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
+        """Whatever a source is to anybody. `sure`: it is a file of its own, and not only bytes that look like one."""
+        self._count()
+        if depth > LIMITS.scan_depth:
+            yield Remark(where, f"files inside files, more than {LIMITS.scan_depth} deep, are not looked into")
+            return
+        probe = Probe(source)
+        found, refusal = _claimed(probe)
+        if refusal is not None:
+            yield Remark(where, refusal)
+        if found is not None:
+            yield from self._all(found, where, depth, sure)
+        yield from self._otherwise(probe, where, depth, found is not None, sure)
+
+    def _count(self) -> None:
+        self.parts += 1
+        check("scan_parts", self.parts, "places in a file")
+
+    def _otherwise(self, probe: Probe, where: str, depth: int, claimed: bool, sure: bool) -> Iterator[Seen]:
+        """What no format claims, or other readers see."""
+        source, head = probe.source, probe.head
+        is_zip = head.startswith(MAGIC)
+        if not is_zip and depth == 0 and hidden_zip.has_end(source):
+            yield Remark(where, "ends as a zip archive does, and begins as something else: two readers, two files")
+            yield from self._all(hidden_zip.pickles(source), where, depth, sure)
+        elif is_zip and not claimed:
+            yield from self._all(hidden_zip.pickles(source), where, depth, sure)
+        if is_tar(head) and (is_zip or not claimed):
+            yield from self._all(hidden_tar.pickles(source), where, depth, sure)
+        if packed := _packed(head, weak=sure):
+            yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
+        elif not claimed and not is_zip and head:
+            named = depth == 0 and source.name.lower().endswith(PICKLES)
+            if named or looks_like_a_pickle(head):
+                yield from self._stream(PickleStream("", source, 0, source.size), where, depth, maybe=not named)
+        if closed := _starting(CLOSED, head):
+            yield Remark(where, f"is compressed ({closed}), which is not looked into")
+
+    def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
+        """What a container holds. One that turns out to be damaged halfway is not looked into further."""
+        try:
+            for each in found:
+                if isinstance(each, PickleStream):
+                    yield from self._stream(each, where, depth, maybe=each.weak and not sure)
+                elif isinstance(each, Inner):
+                    yield from self._part(each, where, depth)
+                else:
+                    yield replace(each, where=joined(where, each.where))
+        except LimitError:
+            raise
+        except CkptkitError as error:
+            yield Remark(where, error.message)
+
+    def _part(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
+        self._count()
+        source = part.source
+        if part.packed is not None:
+            head: bytes = unpack(source, part.packed, 512).data
+        else:
+            head = source.read(0, min(512, source.size))
+        if part.open_end and part.packed is None:
+            if looks_like_a_pickle(head):
+                yield from self._stream(PickleStream(part.where, source, 0, source.size), where, depth, maybe=True)
+        elif part.likely or _is_interesting(head):
+            if part.packed is None:
+                yield from self.file(source, joined(where, part.where), depth + 1, part.likely)
+            else:
+                yield from self._unpacked(part, where, depth)
+
+    def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
+        source, failure = self._unpack(part)
+        inside = joined(where, part.where)
+        if failure is not None and (source.size or part.packed not in WEAK_HEADS.values()):
+            yield Remark(inside, failure)
+        if source.size:
+            yield from self.file(source, inside, depth + 1, part.likely)
+
+    def _unpack(self, part: Inner | PickleStream) -> tuple[ByteSource, str | None]:
+        assert part.packed is not None
+        most = max(0, min(LIMITS.record_bytes, LIMITS.scan_inflated_bytes - self.inflated))
+        data, failure = unpack(part.source, part.packed, most)
+        self.inflated += len(data)
+        return Memory(data, part.source.name), None if part.open_end and len(data) < most else failure
+
+    def _stream(self, stream: PickleStream, where: str, depth: int, maybe: bool = False) -> Iterator[Seen]:
+        """The pickles of a stream, and what they hold in turn.
+
+        With `maybe`, bytes that only happen to begin like a pickle are passed over.
+        """
+        if stream.packed is not None:
+            source, failure = self._unpack(stream)
+            if failure is not None:
+                yield Remark(joined(where, stream.where), failure)
+            stream = replace(stream, source=source, offset=0, length=source.size, packed=None)
+        if stream.count is None:
+            yield from self._scattered(stream, where, depth)
+        else:
+            yield from self._in_a_row(stream, where, depth, maybe)
+
+    def _in_a_row(self, stream: PickleStream, where: str, depth: int, maybe: bool) -> Iterator[Seen]:
+        """One pickle, or several; after one, whatever follows that is a pickle too, which nobody should load."""
+        assert stream.count is not None
+        inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
+        for number in range(1, LIMITS.scan_parts):
+            found = trace(stream.source, at, end)
+            if (maybe or number > stream.count) and not _convinces(found):
+                if number > 1 and not maybe:
+                    yield Remark(inside, f"{end - at:,} bytes follow the pickle: other readers may see something there")
+                return
+            place = inside if number == stream.count == 1 else f"{inside} pickle {number}".strip()
+            yield from self._traced(stream, found, at, place, depth)
+            at = found.stop
+            done = number >= stream.count and (stream.count > 1 or stream.open_end)
+            if found.error is not None or at >= end or done:
+                return
+
+    def _scattered(self, stream: PickleStream, where: str, depth: int) -> Iterator[Seen]:
+        """Pickles with other bytes between them."""
+        at, end, number = stream.offset, stream.offset + stream.length, 0
+        while at < end:
+            found = trace(stream.source, at, end)
+            if number == 0 or found.error is None or found.calls:
+                number += 1
+                yield from self._traced(stream, found, at, f"{joined(where, stream.where)} pickle {number}", depth)
+            at = _next(stream.source, max(at + 1, found.stop), end)
+
+    def _traced(self, stream: PickleStream, found: Trace, at: int, place: str, depth: int) -> Iterator[Seen]:
+        self._count()
+        yield Traced(place, at, _base(stream.source), stream.loader, stream.no_weights_only, found)
+        yield from self._nested(found, place, depth)
+
+    def _nested(self, found: Trace, where: str, depth: int) -> Iterator[Seen]:
+        for each in found.nested:
+            inside = joined(where, f"byte string at {each.offset:,}")
+            for seen in self.file(each.source, inside, depth + 1, each.loaded):
+                if isinstance(seen, Traced) and not each.loaded:
+                    yield replace(seen, nested=True)
+                elif not isinstance(seen, Remark) or each.loaded:
+                    yield seen
+
+
+def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
+    """What the first format that takes the file finds in it; why the reader of its format would refuse it."""
+    refusal = None
+    for format in formats.FORMATS:
+        try:
+            found = None if format.pickles is None else format.pickles(probe)
+        except CkptkitError as error:
+            refusal = refusal or error.message
+            continue
+        if found is not None:
+            return found, None
+    return None, refusal
+
+
+def _base(source: ByteSource) -> int | None:
+    """Where a source begins in the file that it is a part of, None for one that was unpacked."""
+    at = 0
+    while isinstance(source, Section):
+        at, source = at + source.offset, source.whole
+    return None if isinstance(source, Memory) else at
+
+
+def _is_interesting(head: bytes) -> bool:
+    """Whether bytes that begin so may be a file, though nothing names them one."""
+    return looks_like_a_file(head) or is_tar(head) or bool(_packed(head, weak=False))
+
+
+def _packed(head: bytes, weak: bool) -> str | None:
+    return _starting(HEADS, head) or (_starting(WEAK_HEADS, head) if weak else None)
+
+
+def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
+    return next((name for start, name in heads.items() if head.startswith(start)), None)
+
+
+def _convinces(found: Trace) -> bool:
+    """Whether bytes that were tried turn out to be a pickle that matters: it ends, or calls, and what it names could be
+    names. Every few thousand random bytes something is called."""
+    held = found.globals or (found.nested and found.protocol)
+    return bool(held) and bool(found.calls or found.error is None) and all(map(_could_be, found.globals))
+
+
+def _could_be(name: Global) -> bool:
+    return all(part.isidentifier() for part in (*name.module.split("."), *name.name.split(".")))
+
+
+def _next(source: ByteSource, at: int, end: int) -> int:
+    """Where the next pickle may begin."""
+    for base in range(at, end, _STEP):
+        piece = source.read(base, min(_STEP + 1, end - base))
+        found = [place for start in _PROTO if (place := piece.find(start)) >= 0]
+        if found:
+            return base + min(found)
+    return end
+
+
+def joined(outer: str, inner: str) -> str:
+    """The place of something inside something."""
+    return f"{outer} > {inner}" if outer and inner else outer or inner

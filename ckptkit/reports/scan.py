@@ -1,0 +1,171 @@
+"""Verdicts: what loading a file would do, from what its pickles name and call. Pure: nothing is read, nothing run.
+
+Of a pickle, from harmless to not:
+
+    safe for weights_only    `torch.load(weights_only=True)`, which is torch's default, loads it
+    harmless                 makes plain values; but weights_only does not read it (its container, its protocol)
+    needs these classes      makes objects of classes that weights_only does not know: loading imports their packages,
+                             and runs what those packages do to set up an object. Nothing else is called
+    cannot tell              it is malformed, two readers could differ, names are computed, or it holds something that
+                             has no business in a checkpoint, though nothing in it calls that
+    would run code           loading it with pickle calls something else: with arguments of the file's choosing
+
+The verdict on a file is the worst of those on its pickles, on whatever could not be looked into, and on its programs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import NamedTuple
+
+from ckptkit import trust
+from ckptkit.pickles import TORCHSCRIPT, Call, Program, Remark, Traced
+from ckptkit.tree import Global
+
+NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
+LABELS = {
+    NONE: "no pickles",
+    SAFE: "safe for weights_only",
+    HARMLESS: "harmless",
+    CLASSES: "needs these classes",
+    UNKNOWN: "cannot tell",
+    CODE: "would run code",
+}
+FINDINGS = (UNKNOWN, CODE)
+_RUNS = (trust.UNKNOWN, trust.HARMFUL)
+
+
+@dataclass(frozen=True, slots=True)
+class PickleVerdict:
+    """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs`` the calls that are
+    somebody's code, ``reasons`` why it cannot be told, ``refused`` why weights_only does not load it even with those
+    classes allowed (None: it does)."""
+
+    found: Traced
+    verdict: str
+    needs: tuple[Global, ...]
+    runs: tuple[Call, ...]
+    reasons: tuple[str, ...]
+    refused: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class FileVerdict:
+    """One file. ``path`` is what was asked for, or a place below it."""
+
+    path: str
+    size: int
+    verdict: str
+    pickles: tuple[PickleVerdict, ...]
+    remarks: tuple[Remark, ...]
+    programs: tuple[Program, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """Names whose packages the caller trusts: globs over full names, such as ``transformers.*``."""
+
+    globs: tuple[str, ...] = ()
+
+    def __contains__(self, name: object) -> bool:
+        return bool(self.globs) and re.match("|".join(map(translate, self.globs)), str(name)) is not None
+
+
+def judge_file(path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted) -> FileVerdict:
+    """The verdict on a file, from everything that was found in it."""
+    everything = list(seen)
+    pickles = tuple(judge(each, trusted) for each in everything if isinstance(each, Traced))
+    remarks = tuple(each for each in everything if isinstance(each, Remark))
+    programs = tuple(each for each in everything if isinstance(each, Program))
+    verdicts = [NONE, *(each.verdict for each in pickles), *(UNKNOWN for _ in remarks)]
+    verdicts += [CODE if each.files else HARMLESS for each in programs]
+    return FileVerdict(path, size, max(verdicts, key=VERDICTS.index), pickles, remarks, programs)
+
+
+def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
+    """The verdict on one pickle."""
+    trace = found.trace
+    script = found.loader == TORCHSCRIPT
+    runs = tuple(each for each in trace.calls if each.kind in _RUNS and each.name not in trusted)
+    runs += tuple(each for each in trace.calls if each.kind == trust.HARMFUL and each not in runs)
+    refused = found.no_weights_only or trace.refused
+    needs = tuple(name for name in trace.globals if _is_needed(name, found, script))
+    reasons = tuple(_reasons(found))
+    if runs:
+        verdict = CODE
+    elif reasons:
+        verdict = UNKNOWN
+    elif needs:
+        verdict = CLASSES
+    else:
+        verdict = HARMLESS if refused is not None else SAFE
+    return PickleVerdict(found, verdict, needs, runs, reasons, refused)
+
+
+def _is_needed(name: Global, found: Traced, script: bool) -> bool:
+    """Whether a name is a class that has to be allowed, or trusted. What is in our tables need not be where
+    weights_only is no option; a program of TorchScript has its own classes in it."""
+    if found.no_weights_only is None:
+        return trust.refused_by_weights_only(name)
+    return not (trust.is_known(name) or (script and name.module.startswith("__torch__")))
+
+
+def _reasons(found: Traced) -> Iterator[str]:
+    trace = found.trace
+    if trace.error is not None:
+        yield f"a machine would stop: {trace.error}"
+    yield from trace.doubts
+    for name in trace.values:
+        if trust.is_out_of_place(name):
+            yield f"holds {name}, which nothing in it calls; whoever gets it may"
+    for call in trace.calls:
+        if call.kind == trust.ALLOCATES:
+            yield f"{call.name}{call.args} takes as much memory as the file says"
+
+
+class Finding(NamedTuple):
+    """One reason of a verdict: where, what, and the offset in the file where that is known."""
+
+    verdict: str
+    where: str
+    text: str
+    offset: int | None = None
+
+
+def counts(result: object, strict: bool) -> bool:
+    """Whether a result is a finding: by its verdict; `strict` leaves nothing but what weights_only loads."""
+    return isinstance(result, FileVerdict) and result.verdict in (
+        (HARMLESS, CLASSES, *FINDINGS) if strict else FINDINGS
+    )
+
+
+def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
+    """Each reason why a file is one. Of a pickle that would run code, the calls alone."""
+    for pickle in file.pickles:
+        where, base = pickle.found.where, pickle.found.base
+        offset = None if base is None else base + pickle.found.offset
+        for call in pickle.runs:
+            yield Finding(
+                CODE,
+                where,
+                f"calls {call.name}{call.args} ({call.opcode})",
+                None if base is None else base + call.offset,
+            )
+        if pickle.verdict == UNKNOWN:
+            yield from (Finding(UNKNOWN, where, reason, offset) for reason in pickle.reasons)
+        elif strict and pickle.verdict == CLASSES:
+            yield Finding(CLASSES, where, f"needs {', '.join(map(str, pickle.needs))}", offset)
+        elif strict and pickle.verdict == HARMLESS:
+            yield Finding(HARMLESS, where, f"weights_only refuses it: {pickle.refused}", offset)
+    yield from (Finding(UNKNOWN, each.where, each.reason) for each in file.remarks)
+    for program in file.programs:
+        if program.files:
+            yield Finding(CODE, program.where, f"a program that uses {', '.join(program.files)}")
+
+
+def unique(said: Iterable[str]) -> list[str]:
+    """Without repetitions, in order."""
+    return list(dict.fromkeys(said))

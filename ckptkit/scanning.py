@@ -1,0 +1,144 @@
+"""Scans files for what loading them would run: found by formats, judged by reports, several files at once."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from itertools import islice
+from typing import NamedTuple
+
+from ckptkit import formats
+from ckptkit.bytesource import ByteSource, Folder
+from ckptkit.errors import CkptkitError, InputError
+from ckptkit.formats import hidden
+from ckptkit.limits import check
+from ckptkit.remote import urls
+from ckptkit.reports.scan import FileVerdict, Trusted, judge_file
+
+PathLike = str | os.PathLike[str]
+MANY = 16  # files from which on worker processes are worth their start
+MOST = 8  # of them, unless more are asked for
+
+
+class Failure(NamedTuple):
+    """A file that could not be read."""
+
+    path: str
+    error: CkptkitError
+
+
+def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
+    """What loading the file at `path` would do; nothing of it is run, or imported.
+
+    `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError and InputError for
+    what cannot be read; whatever is wrong with the bytes is part of the verdict.
+    """
+    with closing(formats.open_place(path)) as place:
+        if isinstance(place, Folder):
+            raise InputError("is a folder", where=place.name, hint="scan_all goes through its files")
+        return _scan(place, urls.shown(os.fspath(path)), Trusted(tuple(trust)))
+
+
+def scan_all(
+    paths: Iterable[PathLike], *, trust: Iterable[str] = (), workers: int | None = None
+) -> Iterator[FileVerdict | Failure]:
+    """The verdicts on files and on all files in folders, in that order; failures among them instead of raised.
+
+    `workers` processes share the work (default: as many as there are cores, up to 8, for 16 files or more).
+    """
+    trusted = Trusted(tuple(trust))
+    files = _files(paths)
+    first = list(islice(files, MANY))
+    if workers is None:
+        workers = min(MOST, os.cpu_count() or 1) if len(first) == MANY else 1
+    rest = _chained(first, files)
+    yield from (_attempt(each, trusted) for each in rest) if workers == 1 else _spread(rest, trusted, workers)
+
+
+def _chained(first: list[str | Failure], rest: Iterator[str | Failure]) -> Iterator[str | Failure]:
+    yield from first
+    yield from rest
+
+
+def _spread(files: Iterator[str | Failure], trusted: Trusted, workers: int) -> Iterator[FileVerdict | Failure]:
+    """By processes, a few files ahead of whoever takes the verdicts."""
+    waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
+    pool = ProcessPoolExecutor(workers)
+    try:
+        for file in files:
+            waiting.append((file, pool.submit(_attempt, file, trusted)))
+            if len(waiting) > 4 * workers:
+                yield _result(*waiting.popleft())
+        while waiting:
+            yield _result(*waiting.popleft())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileVerdict | Failure:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        path = file.path if isinstance(file, Failure) else file
+        return Failure(path, InputError("the process that scanned it was killed", hint="try it alone: --workers 1"))
+
+
+def _attempt(file: str | Failure, trusted: Trusted) -> FileVerdict | Failure:
+    if isinstance(file, Failure):
+        return file
+    try:
+        return scan(file, trust=trusted.globs)
+    except CkptkitError as error:
+        return Failure(urls.shown(file), error)
+    except MemoryError:
+        return Failure(urls.shown(file), InputError("needs more memory than there is"))
+
+
+def _scan(source: ByteSource, path: str, trusted: Trusted) -> FileVerdict:
+    verdict = judge_file(path, source.size, hidden.pickles(source), trusted)
+    source.check_unchanged()
+    return verdict
+
+
+def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
+    """The paths themselves, and in place of a folder all files in it, sorted, those of its folders after them."""
+    for path in (os.fspath(each) for each in paths):
+        try:
+            if urls.is_url(path):
+                with closing(formats.open_place(path)) as place:
+                    found = list(_listed(place, path, 0)) if isinstance(place, Folder) else [path]
+                yield from found
+            elif os.path.isdir(path):
+                yield from _walked(path)
+            else:
+                yield path
+        except CkptkitError as error:
+            yield Failure(urls.shown(path), error)
+
+
+def _walked(path: str) -> Iterator[str | Failure]:
+    """Every file below a folder of this machine. Links to folders are not followed, and said to be not."""
+    unlisted: list[OSError] = []
+    for folder, folders, names in os.walk(path, onerror=unlisted.append):
+        for error in unlisted:
+            yield Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}"))
+        unlisted.clear()
+        folders.sort()
+        yield from (os.path.join(folder, name) for name in sorted(names))
+        for name in folders:
+            if os.path.islink(place := os.path.join(folder, name)):
+                yield Failure(place, InputError("is a link to a folder, which is not followed"))
+    yield from (Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}")) for error in unlisted)
+
+
+def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:
+    """Every file below a folder behind a URL."""
+    check("scan_depth", depth, "folders inside folders")
+    inner = folder.folders()
+    yield from (urls.beside(url, name) for name in folder.list() if name not in inner)
+    for name in inner:
+        yield from _listed(folder.sub(name), urls.beside(url, name), depth + 1)

@@ -1,0 +1,251 @@
+"""Files that say what loading them would run, made by hand and never loaded; and the verdicts that they deserve.
+
+``CASES`` maps a name to the file's suffix, its bytes and its verdict. Whatever a payload would run leaves a file called
+canary in the working directory.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+import zlib
+from typing import NamedTuple
+
+from tests.formats.torch.zips import Member, build
+
+TOUCH = "touch canary"
+WRITE = "open('canary','w')"
+
+
+class Case(NamedTuple):
+    suffix: str
+    data: bytes
+    verdict: str
+
+
+def text(value: str) -> bytes:
+    """BINUNICODE."""
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def short(value: str) -> bytes:
+    """SHORT_BINUNICODE."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def raw(data: bytes) -> bytes:
+    """BINBYTES."""
+    return b"B" + struct.pack("<I", len(data)) + data
+
+
+def name(dotted: str) -> bytes:
+    """GLOBAL; the last dot divides."""
+    module, _, inner = dotted.rpartition(".")
+    return f"c{module}\n{inner}\n".encode()
+
+
+def call(dotted: str, *args: bytes) -> bytes:
+    """REDUCE of a name, its value left on the stack."""
+    return name(dotted) + b"(" + b"".join(args) + b"tR"
+
+
+def pickle2(body: bytes) -> bytes:
+    return b"\x80\x02" + body + b"."
+
+
+def pickle4(body: bytes) -> bytes:
+    return b"\x80\x04" + body + b"."
+
+
+SYSTEM = call("os.system", text(TOUCH))
+EVIL = pickle2(SYSTEM)
+ROT13 = text("rot13")
+LATIN = text(EVIL.decode("latin-1"))
+PLAIN = pickle2(b"}" + text("a") + b"K\x01s")
+
+
+def archive(data: bytes, *more: Member, **options: object) -> bytes:
+    """What torch.save writes, around any pickle."""
+    members = (Member("archive/data.pkl", data), *more, Member("archive/version", b"3\n"))
+    return build(*members, **options)  # type: ignore[arg-type]
+
+
+def tar(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for member, data in members.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def npy(data: bytes) -> bytes:
+    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(117) + b"\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header + data
+
+
+def legacy(*pickles: bytes, storages: bytes = b"") -> bytes:
+    """Before 1.6: the magic number, the version, the system, the object, the keys."""
+    magic = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little") + b"."
+    head = (magic, pickle2(b"M\xe9\x03"), pickle2(b"}"))
+    return b"".join((*head, *pickles)) + storages
+
+
+_HOOK = pickle2(  # an instance gets os.system for its own __setstate__, which the next BUILD calls
+    name("collections.Counter") + b")\x81}" + text("__setstate__") + name("os.system") + b"sb" + text(TOUCH) + b"b"
+)
+_PARTIAL = call("functools.partial", name("os.system"), text(TOUCH))
+_MEMO = b"\x80\x04" + short("os") + b"\x94" + short("system") + b"\x94" + b"00h\x00h\x01\x93" + short(TOUCH) + b"\x85R."
+_CRC = {"crc": 0x12345678}
+
+# Calls, in every way that a pickle can make one.
+CALLS = {
+    "reduce": EVIL,
+    "protocol0": b"cos\nsystem\n(V" + TOUCH.encode() + b"\ntR.",
+    "protocol0-posix": b"cposix\nsystem\n(S'" + TOUCH.encode() + b"'\ntR.",
+    "behind-a-number": b"I1\n0" + SYSTEM + b".",
+    "behind-none": b"N" + SYSTEM + b"0.",
+    "inst": b"(S'" + TOUCH.encode() + b"'\nios\nsystem\n.",
+    "obj": pickle2(b"(" + name("os.system") + text(TOUCH) + b"o"),
+    "newobj": pickle2(name("subprocess.Popen") + text(TOUCH) + b"\x85\x81"),
+    "newobj-ex": pickle4(name("subprocess.Popen") + text(TOUCH) + b"\x85}" + text("shell") + b"\x88s\x92"),
+    "setstate": _HOOK,
+    "stack-global": pickle4(short("os") + short("system") + b"\x93" + short(TOUCH) + b"\x85R"),
+    "memo-names": _MEMO,
+    "popped": pickle2(SYSTEM + b"0N"),
+    "pop-mark": pickle2(b"((" + name("os.system") + text(TOUCH) + b"o1N"),
+    "eval": pickle2(call("builtins.eval", text(WRITE))),
+    "exec-python2": pickle2(call("__builtin__.eval", text(WRITE))),
+    "getattr-chain": pickle2(call("builtins.getattr", call("builtins.__import__", text("os")), text("system"))
+                             + text(TOUCH) + b"\x85R"),
+    "getattr-module": pickle2(call("builtins.getattr", name("pathlib.os"), text("system")) + text(TOUCH) + b"\x85R"),
+    "dotted": pickle4(short("pathlib") + short("os.system") + b"\x93" + short(TOUCH) + b"\x85R"),
+    "attrgetter": pickle2(call("operator.attrgetter", text("system")) + name("sys.modules") + b"\x85R"),
+    "methodcaller": pickle2(call("operator.methodcaller", text("system"), text(TOUCH)) + name("os.path") + b"\x85R"),
+    "partial": pickle2(_PARTIAL + b")R"),
+    "import-module": pickle2(call("importlib.import_module", text("antigravity"))),
+    "run-path": pickle2(call("runpy.run_path", text("canary.py"))),
+    "pip": pickle2(call("pip.main", b"](" + text("install") + text("evil") + b"e")),
+    "hub": pickle2(call("torch.hub.load", text("evil/repo"), text("model"))),
+    "torch-load": pickle2(call("torch.load", text("other.pth"))),
+    "runstring": pickle2(call("numpy.testing._private.utils.runstring", text(WRITE), b"}")),
+    "compile": pickle2(call("numpy.f2py.compile", text("x"))),
+    "timeit": pickle2(call("timeit.timeit", text(WRITE))),
+    "third-party": pickle2(call("paramiko.proxy.ProxyCommand", text(TOUCH))),
+    "cprofile": pickle2(call("cProfile.run", text(WRITE))),
+    "map": pickle2(call("builtins.list", call("builtins.map", name("os.system"), b"](" + text(TOUCH) + b"e"))),
+    "from-type": pickle2(call("torch._tensor._rebuild_from_type_v2", name("os.system"), name("torch.Tensor"),
+                              text(TOUCH) + b"\x85", b"}")),
+    "newobj-function": pickle2(call("copyreg.__newobj__", name("subprocess.Popen"), text(TOUCH))),
+    "load-from-bytes": pickle2(call("torch.storage._load_from_bytes", raw(archive(EVIL)))),
+    "loads": pickle2(call("_pickle.loads", raw(EVIL))),
+    "modules": pickle2(name("sys.modules") + text("json") + name("os.path") + b"s"),
+    "environ": pickle2(name("os.environ") + text("LD_PRELOAD") + text("./canary.so") + b"s"),
+    "persistent-id": pickle2(SYSTEM + b"Q"),
+    "setstate-computed": pickle2(name("mine.Net") + b")\x81}" + call("_codecs.encode", text("__frgfgngr__"), ROT13)
+                                 + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
+    "add-extension": pickle2(call("copyreg.add_extension", text("os"), text("system"), b"K\x01") + b"\x82\x01"),
+    "broken-after": b"\x80\x02" + SYSTEM + b"\xff\xff",
+    "cut-after": b"\x80\x02" + SYSTEM,
+    "underflow-after": b"\x80\x02" + SYSTEM + b"0000000.",
+}  # fmt: skip
+
+# What no machine would come through, or two machines would come through differently.
+UNCLEAR = {
+    "extension": pickle2(b"\x82\x01"),
+    "computed-name": pickle4(short("os") + call("builtins.bytes", raw(b"system")) + b"\x93"),
+    "computed-module": pickle4(name("collections.Counter") + b")R" + short("system") + b"\x93"),
+    "missing-memo": b"\x80\x04" + short("os") + b"h\x09\x93.",
+    "number-as-module": pickle4(b"K\x2a" + short("system") + b"\x93"),
+    "uncalled": pickle2(b"}" + text("activation") + name("os.system") + b"s"),
+    "memory": pickle2(call("builtins.bytearray", b"\x8a\x06\x00\x00\x00\x00\x00\x01")),
+    "storage-size": pickle2(call("torch.FloatStorage", b"J\xff\xff\xff\x7f")),
+    "frame-in-frame": b"\x80\x04\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 2) + b"N.",
+    "setstate-ordered": pickle2(name("mine.Net") + b")\x81" + call("collections.OrderedDict") + text("__setstate__")
+                                + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
+    "buffer": b"\x80\x05\x97.",
+    "protocol-6": b"\x80\x06N.",
+    "cut": PLAIN[:-3],
+}  # fmt: skip
+
+
+def cases() -> dict[str, Case]:
+    found = {f"call-{each}": Case(".pkl", data, "code") for each, data in CALLS.items()}
+    found |= {f"unclear-{each}": Case(".pkl", data, "unknown") for each, data in UNCLEAR.items()}
+    return found | _places() | _plain()
+
+
+def _places() -> dict[str, Case]:
+    """One call, in every place where some loader would find it."""
+    cut = archive(PLAIN, Member("archive/data/0", EVIL))
+    places = {
+        "zip": (".pth", archive(EVIL)),
+        "zip-deflated": (".pth", build(Member("archive/data.pkl", EVIL, deflated=True))),
+        "zip-crc": (".pth", archive(PLAIN, Member("archive/x.pkl", EVIL, central=_CRC, local=_CRC))),
+        "zip-flag": (".pth", archive(PLAIN, Member("archive/x.pkl", EVIL, central={"flags": 1}))),
+        "zip-names": (".pth", build(Member("archive/data.pkl", EVIL, central={"name": b"archive/datb.pkl"}))),
+        "zip-not-loaded": (".pth", archive(PLAIN, Member("archive/data.old", EVIL))),
+        "zip-in-storage": (".pth", archive(PLAIN, Member("archive/data/0", EVIL))),
+        "zip-in-zip": (".pth", archive(PLAIN, Member("archive/inner.bin", archive(EVIL)))),
+        "zip-wrong-suffix": (".txt", build(Member("notes.txt", EVIL))),
+        "zip-duplicate": (".pth", build(Member("a/data.pkl", PLAIN), Member("a/data.pkl", EVIL))),
+        "zip-without-directory": (".pth", cut[: cut.index(b"PK\1\2")]),
+        "zip-unlisted": (".pth", archive(PLAIN, gap=Member("archive/extra.pkl", EVIL).head() + EVIL)),
+        "zip-behind-7z": (".pth", b"7z\xbc\xaf\x27\x1c" + bytes(20) + archive(EVIL)),
+        "zip-behind-pickle": (".pkl", PLAIN + archive(EVIL)),
+        "zip-behind-text": (".txt", b"hello\n" + archive(EVIL)),
+        "legacy": (".pth", legacy(EVIL, pickle2(b"]"))),
+        "legacy-keys": (".pth", legacy(PLAIN, EVIL)),
+        "legacy-magic": (".pth", pickle2(call("builtins.eval", text(WRITE))) + pickle2(b"M\xe9\x03")),
+        "second-pickle": (".pkl", PLAIN + EVIL),
+        "tar": (".tar", tar(pickle=EVIL, storages=pickle2(b"K\0"), tensors=pickle2(b"K\0"))),
+        "tar-storages": (".tar", tar(pickle=PLAIN, storages=pickle2(b"K\1") + EVIL, tensors=pickle2(b"K\0"))),
+        "tar-any": (".tar", tar(anything=EVIL)),
+        "gzip": (".pkl.gz", gzip.compress(EVIL)),
+        "bzip2": (".pkl.bz2", bz2.compress(EVIL)),
+        "xz": (".pkl.xz", lzma.compress(EVIL)),
+        "zlib": (".joblib", zlib.compress(EVIL)),
+        "gzip-in-tar": (".tar", tar(data=gzip.compress(EVIL))),
+        "npy": (".npy", npy(EVIL)),
+        "npz": (".npz", build(Member("a.npy", npy(EVIL)))),
+        "bytes": (".pkl", pickle4(raw(EVIL))),
+        "bytes-python2": (".pth", archive(pickle2(call("_codecs.encode", LATIN, text("latin1"))))),
+        "bytes-broken": (".pkl", pickle4(raw(b"N" + SYSTEM + b"\xff"))),
+        "bytes-in-bytes": (".pkl", pickle4(raw(pickle4(raw(EVIL))))),
+        "no-suffix": ("", EVIL),
+        "image-suffix": (".png", EVIL),
+    }  # fmt: skip
+    return {f"place-{each}": Case(suffix, data, "code") for each, (suffix, data) in places.items()}
+
+
+def _plain() -> dict[str, Case]:
+    """What must not be taken for more than it is."""
+    thing = name("mine.nets.Net") + b")\x81}" + text("depth") + b"K\x03sb"
+    return {
+        "plain-dict": Case(".pth", archive(PLAIN), "safe"),
+        "plain-ordered": Case(".pth", archive(pickle2(name("collections.OrderedDict") + b")R")), "safe"),
+        "plain-size": Case(".pth", archive(pickle2(call("torch.Size", b"](K\1K\2e"))), "safe"),
+        "plain-set": Case(".pth", archive(pickle2(call("__builtin__.set", b"](K\1K\2e"))), "safe"),
+        "plain-legacy": Case(".pth", legacy(PLAIN, pickle2(b"]"), storages=EVIL), "safe"),
+        "plain-pickle": Case(".pkl", PLAIN, "harmless"),
+        "plain-protocol4": Case(".pth", archive(pickle4(b"}" + short("a") + b"K\1s")), "harmless"),
+        "plain-text-string": Case(".pkl", pickle2(text("cos\nsystem\n")), "harmless"),
+        "plain-path": Case(".pth", archive(pickle2(call("pathlib.PosixPath", text("/tmp")))), "classes"),
+        "plain-object": Case(".pth", archive(pickle2(thing)), "classes"),
+        "plain-nested-class": Case(
+            ".pkl", pickle2(call("builtins.getattr", name("mine.nets.Net"), text("Inner")) + b")\x81"), "classes"
+        ),
+        "plain-old-object": Case(
+            ".pkl", b"ccopyreg\n_reconstructor\n(cmine.nets\nNet\nc__builtin__\nobject\nNtR.", "classes"
+        ),
+        "plain-readme": Case(".md", b"cats and dogs\nare read, not run.\n", "none"),
+    }
+
+
+CASES = cases()
