@@ -1,13 +1,18 @@
 """The limits that keep a hostile or damaged file from using up the machine, in one place.
 
-Each is far above what real checkpoints need. Bytes are bytes, counts are counts.
+Each is far above what real checkpoints need. Bytes are bytes, counts are counts. Each can be changed by a variable of
+the environment, which is read once, when the first file is: ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
-from ckptkit.errors import LimitError
+from ckptkit.errors import LimitError, UsageError
+
+PREFIX = "CKPTKIT_LIMIT_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +44,65 @@ class Limits:
     json_values: int = 12_000_000  # numbers, strings, lists and objects in one JSON text
     rank: int = 64
     chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
+    optimizer_values: int = 64  # that an optimizer keeps for a parameter: Adam has three
+    trace_opcodes: int = 20_000_000  # of one pickle, when it is scanned
+    scan_depth: int = 8  # files inside files
+    scan_parts: int = 1_000_000  # places in a file that are looked at
+    scan_inflated_bytes: int = 1 << 30  # of everything compressed in a file
     list_gaps: int = 100_000  # places of lists that nothing fills
     expansion: int = 4  # output bytes per storage byte, unless the caller allows more
     expansion_free: int = 64 << 20  # and what is always allowed on top
 
 
-LIMITS = Limits()
+MOST = 10**18
+# What may only be lowered, or raised this far: Python recurses, or refuses more, whatever we allow.
+CEILINGS = {
+    "key_depth": 1_000,  # hash(), in C
+    "int_bytes": 1_780,  # str() and int() of 4,300 digits
+    "json_depth": 256,  # json.loads
+    "rank": 64,  # numpy
+}
+
+
+def from_environment(environment: Mapping[str, str]) -> Limits:
+    """The limits as the variables say. Raises UsageError for one that is no such limit, or no number that it can be."""
+    known = {PREFIX + field.name.upper(): field.name for field in fields(Limits)}
+    given = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
+    return Limits(**{_name(variable, known): _number(variable, text) for variable, text in given.items()})
+
+
+def _name(variable: str, known: Mapping[str, str]) -> str:
+    if variable not in known:
+        from difflib import get_close_matches  # costs 10 ms
+
+        close = get_close_matches(variable, known, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else None
+        raise UsageError(f"{variable}: there is no such limit", hint=hint)
+    return known[variable]
+
+
+def _number(variable: str, text: str) -> int:
+    most = CEILINGS.get(variable.removeprefix(PREFIX).lower(), MOST)
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
+    if not digits or int(text) > most:
+        raise UsageError(f"{variable} is {text!r}, which is no whole number from 0 to {most:,}")
+    return int(text)
+
+
+LIMITS = from_environment(os.environ)
 
 
 def check(name: str, seen: int, what: str) -> None:
     """Raise LimitError if `seen` exceeds the limit called `name`."""
     limit: int = getattr(LIMITS, name)
     if seen > limit:
-        raise LimitError(f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})")
+        raise LimitError(f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})", hint=raised(name, seen))
+
+
+def raised(name: str, seen: int) -> str | None:
+    """What to type for `seen` to be allowed, or twice as much as now; None if it cannot be."""
+    limit: int = getattr(LIMITS, name)
+    most = CEILINGS.get(name, MOST)
+    if seen > most:
+        return None
+    return f"if you trust the file, {PREFIX}{name.upper()}={min(max(seen, 2 * limit), most)} raises the limit"

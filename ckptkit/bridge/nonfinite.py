@@ -1,0 +1,29 @@
+"""Elements that are no finite numbers, counted."""
+
+from __future__ import annotations
+
+from ckptkit.bridge.floats import decode, is_decoded
+from ckptkit.bridge.operations import BUFFER, aligned, flow
+from ckptkit.bridge.tensors import contiguous
+from ckptkit.tensor import Tensor
+
+
+def nonfinite(tensor: Tensor) -> tuple[int, int]:
+    """How many elements are NaN, and how many are infinite; of complex ones, in one part at least.
+
+    None where the type has neither, or its elements are no numbers by themselves. Raises TensorError for a tensor
+    without elements to read.
+    """
+    import numpy as np
+
+    dtype = tensor.dtype
+    if dtype.kind not in ("float", "complex") or not is_decoded(dtype):
+        return 0, 0
+    nan = infinite = 0
+    for piece in aligned(flow(contiguous(tensor).locate()), dtype.itemsize, BUFFER):
+        values = decode(piece, dtype)
+        odd = values[~np.isfinite(values)]
+        if len(odd):
+            numbers = int(np.count_nonzero(np.isnan(odd)))
+            nan, infinite = nan + numbers, infinite + len(odd) - numbers
+    return nan, infinite

@@ -1,0 +1,130 @@
+"""What the tensors of a checkpoint weigh, and how that differs from what a manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckptkit.bridge.threads import ordered
+from ckptkit.bytesource import Folder
+from ckptkit.checking.sums import summed
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import PathLike, open_checkpoint, open_place
+from ckptkit.errors import CkptkitError, CollisionError, CorruptError, FormatError, TensorError
+from ckptkit.formats.format import Finding, Part
+from ckptkit.limits import check
+from ckptkit.reports import manifest
+from ckptkit.reports.digest import tensor_id
+from ckptkit.tensor import Tensor
+from ckptkit.tree import join, walk
+from ckptkit.weights import as_tensor
+
+Progress = Callable[[int, int], None]  # bytes since the last time, and in all
+Matches = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Ids of tensors by name, the tensors themselves, and those that have no bytes to read, with the reason."""
+
+    ids: dict[str, str]
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    without: dict[str, str]
+
+    @property
+    def whole(self) -> str:
+        """The digest of all of them, whatever their order."""
+        return manifest.whole(self.ids)
+
+
+def digest(
+    source: PathLike | Checkpoint,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    matches: Matches | None = None,
+    sums: bool = True,
+    progress: Progress | None = None,
+) -> Digests:
+    """The ids of the weights by name, or with `everything` those of all tensors by their dotted paths.
+
+    `matches` says which names are wanted; with `sums` their bytes must have the checksums that the file has of them.
+    Raises UsageError where there are no weights, CorruptError where bytes are damaged, CollisionError where two paths
+    are spelled alike.
+    """
+    checkpoint = open_checkpoint(source, key=key)
+    tensors = _by_path(checkpoint) if everything else checkpoint.weights
+    rows = [(name, tensor) for name, tensor in tensors.items() if matches is None or matches(name)]
+    if sums:
+        _check_sums(rows)
+    total = sum(tensor.nbytes for _, tensor in rows)
+    ids: dict[str, str] = {}
+    without: dict[str, str] = {}
+    for name, tensor, found in ordered(_weighed, rows, lambda row: row[1].nbytes):
+        if isinstance(found, str):
+            ids[name] = found
+        else:
+            without[name] = found.message
+        if progress is not None:
+            progress(tensor.nbytes, total)
+    return Digests(ids, dict(rows), without)
+
+
+def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
+    """Raise CorruptError unless every storage has its CRC-32, where that is known."""
+    storages = {id(tensor.storage): (name, tensor.storage) for name, tensor in reversed(rows)}
+    parts = [
+        Part(f"{name}: its storage", storage.record, storage.crc32)
+        for name, storage in storages.values()
+        if storage is not None and storage.crc32 is not None
+    ]
+    for _, why in summed(parts, lambda count: None):
+        if why is not None:
+            raise CorruptError(why, hint="`ckptkit verify` lists everything that is damaged")
+
+
+def _weighed(row: tuple[str, Tensor]) -> tuple[str, Tensor, str | TensorError]:
+    name, tensor = row
+    try:
+        return name, tensor, tensor_id(tensor)
+    except TensorError as error:
+        return name, tensor, error
+    except CkptkitError as error:
+        error.message = f"{name}: {error.message}"
+        raise
+
+
+def _by_path(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path, node in walk(checkpoint.root):
+        tensor = as_tensor(node)
+        if tensor is not None and found.setdefault(join(path), tensor) is not tensor:
+            raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
+    return found
+
+
+def read_manifest(path: PathLike) -> dict[str, str]:
+    """The ids by name that a file of `ckptkit digest` holds. Raises FormatError, CorruptError, LimitError."""
+    place = open_place(path)
+    try:
+        if isinstance(place, Folder):
+            raise FormatError("is a folder, not a manifest")
+        check("index_bytes", place.size, "bytes of a manifest")
+        return manifest.parse(place.read(0, place.size))
+    except CkptkitError as error:
+        raise error.at(place.name) from error.__cause__
+    finally:
+        place.close()
+
+
+def differences(found: Digests, expected: Mapping[str, str], matches: Matches | None = None) -> Iterator[Finding]:
+    """How tensors differ from what a manifest says of those that are wanted."""
+    wanted = {name: id for name, id in expected.items() if matches is None or matches(name)}
+    missing, unexpected, differing = manifest.compare(found.ids, wanted)
+    for names, what in (
+        (missing, "missing: the manifest has it"),
+        (unexpected, "not in the manifest"),
+        (differing, "not as in the manifest"),
+    ):
+        for name in names:
+            yield Finding(what, tensors=(name,))

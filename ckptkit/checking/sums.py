@@ -1,0 +1,119 @@
+"""Checksums of the parts of a checkpoint, large ones in pieces, and which tensors lie in those that are damaged."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from ckptkit import bridge
+from ckptkit.bridge.threads import ordered
+from ckptkit.bytesource import Derived, Extent, Memory, Range, Section
+from ckptkit.errors import AmbiguousError, FormatError, InputError, TensorError
+from ckptkit.formats.format import Finding, Part
+from ckptkit.plan import crc32_combine
+from ckptkit.tensor import Tensor
+
+PIECE = 64 << 20  # bytes of a part that one thread sums up
+DAMAGE = (FormatError, AmbiguousError, TensorError)  # what is wrong with a file; other errors are about reading it
+_NOTHING = Range(Memory(b""), 0, 0)
+
+
+class _Piece(NamedTuple):
+    """Bytes `start` to `stop` of part `number`; or why it has none."""
+
+    number: int
+    extent: Extent
+    start: int
+    stop: int
+    error: InputError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def summed(parts: list[Part], tell: Callable[[int], None]) -> Iterator[tuple[Part, str | None]]:
+    """Each part, and what is wrong with it."""
+    number, total, wrong = 0, 0, None
+    for piece, sum in ordered(_sum, _pieces(parts), lambda piece: piece.nbytes):
+        if piece.number != number:
+            yield parts[number], wrong or _mismatch(parts[number], total)
+            number, wrong = piece.number, None
+        if isinstance(sum, InputError):
+            wrong = wrong or f"{parts[number].what}: {sum.message}"
+        else:
+            total = crc32_combine(total, sum, piece.nbytes) if piece.start else sum
+        tell(piece.nbytes)
+    if parts:
+        yield parts[number], wrong or _mismatch(parts[number], total)
+
+
+def _mismatch(part: Part, seen: int) -> str | None:
+    if part.crc32 is None or seen == part.crc32:
+        return None
+    return f"{part.what} is damaged: its CRC-32 is {seen:08x}, not {part.crc32:08x}"
+
+
+def _pieces(parts: Iterable[Part]) -> Iterator[_Piece]:
+    for number, part in enumerate(parts):
+        try:
+            extent = part.record.locate()
+        except InputError as error:
+            yield _Piece(number, _NOTHING, 0, 0, error)
+            continue
+        if isinstance(extent, Range) and part.crc32 is None:
+            extent = _NOTHING
+        size = PIECE if isinstance(extent, Range) else max(1, extent.length)
+        for start in range(0, max(1, extent.length), size):
+            yield _Piece(number, extent, start, min(start + size, extent.length))
+
+
+def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
+    """The CRC-32 of a piece, or what is wrong with it. Raises what keeps a remote file from being read."""
+    if piece.error is not None:
+        return piece, piece.error
+    total = 0
+    try:
+        for data in bridge.flow(piece.extent, piece.start, piece.stop):
+            total = zlib.crc32(data, total)
+    except InputError as error:
+        if any(source.remote for source, _, _ in _ranges(piece.extent)) and not isinstance(error, DAMAGE):
+            raise
+        return piece, error
+    return piece, total
+
+
+def _ranges(extent: Extent) -> Iterator[Range]:
+    """The bytes of files that an extent is made of; those of a file inside a file, where they are in the outer one."""
+    if isinstance(extent, Derived):
+        for each in extent.inputs:
+            yield from _ranges(each)
+        return
+    while isinstance(extent.source, Section):
+        extent = Range(extent.source.whole, extent.source.offset + extent.offset, extent.length)
+    yield extent
+
+
+def with_tensors(damaged: list[tuple[Part, str]], tensors: list[tuple[str, Tensor]]) -> Iterator[Finding]:
+    """Findings about damaged parts, with the names of all tensors that lie in them."""
+    places = [(name, found) for name, tensor in tensors for found in _located(tensor)] if damaged else []
+    for part, why in damaged:
+        try:
+            bad = list(_ranges(part.record.locate()))
+        except InputError:
+            bad = []
+        hit = dict.fromkeys(name for name, found in places if any(_overlap(found, each) for each in bad))
+        yield Finding(why, part.file, tuple(hit))
+
+
+def _located(tensor: Tensor) -> list[Range]:
+    try:
+        return [] if tensor.storage is None else list(_ranges(tensor.storage.record.locate()))
+    except InputError:  # said elsewhere
+        return []
+
+
+def _overlap(a: Range, b: Range) -> bool:
+    same = a.source.identity == b.source.identity
+    return same and a.offset < b.offset + b.length and b.offset < a.offset + a.length

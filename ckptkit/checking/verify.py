@@ -1,0 +1,221 @@
+"""Is it whole: structure, lengths and checksums; on request a manifest, and the elements themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptkit import formats
+from ckptkit.bridge.nonfinite import nonfinite
+from ckptkit.bridge.threads import ordered
+from ckptkit.bytesource import ByteSource, Folder
+from ckptkit.checking.digests import Matches, Progress, differences, digest
+from ckptkit.checking.sums import DAMAGE, summed, with_tensors
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import PathLike, open_place
+from ckptkit.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
+from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.tensor import Tensor
+from ckptkit.tree import join, walk
+from ckptkit.weights import as_tensor
+
+COMPARED = 1_000  # findings of which none is said twice; more are told as they are
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found in one file or folder, and how much of it was looked at.
+
+    ``records`` and ``nbytes`` are those that have checksums, ``tensors`` those that were read (0 if it cannot be).
+    ``notes`` are what could not be checked, and what a reader would warn about.
+    """
+
+    path: str
+    format: str | None
+    tensors: int
+    records: int
+    nbytes: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    damaged: bool = False  # whether something is wrong with the bytes, and not with what they say
+    recoverable: bool = False  # whether `recover` knows such files
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def verify(
+    path: PathLike,
+    *,
+    expected: Mapping[str, str] | None = None,
+    matches: Matches | None = None,
+    values: bool = False,
+    key: str | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Read everything of a checkpoint that says whether it is whole: structure, lengths, checksums, contradictions.
+
+    With `expected`, ids by name, its weights (those that `matches` says) are compared with them; with `values`, NaN and
+    infinities in any of its tensors are findings too. Neither is done where bytes are damaged. Raises what keeps it
+    from being read: PathError, UnsupportedError, LimitError, FormatError for what is no checkpoint.
+    """
+    place = open_place(path)
+    try:
+        look = _Look(place, progress)
+        checkpoint = look.at_bytes()
+        if checkpoint is not None and values:
+            look.at_values()
+        if checkpoint is not None and expected is not None:
+            found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
+            look.findings += differences(found, expected, matches)
+        return look.verdict()
+    except CkptkitError as error:
+        raise error.at(place.name) from error.__cause__
+    finally:
+        place.close()
+
+
+class _Look:
+    """At one file or folder, and what it found."""
+
+    def __init__(self, place: ByteSource | Folder, progress: Progress | None) -> None:
+        self.place = place
+        self.probe = Probe(place)
+        self.tell = progress or (lambda count, total: None)
+        self.format: Format | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.findings: list[Finding] = []
+        self.damaged = True  # until all bytes were looked at
+        self.records = self.nbytes = self.unsummed = 0
+
+    def at_bytes(self) -> Checkpoint | None:
+        """The checkpoint, None if it cannot be read, or is damaged."""
+        self.format = self._identified()
+        if self.format is None:
+            return None
+        self.checkpoint = self._read(self.format)
+        parts = list(self._parts(self.format))
+        damaged = [(part, why) for part, why in self._summed(parts) if why is not None]
+        if self.checkpoint is not None:
+            self.tensors = list(_tensors(self.checkpoint))
+        self.findings += with_tensors(damaged, self.tensors)
+        self.damaged = bool(self.findings)
+        return None if self.damaged else self.checkpoint
+
+    def _identified(self) -> Format | None:
+        """None if it is too damaged to be of a format."""
+        try:
+            found = formats.match(self.probe)
+        except DAMAGE as error:
+            self.findings.append(Finding(error.message, hint=error.hint))
+            return None
+        try:
+            return found or formats.identify(self.probe)  # which says what it is instead
+        except TruncatedError as error:
+            self.findings.append(Finding(error.message, hint=error.hint))
+            return None
+
+    def _read(self, format: Format) -> Checkpoint | None:
+        try:
+            return format.read(self.probe)
+        except DAMAGE as error:
+            if format.name == "folder" and isinstance(error, AmbiguousError):
+                raise  # which of several checkpoints is meant is no damage
+            self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
+            return None
+
+    def _parts(self, format: Format) -> Iterator[Part]:
+        if format.check is None:
+            return
+        try:
+            for each in format.check(self.probe):
+                if isinstance(each, Part):
+                    yield each
+                else:
+                    self.findings.append(each)
+        except DAMAGE as error:
+            self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
+
+    def _within(self, path: str | None) -> str:
+        """A path below the place, as seen from there."""
+        return "" if path in (None, self.place.name) else str(path).removeprefix(self.place.name.rstrip("/") + "/")
+
+    def _summed(self, parts: list[Part]) -> Iterator[tuple[Part, str | None]]:
+        """Each part, and what is wrong with it."""
+        total = sum(part.record.length for part in parts if part.crc32 is not None)
+        for part, why in summed(parts, lambda count: self.tell(count, total)):
+            if part.crc32 is None:
+                self.unsummed += 1
+            else:
+                self.records += 1
+                self.nbytes += part.record.length
+            yield part, why
+
+    def at_values(self) -> None:
+        """Every tensor that has NaN or infinite elements is a finding."""
+        total = self.nbytes + sum(tensor.nbytes for _, tensor in self.tensors)
+        for name, tensor, nan, infinite in ordered(_nonfinite, self.tensors, lambda row: row[1].nbytes):
+            if nan or infinite:
+                what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
+                self.findings.append(Finding(what, tensors=(name,)))
+            self.tell(tensor.nbytes, total)
+
+    def verdict(self) -> Verdict:
+        known = self.format.name if self.format is not None else None
+        return Verdict(
+            path=self.place.name,
+            format=known if self.checkpoint is None else self.checkpoint.format,
+            tensors=len(self.tensors),
+            records=self.records,
+            nbytes=self.nbytes,
+            findings=tuple(_said_once(self.findings)),
+            notes=tuple(self._notes()),
+            damaged=self.damaged,
+            recoverable=not self.probe.is_folder and (self.format is None or self.format.salvage is not None),
+        )
+
+    def _notes(self) -> Iterator[str]:
+        if self.checkpoint is None:
+            return
+        if not self.records:
+            yield f"{self.checkpoint.format} has no checksums: only structure and lengths were checked"
+        yield from self.checkpoint.warnings
+        if self.records and self.unsummed and not any("no checksum" in each for each in self.checkpoint.warnings):
+            yield f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor once, with the place where it is met first."""
+    seen: set[int] = set()
+    for path, node in walk(checkpoint.root):
+        tensor = as_tensor(node)
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield join(path), tensor
+
+
+def _said_once(findings: list[Finding]) -> Iterator[Finding]:
+    """Without those that only say what another one does: what stops a reader is often what a checksum tells as well."""
+    for number, one in enumerate(findings):
+        others = enumerate(findings if len(findings) <= COMPARED else ())
+        if not any(_says(other, one, place < number) for place, other in others if place != number):
+            yield one
+
+
+def _says(other: Finding, one: Finding, before: bool) -> bool:
+    """Whether `other` says what `one` does."""
+    if other.what not in one.what or (one.file and other.file and one.file != other.file):
+        return False
+    if other.what != one.what or len(other.tensors) > len(one.tensors):
+        return True
+    return before and other.tensors == one.tensors
+
+
+def _nonfinite(row: tuple[str, Tensor]) -> tuple[str, Tensor, int, int]:
+    name, tensor = row
+    try:
+        return name, tensor, *nonfinite(tensor)
+    except TensorError:  # there is nothing to look at: on meta, in a sparse layout
+        return name, tensor, 0, 0

@@ -1,0 +1,160 @@
+"""ckptkit digest"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.errors import CkptkitError, InputError
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.checking.digests import Digests, Matches
+
+SCHEMA = "ckptkit.digest/1"
+DIFFERENT = 1
+
+
+@click.command("digest")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option("--manifest", metavar="OUT", help="Write the list to a file instead.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with such a list.")
+@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name.")
+@click.option("--all", "everything", is_flag=True, help="All tensors, by their paths, and not the weights alone.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@click.option("--quiet", "-q", is_flag=True, help="With --check: print what differs only.")
+@options.key
+def command(
+    files: tuple[str, ...],
+    manifest: str | None,
+    force: bool,
+    expected: str | None,
+    globs: tuple[str, ...],
+    everything: bool,
+    as_json: bool,
+    quiet: bool,
+    key: str | None,
+) -> int:
+    """Say what the tensors of checkpoints weigh.
+
+    Prints the SHA-256 of each tensor's dtype, shape and elements, and one of all of them, which are equal wherever the
+    tensors are, in whatever format. --check compares them with a list that was printed before, exit code 1 if they
+    differ.
+
+    \b
+    Example: ckptkit digest run.pth > run.manifest
+             ckptkit digest --check run.manifest run.safetensors
+    """
+    if len(files) > 1 and (manifest is not None or expected is not None):
+        raise click.UsageError("a manifest is of one FILE")
+    if manifest is not None and (expected is not None or as_json):
+        raise click.UsageError("--manifest goes with neither --check nor --json")
+    matches = render.matcher(globs) if globs else None
+    failures: list[CkptkitError] = []
+    found = _each(files, key, everything, matches, failures)
+    if expected is not None:
+        ((path, _, digests),) = found
+        return _compare(path, digests, expected, matches, as_json, quiet)
+    if manifest is not None:
+        _write(next(found)[2], manifest, force)
+    elif as_json:
+        render.emit_json({"schema": SCHEMA, "files": (_facts(*each) for each in found)})
+    else:
+        for path, _, digests in found:
+            render.write(f"{line}\n" for line in _lines(digests, path if len(files) > 1 else None))
+    return InputError.exit_code if failures else 0
+
+
+def _each(
+    files: Sequence[str], key: str | None, everything: bool, matches: Matches | None, failures: list[CkptkitError]
+) -> Iterator[tuple[str, str, Digests]]:
+    """Path, format and digests of each file. One file alone raises what is wrong, of several the others go on."""
+    from ckptkit.checking.digests import digest
+    from ckptkit.cli.progress import Progress
+    from ckptkit.convert import open_checkpoint
+
+    for file in files:
+        try:
+            with closing(open_checkpoint(file, key=key)) as checkpoint, Progress("digest") as progress:
+                found = digest(checkpoint, everything=everything, matches=matches, progress=progress)
+        except CkptkitError as error:
+            error.at(urls.shown(file))
+            if len(files) == 1:
+                raise
+            render.warn(str(error), error.hint)
+            failures.append(error)
+            continue
+        for name, why in found.without.items():
+            render.warn(f"{urls.shown(file)}: left out: {name}: {why}")
+        if not found.tensors and matches is not None:
+            render.warn(f"{urls.shown(file)}: no name of a tensor matches --keys")
+        yield checkpoint.name or "", checkpoint.format, found
+
+
+def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
+    """The manifest, its first line with the path where that is asked for."""
+    from ckptkit.reports import manifest
+
+    first, *others = manifest.lines(digests.ids, render.escape)
+    yield first if path is None else render.escape(f"{first}  {path}")
+    yield from others
+
+
+def _write(digests: Digests, path: str, force: bool) -> None:
+    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.publish import publish
+
+    data = "".join(f"{line}\n" for line in _lines(digests)).encode()
+    publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)
+    render.emit(
+        render.escape(f"wrote {urls.shown(path)}: {render.plural(len(digests.ids), 'tensor')}, {digests.whole}")
+    )
+
+
+def _compare(path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool) -> int:
+    from ckptkit.checking.digests import differences, read_manifest
+    from ckptkit.cli.verify import said
+
+    known = read_manifest(expected)
+    found = list(differences(digests, known, matches))
+    if as_json:
+        render.emit_json({"schema": SCHEMA, **_comparison(digests.ids, known, matches)})
+    elif found:
+        render.emit(f"{render.escape(path)}: {len(found):,} of {len(known):,} tensors differ from the manifest")
+        render.write(f"  {render.escape(said(each))}\n" for each in found)
+    elif not quiet:
+        render.emit(f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} as in the manifest")
+    return DIFFERENT if found else 0
+
+
+def _comparison(ids: Mapping[str, str], known: Mapping[str, str], matches: Matches | None) -> dict[str, Any]:
+    from ckptkit.reports.manifest import compare
+
+    found = compare(ids, {name: id for name, id in known.items() if matches is None or matches(name)})
+    return {"equal": not any(found), **{name: list(names) for name, names in found._asdict().items()}}
+
+
+def _facts(path: str, format: str, digests: Digests) -> dict[str, Any]:
+    """FILE of the schema, its list of tensors as an iterator."""
+    from ckptkit.reports.values import number
+
+    return {
+        "path": path,
+        "format": format,
+        "sha256": digests.whole,
+        "tensors": (
+            {
+                "name": name,
+                "dtype": digests.tensors[name].dtype.name,
+                "shape": [number(size) for size in digests.tensors[name].shape],
+                "id": id,
+            }
+            for name, id in digests.ids.items()
+        ),
+        "without": [{"name": name, "why": why} for name, why in digests.without.items()],
+    }

@@ -1,0 +1,168 @@
+"""ckptkit verify"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.errors import CkptkitError, InputError, UsageError
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.checking.digests import Matches
+    from ckptkit.checking.verify import Verdict
+    from ckptkit.formats.format import Finding
+
+SCHEMA = "ckptkit.verify/1"
+FINDINGS = 1
+SHOWN = 20  # findings about one file
+NAMED = 3  # tensors of a finding
+
+
+@click.command("verify")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@click.option("--values", is_flag=True, help="Find NaN and infinite elements too.")
+@click.option("--manifest", metavar="FILE", help="Compare the weights with what `ckptkit digest` wrote.")
+@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="With --manifest: only tensors with such a name.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@click.option("--quiet", "-q", is_flag=True, help="Print what is wrong only.")
+@options.key
+def command(
+    files: tuple[str, ...],
+    values: bool,
+    manifest: str | None,
+    globs: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    key: str | None,
+) -> int:
+    """Say whether checkpoints are whole.
+
+    Reads each to its last byte and checks its structure, its lengths, every checksum that it has, and that its files
+    do not contradict each other. Exit code 1 if something is wrong, 3 if a file cannot be read at all.
+
+    \b
+    Example: ckptkit verify run.pth model/
+             ckptkit verify --values --manifest net.manifest net.safetensors
+    """
+    from ckptkit.checking.digests import read_manifest
+
+    if manifest is not None and len(files) > 1:
+        raise click.UsageError("--manifest is of one FILE")
+    if globs and manifest is None:
+        raise click.UsageError("--keys goes with --manifest")
+    expected = None if manifest is None else read_manifest(manifest)
+    failures: list[CkptkitError] = []
+    shown = _Shown(as_json, quiet, len(files) == 1)
+    matches = render.matcher(globs) if globs else None
+    verdicts = _verdicts(files, expected, matches, values, key, failures, alone=len(files) == 1 and not as_json)
+    shown.print(verdicts)
+    return InputError.exit_code if failures else FINDINGS if shown.wrong else 0
+
+
+def _verdicts(
+    files: Sequence[str],
+    expected: Mapping[str, str] | None,
+    matches: Matches | None,
+    values: bool,
+    key: str | None,
+    failures: list[CkptkitError],
+    alone: bool,
+) -> Iterator[Verdict | CkptkitError]:
+    """What is found in each file, or why it cannot be read. One file `alone` raises that."""
+    from ckptkit.checking.verify import verify
+    from ckptkit.cli.progress import Progress
+
+    for file in files:
+        try:
+            with Progress("verify") as progress:
+                verdict = verify(file, expected=expected, matches=matches, values=values, key=key, progress=progress)
+        except UsageError:
+            raise
+        except CkptkitError as error:
+            if alone:
+                raise
+            error.at(urls.shown(file))
+            failures.append(error)
+            yield error
+        else:
+            yield verdict
+
+
+class _Shown:
+    """What is printed."""
+
+    def __init__(self, as_json: bool, quiet: bool, alone: bool) -> None:
+        self.as_json, self.quiet, self.alone = as_json, quiet, alone
+        self.wrong = False
+
+    def print(self, verdicts: Iterator[Verdict | CkptkitError]) -> None:
+        if self.as_json:
+            render.emit_json({"schema": SCHEMA, "files": map(self._facts, verdicts)})
+            return
+        for each in verdicts:
+            if isinstance(each, CkptkitError):
+                render.warn(str(each), each.hint)
+                continue
+            self.wrong |= not each.ok
+            if each.findings or not self.quiet:
+                render.emit(*map(render.escape, lines(each)))
+
+    def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
+        if isinstance(found, CkptkitError):
+            return {"path": found.where, "ok": False, "unreadable": found.message, "hint": found.hint}
+        self.wrong |= not found.ok
+        return {
+            "path": found.path,
+            "format": found.format,
+            "ok": found.ok,
+            "tensors": found.tensors,
+            "records": found.records,
+            "nbytes": found.nbytes,
+            "findings": [
+                {"file": each.file or None, "what": each.what, "tensors": list(each.tensors)} for each in found.findings
+            ],
+            "notes": list(found.notes),
+        }
+
+
+def lines(verdict: Verdict) -> Iterator[str]:
+    """One line that says that all is well, or what is not; then findings, notes and what to type next."""
+    notes = verdict.notes
+    if verdict.ok:
+        looked = render.plural(verdict.tensors, "tensor")
+        if verdict.records:
+            looked = f"{render.plural(verdict.records, 'record')}, {render.size(verdict.nbytes)} checked"
+        elif notes:
+            looked, notes = f"{looked}; {notes[0]}", notes[1:]
+        yield f"{verdict.path}: ok: {looked}"
+    elif len(verdict.findings) == 1:
+        yield f"{verdict.path}: {said(verdict.findings[0])}"
+    else:
+        yield f"{verdict.path}: {len(verdict.findings):,} findings"
+        yield from (f"  {said(each)}" for each in verdict.findings[:SHOWN])
+        if len(verdict.findings) > SHOWN:
+            yield f"  and {len(verdict.findings) - SHOWN:,} more, which --json lists"
+    yield from (f"note: {note}" for note in notes)
+    if verdict.damaged:
+        yield from (f"hint: {hint}" for hint in _hints(verdict))
+
+
+def said(finding: Finding) -> str:
+    """One finding: the file in a folder, what is wrong, and the tensors that it hits."""
+    names = ", ".join(finding.tensors[:NAMED])
+    more = f" and {len(finding.tensors) - NAMED:,} more" if len(finding.tensors) > NAMED else ""
+    place = f"{finding.file}: " if finding.file else ""
+    return f"{place}{finding.what}" + (f" ({names}{more})" if names else "")
+
+
+def _hints(verdict: Verdict) -> Iterable[str]:
+    from ckptkit.reports.advice import recover
+
+    again = "fetch it again from where it came from"
+    if verdict.recoverable:
+        return (f"{again}; to save what is whole: {recover(verdict.path)}",)
+    return dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint) or (again,)

@@ -1,0 +1,68 @@
+"""Checks a torch.distributed.checkpoint folder: is every item what the metadata say, and what of it has a checksum.
+
+Items are archives of torch.save, with a CRC-32 for each record, or lie in a safetensors file, which has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os.path import basename
+
+from ckptkit.bytesource import Section
+from ckptkit.errors import CkptkitError, InputError
+from ckptkit.formats.dcp.items import Files
+from ckptkit.formats.dcp.metadata import Chunk, Place, Whole, shown
+from ckptkit.formats.dcp.reading import EXTRA, described, folder_of, places
+from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.torch import zip_archive, zip_check
+
+
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """Every item whose file is there. Raises what is wrong with the metadata."""
+    folder = folder_of(probe)
+    files = Files(folder)
+    found = described(files, frozenset(folder.list()))
+    there = {place for place in places(found) if place.file in folder}
+    for place in sorted(there):
+        for each in _records(files, place):
+            yield each
+            if isinstance(each, Finding):
+                there.discard(place)
+    for name, entry in found.entries.items():
+        if isinstance(entry, Whole):
+            yield from _chunks(files, name, entry, there)
+    if EXTRA in folder:
+        beside = Probe(folder.open(EXTRA))
+        if zip_archive.matches(beside) and beside.zip is not None:
+            yield from zip_check.members(beside.zip, EXTRA)
+
+
+def _records(files: Files, place: Place) -> Iterator[Part | Finding]:
+    """The records of the archive at a place; nothing where there is another kind of item."""
+    try:
+        if not files.is_archive(place):
+            return
+        inner = Probe(Section(files.folder.open(place.file), place.offset, place.length))
+        if inner.zip is not None:
+            yield from zip_check.members(inner.zip, place.file, f"at byte {place.offset:,}: ")
+    except InputError as error:
+        yield Finding(f"at byte {place.offset:,}: {error.message}", place.file)
+
+
+def _chunks(files: Files, name: str, entry: Whole, there: set[Place]) -> Iterator[Finding]:
+    """What chunks of a tensor say of themselves that the metadata do not."""
+    for chunk in entry.chunks:
+        if chunk.place in there and (why := _contradiction(files, name, entry, chunk)) is not None:
+            yield Finding(f"{shown(name)}, at byte {chunk.place.offset:,}: {why.message}", _file(why, chunk), (name,))
+
+
+def _contradiction(files: Files, name: str, entry: Whole, chunk: Chunk) -> CkptkitError | None:
+    try:
+        files.chunk(name, entry.dtype, chunk)
+    except InputError as error:
+        return error
+    return None
+
+
+def _file(error: CkptkitError, chunk: Chunk) -> str:
+    return basename(error.where) if error.where else chunk.place.file

@@ -1,0 +1,23 @@
+"""What of a zip file can be checked: every member has a CRC-32, or 0 where none was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptkit.formats.format import Part, Probe
+from ckptkit.formats.torch.zip_container import Unlocated, ZipDirectory
+from ckptkit.formats.torch.zip_members import shown
+
+
+def check(probe: Probe) -> Iterator[Part]:
+    """Every member that has bytes, whether something refers to it or not."""
+    assert probe.zip is not None
+    return members(probe.zip)
+
+
+def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[Part]:
+    """Those of an archive that is the `item` of a `file` in a folder."""
+    for name, entry in directory.entries.items():
+        if entry.size or entry.stored:
+            what = f"{item}record {shown(name)}"
+            yield Part(what, Unlocated(directory, name, entry.size), directory.crc(name), file)
