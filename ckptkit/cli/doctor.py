@@ -1,0 +1,123 @@
+"""ckptkit doctor"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.errors import InputError
+
+if TYPE_CHECKING:
+    from ckptkit.convert import Conversion
+    from ckptkit.loading.doctor import Diagnosis
+    from ckptkit.reports.doctor.cause import Cause
+
+SCHEMA = "ckptkit.doctor/1"
+FOUND = 1
+
+
+@click.command("doctor")
+@click.argument("file", metavar="FILE")
+@click.option("--model", "spec", metavar="MODEL", help="See whether it fits package.module:Class or file.py:Class.")
+@click.option(
+    "--arg", "args", metavar="NAME=JSON", multiple=True, callback=options.arguments, help="What to build it with."
+)
+@click.option("--fix", "destination", metavar="DST", help="Write a checkpoint in which all that can be mended is.")
+@click.option("--force", is_flag=True, help="Replace DST if it exists.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.key
+def command(file: str, spec: str | None, args: dict[str, object], key: str | None, as_json: bool, **fix: Any) -> int:
+    """Say why a checkpoint does not load, and what to type.
+
+    Names every cause that applies, what it means, and the command that mends it. --fix does all that can be done in one
+    go. With --model also what keeps it from fitting that model, whose code is imported and run.
+    Exit code 0 if there is nothing, 1 if there is, 3 if FILE cannot be read.
+
+    \b
+    Example: ckptkit doctor run.pth
+             ckptkit doctor run.pth --model models.py:CNN --arg classes=10 --fix fixed.pth
+    """
+    from ckptkit.loading.doctor import examine
+
+    if args and spec is None:
+        raise click.UsageError("--arg goes with --model")
+    model, words = _model(spec, args), _words(spec, args)
+    found = examine(file, model=model, key=key, options=(*words, *(() if key is None else ("--key", key))))
+    done = _mended(found, **fix)
+    left = found if done is None else examine(done.path, model=model, options=words)
+    if as_json:
+        render.emit_json(_facts(found, done, left))
+    else:
+        _say(found, done, left, fix["destination"])
+    return InputError.exit_code if not left.readable else FOUND if left.causes else 0
+
+
+def _model(spec: str | None, args: dict[str, object]) -> Any:
+    from ckptkit.bridge import model_from
+
+    return None if spec is None else model_from(spec, args)
+
+
+def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:
+    """What says the model on the command line."""
+    if spec is None:
+        return ()
+    from json import dumps
+
+    return ("--model", spec, *(word for name, value in args.items() for word in ("--arg", f"{name}={dumps(value)}")))
+
+
+def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversion | None:
+    if destination is None or found.fix is None:
+        return None
+    from ckptkit.cli.progress import Progress
+    from ckptkit.loading.doctor import cure
+
+    with Progress("writing") as progress:
+        return cure(found, destination, force=force, progress=progress)
+
+
+def _say(found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None) -> None:
+    from ckptkit.cli import doctor_text
+
+    render.emit(*doctor_text.lines(found, done, left, destination))
+    if done is not None:
+        for line in (*options.what_was_lost(found.lost), *done.plan.notes, *done.warnings):
+            render.warn(line)
+
+
+def _facts(found: Diagnosis, done: Conversion | None, left: Diagnosis) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "path": found.path,
+        "readable": found.readable,
+        "format": None if found.checkpoint is None else found.checkpoint.format,
+        "causes": list(map(_cause, found.causes)),
+        "fixed": None if done is None else _fixed(found, done, left),
+    }
+
+
+def _fixed(found: Diagnosis, done: Conversion, left: Diagnosis) -> dict[str, Any]:
+    return {
+        "destination": done.path,
+        "format": done.format,
+        "done": list(done.notes),
+        "left_out": list(done.plan.notes),
+        "lost": list(map(asdict, found.lost)),
+        "warnings": list(done.warnings),
+        "remaining": list(map(_cause, left.causes)),
+    }
+
+
+def _cause(cause: Cause) -> dict[str, Any]:
+    return {
+        "id": cause.id,
+        "severity": cause.severity,
+        "title": cause.title,
+        "explanation": cause.explanation,
+        "command": cause.command,
+        "fixable": cause.fix is not None,
+    }

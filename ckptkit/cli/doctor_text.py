@@ -1,0 +1,70 @@
+"""A diagnosis for people, escaped: each cause with its number, what it means, the command on a line of its own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from shutil import get_terminal_size
+from textwrap import wrap
+
+from ckptkit.cli.render import escape, is_terminal, paint, plural, size
+from ckptkit.convert import Conversion
+from ckptkit.loading.doctor import Diagnosis
+from ckptkit.reports.advice import argument, fixed
+from ckptkit.reports.doctor.cause import ERROR, NOTE, WARNING
+
+COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
+WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
+
+
+def lines(found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None) -> Iterator[str]:
+    """What was found; what was `done` about it, and what is `left`."""
+    yield _heading(found)
+    yield from _causes(found)
+    if done is not None:
+        yield ""
+        yield from _done(done, left)
+    elif destination is not None and found.causes:
+        yield ""
+        yield "--fix can do nothing about this: nothing was written"
+    elif len(found.causes) > 1 and found.fix is not None:
+        yield ""
+        yield "all that can be mended at once:"
+        words = ("ckptkit", "doctor", *found.options, "--fix", fixed(found.path), *argument(found.path))
+        yield f"  {escape(shlex.join(words))}"
+
+
+def _heading(found: Diagnosis) -> str:
+    if found.checkpoint is None:
+        return f"{escape(found.path)}: cannot be read"
+    number = plural(len(found.causes), "cause") if found.causes else "nothing found that keeps it from loading"
+    kind = found.checkpoint.format if found.readable else f"{found.checkpoint.format}, damaged"
+    return f"{escape(found.path)}: {kind}: {number}"
+
+
+def _causes(found: Diagnosis) -> Iterator[str]:
+    wide = max(NARROWEST, min(WIDEST, get_terminal_size().columns - 4)) if is_terminal(sys.stdout) else WIDEST
+    said: dict[str, int] = {}
+    for number, cause in enumerate(found.causes, 1):
+        yield ""
+        title = f"{number}. {'Note: ' * (cause.severity == NOTE)}{escape(cause.title)}"
+        yield paint(title, COLOURS[cause.severity])
+        text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
+        yield from (f"   {escape(line)}" for line in text)
+        if cause.command in said:
+            yield f"     (the command of {said[cause.command]})"
+        elif cause.command is not None:
+            said[cause.command] = number
+            yield f"     {escape(cause.command)}"
+
+
+def _done(done: Conversion, left: Diagnosis) -> Iterator[str]:
+    selection = done.checkpoint.selection
+    count = plural(0 if selection is None else len(selection.nodes), "tensor")
+    yield escape(f"wrote {done.path}: {'; '.join((f'{count}, {size(done.plan.size)}', *done.notes))}")
+    if left.causes:
+        yield f"what remains in {escape(done.path)}: {plural(len(left.causes), 'cause')}"
+        yield from _causes(left)
+    else:
+        yield f"nothing remains: {escape(done.path)} loads{' into the model' if left.options else ''}"

@@ -1,0 +1,266 @@
+"""Why a checkpoint does not load, here and into a model; and one plan that does what can be done about it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import bridge, formats
+from ckptkit.bytesource import ByteSource, Folder
+from ckptkit.checking.verify import verify
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import Conversion, PathLike, convert, open_place
+from ckptkit.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    TensorError,
+    UnsafeGlobalError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.formats.folder import INDEX
+from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
+from ckptkit.loading.model import is_implied, prefixes
+from ckptkit.remote import urls
+from ckptkit.reports.doctor import content, fit, refused
+from ckptkit.reports.doctor.cause import ERROR, Cause, Fix, together
+from ckptkit.reports.doctor.facts import Facts
+from ckptkit.reports.matching import Kind
+from ckptkit.reports.summary import summarize
+from ckptkit.transforms import metadata
+from ckptkit.transforms.devices import remap
+from ckptkit.transforms.elements import compact
+from ckptkit.transforms.keys import add_prefix, rename, strip_prefix, tie
+from ckptkit.transforms.structure import bare
+from ckptkit.tree import Global, children, key_text
+from ckptkit.weights import locate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+READ = 256 << 20  # bytes up to which a file is read to its end: headers alone do not tell of damage to tensors
+REFUSALS = (FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError)  # of a file
+FOLDERS = 16  # folders that are tried in the place of one that is not complete
+_NUMBER = re.compile("[0-9]+")
+_OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")  # that every torch has
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found. ``checkpoint`` is what can be read, of a damaged file what is whole, None if nothing can;
+    ``readable`` whether all of it can; ``lost`` what of a damaged file cannot."""
+
+    path: str
+    causes: tuple[Cause, ...]
+    checkpoint: Checkpoint | None
+    readable: bool
+    lost: tuple[Loss, ...] = ()
+    options: tuple[str, ...] = ()  # what said model and key on the command line
+
+    @property
+    def fix(self) -> Fix | None:
+        """What one plan can do about all of it, None if that is nothing."""
+        return None if self.checkpoint is None else together(self.causes)
+
+
+def examine(
+    path: PathLike, *, model: nn.Module | None = None, key: str | None = None, options: tuple[str, ...] = ()
+) -> Diagnosis:
+    """Every cause that keeps `path` from loading: on this machine, and into `model` if there is one.
+
+    `key` names the entry to take as the weights, `options` are what says model and key on the command line. Reads
+    headers, and small files to their end. Raises PathError, UsageError for a `key` that names none, and what keeps
+    a remote file from being read.
+    """
+    typed = urls.shown(os.fspath(path))
+    place = open_place(path)
+    try:
+        checkpoint = formats.read(place)
+    except REFUSALS as error:
+        return replace(_examine_refused(typed, place, error), options=options)
+    lost: tuple[Loss, ...] = ()
+    found = list(_damage(typed, place))
+    if found:
+        salvaged = _salvaged(place)
+        checkpoint, lost = (salvaged.checkpoint, salvaged.lost) if salvaged is not None else (checkpoint, ())
+    checkpoint = checkpoint if key is None else checkpoint.with_key(key)
+    found += _content(typed, checkpoint, model is not None)
+    if model is not None and not any(cause.id == "ambiguous" for cause in found):
+        found += _fit(typed, checkpoint, model, options)
+    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost, options=options)
+
+
+def cure(
+    found: Diagnosis, destination: PathLike, *, force: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Conversion:
+    """Write what one plan can make of it: `found.fix`, in the format that the suffix of `destination` says.
+
+    Raises UsageError if there is nothing to do, and what `convert` raises.
+    """
+    fix = found.fix
+    if fix is None or found.checkpoint is None:
+        raise UsageError("there is nothing that ckptkit could do about it", where=found.path)
+    options = WriteOptions(objects="drop" if fix.drop_objects else "keep")
+    return convert(found.checkpoint, destination, *_steps(fix), options=options, force=force, progress=progress)
+
+
+def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+    if fix.bare:
+        yield bare
+    if fix.strip:
+        yield lambda ck: strip_prefix(ck, *fix.strip)
+    if fix.add:
+        yield lambda ck: add_prefix(ck, fix.add)
+    if fix.names:
+        yield lambda ck: rename(ck, fix.names)
+    if fix.ties:
+        yield lambda ck: tie(ck, fix.ties)
+    if fix.to_cpu:
+        yield lambda ck: remap(ck, "cpu")
+    if fix.compact:
+        yield compact
+
+
+# A file that cannot be read
+
+
+def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError) -> Diagnosis:
+    probe = Probe(place)
+    try:
+        known = formats.match(probe) is not None
+    except CkptkitError:
+        known = True
+    salvaged = _salvaged(place) if known and isinstance(error, FormatError) else None
+    whole = _whole_beside(place) if known and isinstance(place, Folder) and not urls.is_url(place.name) else None
+    head = b"" if isinstance(place, Folder) else probe.head
+    refusal = refused.Refusal(path, error, head, isinstance(place, Folder), known, salvaged is not None, whole)
+    found = [refused.cause(refusal)]
+    if salvaged is None:
+        return Diagnosis(path, tuple(found), None, readable=False)
+    found += _content(path, salvaged.checkpoint, with_model=False)
+    return Diagnosis(path, tuple(found), salvaged.checkpoint, readable=False, lost=salvaged.lost)
+
+
+def _salvaged(place: ByteSource | Folder) -> Salvaged | None:
+    """What is whole of a file on this machine, None if nothing is."""
+    if isinstance(place, Folder) or place.remote:
+        return None
+    try:
+        return formats.salvage(place)
+    except CkptkitError:
+        return None
+
+
+def _whole_beside(place: Folder) -> str | None:
+    """The last of the folders in this one, or else beside it, that can be read."""
+    inside = [os.path.join(place.name, name) for name in place.folders()]
+    path = os.path.abspath(place.name)
+    above = os.path.dirname(path)
+    try:
+        beside = [os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name) for name in Folder(above).folders()]
+    except CkptkitError:
+        beside = []
+    for each in (*_latest(inside), *_latest(each for each in beside if os.path.abspath(each) != path)):
+        try:
+            formats.read(Folder(each))
+        except CkptkitError:
+            continue
+        return each
+    return None
+
+
+def _latest(paths: Any) -> list[str]:
+    """Folders by the numbers in their names, the highest first."""
+    numbers = {path: [int(n) for n in _NUMBER.findall(os.path.basename(path))] for path in paths}
+    return sorted(numbers, key=lambda path: (numbers[path], path), reverse=True)[:FOLDERS]
+
+
+# A file that can
+
+
+def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
+    if not isinstance(place, ByteSource) or place.remote or place.size > READ:
+        return
+    try:
+        verdict = verify(path)
+    except CkptkitError:
+        return
+    if verdict.damaged:
+        error = CorruptError("; ".join(finding.what for finding in verdict.findings[:3]))
+        yield refused.cause(refused.Refusal(path, error, known=True, recoverable=verdict.recoverable))
+
+
+def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:
+    summary = summarize(checkpoint)
+    tags = {row.tensor.device for row in summary.rows} - {"cpu", "meta"}
+    devices: Any = bridge.environment()["devices"] if tags else ("cpu",)
+    source = checkpoint.source
+    facts = Facts(
+        path,
+        summary,
+        checkpoint.root,
+        devices=tuple(devices),
+        lacking=_lacking(checkpoint),
+        ambiguous=_ambiguous(checkpoint),
+        no_index=isinstance(source, Folder)
+        and checkpoint.format.startswith("sharded")
+        and not any(name.endswith(INDEX) for name in source.list()),
+        no_version=any("no version record" in warning for warning in checkpoint.warnings),
+        with_model=with_model,
+    )
+    return content.causes(facts)
+
+
+def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
+    def may_be_new(name: Global) -> bool:
+        is_torch = name.module.partition(".")[0] == "torch" and "." not in name.name
+        return is_torch and name.name not in _OLD and not name.name.endswith("Storage")
+
+    names = [(name.module, name.name) for name in checkpoint.globals if may_be_new(name)]
+    return tuple(bridge.torch_lacks(names)) if names else ()
+
+
+def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The entries that could be the weights, where more than one could."""
+    try:
+        checkpoint.selection  # noqa: B018  raises
+    except AmbiguousError:
+        return tuple(
+            name for key, node in children(checkpoint.root) if _holds_weights(node) and (name := key_text(key))
+        )
+    return ()
+
+
+def _holds_weights(node: Any) -> bool:
+    try:
+        return locate(node) is not None
+    except AmbiguousError:
+        return False
+
+
+def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str, ...]) -> list[Cause]:
+    weights = checkpoint.selection
+    if weights is None:
+        return [Cause("no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it.")]
+    theirs = {name: Kind(*kind) for name, kind in bridge.model_shapes(model).items()}
+    ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
+    strip, add = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
+    versions: Mapping[str, Any] = metadata.of(weights.node) or {}
+    there = {add + name.removeprefix(strip) for name in ours}
+    wanted = {
+        name: kind
+        for name, kind in theirs.items()
+        if name in there or not is_implied(strip + name.removeprefix(add), versions)
+    }
+    for name, kind in ours.items():  # torch before 0.4 had no shape ()
+        other = wanted.get(add + name.removeprefix(strip))
+        if kind.shape == (1,) and other is not None and other.shape == ():
+            ours[name] = Kind(kind.dtype, ())
+    ties = [[name for name in same if name in wanted] for same in bridge.model_ties(model)]
+    return fit.causes(fit.Fitting(path, ours, wanted, strip, add, ties, options))

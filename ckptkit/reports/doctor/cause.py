@@ -1,0 +1,60 @@
+"""A cause, the command that helps, and what a plan can do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+
+ERROR = "error"  # it does not load
+WARNING = "warning"  # it does not load everywhere, or not as its name promises
+NOTE = "note"  # it loads, and costs more or is something else than one may think
+
+
+@dataclass(frozen=True)
+class Fix:
+    """What one plan can do. An empty fix writes the checkpoint anew, which is enough for what "
+    "is wrong with a file."""
+
+    bare: bool = False  # the weights as a checkpoint of their own
+    strip: tuple[str, ...] = ()
+    add: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)  # after strip and add
+    ties: Mapping[str, str] = field(default_factory=dict)  # new name -> the one that it stands for as well
+    to_cpu: bool = False
+    compact: bool = False
+    drop_objects: bool = False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`title` says what it is in a sentence, `explanation` what it means, `command` what to type, if anything helps.
+
+    ``fix`` is what one plan can do about it, None if nothing.
+    """
+
+    id: str
+    severity: str
+    title: str
+    explanation: str
+    command: str | None = None
+    fix: Fix | None = None
+
+
+def together(causes: Iterable[Cause]) -> Fix | None:
+    """What one plan can do about all of them, None if that is nothing."""
+    fixes = [cause.fix for cause in causes if cause.fix is not None]
+    return reduce(_both, fixes) if fixes else None
+
+
+def _both(one: Fix, other: Fix) -> Fix:
+    return Fix(
+        bare=one.bare or other.bare,
+        strip=(*one.strip, *other.strip),
+        add=one.add or other.add,
+        names={**one.names, **other.names},
+        ties={**one.ties, **other.ties},
+        to_cpu=one.to_cpu or other.to_cpu,
+        compact=one.compact or other.compact,
+        drop_objects=one.drop_objects or other.drop_objects,
+    )

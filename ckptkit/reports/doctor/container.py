@@ -1,0 +1,143 @@
+"""What is wrong with the file or folder, whatever is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+
+from ckptkit.reports.advice import TORCH, argument, convert, edit
+from ckptkit.reports.doctor.cause import ERROR, WARNING, Cause, Fix
+from ckptkit.reports.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
+
+OTHER_FILES = ("safetensors", "npz", "npy", "pickle", "pt2")  # that torch.load refuses
+_SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
+
+
+def causes(facts: Facts) -> Iterator[Cause]:
+    for look in (_container, _suffix, _program, _version, _lacking, _index, _shard, _ambiguous):
+        yield from look(facts)
+
+
+def _container(facts: Facts) -> Iterator[Cause]:
+    what = FOLDERS.get(facts.summary.format)
+    if what is not None:
+        yield Cause(
+            facts.summary.format,
+            WARNING,
+            f"It {what}, not a file.",
+            "torch.load reads files, and a plain model has no use for the parts of several "
+            "processes: they must be put "
+            "together.",
+            alone(facts, "whole"),
+            Fix(bare=is_wrapped(facts)),
+        )
+    elif facts.summary.format == "torch-tar":
+        yield Cause(
+            "old-format",
+            ERROR,
+            "It is a tar file, as torch.save made until 0.1.1.",
+            'torch.load(weights_only=True), the default since 2.6, refuses such: "Cannot use '
+            "weights_only=True with files "
+            'saved in the legacy .tar format".',
+            convert(facts.path, "new"),
+            Fix(),
+        )
+
+
+def _suffix(facts: Facts) -> Iterator[Cause]:
+    """A name that promises another format. numpy's arrays in a pickle are tensors in a file of safetensors alone."""
+    format, path = facts.summary.format, facts.path.lower()
+    if path.endswith(TORCH) and format in OTHER_FILES:
+        arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
+        torch = convert(facts.path, "torch")
+        yield Cause(
+            "suffix",
+            ERROR,
+            f"Its name says torch.save, its content is {format}.",
+            'torch.load cannot read that: "invalid load key", "Invalid magic number" or "Weights only load failed".',
+            edit("convert", facts.path, "safe", suffix=".safetensors") if arrays else torch,
+            Fix(),
+        )
+    elif path.endswith(".safetensors") and format.startswith(("torch", "pickle")):
+        yield Cause(
+            "suffix",
+            ERROR,
+            f"Its name says safetensors, its content is {format}.",
+            'safetensors cannot read that: "Error while deserializing header".',
+            edit("convert", facts.path, "safe"),
+            Fix(),
+        )
+
+
+def _program(facts: Facts) -> Iterator[Cause]:
+    if facts.summary.format == "torchscript":
+        yield Cause(
+            "program",
+            WARNING,
+            "It is a TorchScript program, not a state_dict.",
+            "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
+            "your own needs its weights.",
+            convert(facts.path, "weights"),
+            Fix(bare=is_wrapped(facts)),
+        )
+
+
+def _version(facts: Facts) -> Iterator[Cause]:
+    if facts.no_version:
+        yield Cause(
+            "no-version",
+            ERROR,
+            "It has no version record.",
+            'torch refuses archives without one: "Expected hasRecord("version") to be true".',
+            convert(facts.path, "whole"),
+            Fix(),
+        )
+
+
+def _lacking(facts: Facts) -> Iterator[Cause]:
+    if facts.lacking:
+        yield Cause(
+            "newer",
+            ERROR,
+            f"It was saved by a newer torch than the one here, which has no {some(facts.lacking)}.",
+            "What it names is made by that torch alone.",
+            "pip install --upgrade torch",
+        )
+
+
+def _index(facts: Facts) -> Iterator[Cause]:
+    if facts.no_index:
+        yield Cause(
+            "no-index",
+            ERROR,
+            "It is a folder of shards without their index.",
+            "transformers and others find the tensors of a sharded model through its .index.json alone.",
+            edit("convert", facts.path, "indexed", "--format", facts.summary.format),
+            Fix(),
+        )
+
+
+def _shard(facts: Facts) -> Iterator[Cause]:
+    folder, name = os.path.split(facts.path)
+    found = _SHARD.search(name)
+    if found and int(found[1]) > 1:
+        yield Cause(
+            "one-shard",
+            ERROR,
+            f"It is one of {int(found[1]):,} shards of a checkpoint.",
+            "The other tensors are in the files beside it; the folder stands for all of them.",
+            convert(folder or ".", "whole") if folder else shlex.join(("ckptkit", "convert", ".", "whole.pth")),
+        )
+
+
+def _ambiguous(facts: Facts) -> Iterator[Cause]:
+    if facts.ambiguous:
+        yield Cause(
+            "ambiguous",
+            WARNING,
+            f"Several entries could be the weights: {some(facts.ambiguous)}.",
+            "A model takes one of them; --key says which.",
+            shlex.join(("ckptkit", "doctor", "--key", facts.ambiguous[0], *argument(facts.path))),
+        )

@@ -1,0 +1,147 @@
+"""What a checkpoint that can be read shows by itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from ckptkit.reports.advice import WASTE, convert, edit
+from ckptkit.reports.doctor import container, names
+from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.reports.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
+from ckptkit.tree import join, walk
+from ckptkit.trust import refused_by_weights_only
+from ckptkit.weights import as_tensor, is_optimizer
+
+BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
+
+
+def causes(facts: Facts) -> list[Cause]:
+    """All that apply, those of the container first."""
+    looks = (container.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices)
+    return [cause for look in looks for cause in look(facts)]
+
+
+def _module(facts: Facts) -> Iterator[Cause]:
+    summary = facts.summary
+    if summary.is_module and summary.format in TORCH_FILES:
+        node = facts.root
+        for key in summary.weights or ():
+            node = node[key] if isinstance(node, dict) else node
+        kind = str(getattr(node, "global_", None) or "a class")
+        yield Cause(
+            "module",
+            ERROR,
+            f"It is a whole pickled module ({kind}), not its state_dict.",
+            "Loading it imports that class, from the place where it was then (\"Can't get "
+            'attribute", "No module named"), '
+            "and torch.load(weights_only=True), the default since 2.6, refuses it. The weights "
+            "are all that a model needs.",
+            edit("convert", facts.path, "weights", suffix=".safetensors"),
+            Fix(bare=True),
+        )
+
+
+def _wrapper(facts: Facts) -> Iterator[Cause]:
+    summary = facts.summary
+    if not is_wrapped(facts) or summary.format in FOLDERS or summary.is_module or summary.format == "torchscript":
+        return
+    key = join(summary.weights or ())
+    others = [str(name) for name in facts.root if name != key] if isinstance(facts.root, dict) else []
+    beside = f", beside {some(others)}" if others else ""
+    yield Cause(
+        "wrapper",
+        ERROR,
+        f"The weights are in its entry {key!r}{beside}.",
+        "load_state_dict wants that entry, not the dict around it, whose keys are no names of a model's: "
+        '"Missing key(s) in state_dict ... Unexpected key(s)".',
+        alone(facts, "weights"),
+        Fix(bare=True),
+    )
+
+
+def _refused(facts: Facts) -> Iterator[Cause]:
+    """What weights_only=True does not take, if loading fails for no other reason that was named."""
+    summary = facts.summary
+    refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
+    if not refused or summary.format not in TORCH_FILES or summary.is_module:
+        return
+    harm = [each for each in summary.warnings if each.startswith("loading it with pickle would call")]
+    what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
+    yield Cause(
+        "weights-only",
+        ERROR,
+        f"torch.load(weights_only=True) refuses it: it names {some(refused)}.",
+        'It is the default since torch 2.6: "Weights only load failed". weights_only=False would '
+        "run what the file names." + what,
+        *_plain(facts),
+    )
+
+
+def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
+    """What leaves out values that only their own code could make. Arrays of numpy's are such, as torch sees it."""
+    arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
+    if any(arrays):
+        return edit("convert", facts.path, "weights", suffix=".safetensors"), None
+    if is_wrapped(facts):
+        return alone(facts, "weights"), Fix(bare=True, drop_objects=True)
+    if arrays and len(arrays) == len(facts.summary.rows):
+        return None, None  # there is nothing else in it
+    return convert(facts.path, "plain", "--objects", "drop"), Fix(drop_objects=True)
+
+
+def _devices(facts: Facts) -> Iterator[Cause]:
+    held = Counter(row.tensor.device for row in facts.summary.rows)
+    away = [device for device in held if device != "meta" and not _is_here(device, facts.devices)]
+    if away and facts.summary.format in TORCH_FILES:
+        yield Cause(
+            "device",
+            ERROR,
+            f"It was saved on {some(away)}, which this machine does not have.",
+            'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA device". '
+            "map_location='cpu' does the same as this command, each time anew.",
+            edit("remap", facts.path, "cpu", "--to", "cpu"),
+            Fix(to_cpu=True),
+        )
+
+
+def _is_here(device: str, devices: Collection[str]) -> bool:
+    return device in devices or any(each.startswith(f"{device}:") for each in devices)
+
+
+def _optimizer(facts: Facts) -> Iterator[Cause]:
+    """Whether much of the file is the state of optimizers."""
+    everything, optimizers = 0, 0
+    inside: int | None = None  # depth of an optimizer, while the walk is in it
+    seen: set[int] = set()
+    for path, node in walk(facts.root):
+        inside = None if inside is not None and len(path) <= inside else inside
+        if inside is None and path and is_optimizer(node):
+            inside = len(path)
+        tensor = as_tensor(node)
+        if tensor is not None and tensor.storage is not None and id(tensor.storage) not in seen:
+            seen.add(id(tensor.storage))
+            everything += tensor.storage.nbytes
+            optimizers += tensor.storage.nbytes if inside is not None else 0
+    if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, WASTE):
+        yield Cause(
+            "optimizer",
+            NOTE,
+            f"{optimizers / everything:.0%} of its bytes are the state of the optimizer.",
+            f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing else does.",
+            alone(facts, "weights"),
+            Fix(bare=True),
+        )
+
+
+def _slices(facts: Facts) -> Iterator[Cause]:
+    totals = facts.summary.totals
+    if totals.unused_nbytes > max(WASTE, totals.nbytes // 10):
+        yield Cause(
+            "slices",
+            NOTE,
+            f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
+            "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each tensor.",
+            convert(facts.path, "compact", "--compact"),
+            Fix(compact=True),
+        )

@@ -1,0 +1,62 @@
+"""What is looked at, and what several looks need to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from ckptkit.reports.advice import TORCH, convert, edit
+from ckptkit.reports.summary import Summary
+from ckptkit.tree import Node, join
+
+SHOWN = 4  # names in a sentence
+FOLDERS = {
+    "dcp": "is a folder of torch.distributed.checkpoint (FSDP and others)",
+    "deepspeed": "is a folder of DeepSpeed (ZeRO)",
+}
+TORCH_FILES = ("torch-zip", "torch-legacy", "torch-tar")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is looked at. ``path`` is the file as it was typed, ``ambiguous`` the entries that could be the weights.
+
+    ``devices`` are those of this machine, ``lacking`` the names in its pickles that the torch here does not have;
+    ``no_index`` says that it is a folder of shards without one, ``no_version`` that torch looks for a record in vain;
+    ``with_model``: prefixes are looked at beside the model.
+    """
+
+    path: str
+    summary: Summary
+    root: Node
+    devices: Collection[str] = ("cpu",)
+    lacking: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
+    no_index: bool = False
+    no_version: bool = False
+    with_model: bool = False
+
+
+def is_wrapped(facts: Facts) -> bool:
+    return bool(facts.summary.weights)
+
+
+def alone(facts: Facts, mark: str) -> str:
+    """The command that makes a file of the weights alone."""
+    if not is_wrapped(facts):
+        return convert(facts.path, mark)
+    suffix = None if facts.path.lower().endswith(TORCH) else ".pth"
+    return edit("extract", facts.path, mark, "--key", join(facts.summary.weights or ()), suffix=suffix)
+
+
+def names_of(facts: Facts) -> list[str]:
+    return [row.name for row in facts.summary.rows if row.name is not None]
+
+
+def is_lightning(facts: Facts) -> bool:
+    return isinstance(facts.root, dict) and "pytorch-lightning_version" in facts.root
+
+
+def some(names: Iterable[str]) -> str:
+    listed = [each[:80] for each in names]
+    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN:,} more" if len(listed) > SHOWN else "")

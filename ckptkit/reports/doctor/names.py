@@ -1,0 +1,106 @@
+"""What stands in the names of the weights that a plain model does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from ckptkit.reports.advice import edit
+from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.reports.doctor.facts import TORCH_FILES, Facts, is_lightning, names_of, some
+
+# What wrappers put before the names of the module inside, and who does.
+WRAPPERS = {
+    "module.": "DataParallel and DistributedDataParallel put it there",
+    "_orig_mod.": "torch.compile puts it there",
+    "_fsdp_wrapped_module.": "FSDP puts it there",
+    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
+}
+ATTRIBUTE = "model."  # what many modules call the network inside
+
+
+def causes(facts: Facts) -> Iterator[Cause]:
+    """Wrappers before the names and inside them. Beside a model, `fit` knows better."""
+    if not facts.with_model:
+        yield from _prefix(facts)
+        yield from _attribute(facts)
+        yield from _inner(facts)
+
+
+def _prefix(facts: Facts) -> Iterator[Cause]:
+    """Wrappers before most names, one inside the other perhaps."""
+    names = names_of(facts)
+    if not names:
+        return
+    found: list[str] = []
+    rest = names
+    while prefix := _common(rest):
+        found.append(prefix)
+        rest = [name.removeprefix(prefix) for name in rest]
+    if is_lightning(facts) and (attribute := _first_part(rest)):
+        found.append(attribute)
+    if not found:
+        return
+    having = sum(name.startswith(found[0]) for name in names)
+    how_many = "All" if having == len(names) else f"{having:,} of {len(names):,}"
+    why = "; ".join(
+        WRAPPERS.get(each, f"the LightningModule calls its network {each[:-1]}") for each in dict.fromkeys(found)
+    )
+    options = [] if found == ["module."] else [word for each in found for word in ("--prefix", each)]
+    yield Cause(
+        "prefix",
+        ERROR,
+        f"{how_many} keys start with {''.join(found)!r}.",
+        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in state_dict".',
+        edit("strip-module", facts.path, "stripped", *options),
+        Fix(strip=tuple(found)),
+    )
+
+
+def _first_part(names: list[str]) -> str:
+    """What stands before the first dot of all names, dot included, "" if that is not the same."""
+    first = names[0].partition(".")[0] + "."
+    return first if all(name.startswith(first) for name in names) else ""
+
+
+def _attribute(facts: Facts) -> Iterator[Cause]:
+    """What may be the name of a network inside another module, or a part of every network of a kind."""
+    names = names_of(facts)
+    if facts.summary.format in TORCH_FILES and names and not is_lightning(facts) and _first_part(names) == ATTRIBUTE:
+        yield Cause(
+            "attribute",
+            NOTE,
+            f"All keys start with {ATTRIBUTE!r}.",
+            "Was the network an attribute of the module that was saved? The network alone has no such names, and "
+            "--model tells which of the two yours is.",
+            edit("strip-module", facts.path, "stripped", "--prefix", ATTRIBUTE),
+        )
+
+
+def _common(names: list[str]) -> str:
+    """A wrapper before more than half of the names."""
+    return next((each for each in WRAPPERS if 2 * sum(name.startswith(each) for name in names) > len(names)), "")
+
+
+def _inner(facts: Facts) -> Iterator[Cause]:
+    """Wrappers of submodules: ``layers.0._orig_mod.weight``, or before a few names only."""
+    parts = [each[:-1] for each in WRAPPERS if each != "module."]
+    names = names_of(facts)
+    if _common(names):
+        return
+    new = {name: short for name in names if (short := _without(name, parts)) != name}
+    if not new or len({*(new.get(name, name) for name in names)}) != len(names):
+        return
+    inside = [part for part in parts if any(part in name.split(".") for name in new)]
+    pattern = rf"(^|\.)({'|'.join(inside)})\.=\1"
+    yield Cause(
+        "inner-prefix",
+        ERROR,
+        f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
+        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain model has no such names.",
+        edit("rename", facts.path, "renamed", "--sub", pattern),
+        Fix(names=new),
+    )
+
+
+def _without(name: str, parts: Collection[str]) -> str:
+    return ".".join(part for part in name.split(".") if part not in parts)

@@ -1,0 +1,107 @@
+"""Why a file or folder cannot be read at all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckptkit.errors import AmbiguousError, CkptkitError, LimitError, UnsafeGlobalError, UnsupportedError
+from ckptkit.reports.advice import convert, recover
+from ckptkit.reports.doctor.cause import ERROR, Cause, Fix
+
+_SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why reading failed, and what there is. ``known``: a format claims it; ``recoverable``: tensors of it are whole.
+
+    ``head`` are its first bytes, none of a folder; ``whole`` is another folder, which is complete.
+    """
+
+    path: str
+    error: CkptkitError
+    head: bytes = b""
+    is_folder: bool = False
+    known: bool = False
+    recoverable: bool = False
+    whole: str | None = None
+
+
+def cause(refusal: Refusal) -> Cause:
+    """The one cause of a refusal."""
+    error, head = refusal.error, refusal.head
+    said = error.message + (f" ({error.where})" if error.where not in (None, refusal.path) else "")
+    hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
+    if head.startswith(b"version https://git-lfs"):
+        return _pointer(refusal)
+    if re.match(rb"\s*<(!doctype html|html|head)", head, re.IGNORECASE):
+        return Cause(
+            "html",
+            ERROR,
+            "It is an HTML page, not a checkpoint.",
+            "The download got a page about the file, or one that asks to log in: torch.load says "
+            "\"invalid load key, '<'\"." + hint,
+        )
+    if isinstance(error, UnsupportedError) and "archive version" in error.message:
+        return Cause(
+            "newer",
+            ERROR,
+            f"It is of a newer format than this torch can read: {said}.",
+            '"Attempted to read a PyTorch file with version ...": a newer torch reads it, and '
+            "can save it for older ones.",
+            "pip install --upgrade torch",
+        )
+    if isinstance(error, (AmbiguousError, UnsupportedError, UnsafeGlobalError, LimitError)) and refusal.known:
+        return Cause(_ID.get(type(error), "refused"), ERROR, f"It {_verb(said)}.", f"ckptkit reads no guesses.{hint}")
+    if refusal.is_folder and refusal.known:
+        return _unfinished(refusal, said, hint)
+    if refusal.known:
+        return _damaged(refusal, said, hint)
+    return Cause("foreign", ERROR, f"It {_verb(said)}.", f"torch.load cannot read it either.{hint}")
+
+
+_ID = {AmbiguousError: "ambiguous", UnsupportedError: "unsupported", LimitError: "limit"}
+
+
+def _pointer(refusal: Refusal) -> Cause:
+    size = _SIZE.search(refusal.head)
+    stands = f" of {int(size[1]):,} bytes" if size else ""
+    return Cause(
+        "lfs-pointer",
+        ERROR,
+        f"It is a Git LFS pointer, not the file{stands} that it stands for.",
+        "The repository was cloned without git-lfs: torch.load says \"invalid load key, 'v'\". In the clone:",
+        "git lfs pull",
+    )
+
+
+def _unfinished(refusal: Refusal, said: str, hint: str) -> Cause:
+    command = None if refusal.whole is None else convert(refusal.whole, "whole")
+    more = f" {refusal.whole} is complete." if refusal.whole else ""
+    return Cause(
+        "unfinished",
+        ERROR,
+        f"The folder is not complete: {said}.",
+        f"A save that was interrupted, or a copy that left files out, cannot be put together.{hint}{more}",
+        command,
+    )
+
+
+def _damaged(refusal: Refusal, said: str, hint: str) -> Cause:
+    again = 'The download or the save did not finish, or bytes were changed since: "failed finding central directory".'
+    if not refusal.recoverable:
+        return Cause("damaged", ERROR, f"It is cut or damaged: {said}.", f"{again}{hint}")
+    return Cause(
+        "damaged",
+        ERROR,
+        f"It is cut or damaged: {said}.",
+        f"{again} Get it again; if that is not possible, what is whole of it can be saved.",
+        recover(refusal.path),
+        Fix(),
+    )
+
+
+def _verb(said: str) -> str:
+    """Messages are written to stand after the name of the file: ``is empty``, ``holds 2 checkpoints``."""
+    return said if re.match(r"(is|has|holds|begins|names|puts|says) ", said) else f"cannot be read: {said}"

@@ -1,0 +1,555 @@
+"""doctor: for each cause, a file that torch made has it, doctor says so, and the command that it prints mends it.
+
+The commands are run as a person would: what stands below the explanation, split by the rules of the shell.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shlex
+import shutil
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.cli.conftest import Ckptkit
+from tests.conftest import ROOT
+
+Diagnose = Callable[..., dict[str, dict[str, Any]]]
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes=3, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attn": nn.Linear(4, 4), "mlp": nn.Linear(4, 8)}) for _ in range(2))
+        self.head = nn.Linear(4, 6 if tied else classes, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+"""
+
+
+def net(**options: object) -> nn.Module:
+    namespace: dict[str, Any] = {}
+    exec(NET, namespace)
+    made = namespace["Net"](**options)
+    assert isinstance(made, nn.Module)
+    return made
+
+
+@pytest.fixture
+def diagnose(ckptkit: Ckptkit) -> Diagnose:
+    """``diagnose(path, ...)``: the causes by their ids; the exit code must tell that there are some."""
+
+    def invoke(*args: object, code: int = 1) -> dict[str, dict[str, Any]]:
+        result = ckptkit("doctor", "--json", *args)
+        assert result.exit_code == code, result.stderr
+        found = json.loads(result.stdout)
+        assert found["schema"] == "ckptkit.doctor/1"
+        assert found["readable"] == (code != 3)
+        assert bool(found["causes"]) == (code != 0)
+        return {cause["id"]: cause for cause in found["causes"]}
+
+    return invoke
+
+
+@pytest.fixture
+def paste(ckptkit: Ckptkit) -> Callable[[dict[str, Any]], Path]:
+    """Run the command of a cause; what it wrote."""
+
+    def invoke(cause: dict[str, Any]) -> Path:
+        program, *words = shlex.split(cause["command"])
+        assert program == "ckptkit"
+        result = ckptkit(*words)
+        assert result.exit_code == 0, (result.stdout, result.stderr)
+        return Path(words[words.index("--fix") + 1] if words[0] == "doctor" else words[-1])
+
+    return invoke
+
+
+Paste = Callable[[dict[str, Any]], Path]
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
+    """Exchange the records of an archive; None leaves one out."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            new = change(name.partition("/")[2], data)
+            if new is not None:
+                archive.writestr(name, new)
+
+
+def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "net.pth")
+    (tmp_path / "nets.py").write_text(NET)
+    assert diagnose(tmp_path / "net.pth", code=0) == {}
+    assert diagnose(tmp_path / "net.pth", "--model", f"{tmp_path / 'nets.py'}:Net", code=0) == {}
+    assert "nothing found" in ckptkit("doctor", tmp_path / "net.pth").stdout
+
+
+# Names
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefix(diagnose: Diagnose, paste: Paste, tmp_path: Path, prefix: str) -> None:
+    state = {prefix + name: tensor for name, tensor in net().state_dict().items()}
+    torch.save(state, tmp_path / "it's a run.pth")
+    cause = diagnose(tmp_path / "it's a run.pth")["prefix"]
+    assert cause["title"] == f"All keys start with {prefix!r}."
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
+        net().load_state_dict(load(tmp_path / "it's a run.pth"))
+    net().load_state_dict(load(paste(cause)))
+
+
+def test_prefix_of_most_keys(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    state = {("module." if "mlp" not in name else "") + name: tensor for name, tensor in net().state_dict().items()}
+    torch.save(state, tmp_path / "run.pth")
+    cause = diagnose(tmp_path / "run.pth")["prefix"]
+    assert cause["title"].startswith("6 of 10 keys")
+    net().load_state_dict(load(paste(cause)))
+
+
+def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
+    state = {"model." + name: tensor for name, tensor in net().state_dict().items()}
+    torch.save({"state_dict": state, "pytorch-lightning_version": "2.5.0", "epoch": 1}, tmp_path / "run.ckpt")
+    assert "model." in diagnose(tmp_path / "run.ckpt")["prefix"]["command"]
+    torch.save(state, tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth")["attribute"]  # many networks have a part called model
+    assert (found["severity"], found["fixable"]) == ("note", False)
+    save_file(state, tmp_path / "run.safetensors")
+    assert diagnose(tmp_path / "run.safetensors", code=0) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
+def test_prefix_inside(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    wrapped = net()
+    for block in wrapped.get_submodule("blocks").children():
+        block.register_module("attn", cast(nn.Module, torch.compile(block.get_submodule("attn"))))
+    torch.save(wrapped.state_dict(), tmp_path / "run.pth")
+    assert "blocks.0.attn._orig_mod.weight" in load(tmp_path / "run.pth")
+    net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["inner-prefix"])))
+
+
+@pytest.mark.parametrize("there, back", [("module.", ""), ("", "module."), ("model.", "net."), ("a.b.", "")])
+def test_prefix_beside_a_model(diagnose: Diagnose, paste: Paste, tmp_path: Path, there: str, back: str) -> None:
+    torch.save({there + name: tensor for name, tensor in net().state_dict().items()}, tmp_path / "run.pth")
+    wrapper = f"def make():\n    model = Net()\n    for part in {back!r}.split('.')[-2::-1]:\n"
+    wrapper += "        model = nn.ModuleDict({part: model})\n    return model\n"
+    (tmp_path / "nets.py").write_text(NET + wrapper)
+    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:make")
+    assert found.keys() == {"prefix"}
+    state = load(paste(found["prefix"]))
+    assert state.keys() == {back + name for name in net().state_dict()}
+
+
+def test_renamed(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    renamed = (("blocks.", "encoder.layer."), ("attn.", "attention."), ("mlp.", "feed_forward."), ("embed.", "tokens."))
+    state = {}
+    for name, tensor in net().state_dict().items():
+        for new, old in renamed:
+            name = name.replace(new, old)
+        state["module." + name] = tensor
+    torch.save(state, tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
+    assert found.keys() == {"renamed", "prefix"} or found.keys() == {"renamed"}
+    net().load_state_dict(load(paste(found["renamed"])))
+
+
+def test_mismatched(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    torch.save(net(classes=7).state_dict(), tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
+    assert found.keys() == {"mismatched"}
+    assert "head.weight is [7, 4] in the file and [3, 4] in the model" in found["mismatched"]["title"]
+    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
+        net().load_state_dict(load(tmp_path / "run.pth"), strict=False)
+    done = net().load_state_dict(load(paste(found["mismatched"])), strict=False)
+    assert (done.missing_keys, done.unexpected_keys) == (["head.weight"], [])
+
+
+def test_unexpected_and_missing(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    state = net().state_dict()
+    del state["head.weight"]
+    torch.save({**state, "loss.centres": torch.ones(2)}, tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
+    assert found.keys() == {"unexpected", "missing"}
+    assert "head.weight" in found["missing"]["title"] and found["missing"]["command"] is None
+    assert load(paste(found["unexpected"])).keys() == state.keys()
+
+
+def test_tied(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    tied = net(tied=True).state_dict()
+    save_file({name: tensor for name, tensor in tied.items() if name != "head.weight"}, tmp_path / "run.safetensors")
+    options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--arg", "tied=true")
+    found = diagnose(tmp_path / "run.safetensors", *options)
+    assert found.keys() == {"tied"}
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"head.weight\""):
+        net(tied=True).load_state_dict(load_file(tmp_path / "run.safetensors"))
+    out = paste({"command": found["tied"]["command"].replace("run-tied.safetensors", "run.pth")})
+    net(tied=True).load_state_dict(load(out))
+    state = load(out)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+
+
+def test_dtype(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    torch.save(net().half().state_dict(), tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
+    assert found.keys() == {"dtype"} and found["dtype"]["severity"] == "note"
+    assert {tensor.dtype for tensor in load(paste(found["dtype"])).values()} == {torch.float32}
+
+
+def test_counters_of_old_batch_norms_are_not_missing(diagnose: Diagnose, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.ModuleDict({'n': nn.BatchNorm1d(2)})"
+    )
+    state: Any = nn.ModuleDict({"n": nn.BatchNorm1d(2)}).state_dict()
+    del state["n.num_batches_tracked"]
+    state._metadata["n"]["version"] = 1
+    torch.save(state, tmp_path / "old.pth")
+    assert diagnose(tmp_path / "old.pth", "--model", f"{tmp_path / 'nets.py'}:make", code=0) == {}
+    state._metadata["n"]["version"] = 2
+    torch.save(state, tmp_path / "new.pth")
+    assert "missing" in diagnose(tmp_path / "new.pth", "--model", f"{tmp_path / 'nets.py'}:make")
+
+
+# What is in it
+
+
+def test_device(
+    diagnose: Diagnose, paste: Paste, tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
+) -> None:
+    if torch.cuda.device_count() > 7:
+        pytest.skip("this machine has the device")
+    with simulated_cuda(7):
+        torch.save(net().state_dict(), tmp_path / "run.pth")
+    with pytest.raises(RuntimeError, match=r"Attempting to deserialize object on a? ?CUDA device"):
+        load(tmp_path / "run.pth")
+    cause = diagnose(tmp_path / "run.pth")["device"]
+    assert "cuda:7" in cause["title"]
+    net().load_state_dict(load(paste(cause)))
+
+
+def test_wrapper(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "net": net().state_dict()}, tmp_path / "run.pth")
+    cause = diagnose(tmp_path / "run.pth")["wrapper"]
+    assert "'net', beside epoch" in cause["title"]
+    net().load_state_dict(load(paste(cause)))
+
+
+def test_several_that_could_be_meant(diagnose: Diagnose, tmp_path: Path, ckptkit: Ckptkit) -> None:
+    torch.save({"gen": net().state_dict(), "disc": nn.Linear(2, 2).state_dict()}, tmp_path / "gan.pth")
+    cause = diagnose(tmp_path / "gan.pth")["ambiguous"]
+    _, *words = shlex.split(cause["command"])
+    chosen = ckptkit(*words, "--fix", tmp_path / "gen.pth")
+    assert chosen.exit_code == 0, chosen.stdout
+    net().load_state_dict(load(tmp_path / "gen.pth"))
+
+
+def test_whole_module(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "run.pth")
+    cause = diagnose(tmp_path / "run.pth")["module"]
+    assert "torch.nn.modules.container.Sequential" in cause["title"]
+    nn.Sequential(nn.Linear(2, 2)).load_state_dict(load_file(paste(cause)))
+
+
+def test_weights_only_refuses(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    torch.save({**net().state_dict(), "args": Namespace(lr=0.1)}, tmp_path / "run.pth")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load(tmp_path / "run.pth")
+    cause = diagnose(tmp_path / "run.pth")["weights-only"]
+    assert "argparse.Namespace" in cause["title"]
+    net().load_state_dict(load(paste(cause)))
+
+
+def test_arrays_that_weights_only_refuses(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    """Leaving out values that are objects would leave out the weights."""
+    torch.save({"w": torch.ones(2).numpy()}, tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth")
+    assert torch.equal(load_file(paste(found["weights-only"]))["w"], torch.ones(2))
+    torch.save(torch.ones(2).numpy(), tmp_path / "array.pth")
+    assert diagnose(tmp_path / "array.pth")["weights-only"]["command"] is None
+
+
+def test_what_loading_would_run_is_said(diagnose: Diagnose, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    torch.save({"model": net().state_dict(), "x": Evil()}, tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth")
+    assert "system" in found["weights-only"]["explanation"] and "do not load it" in found["weights-only"]["explanation"]
+
+
+def test_optimizer(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    cause = diagnose(tmp_path / "run.pth")["optimizer"]
+    assert cause["title"].startswith("67% of its bytes")
+    small = paste(cause)
+    assert small.stat().st_size < 0.4 * (tmp_path / "run.pth").stat().st_size
+    model.load_state_dict(load(small))
+
+
+def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1000, 1000)[:2]}, tmp_path / "run.pth")
+    small = paste(diagnose(tmp_path / "run.pth")["slices"])
+    assert small.stat().st_size < 20_000 < (tmp_path / "run.pth").stat().st_size
+    assert torch.equal(load(small)["a"], torch.ones(2, 1000))
+
+
+# The container
+
+
+def test_cut(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    torch.save({"first": torch.arange(1e5), "last": torch.ones(100_000)}, whole)
+    (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
+    with pytest.raises(RuntimeError, match="failed finding central directory"):
+        load(tmp_path / "run.pth")
+    state = load(paste(diagnose(tmp_path / "run.pth", code=3)["damaged"]))
+    assert torch.equal(state["first"], torch.arange(1e5))
+
+
+def test_a_flipped_bit(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    """torch loads it without a word, the checksum of the archive tells."""
+    torch.save({"a": torch.arange(100.0), "b": torch.arange(100.0) * 3}, tmp_path / "run.pth")
+    data = bytearray((tmp_path / "run.pth").read_bytes())
+    data[bytes(data).index(torch.arange(100.0).numpy().tobytes()) + 40] ^= 1
+    (tmp_path / "run.pth").write_bytes(data)
+    assert not torch.equal(load(tmp_path / "run.pth")["a"], torch.arange(100.0))
+    assert load(paste(diagnose(tmp_path / "run.pth")["damaged"])).keys() == {"b"}
+
+
+@pytest.mark.parametrize(
+    "id, data",
+    [
+        ("lfs-pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n"),
+        ("html", b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"),
+        ("foreign", b"GGUF" + bytes(100)),
+        ("foreign", b""),
+    ],
+)
+def test_no_checkpoint(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, id: str, data: bytes) -> None:
+    (tmp_path / "run.pth").write_bytes(data)
+    with pytest.raises((pickle.UnpicklingError, EOFError, RuntimeError)):
+        torch.load(tmp_path / "run.pth", weights_only=False)
+    found = diagnose(tmp_path / "run.pth", code=3)
+    assert found.keys() == {id}
+    assert ckptkit("doctor", tmp_path / "run.pth").stdout.startswith(f"{tmp_path / 'run.pth'}: cannot be read\n\n1. ")
+    if id == "lfs-pointer":
+        assert found[id]["command"] == "git lfs pull"
+        assert "440,449,768 bytes" in found[id]["title"]
+
+
+def test_not_there(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    assert ckptkit("doctor", tmp_path / "none.pth").exit_code == 3
+
+
+def test_suffix(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    save_file(net().state_dict(), tmp_path / "run.pth")
+    net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["suffix"])))
+    torch.save(net().state_dict(), tmp_path / "run.safetensors")
+    net().load_state_dict(load_file(paste(diagnose(tmp_path / "run.safetensors")["suffix"])))
+
+
+def test_plain_pickle(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "run.pth").write_bytes(pickle.dumps({"w": torch.ones(2).numpy()}))
+    with pytest.raises(RuntimeError, match="Invalid magic number"):
+        torch.load(tmp_path / "run.pth", weights_only=False)
+    state = load_file(paste(diagnose(tmp_path / "run.pth")["suffix"]))
+    assert torch.equal(state["w"], torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
+def test_program(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "run.pt")  # type: ignore[no-untyped-call]
+    nn.Linear(2, 2).load_state_dict(load(paste(diagnose(tmp_path / "run.pt")["program"])))
+
+
+def test_old_tar(diagnose: Diagnose, tmp_path: Path, ckptkit: Ckptkit) -> None:
+    shutil.copy(ROOT / "fixtures/torch-tar/dp_wrapped_cuda1.pth", tmp_path / "run.pth")
+    with pytest.raises(RuntimeError, match=r"legacy \.tar format"):
+        load(tmp_path / "run.pth")
+    assert "old-format" in diagnose(tmp_path / "run.pth")
+    assert ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth").exit_code == 0
+    assert "conv1.weight" in load(tmp_path / "new.pth")
+
+
+def test_no_version_record(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "run.pth")
+    rewritten(tmp_path / "run.pth", lambda name, data: None if name == "version" else data)
+    with pytest.raises(RuntimeError, match=r"hasRecord\(\"version\"\)"):
+        load(tmp_path / "run.pth")
+    net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["no-version"])))
+
+
+def test_newer_format(diagnose: Diagnose, tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "run.pth")
+    rewritten(tmp_path / "run.pth", lambda name, data: b"11\n" if name == "version" else data)
+    with pytest.raises(RuntimeError, match="maximum supported version"):
+        load(tmp_path / "run.pth")
+    found = diagnose(tmp_path / "run.pth", code=3)
+    assert found["newer"]["command"] == "pip install --upgrade torch"
+
+
+def test_a_name_that_this_torch_does_not_have(
+    diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.ones(2, dtype=torch.float8_e4m3fn)}, tmp_path / "run.pth")
+    monkeypatch.delattr(torch._utils, "_rebuild_tensor_v3")  # as in a torch from before it
+    assert "torch._utils._rebuild_tensor_v3" in diagnose(tmp_path / "run.pth")["newer"]["title"]
+
+
+def shards(folder: Path, suffix: str = ".safetensors") -> None:
+    folder.mkdir()
+    state = list(net().state_dict().items())
+    for number, part in enumerate((state[:5], state[5:]), 1):
+        save_file(dict(part), folder / f"model-0000{number}-of-00002{suffix}")
+
+
+def test_shards_without_index(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    shards(tmp_path / "net")
+    done = paste(diagnose(tmp_path / "net")["no-index"])
+    index = json.loads((done / "model.safetensors.index.json").read_text()) if len(list(done.iterdir())) > 1 else None
+    state: dict[str, torch.Tensor] = {}
+    for file in set(index["weight_map"].values()) if index else ("model.safetensors",):
+        state |= load_file(done / file)
+    net().load_state_dict(state)
+
+
+def test_one_shard(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    shards(tmp_path / "net")
+    net().load_state_dict(load(paste(diagnose(tmp_path / "net" / "model-00001-of-00002.safetensors")["one-shard"])))
+
+
+def test_a_shard_is_missing(diagnose: Diagnose, tmp_path: Path) -> None:
+    shards(tmp_path / "net")
+    (tmp_path / "net" / "model-00002-of-00002.safetensors").unlink()
+    assert "1 of 2 shards are missing" in diagnose(tmp_path / "net", code=3)["unfinished"]["title"]
+
+
+def dcp(folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save({"model": net().state_dict(), "step": 3}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    dcp(tmp_path / "step_10")
+    found = diagnose(tmp_path / "step_10")
+    assert found.keys() == {"dcp"}
+    net().load_state_dict(load(paste(found["dcp"])))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_half_written_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    """The save before it is whole, and it is what the command takes."""
+    for step in ("step_10", "step_9", "step_100"):
+        dcp(tmp_path / step)
+    (tmp_path / "step_100" / ".metadata").unlink()
+    cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
+    assert f"{tmp_path / 'step_10'} is complete" in cause["explanation"]
+    net().load_state_dict(load(paste(cause))["model"])
+
+
+def test_zero(diagnose: Diagnose, paste: Paste) -> None:
+    folder = ROOT / "fixtures/deepspeed/zero2-fp32-3ranks"
+    cause = diagnose(folder)["deepspeed"]
+    expected = torch.load(f"{folder}.fp32.pth", weights_only=True)
+    _, *words = shlex.split(cause["command"])
+    assert words[0] == "extract" and words[-2] == str(folder) and set(expected)
+
+
+def test_half_written_zero(diagnose: Diagnose, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fixtures/deepspeed/zero2-fp32-3ranks", tmp_path / "run")
+    (tmp_path / "run/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    found = diagnose(tmp_path / "run", code=3)
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing" in found["unfinished"]["title"]
+
+
+# All at once
+
+
+def test_fix_does_all_in_one_plan(
+    ckptkit: Ckptkit, tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
+) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    state = {f"module.{name.replace('blocks', 'layers')}": tensor for name, tensor in net().state_dict().items()}
+    with simulated_cuda(7):
+        torch.save({"model": state, "args": Namespace(lr=1)}, tmp_path / "run.pth")
+    command = ("doctor", tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net", "--fix", tmp_path / "new.pth")
+    result = ckptkit(*command)
+    assert result.exit_code == 0, result.stdout
+    assert "nothing remains" in result.stdout
+    net().load_state_dict(load(tmp_path / "new.pth"))
+    assert ckptkit(*command).exit_code == 2  # it is there
+    assert ckptkit(*command, "--force").exit_code == 0
+
+
+def test_fix_says_what_remains(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NET)
+    state = {"module." + name: tensor for name, tensor in net(classes=9).state_dict().items()}
+    torch.save(state, tmp_path / "run.pth")
+    options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--fix", tmp_path / "new.pth")
+    result = ckptkit("doctor", tmp_path / "run.pth", *options)
+    assert result.exit_code == 1
+    said, _, rest = result.stdout.partition("what remains in")
+    assert "stripped 'module.' from 10 keys" in said
+    assert "head.weight is [9, 4] in the file and [3, 4] in the model" in rest
+    found = json.loads(ckptkit("doctor", "--json", tmp_path / "run.pth", *options, "--force").stdout)
+    assert [cause["id"] for cause in found["causes"]] == ["prefix", "mismatched"]
+    assert [cause["id"] for cause in found["fixed"]["remaining"]] == ["mismatched"]
+
+
+def test_fix_of_what_cannot_be_mended_writes_nothing(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    (tmp_path / "run.pth").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
+    assert result.exit_code == 3
+    assert not (tmp_path / "new.pth").exists()
+
+
+def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    torch.save({"module.first": torch.arange(1e5), "module.last": torch.ones(100_000)}, whole)
+    (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
+    result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
+    assert result.exit_code == 0, result.stdout
+    assert "lost: module.last" in result.stderr
+    assert load(tmp_path / "new.pth").keys() == {"first"}
+
+
+def test_paths_that_look_like_options(
+    ckptkit: Ckptkit, diagnose: Diagnose, paste: Paste, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(NET)
+    state = {name.replace("blocks", "layers"): tensor for name, tensor in net().state_dict().items()}
+    torch.save(state, tmp_path / "-run.pth")
+    found = diagnose("--model", "nets.py:Net", "--", "-run.pth")
+    net().load_state_dict(load(paste(found["renamed"])))

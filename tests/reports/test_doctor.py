@@ -1,0 +1,99 @@
+"""doctor's reports: what a model shows, what is said of hostile names, how fixes go together."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from ckptkit.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.reports.doctor import content, fit, refused
+from ckptkit.reports.doctor.cause import Cause, Fix, together
+from ckptkit.reports.doctor.facts import Facts
+from ckptkit.reports.matching import Kind
+from ckptkit.reports.summary import summarize
+from ckptkit.tree import Node
+from tests.reports.made import checkpoint, tensor
+
+
+def found(root: Node, **more: object) -> dict[str, Cause]:
+    ck = checkpoint(root)
+    facts = Facts("run.pth", summarize(ck), root, **more)  # type: ignore[arg-type]
+    return {cause.id: cause for cause in content.causes(facts)}
+
+
+def fitted(
+    ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], **more: object
+) -> dict[str, Cause]:
+    sides = ({name: Kind("float32", shape) for name, shape in side.items()} for side in (ours, theirs))
+    return {cause.id: cause for cause in fit.causes(fit.Fitting("run.pth", *sides, **more))}  # type: ignore[arg-type]
+
+
+def test_fixes_go_together() -> None:
+    fixes = (Fix(bare=True, names={"a": "b"}), None, Fix(strip=("m.",), to_cpu=True), Fix(names={"c": "d"}))
+    causes = [Cause("", "", "", "", None, fix) for fix in fixes]
+    assert together(causes) == Fix(bare=True, names={"a": "b", "c": "d"}, strip=("m.",), to_cpu=True)
+    assert together(causes[1:2]) is None
+
+
+def test_devices_of_this_machine_are_no_cause() -> None:
+    root = {"a": tensor(1, device="cuda:1"), "b": tensor(1, device="cuda")}
+    assert found(root, devices=("cpu", "cuda:0", "cuda:1")) == {}
+    assert "cuda:1" in found(root, devices=("cpu", "cuda:0"))["device"].title
+    assert "device" not in found({"a": tensor(1, device="meta")})
+
+
+def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:
+    assert found({"module.a": tensor(1), "b": tensor(1), "c": tensor(1)}) == {}
+
+
+def test_wrappers_inside_one_another_are_taken_off_together() -> None:
+    cause = found({f"module._orig_mod.{name}": tensor(1) for name in "abc"})["prefix"]
+    assert cause.fix == Fix(strip=("module.", "_orig_mod."))
+    assert shlex.split(cause.command or "")[2:6] == ["--prefix", "module.", "--prefix", "_orig_mod."]
+
+
+def test_inner_wrappers_that_would_collide_stay() -> None:
+    root = {"a._orig_mod.w": tensor(1), "a.w": tensor(1), "b": tensor(1), "c": tensor(1)}
+    assert found(root) == {}
+
+
+def test_prefixes_are_the_business_of_the_model() -> None:
+    assert found({"module.a": tensor(1)}, with_model=True) == {}
+
+
+def test_tied_to_a_name_that_is_renamed() -> None:
+    ours = {"tokens.weight": (9, 4), "b": (3, 3)}
+    theirs = {"embed.weight": (9, 4), "head.weight": (9, 4), "b": (3, 3)}
+    causes = fitted(ours, theirs, ties=[["embed.weight", "head.weight"]])
+    assert causes.keys() == {"renamed", "tied"}
+    fix = together(causes.values())
+    assert fix is not None
+    named, tied = fix.names["tokens.weight"], fix.ties
+    assert {named, *tied} == {"embed.weight", "head.weight"}
+    assert tied == {({"embed.weight", "head.weight"} - {named}).pop(): named}
+
+
+def test_globs_in_names_are_taken_literally() -> None:
+    cause = fitted({"a[0]*": (1, 2), "b": (1,)}, {"b": (1,)})["unexpected"]
+    assert shlex.split(cause.command or "")[2:4] == ["--drop", "a[[]0][*]"]
+
+
+def test_no_command_for_many_names() -> None:
+    names = {f"{n}.x": (n + 1, 1) for n in range(20)}
+    assert fitted({**names, "b": (1,)}, {"b": (1,)})["unexpected"].command is None
+
+
+def test_a_model_that_fits() -> None:
+    assert fitted({"a": (1,)}, {"a": (1,)}) == {}
+
+
+def test_refusals() -> None:
+    def id_of(error: CkptkitError, **more: object) -> str:
+        return refused.cause(refused.Refusal("run.pth", error, **more)).id  # type: ignore[arg-type]
+
+    assert id_of(FormatError("is an HTML page"), head=b"  <HTML>") == "html"
+    assert id_of(FormatError("is a gzip file")) == "foreign"
+    assert id_of(CorruptError("record x"), known=True) == "damaged"
+    assert id_of(CorruptError("is not complete"), known=True, is_folder=True) == "unfinished"
+    assert id_of(UnsupportedError("has files of experts"), known=True, is_folder=True) == "unsupported"
+    assert id_of(UnsupportedError("archive version 11, not 1 to 10"), known=True) == "newer"

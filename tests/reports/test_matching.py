@@ -1,0 +1,200 @@
+"""matching: which keys are one under two names, in what order of evidence, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.reports.matching import Kind, Matching, match
+from ckptkit.reports.similarity import similarity
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def paired(old: Shapes, new: Shapes) -> dict[str, str]:
+    return {pair.old: pair.new for pair in matched(old, new).renamed}
+
+
+def matched(old: Shapes, new: Shapes) -> Matching:
+    return match(*({name: Kind("float32", shape) for name, shape in side.items()} for side in (old, new)))
+
+
+def layers(form: str, numbers: range, parts: Shapes) -> dict[str, tuple[int, ...]]:
+    return {form.format(n, part): shape for n in numbers for part, shape in parts.items()}
+
+
+LINEAR: Shapes = {"weight": (8, 8), "bias": (8,)}
+
+
+def test_a_rule_is_used_everywhere() -> None:
+    """Where one layer fits in two places, what happens to all the others decides."""
+    parts = {"attn.q.weight": (8, 8), "attn.k.weight": (8, 8), "mlp.up.weight": (32, 8), "norm.weight": (8,)}
+    old = layers("encoder.layer.{}.{}", range(4), parts)
+    new = {"blocks." + name.removeprefix("encoder.layer."): shape for name, shape in reversed(old.items())}
+    found = matched(old, new)
+    assert all(pair.new == "blocks." + pair.old.removeprefix("encoder.layer.") for pair in found.renamed)
+    assert len(found.renamed) == 16
+    assert {(pair.why, pair.confidence) for pair in found.renamed} == {("suffix", 0.95)}
+
+
+def test_the_longest_suffix_wins() -> None:
+    old = {"a.head.weight": (3, 3)}
+    assert paired(old, {"b.weight": (3, 3), "c.head.weight": (3, 3)}) == {"a.head.weight": "c.head.weight"}
+
+
+@pytest.mark.parametrize("there, back", [("", "module."), ("module.", ""), ("model.", "net."), ("a.b.", "")])
+def test_prefixes(there: str, back: str) -> None:
+    names = {"conv1.weight": (4, 1), "conv2.weight": (4, 1), "fc.weight": (4, 4), "fc.bias": (4,)}
+    old, new = ({prefix + name: shape for name, shape in names.items()} for prefix in (there, back))
+    assert paired(old, new) == {there + name: back + name for name in names}
+
+
+def test_names_decide_where_shapes_are_equal_and_the_order_is_another() -> None:
+    old = layers("h.{}.attention.{}", range(3), {f"{x}.weight": (8, 8) for x in ("query", "key", "value")})
+    new = layers("blocks.{}.attn.{}", range(3), {f"{x}_proj.weight": (8, 8) for x in ("k", "v", "q")})
+    found = paired(old, new)
+    assert len(found) == 9
+    assert all(
+        a.split(".")[3][0] == b.split(".")[3][0] and a.split(".")[1] == b.split(".")[1] for a, b in found.items()
+    )
+
+
+def test_order_decides_where_names_say_nothing() -> None:
+    old = layers("h.{}.{}", range(3), {f"{x}.weight": (8, 8) for x in ("query", "key", "value")})
+    new = layers("h.{}.{}", range(3), {f"{x}.weight": (8, 8) for x in ("0", "1", "2")})
+    found = matched(old, new)
+    assert {pair.old.split(".")[2]: pair.new.split(".")[2] for pair in found.renamed} == {
+        "query": "0", "key": "1", "value": "2",
+    }  # fmt: skip
+    assert {pair.why for pair in found.renamed} == {"order"}
+    assert all(pair.confidence < 0.7 for pair in found.renamed)
+
+
+def test_layers_that_begin_at_another_number() -> None:
+    old, new = layers("layers.{}.{}", range(1, 5), LINEAR), layers("blocks.{}.{}", range(4), LINEAR)
+    assert paired(old, new) == {name: name.replace(f"layers.{n}", f"blocks.{n - 1}") for name in old
+                                for n in [int(name.split(".")[1])]}  # fmt: skip
+
+
+def test_a_sequence_and_named_layers() -> None:
+    old = layers("net.{}.{}", range(0, 5, 2), LINEAR)
+    new = layers("fc{}.{}", range(1, 4), LINEAR)
+    assert paired(old, new) == {
+        f"net.{2 * n}.{part}": f"fc{n + 1}.{part}" for n in range(3) for part in LINEAR
+    }  # fmt: skip
+
+
+def test_an_index_inside_a_part() -> None:
+    """As in torchvision's vision transformers."""
+    old = layers("layers.encoder_layer_{}.{}", range(12), LINEAR)
+    assert paired(old, layers("blocks.{}.{}", range(12), LINEAR)) == {
+        f"layers.encoder_layer_{n}.{part}": f"blocks.{n}.{part}" for n in range(12) for part in LINEAR
+    }
+
+
+def test_fewer_layers_keep_their_numbers() -> None:
+    old, new = layers("layers.{}.{}", range(6), LINEAR), layers("blocks.{}.{}", range(4), LINEAR)
+    assert paired(old, new) == {name.replace("blocks", "layers"): name for name in new}
+
+
+def test_another_last_part() -> None:
+    """LayerNorm.gamma of the first BERT is LayerNorm.weight today."""
+    old = layers("layer.{}.LayerNorm.{}", range(3), {"gamma": (8,), "beta": (8,)})
+    new = layers("layer.{}.LayerNorm.{}", range(3), {"weight": (8,), "bias": (8,)})
+    assert paired(old, new) == {
+        name: name.replace("gamma", "weight").replace("beta", "bias") for name in old
+    }  # fmt: skip
+
+
+def test_the_bias_goes_where_its_weight_goes() -> None:
+    old = {"stem.weight": (7, 3), "stem.bias": (7,), "other.bias": (7,)}
+    new = {"x.bias": (7,), "first.bias": (7,), "first.weight": (7, 3)}
+    assert paired(old, new)["stem.bias"] == "first.bias"
+
+
+def test_the_nearest_names_of_a_shape() -> None:
+    old = {"net.decoder.attention.gain": (5, 5), "net.decoder.mlp.gain": (5, 5), "net.zzz.www": (5, 5)}
+    new = {"net.decoder.mlp.gains": (5, 5), "net.decoder.attention.gains": (5, 5)}
+    found = matched(old, new)
+    assert {pair.old: pair.new for pair in found.renamed} == {
+        "net.decoder.attention.gain": "net.decoder.attention.gains",
+        "net.decoder.mlp.gain": "net.decoder.mlp.gains",
+    }
+    assert {pair.why for pair in found.renamed} == {"edit"}
+
+
+def test_nothing_in_common_stays_alone() -> None:
+    assert paired({"mine": (1,)}, {"theirs": (1,)}) == {}
+    assert matched({"mine": (1,)}, {"theirs": (2, 2)}).reshaped == ()
+
+
+def test_other_shapes_are_never_renamed() -> None:
+    old = {"module.fc.weight": (10, 8), "module.a.weight": (8, 8), "module.a.bias": (8,)}
+    new = {"fc.weight": (7, 8), "a.weight": (8, 8), "a.bias": (8,)}
+    found = matched(old, new)
+    assert [pair.old for pair in found.renamed] == ["module.a.weight", "module.a.bias"]
+    ((a, b, ours, theirs, confidence, why),) = found.reshaped
+    assert (a, b, ours.shape, theirs.shape, why) == ("module.fc.weight", "fc.weight", (10, 8), (7, 8), "suffix")
+    assert confidence < 0.5
+
+
+def test_pairs_of_equal_dtype_come_first() -> None:
+    old = {"a": Kind("float32", (3, 3)), "b": Kind("int64", (3, 3))}
+    new = {"c": Kind("int64", (3, 3)), "d": Kind("float32", (3, 3))}
+    assert {pair.old: pair.new for pair in match(old, new).renamed} == {"a": "d", "b": "c"}
+
+
+NAMES = st.lists(st.sampled_from(("a", "b", "layer", "0", "1", "10", "conv2", "weight", "")), min_size=1, max_size=4)
+SIDES = st.dictionaries(NAMES.map(".".join), st.sampled_from(((), (2,), (2, 2), (3, 2))), max_size=12)
+
+
+@given(SIDES, SIDES)
+def test_each_key_once_and_of_one_shape(old: Shapes, new: Shapes) -> None:
+    old, new = ({k: v for k, v in side.items() if k not in other} for side, other in ((old, new), (new, old)))
+    found = matched(old, new)
+    pairs = (*found.renamed, *found.reshaped)
+    assert len({pair.old for pair in pairs}) == len({pair.new for pair in pairs}) == len(pairs)
+    assert all(old[pair.old] == new[pair.new] for pair in found.renamed)
+    assert all(old[pair.old] != new[pair.new] for pair in found.reshaped)
+    assert all(0 < pair.confidence < 1 for pair in pairs)
+    assert [pair.old for pair in found.renamed] == [name for name in old if name in {p.old for p in found.renamed}]
+
+
+def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more names are compared than allowed, and it is said."""
+    from ckptkit.reports import matching, rules
+
+    compared = []
+
+    def counted(*names: object) -> float:
+        compared.append(names)
+        return 0.0
+
+    for module in (matching, rules):
+        monkeypatch.setattr(module, "similarity", counted)
+    words = [f"{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}{chr(97 + n // 676)}" for n in range(2_000)]
+    found = matched(
+        {f"{w}.x{w}": (n % 9, 4) for n, w in enumerate(words)}, {f"{w}q.y{w}": (4, 4) for w in words[:1500]}
+    )
+    assert len(compared) <= matching.COMPARISONS + rules.COMPARED
+    assert found.unsearched > 0
+
+
+def test_names_of_a_thousand_parts() -> None:
+    """What a hostile file may hold costs no more than its length."""
+    old = {f"{n}." + "a1." * 20_000 + "w": (2, 2) for n in range(20)}
+    assert len(paired(old, {f"b{name}": shape for name, shape in old.items()})) == 20
+
+
+def test_similarity() -> None:
+    def of(one: str, other: str) -> float:
+        return similarity(one.split("."), other.split("."))
+
+    assert of("a.b", "a.b") == 1
+    assert of("a.b", "c.d") == 0
+    assert of("query", "q_proj") > of("query", "k_proj")
+    assert of("encoder.attention.w", "encoder.attn.w") > of("encoder.attention.w", "encoder.mlp.w")
+    assert of("a" * 100_000, "b" * 100_000) == 0

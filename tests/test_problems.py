@@ -1,0 +1,344 @@
+"""Fifteen problems, fifteen solved: each is made for real, torch fails as people know it, the command mends it.
+
+The table is that of the README. Each test makes the files that its row names in a folder of its own, sees torch fail
+with the message, runs the command of the row as it stands there, and loads what it wrote with torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fixtures.making.frameworks import lightning
+from tests.conftest import COMMAND, ENVIRONMENT, ROOT
+
+HEADING = "## Fifteen problems"
+
+
+class Problem(NamedTuple):
+    """What goes wrong, the message that people search for, and what to type."""
+
+    what: str
+    message: str
+    command: str
+
+
+PROBLEMS = (
+    Problem(
+        "the keys begin with `module.` (DataParallel, DDP)",
+        'Missing key(s) in state_dict: "weight". Unexpected key(s) in state_dict: "module.weight"',
+        "ckptkit strip-module run.pth plain.pth",
+    ),
+    Problem(
+        "the keys begin with `_orig_mod.` (torch.compile)",
+        'Missing key(s) in state_dict: "weight". Unexpected key(s) in state_dict: "_orig_mod.weight"',
+        "ckptkit strip-module run.pth plain.pth --prefix _orig_mod.",
+    ),
+    Problem(
+        "saved on a GPU, loaded without one",
+        "Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False",
+        "ckptkit remap run.pth cpu.pth --to cpu",
+    ),
+    Problem(
+        "`weights_only=True` refuses what stands beside the weights",
+        "Weights only load failed ... GLOBAL argparse.Namespace was not an allowed global",
+        "ckptkit convert run.pth plain.pth --objects drop",
+    ),
+    Problem(
+        "a whole module was pickled, and its class is gone",
+        "No module named 'my_old_project'",
+        "ckptkit convert run.pth weights.safetensors",
+    ),
+    Problem(
+        "tied weights on the way to safetensors",
+        "Some tensors share memory, this will lead to duplicate memory on disk",
+        "ckptkit convert run.pth net.safetensors",
+    ),
+    Problem(
+        "the download or the save was cut",
+        "PytorchStreamReader failed reading zip archive: failed finding central directory",
+        "ckptkit recover cut.pth what-is-left.pth",
+    ),
+    Problem(
+        "a Git LFS pointer instead of the file",
+        "invalid load key, 'v'",
+        "ckptkit doctor run.pth",
+    ),
+    Problem(
+        "a slice of a tensor was saved, and the file is as large as the whole",
+        "(none: the file is large)",
+        "ckptkit convert run.pth small.pth --compact",
+    ),
+    Problem(
+        "two thirds of the file are the state of the optimizer",
+        "(none: the file is large)",
+        "ckptkit extract run.pth model.pth --key model",
+    ),
+    Problem(
+        "a folder of DeepSpeed ZeRO instead of a state_dict",
+        "Is a directory",
+        "ckptkit extract zero net.pth --key module",
+    ),
+    Problem(
+        "a folder of FSDP or torch.distributed.checkpoint instead of a file",
+        "Is a directory",
+        "ckptkit convert step_100 net.pth",
+    ),
+    Problem(
+        "another number of classes, and `strict=False` does not help",
+        "size mismatch for head.weight: copying a param with shape torch.Size([10, 4]) from checkpoint",
+        "ckptkit convert run.pth body.pth --drop 'head.*'",
+    ),
+    Problem(
+        "a .bin that is larger than the memory, wanted as safetensors",
+        "DefaultCPUAllocator: can't allocate memory",
+        "ckptkit convert pytorch_model.bin model.safetensors",
+    ),
+    Problem(
+        "a checkpoint of Lightning, wanted by a plain module",
+        'Missing key(s) in state_dict ... Unexpected key(s) in state_dict: "epoch", "global_step"',
+        "ckptkit doctor run.ckpt --fix net.pth",
+    ),
+)
+
+
+def table() -> str:
+    """The problems as the README shows them."""
+    rows = [f"| {what} | `{message}` | `{command}` |" for what, message, command in PROBLEMS]
+    rows = [row.replace("`(none: the file is large)`", "(none: the file is large)") for row in rows]
+    return "\n".join(["| what happened | what torch says | what to type |", "|---|---|---|", *rows]) + "\n"
+
+
+class Done(NamedTuple):
+    code: int
+    stdout: str
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fails(number: int, attempt: Callable[[], object], *, kind: type[Exception] | tuple[type[Exception], ...]) -> None:
+    """Torch says what the table says: each of the pieces between the dots."""
+    with pytest.raises(kind) as caught:
+        attempt()
+    said = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", f"{caught.value}"))
+    for piece in re.split(r" \.\.\. |\. (?=Unexpected)", PROBLEMS[number - 1].message):
+        assert piece in said
+
+
+def run(number: int, *, code: int = 0, limit: int | None = None) -> Done:
+    """The command of the table, as it stands there, in a process of its own; `limit` is all the memory it may have."""
+    program, *words = shlex.split(PROBLEMS[number - 1].command)
+    assert program == "ckptkit"
+    done = subprocess.run(
+        [*COMMAND, *words],
+        capture_output=True,
+        encoding="utf-8",
+        env=ENVIRONMENT,
+        timeout=120,
+        preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return Done(done.returncode, done.stdout)
+
+
+def load(path: str) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def test_the_readme_has_the_table() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if HEADING not in readme:
+        pytest.skip(f"the README has no section {HEADING!r} yet")
+    assert table() in readme.split(HEADING)[1].split("\n## ")[0]
+
+
+def test_01_module_prefix() -> None:
+    torch.save(nn.DataParallel(nn.Linear(2, 2, bias=False)).state_dict(), "run.pth")
+    fails(1, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError)
+    run(1)
+    nn.Linear(2, 2, bias=False).load_state_dict(load("plain.pth"))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
+def test_02_orig_mod_prefix() -> None:
+    compiled = torch.compile(nn.Linear(2, 2, bias=False))
+    assert isinstance(compiled, nn.Module)
+    torch.save(compiled.state_dict(), "run.pth")
+    fails(2, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError)
+    run(2)
+    nn.Linear(2, 2, bias=False).load_state_dict(load("plain.pth"))
+
+
+def test_03_cuda_on_a_cpu_machine(simulated_cuda: Callable[..., AbstractContextManager[None]]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with simulated_cuda(1):
+        torch.save(nn.Linear(2, 2).state_dict(), "run.pth")
+    fails(3, lambda: load("run.pth"), kind=RuntimeError)
+    run(3)
+    nn.Linear(2, 2).load_state_dict(load("cpu.pth"))
+
+
+def test_04_weights_only_refuses() -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict(), "args": Namespace(lr=0.1), "epoch": 3}, "run.pth")
+    fails(4, lambda: load("run.pth"), kind=pickle.UnpicklingError)
+    run(4)
+    found = load("plain.pth")
+    assert found["epoch"] == 3
+    nn.Linear(2, 2).load_state_dict(found["model"])
+
+
+def test_05_the_class_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("my_old_project.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fc = torch.nn.Linear(2, 2)\n"
+    )
+    script = "import torch, my_old_project; torch.save(my_old_project.Net(), 'run.pth')"
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": "."})
+    Path("my_old_project.py").unlink()
+    fails(5, lambda: torch.load("run.pth", weights_only=False), kind=ModuleNotFoundError)
+    run(5)
+    nn.ModuleDict({"fc": nn.Linear(2, 2)}).load_state_dict(load_file("weights.safetensors"))
+
+
+def test_06_tensors_share_memory() -> None:
+    embedding = torch.ones(3, 2)
+    torch.save({"embed.weight": embedding, "head.weight": embedding}, "run.pth")
+    fails(6, lambda: save_file(load("run.pth"), "net.safetensors"), kind=RuntimeError)
+    run(6)
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    from safetensors.torch import load_model
+
+    missing, unexpected = load_model(model, "net.safetensors")
+    assert not missing and not unexpected
+    assert torch.equal(model.get_parameter("head.weight"), embedding)
+
+
+def test_07_cut() -> None:
+    torch.save({"first": torch.arange(1e5), "last": torch.ones(100_000)}, "cut.pth")
+    os.truncate("cut.pth", 600_000)
+    fails(7, lambda: load("cut.pth"), kind=RuntimeError)
+    run(7)
+    assert torch.equal(load("what-is-left.pth")["first"], torch.arange(1e5))
+
+
+def test_08_git_lfs_pointer() -> None:
+    """There is nothing to mend in the file: the command says what it is, and what to type in the clone."""
+    Path("run.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 440449768\n")
+    fails(8, lambda: torch.load("run.pth", weights_only=False), kind=pickle.UnpicklingError)
+    said = run(8, code=3).stdout
+    assert "Git LFS pointer" in said and "440,449,768 bytes" in said
+    assert "     git lfs pull\n" in said
+
+
+def test_09_a_slice_saves_the_whole_storage() -> None:
+    large = torch.arange(1e6).reshape(1000, 1000)
+    torch.save({"rows": large[:2]}, "run.pth")
+    assert Path("run.pth").stat().st_size > 4_000_000
+    run(9)
+    assert Path("small.pth").stat().st_size < 20_000
+    assert torch.equal(load("small.pth")["rows"], large[:2])
+
+
+def test_10_the_optimizer_weighs_most() -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, "run.pth")
+    run(10)
+    assert Path("model.pth").stat().st_size < 0.4 * Path("run.pth").stat().st_size
+    model.load_state_dict(load("model.pth"))
+
+
+def test_11_zero() -> None:
+    """Saved by DeepSpeed with three ranks; beside it what DeepSpeed's own script makes of it."""
+    shutil.copytree(ROOT / "fixtures/deepspeed/zero2-fp32-3ranks", "zero")
+    fails(11, lambda: load("zero"), kind=IsADirectoryError)
+    run(11)
+    expected = load(str(ROOT / "fixtures/deepspeed/zero2-fp32-3ranks.fp32.pth"))
+    state = load("net.pth")
+    assert state.keys() >= expected.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_12_fsdp_or_dcp() -> None:
+    """Saved under FSDP by two ranks; what torch's own dcp_to_torch_save makes of it is equal."""
+    from tests.formats.dcp.making import whole
+
+    shutil.copytree(ROOT / "fixtures/dcp/fsdp_bare", "step_100")
+    fails(12, lambda: load("step_100"), kind=IsADirectoryError)
+    expected = whole(Path("step_100"))
+    run(12)
+    state = load("net.pth")
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_13_size_mismatch() -> None:
+    def net(classes: int) -> nn.Module:
+        return nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, classes)})
+
+    torch.save(net(10).state_dict(), "run.pth")
+    fails(13, lambda: net(3).load_state_dict(load("run.pth"), strict=False), kind=RuntimeError)
+    run(13)
+    model = net(3)
+    done = model.load_state_dict(load("body.pth"), strict=False)
+    assert (done.missing_keys, done.unexpected_keys) == (["head.weight", "head.bias"], [])
+    assert torch.equal(model.get_parameter("body.weight"), load("run.pth")["body.weight"])
+
+
+PLAIN = """
+import resource, torch
+from safetensors.torch import save_file
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + {limit}, used + {limit}))
+save_file(torch.load("pytorch_model.bin", weights_only=True), "model.safetensors")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as on Linux")
+def test_14_larger_than_the_memory() -> None:
+    """200 MB of weights where torch may have 100 MB more than it has for itself, and ckptkit 256 MiB with Python."""
+    torch.save({f"layers.{n}.weight": torch.full((5_000, 1_000), float(n)) for n in range(10)}, "pytorch_model.bin")
+    plain = subprocess.run(
+        [sys.executable, "-c", PLAIN.format(limit=100_000_000)], capture_output=True, encoding="utf-8", timeout=120
+    )
+    assert PROBLEMS[13].message in plain.stderr
+    run(14, limit=256 << 20)
+    state = load_file("model.safetensors")
+    assert len(state) == 10 and all(bool((state[f"layers.{n}.weight"] == n).all()) for n in range(10))
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        Path(name).unlink()
+
+
+def test_15_lightning() -> None:
+    from ckptkit.trainer.models.cnn import Cnn
+
+    def net() -> Cnn:
+        return Cnn((1, 32, 32), classes=10, width=0.15)
+
+    torch.save(lightning(net()), "run.ckpt")
+    fails(15, lambda: net().load_state_dict(load("run.ckpt")), kind=RuntimeError)
+    assert "nothing remains" in run(15).stdout
+    net().load_state_dict(load("net.pth"))
