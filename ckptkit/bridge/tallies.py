@@ -1,0 +1,266 @@
+"""Statistics of numbers, in one pass, of parts that can be put together again.
+
+Mean and sum of squared deviations are float64: those of a block are computed in two passes over it while it is in the
+cache, and blocks are joined as Chan, Golub and LeVeque do (1979), which loses nothing where the mean is large. Parts of
+a tensor are cut at fixed places and joined in order, so the result does not depend on the threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptkit.bridge.floats import decode, is_decoded
+from ckptkit.bridge.operations import aligned, flow
+from ckptkit.bridge.tensors import contiguous
+from ckptkit.bytesource import Extent, Range
+from ckptkit.dtypes import DType
+from ckptkit.errors import TensorError
+from ckptkit.tensor import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+BINS = 64  # of a histogram, at most
+FINE = 40  # bits: a bin is no smaller than the largest number divided by 2**40
+LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
+BLOCK = 1 << 16  # elements worked on at once
+PART = 32 << 20  # bytes of a tensor that are a task of their own
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Bin ``i`` of `counts` counts the numbers from ``(first + i) * 2**exponent`` on, up to where the next one begins.
+
+    The width is the smallest power of two with which `BINS` bins reach from the smallest number to the largest (1 at
+    least for integers, or with `FINE`). So one pass is enough, as bins are joined in pairs when a number lies outside;
+    histograms of different tensors can be added; and neither the order nor the parts make a difference.
+    """
+
+    exponent: int = 0
+    first: int = 0
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def edges(self) -> list[float]:
+        """Where the bins begin, and where the last one ends."""
+        return [_scaled(self.first + i, self.exponent) for i in range(len(self.counts) + 1)]
+
+    def coarser(self, exponent: int) -> Histogram:
+        """The same numbers in bins as wide as that."""
+        steps = exponent - self.exponent
+        if not steps or not self.counts:
+            return self
+        first = self.first >> steps
+        counts = [0] * ((self.first + len(self.counts) - 1 >> steps) - first + 1)
+        for i, count in enumerate(self.counts, self.first):
+            counts[(i >> steps) - first] += count
+        return Histogram(exponent, first, counts)
+
+    def at_most(self, bins: int) -> Histogram:
+        """The same numbers in no more bins than that."""
+        made = self
+        while len(made.counts) > bins:
+            made = made.coarser(made.exponent + 1)
+        return made
+
+    def plus(self, other: Histogram, exponent: int) -> Histogram:
+        """The numbers of both, in bins that are wide enough."""
+        a, b = self.coarser(exponent), other.coarser(exponent)
+        if not a.counts or not b.counts:
+            return a if a.counts else b
+        first = min(a.first, b.first)
+        counts = [0] * (max(a.first + len(a.counts), b.first + len(b.counts)) - first)
+        for each in (a, b):
+            for i, count in enumerate(each.counts, each.first - first):
+                counts[i] += count
+        return Histogram(exponent, first, counts)
+
+
+def _scaled(number: int, exponent: int) -> float:
+    try:
+        return math.ldexp(number, exponent)
+    except OverflowError:  # the end of a bin that holds the largest of all floats
+        return math.copysign(math.inf, number)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What there is to say about some numbers. NaN and infinities are counted, and left out of all else.
+
+    ``low`` and ``high`` are the smallest and largest, None if there are none; of complex numbers, those of their
+    absolute values, which the histogram is of as well. ``squares`` is the sum of squared deviations from the mean.
+    """
+
+    count: int = 0
+    nan: int = 0
+    infinite: int = 0
+    zeros: int = 0
+    mean: float | complex = 0.0
+    squares: float = 0.0
+    low: float | int | None = None
+    high: float | int | None = None
+    histogram: Histogram = field(default_factory=Histogram)
+    whole: bool = True  # whether all of them are integers by their type
+
+    @property
+    def finite(self) -> int:
+        return self.count - self.nan - self.infinite
+
+    @property
+    def std(self) -> float | None:
+        """As ``torch.std``: squares divided by one less than the number; None below two numbers."""
+        return math.sqrt(self.squares / (self.finite - 1)) if self.finite > 1 else None
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum of squares."""
+        return math.sqrt(self.squares + self.finite * abs(self.mean) ** 2)
+
+    @property
+    def abs_max(self) -> float | int | None:
+        return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
+
+    @property
+    def sparsity(self) -> float | None:
+        """The fraction of zeros."""
+        return self.zeros / self.count if self.count else None
+
+    def add(self, other: Tally) -> None:
+        """Count the numbers of `other` too."""
+        if not self.count:
+            for each in fields(self):
+                setattr(self, each.name, getattr(other, each.name))
+            return
+        ours, theirs = self.finite, other.finite
+        if theirs:
+            both = ours + theirs
+            delta = other.mean - self.mean
+            self.squares += other.squares + abs(delta) ** 2 * (ours * theirs / both)
+            self.mean += delta * (theirs / both)
+            self.whole = other.whole and (self.whole or not ours)
+            self._bins(other)
+        self.count += other.count
+        self.nan += other.nan
+        self.infinite += other.infinite
+        self.zeros += other.zeros
+
+    def _bins(self, other: Tally) -> None:
+        assert other.low is not None and other.high is not None
+        self.low = other.low if self.low is None else min(self.low, other.low)
+        self.high = other.high if self.high is None else max(self.high, other.high)
+        exponent = bin_exponent(float(self.low), float(self.high), self.whole)
+        self.histogram = self.histogram.plus(other.histogram, exponent)
+
+
+def bin_exponent(low: float, high: float, whole: bool) -> int:
+    """The exponent of two for the width of bins, by the rule of `Histogram`."""
+    largest = max(high, -low)
+    exponent = math.frexp(largest)[1] - FINE if largest else LEAST
+    exponent = max(exponent, 0) if whole else exponent
+    significand, reach = math.frexp(high / 2 - low / 2)
+    if significand:
+        exponent = max(exponent, reach + 1 - BINS.bit_length())
+    while math.floor(math.ldexp(high, -exponent)) - math.floor(math.ldexp(low, -exponent)) >= BINS:
+        exponent += 1
+    return exponent
+
+
+class Part(NamedTuple):
+    """Bytes `start` to `stop` of what a tensor's elements are."""
+
+    extent: Extent
+    dtype: DType
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def parts(tensor: Tensor) -> Iterator[Part]:
+    """The elements of a tensor, in parts of a bounded size where each can be read by itself.
+
+    Raises TensorError for elements that are no numbers by themselves, or are not there.
+    """
+    if not is_decoded(tensor.dtype):
+        raise TensorError(f"elements of {tensor.dtype} are not numbers by themselves")
+    extent = contiguous(tensor).locate()
+    size = PART if isinstance(extent, Range) else max(1, extent.length)
+    for start in range(0, extent.length, size):
+        yield Part(extent, tensor.dtype, start, min(start + size, extent.length))
+
+
+def numbers(tensor: Tensor) -> Array:
+    """All elements of a tensor, in its shape; whoever asks sees to it that they are few. Raises like `parts`."""
+    import numpy as np
+
+    made = [decode(bytes(data), part.dtype) for part in parts(tensor) for data in _pieces(part)]
+    flat: Array = np.concatenate(made) if made else decode(b"", tensor.dtype)
+    return flat.reshape(tensor.shape)
+
+
+def _pieces(part: Part) -> Iterator[memoryview]:
+    extent, dtype, start, stop = part
+    return aligned(flow(extent, start, stop), dtype.itemsize, BLOCK * dtype.itemsize)
+
+
+def tally(part: Part) -> Tally:
+    """The statistics of one part."""
+    import numpy as np
+
+    found = Tally()
+    with np.errstate(all="ignore"):  # squares of float64 may be infinite
+        for piece in _pieces(part):
+            found.add(_block(decode(piece, part.dtype)))
+    return found
+
+
+def _block(values: Array) -> Tally:
+    """The statistics of a few numbers."""
+    import numpy as np
+
+    values = values.astype("c16") if values.dtype.kind == "c" else values
+    made = Tally(len(values), whole=values.dtype.kind not in "fc")
+    low, high = _range(values)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        made.nan = int(np.count_nonzero(np.isnan(values)))
+        values = values[np.isfinite(values)]
+        made.infinite = made.count - made.nan - len(values)
+        if not len(values):
+            return made
+        low, high = _range(values)
+    made.low, made.high = low, high
+    made.zeros = int(np.count_nonzero(values == 0))
+    wide = values if values.dtype.kind == "c" else values.astype("f8")
+    made.histogram = _bins(wide, float(low), bin_exponent(float(low), float(high), made.whole))
+    made.mean = (wide.sum() / len(wide)).item()
+    wide -= made.mean
+    components = wide.view("f8")
+    made.squares = float(np.einsum("i,i", components, components))
+    return made
+
+
+def _range(values: Array) -> tuple[float | int, float | int]:
+    """The smallest and the largest; of complex numbers, their absolute values."""
+    import numpy as np
+
+    sizes = np.abs(values) if values.dtype.kind == "c" else values
+    return sizes.min().item(), sizes.max().item()
+
+
+def _bins(wide: Array, low: float, exponent: int) -> Histogram:
+    import numpy as np
+
+    sizes = np.abs(wide) if wide.dtype.kind == "c" else wide
+    scale = 2.0**-exponent if exponent > -1_000 else 0.0  # which would be infinite
+    scaled = sizes * scale if scale else np.ldexp(sizes, -exponent)
+    bins = np.floor(scaled, out=scaled).astype(np.intp)
+    first = math.floor(math.ldexp(low, -exponent))
+    bins -= first
+    return Histogram(exponent, first, np.bincount(bins).tolist())

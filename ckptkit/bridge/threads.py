@@ -1,0 +1,68 @@
+"""Work on many tensors by several threads: what computes and reads here lets other threads run meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+THREADS = 8  # at most: each takes some MiB
+BATCH = 16 << 20  # bytes of a task: handing one over costs as much as looking at a hundred kilobytes
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def ordered(function: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[R]:
+    """``map(function, items)``, by as many threads as there are processors; `nbytes` is what an item takes.
+
+    Little work is done right here. Only some batches are under way at a time, however many items there are; when one
+    fails or nobody wants more, those that have begun are waited for and no other begins.
+    """
+    batches = _batches(items, nbytes)
+    first, second = next(batches, None), next(batches, None)
+    threads = min(THREADS, _processors())
+    if first is None or second is None or threads == 1:
+        for batch in (first, second, *batches):
+            yield from map(function, batch or ())
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    waiting: deque[Future[list[R]]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        waiting.extend(pool.submit(_all, function, batch) for batch in (first, second))
+        for batch in batches:
+            waiting.append(pool.submit(_all, function, batch))
+            if len(waiting) >= 2 * threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _all(function: Callable[[T], R], batch: list[T]) -> list[R]:
+    return list(map(function, batch))
+
+
+def _batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += nbytes(item)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _processors() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,56 @@
+"""Tensors as pictures, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.cli import render
+from ckptkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptkit.reports.slices import Picks
+    from ckptkit.tensor import Tensor
+
+
+def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, force: bool) -> None:
+    """One PNG file of all, side by side, on one scale around zero; of a dimension with more than `most` indices, every
+    so many-th. Raises UsageError without matplotlib, OutputError like `publish`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("--png draws with matplotlib", hint="pip install matplotlib") from error
+    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.publish import publish
+    from ckptkit.reports.slices import show
+
+    drawn = [(title, *_plane(tensor, picks, most)) for title, tensor, picks in pictures]
+    if not all(values.size for _, _, values in drawn):
+        raise UsageError("there are no elements to draw")
+    figure = Figure(figsize=(5.5 * len(drawn), 5), layout="constrained")
+    largest = max(_largest(values) for _, _, values in drawn) or 1.0
+    for axes, (title, picks, values) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        colours = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
+        image = axes.imshow(values, aspect="auto", interpolation="nearest", **colours)
+        axes.set_title(render.escape(title).replace("$", r"\$") + f"\n{show(picks)}", fontsize=8)
+        figure.colorbar(image, ax=axes)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    publish(Plan((OutputFile("", (buffer.getvalue(),)),)), path, force=force)
+
+
+def _plane(tensor: Tensor, picks: Picks, most: int) -> tuple[Picks, Any]:
+    from ckptkit import bridge
+    from ckptkit.reports.slices import plane, select, spread
+
+    chosen = plane(spread(picks, most), most, most)
+    values = bridge.numbers(select(tensor, chosen))
+    values = abs(values) if values.dtype.kind == "c" else values.astype("f8")
+    return chosen, values.reshape(values.shape if values.ndim == 2 else (1, -1))
+
+
+def _largest(values: Any) -> float:
+    import numpy as np
+
+    finite = np.abs(values[np.isfinite(values)])
+    return float(finite.max()) if finite.size else 0.0

@@ -1,0 +1,285 @@
+"""ckptkit show"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.cli.stats import facts_of, short
+from ckptkit.errors import UsageError
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.bridge import Tally
+    from ckptkit.reports.slices import Picks
+    from ckptkit.tensor import Tensor
+
+SCHEMA = "ckptkit.show/1"
+ROWS = 12
+CELL = 10  # characters of a number and the space before it
+PLAIN = 100  # characters of a line where there is no terminal
+COUNTED = 1 << 20  # elements that are read for their statistics without being asked for
+LISTED = 1 << 20  # elements that --json prints
+PICTURE = 1 << 11  # rows and columns of a picture, at most
+
+
+class Shown(NamedTuple):
+    """A tensor of a file, and what is chosen of it."""
+
+    path: str
+    name: str
+    tensor: Tensor
+    picks: Picks
+
+    @property
+    def part(self) -> Tensor:
+        from ckptkit.reports.slices import select
+
+        return select(self.tensor, self.picks)
+
+    def corner(self, rows: int, columns: int) -> tuple[Picks, list[list[Any]]]:
+        """The indices of a table of it, and its cells."""
+        from ckptkit import bridge
+        from ckptkit.reports.slices import plane, select
+
+        picks = plane(self.picks, rows, columns)
+        cells = bridge.numbers(select(self.tensor, picks))
+        many = [pick for pick in picks if not pick.single]
+        return picks, cells.reshape(many[0].size if len(many) > 1 else 1, -1).tolist() if cells.size else []
+
+
+@click.command("show")
+@click.argument("file", metavar="FILE")
+@click.argument("name", metavar="NAME")
+@click.argument("index", metavar="[SLICE]", default="")
+@click.option("--with", "other", metavar="FILE", help="Show the same of another file beside it.")
+@click.option("--name-b", metavar="NAME", help="The tensor of the other file, where its name is another.")
+@click.option("--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of the grid.")
+@click.option("--columns", type=click.IntRange(min=1), help="Columns of the grid; as many as fit by default.")
+@click.option("--stats", "counted", is_flag=True, help="Read all of a large tensor for the summary.")
+@click.option("--heat", is_flag=True, help="One character for each number, as high as it is large.")
+@click.option("--png", metavar="FILE", help="Draw it as a picture, with matplotlib.")
+@click.option("--force", is_flag=True, help="Replace the FILE of --png if it exists.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.key
+def command(
+    file: str,
+    name: str,
+    index: str,
+    other: str | None,
+    name_b: str | None,
+    rows: int,
+    columns: int | None,
+    counted: bool,
+    heat: bool,
+    png: str | None,
+    force: bool,
+    as_json: bool,
+    key: str | None,
+) -> int:
+    """Show the values of one tensor.
+
+    A corner of it as a grid, a line of statistics, a histogram. SLICE chooses a part as in Python: '[0, :, 3:7]'. Only
+    the bytes of what is shown are read, however large the tensor is, and from a remote file too; the statistics are
+    those of the whole part if that has at most a million elements, or with --stats.
+
+    \b
+    Example: ckptkit show run.pth conv1.weight
+             ckptkit show run.pth conv1.weight '[0, :, 0:3]' --with other.safetensors
+             ckptkit show run.pth fc.weight --png fc.png
+    """
+    with ExitStack() as stack:
+        shown = [_chosen(stack, file, name, index, key)]
+        if other is not None:
+            shown.append(_chosen(stack, other, name_b or name, index, key))
+        if png is not None:
+            from ckptkit.cli.picture import write
+
+            write([(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown], png, PICTURE, force=force)
+        if as_json:
+            render.emit_json(_facts(shown, counted))
+        else:
+            lines = list(_heat(shown) if heat else _grids(shown, rows, columns))
+            render.emit(*lines, *_summaries(shown, rows, columns, counted))
+    return 0
+
+
+def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None) -> Shown:
+    from ckptkit.convert import open_checkpoint
+    from ckptkit.reports.slices import parse
+    from ckptkit.reports.summary import summarize
+
+    checkpoint = stack.enter_context(closing(open_checkpoint(file, key=key)))
+    rows = summarize(checkpoint).rows
+    found = next((row for row in rows if row.name == name), None) or next((r for r in rows if r.place == name), None)
+    if found is None:
+        raise UsageError(f"has no tensor {name!r}", where=urls.shown(file), hint=_instead(name, rows))
+    return Shown(urls.shown(file), name, found.tensor, parse(index, found.tensor.shape))
+
+
+def _instead(name: str, rows: list[Any]) -> str | None:
+    from difflib import get_close_matches
+
+    names = [row.name or row.place for row in rows[:5_000]]
+    ending = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    close = ending[:3] or get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(close)}?" if close else "`ckptkit inspect` lists them"
+
+
+def _grids(shown: list[Shown], rows: int, columns: int | None) -> Iterator[str]:
+    """A heading for each, and one table for all, side by side."""
+    from ckptkit.reports.slices import show
+
+    columns = _columns(len(shown)) if columns is None else columns
+    corners = [each.corner(rows, columns) for each in shown]
+    for each, (picks, _) in zip(shown, corners, strict=True):
+        tensor = each.tensor
+        where = f"{tensor.dtype} {render.shape(tensor.shape)} on {tensor.device}"
+        yield render.escape(f"{each.path}: {each.name}, {where}: {show(picks)}")
+    yield ""
+    yield from _table(corners)
+
+
+def _columns(tables: int) -> int:
+    from shutil import get_terminal_size
+    from sys import stdout
+
+    width = get_terminal_size().columns if render.is_terminal(stdout) else PLAIN
+    return max(1, (width - 8) // tables // CELL)
+
+
+def _table(corners: list[tuple[Picks, list[list[Any]]]]) -> Iterator[str]:
+    """The cells under the indices of their columns, behind those of their rows. A cell that is not as in the first
+    table has a star."""
+    many = [[pick for pick in picks if not pick.single] for picks, _ in corners]
+    if not all(cells for _, cells in corners):
+        yield "no elements"
+        return
+    downs = many[0][0] if len(many[0]) > 1 else None
+    side = max(len(str(downs.start + downs.size * downs.step)) if downs else 0, 1)
+    heads = []
+    for picks in many:
+        across = picks[-1] if picks else None
+        names = [str(across.start + i * across.step) for i in range(across.size)] if across else [""]
+        heads.append("".join(f"{name:>{CELL}}" for name in names))
+    yield (" " * side + "  |".join(heads)).rstrip()
+    height = max(len(cells) for _, cells in corners)
+    for row in range(height):
+        label = str(downs.start + row * downs.step) if downs else ""
+        lines = [_row(cells, corners[0][1], row) for _, cells in corners]
+        yield (f"{label:>{side}}" + "  |".join(lines)).rstrip()
+
+
+def _row(cells: list[list[Any]], first: list[list[Any]], row: int) -> str:
+    if row >= len(cells):
+        return ""
+    others = first[row] if row < len(first) else []
+    line = []
+    for n, value in enumerate(cells[row]):
+        same = n < len(others) and (value == others[n] or (value != value and others[n] != others[n]))
+        line.append(f"{_cell(value)}{'' if same else '*'}".rjust(CELL))
+    return "".join(line)
+
+
+def _cell(value: Any) -> str:
+    return str(value) if isinstance(value, int) else short(value) if isinstance(value, complex) else f"{value:.3g}"
+
+
+def _heat(shown: list[Shown]) -> Iterator[str]:
+    """Each plane as characters, scaled from its smallest number to its largest."""
+    from ckptkit.cli.bars import shades
+    from ckptkit.reports.slices import show, spread
+
+    width = _columns(1) * CELL
+    for each in shown:
+        picks, cells = each._replace(picks=spread(each.picks, width)).corner(width // 2, width)
+        yield render.escape(f"{each.path}: {each.name}: {show(picks)}")
+        yield from shades([[abs(v) if isinstance(v, complex) else v for v in row] for row in cells])
+
+
+def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tally, bool]:
+    """The statistics, and whether they are of the whole part."""
+    from ckptkit import bridge
+    from ckptkit.reports.slices import plane, select
+
+    whole = counted or shown.part.numel <= COUNTED
+    part = shown.part if whole else select(shown.tensor, plane(shown.picks, rows, columns))
+    found = bridge.Tally()
+    for each in bridge.ordered(bridge.tally, bridge.parts(part), lambda one: one.nbytes):
+        found.add(each)
+    return found, whole
+
+
+def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
+    from ckptkit.cli.bars import lying
+
+    for each in shown:
+        tally, whole = _counted(each, rows, columns or _columns(len(shown)), counted)
+        numbers = facts_of(tally, each.tensor.dtype.kind)
+        named = (f"{name} {short(numbers[name])}" for name in ("mean", "std", "min", "max", "norm"))
+        odd = (f"{numbers[name]:,} {name}" for name in ("zeros", "nan", "inf") if numbers[name])
+        of = "" if whole else f" of {each.part.numel:,} (--stats reads all)"
+        yield ""
+        title = f"{each.path}: " if len(shown) > 1 else ""
+        yield render.escape(f"{title}{tally.count:,} values{of}: ") + ", ".join((*named, *odd))
+        histogram = tally.histogram.at_most(16)
+        for edge, count, bar in zip(histogram.edges, histogram.counts, lying(histogram.counts, 40), strict=False):
+            yield f"{short(edge):>{CELL}}  {bar} {count:,}"
+    if len(shown) > 1:
+        yield from _difference(*shown)
+
+
+def _difference(a: Shown, b: Shown) -> Iterator[str]:
+    from ckptkit import bridge
+
+    ours, theirs = a.part, b.part
+    yield ""
+    if ours.shape != theirs.shape:
+        yield f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
+    elif max(ours.numel, theirs.numel) > COUNTED:
+        yield "not compared as a whole: `ckptkit diff --values` does that"
+    elif (found := bridge.compare(ours, theirs, atol=0.0)) is None:
+        yield "equal in all values"
+    else:
+        largest = f"{found.largest:.3g}" if found.largest is not None else ""
+        yield f"{found.count:,} of {ours.numel:,} values differ, by up to {largest}"
+
+
+def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
+    return {"schema": SCHEMA, "tensors": [_json(each, counted) for each in shown]}
+
+
+def _json(shown: Shown, counted: bool) -> dict[str, Any]:
+    from ckptkit import bridge
+    from ckptkit.reports.slices import show
+
+    part = shown.part
+    if part.numel > LISTED:
+        raise UsageError(
+            f"{part.numel:,} values are too many to list", where=shown.path, hint="choose some, as in '[0, :, 3:7]'"
+        )
+    tally, _ = _counted(shown, ROWS, ROWS, True)
+    return {
+        "path": shown.path,
+        "name": shown.name,
+        "dtype": shown.tensor.dtype.name,
+        "shape": list(shown.tensor.shape),
+        "device": shown.tensor.device,
+        "slice": show(shown.picks),
+        "selected": list(part.shape),
+        "values": _listed(bridge.numbers(part).tolist()),
+        "stats": {name: _listed(value) for name, value in facts_of(tally, part.dtype.kind).items()},
+    }
+
+
+def _listed(value: Any) -> Any:
+    """Nested lists of JSON numbers; a complex one is a pair."""
+    if isinstance(value, list):
+        return [_listed(each) for each in value]
+    if isinstance(value, complex):
+        return [render.json_number(value.real), render.json_number(value.imag)]
+    return render.json_number(value)

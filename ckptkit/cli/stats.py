@@ -1,0 +1,252 @@
+"""ckptkit stats"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.cli.bars import bars
+from ckptkit.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from ckptkit.bridge import Histogram, Tally
+    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.reports import summary
+    from ckptkit.reports.stats import Row, Statistics
+
+SCHEMA = "ckptkit.stats/1"
+SHOWN = 8  # names in a warning
+WIDE = 16  # bins of a histogram in a table
+NUMBERS = ("count", "nan", "inf", "zeros", "sparsity", "mean", "std", "norm", "min", "max", "abs_max")
+COLUMNS = ("name", "tensors", "count", "mean", "std", "min", "max", "norm", "zeros", "NaN", "inf", "histogram")
+
+
+@click.command("stats")
+@click.argument("file", metavar="FILE")
+@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path.")
+@click.option("--all", "everything", is_flag=True, help="Every tensor of the file, not only the weights.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="One row for names that begin alike, N deep.")
+@click.option("--fold", is_flag=True, help="One row for the names that differ in an index: layers.*.weight.")
+@click.option("--sort", type=click.Choice(["file", "name", *NUMBERS]), default="file", help="Numbers: largest first.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
+@options.key
+def command(
+    file: str,
+    globs: tuple[str, ...],
+    everything: bool,
+    depth: int | None,
+    fold: bool,
+    sort: str,
+    as_json: bool,
+    as_csv: bool,
+    key: str | None,
+) -> int:
+    """Show statistics of the values.
+
+    Mean, standard deviation, smallest and largest, norm, zeros, NaN, infinities and a histogram, of each tensor or of
+    many together. NaN and infinities are counted and left out of all else. Reads every tensor once, without torch.
+
+    \b
+    Example: ckptkit stats run.pth
+             ckptkit stats run.pth --fold --sort norm
+             ckptkit stats run.pth --depth 2 --csv
+    """
+    from ckptkit.convert import open_checkpoint
+    from ckptkit.reports import stats
+
+    if (as_json and as_csv) or (depth is not None and fold):
+        raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
+    label = stats.depth(depth) if depth is not None else stats.family if fold else None
+    form = "json" if as_json else "csv" if as_csv else "text"
+    with closing(open_checkpoint(file, key=key)) as checkpoint:
+        rows = _chosen(checkpoint, globs, everything)
+        found = stats.Statistics(rows, label)
+        _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))
+    if not as_json:
+        for line, hint in _said(found, globs):
+            render.warn(line, hint)
+    return 0
+
+
+def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbytes: int) -> None:
+    """Read, and print: a table when all is known, other forms as they come; no bar goes between their lines."""
+    with Progress("reading", nbytes) as progress:
+        quiet = form != "text" and render.is_terminal(sys.stdout)
+        rows = _arranged(found, found.rows() if quiet else found.rows(progress), sort)
+        if form == "json":
+            render.emit_json(_facts(checkpoint, found, rows))
+        elif form == "csv":
+            render.write(_csv(rows))
+        else:
+            lines = list(_lines(rows, found))
+    if form == "text":
+        render.emit(*lines)
+
+
+def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) -> list[summary.Row]:
+    """The weights, or all tensors where there are none; of these, those that match."""
+    from ckptkit.reports.summary import summarize
+
+    rows = summarize(checkpoint).rows
+    weights = [] if everything else [row for row in rows if row.name is not None]
+    matches = render.matcher(globs or "*")
+    return [row for row in weights or rows if (row.name is not None and matches(row.name)) or matches(row.place)]
+
+
+def _arranged(found: Statistics, rows: Iterator[Row], sort: str) -> Iterator[Row]:
+    """The rows to show, one by one where nothing else is asked for."""
+    if found.grouped:
+        for _ in rows:
+            pass
+        rows = iter(found.groups)
+    if sort == "file":
+        yield from rows
+    elif sort == "name":
+        yield from sorted(rows, key=lambda row: row.label)
+    else:
+        yield from sorted(rows, key=lambda row: -float("-inf" if (n := _numbers(row)[sort]) is None else abs(n)))
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    return facts_of(row.tally, row.kind)
+
+
+def facts_of(tally: Tally, kind: str) -> dict[str, Any]:
+    """The numbers of the schema, None where there is none; complex ones have no smallest and no largest."""
+    there, ordered = tally.finite > 0, kind != "complex"
+    return {
+        "count": tally.count,
+        "nan": tally.nan,
+        "inf": tally.infinite,
+        "zeros": tally.zeros,
+        "sparsity": tally.sparsity,
+        "mean": tally.mean if there else None,
+        "std": tally.std,
+        "norm": tally.norm,
+        "min": tally.low if ordered else None,
+        "max": tally.high if ordered else None,
+        "abs_max": tally.abs_max,
+    }
+
+
+def _facts(checkpoint: Checkpoint, found: Statistics, rows: Iterator[Row]) -> dict[str, Any]:
+    """The JSON object; what is known at the end only comes at the end."""
+    return {
+        "schema": SCHEMA,
+        "path": checkpoint.name,
+        "format": checkpoint.format,
+        "groups" if found.grouped else "tensors": map(_json, rows),
+        "totals": _totals(found),
+        "skipped": _skipped(found),
+    }
+
+
+def _totals(found: Statistics) -> Iterator[dict[str, Any]]:
+    yield from map(_json, found.totals)
+
+
+def _skipped(found: Statistics) -> Iterator[dict[str, Any]]:
+    yield from ({"name": each.name, "dtype": each.dtype, "why": each.why} for each in found.skipped)
+
+
+def _json(row: Row) -> dict[str, Any]:
+    from ckptkit.reports.values import key_list
+
+    source = row.source
+    place = {} if source is None else {"path": source.place, "keys": key_list(source.path), "shape": row.shape}
+    numbers = {name: render.json_number(_plain(value)) for name, value in _numbers(row).items()}
+    histogram = row.tally.histogram
+    return {
+        "name": row.label,
+        **place,
+        "kind": row.kind,
+        "dtypes": row.dtypes,
+        "tensors": row.tensors,
+        **numbers,
+        "histogram": _bins(histogram) if histogram.counts else None,
+    }
+
+
+def _bins(histogram: Histogram) -> dict[str, Any]:
+    edges = histogram.edges
+    return {"start": edges[0], "width": edges[1] - edges[0], "counts": histogram.counts}
+
+
+def _plain(value: Any) -> Any:
+    return [value.real, value.imag] if isinstance(value, complex) else value
+
+
+def _cell(name: str) -> str:
+    """A name that no spreadsheet takes for a formula."""
+    return f"'{render.escape(name)}" if name.startswith(("=", "+", "-", "@")) else render.escape(name)
+
+
+def _csv(rows: Iterable[Row]) -> Iterator[str]:
+    """Lines of a table for other programs; a complex mean as Python writes it."""
+    import csv
+    import io
+
+    buffer = io.StringIO()
+    lines = csv.writer(buffer, lineterminator="\n")
+    lines.writerow(("name", "dtype", "shape", "tensors", *NUMBERS))
+    for row in rows:
+        shape = "" if row.shape is None else "x".join(map(str, row.shape))
+        numbers = ("" if value is None else value for value in _numbers(row).values())
+        lines.writerow((_cell(row.label), " ".join(row.dtypes), shape, row.tensors, *numbers))
+        yield buffer.getvalue()
+        buffer.seek(0)
+        buffer.truncate()
+    yield buffer.getvalue()
+
+
+def _lines(rows: Iterable[Row], found: Statistics) -> Iterator[str]:
+    cells = [_cells(row, render.escape(row.label) or "(root)") for row in rows]
+    if len(cells) > 1:
+        cells += [_cells(row, f"all {row.kind}" if len(found.totals) > 1 else "all") for row in found.totals]
+    used = [n for n, _ in enumerate(COLUMNS) if any(row[n] for row in cells)]
+    headers = [COLUMNS[n] for n in used]
+    kept = [[row[n] for n in used] for row in cells]
+    yield from render.table(headers, kept, right=[each for each in headers if each not in ("name", "histogram")])
+
+
+def _cells(row: Row, label: str) -> list[str]:
+    numbers = _numbers(row)
+    values = [short(numbers[name]) for name in ("mean", "std", "min", "max", "norm")]
+    zeros = f"{numbers['sparsity']:.1%}" if numbers["zeros"] else ""
+    odd = [f"{numbers[name]:,}" if numbers[name] else "" for name in ("nan", "inf")]
+    tensors = f"{row.tensors:,}" if row.tensors > 1 else ""
+    histogram = bars(row.tally.histogram.at_most(WIDE).counts)
+    return [label, tensors, f"{numbers['count']:,}", *values, zeros, *odd, histogram]
+
+
+def short(value: Any) -> str:
+    """A number in three digits."""
+    if value is None:
+        return ""
+    if isinstance(value, complex):
+        return f"{value.real:.3g}{value.imag:+.3g}j"
+    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**6 else f"{value:.3g}"
+
+
+def _said(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+    """What to say about it besides, and what to do."""
+    names = [row.label for row in found.odd]
+    if names:
+        yield f"NaN or infinite values in {render.plural(len(names), 'tensor')}: {_some(names)}", None
+    if found.skipped:
+        names = [f"{each.name} ({each.why})" for each in found.skipped]
+        quantized = any(each.dtype.startswith("q") for each in found.skipped)
+        hint = "`ckptkit convert --dequantize` makes numbers of quantized weights" if quantized else None
+        yield f"{render.plural(len(names), 'tensor')} without statistics: {_some(names)}", hint
+    if globs and not found.totals and not found.skipped:
+        yield f"no name or path of a tensor matches --keys {', '.join(globs)}", None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")

@@ -1,0 +1,175 @@
+"""Statistics of tensors: of each, of those with a common label, and of all. One pass, in memory that does not grow with
+the tensors.
+
+NaN and infinities are counted, and left out of everything else. Tensors that are the same part of one storage are read
+once, and count once in groups and totals. Floating-point numbers, integers, bools and complex numbers do not mix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ckptkit import bridge
+from ckptkit.bridge import Part, Tally
+from ckptkit.errors import CkptkitError, TensorError
+from ckptkit.reports import summary
+from ckptkit.tensor import Shape, Tensor
+
+Key = tuple[object, ...]
+
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+@dataclass(slots=True)
+class Row:
+    """A tensor, or `tensors` of one kind under one label (`shape` and `source` are None then)."""
+
+    label: str
+    kind: str
+    dtypes: tuple[str, ...]
+    shape: Shape | None = None
+    tensors: int = 1
+    tally: Tally = field(default_factory=Tally)
+    source: summary.Row | None = None
+
+    def add(self, other: Row) -> None:
+        """Count the tensors of `other` too."""
+        self.dtypes = tuple(dict.fromkeys((*self.dtypes, *other.dtypes)))
+        self.tensors += other.tensors
+        self.tally.add(other.tally)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A tensor that has no numbers to look at, and why."""
+
+    name: str
+    dtype: str
+    why: str
+
+
+def depth(parts: int) -> Callable[[str], str]:
+    """Labels that are the first so many parts of a name, between dots."""
+    return lambda name: ".".join(name.split(".")[:parts])
+
+
+def family(name: str) -> str:
+    """The label of tensors whose names differ in an index alone: ``layers.*.weight``."""
+    return _INDEX.sub("*", name)
+
+
+class Statistics:
+    """What `rows` finds out. `groups` (if there is a `label`), `totals`, `skipped` and `odd` (tensors that hold NaN or
+    infinities) are complete when it has come to its end."""
+
+    def __init__(self, rows: Sequence[summary.Row], label: Callable[[str], str] | None = None) -> None:
+        self.skipped: list[Skipped] = []
+        self.odd: list[Row] = []
+        self._sources = rows
+        self._label = label
+        self._groups: dict[tuple[str, str], Row] = {}
+        self._totals: dict[str, Row] = {}
+        self._seen: set[tuple[str | None, Key]] = set()
+
+    @property
+    def grouped(self) -> bool:
+        """Whether there are groups."""
+        return self._label is not None
+
+    @property
+    def groups(self) -> list[Row]:
+        """Tensors with a common label and kind, in order of the first of each."""
+        return list(self._groups.values())
+
+    @property
+    def totals(self) -> list[Row]:
+        """All tensors, kind by kind; their label is empty."""
+        return list(self._totals.values())
+
+    def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
+        """The statistics of each tensor, in order. `progress` gets bytes. Raises what reading raises."""
+        keys = [_place(number, row.tensor) for number, row in enumerate(self._sources)]
+        times = Counter(keys)
+        first = {key: number for number, key in reversed(list(enumerate(keys)))}
+        found = _tallies([(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress)
+        kept: dict[Key, Tally | str] = {}  # of what comes again
+        for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
+            tally = next(found) if first[key] == number else kept[key]
+            if times[key] > 1:
+                kept[key] = tally
+            if isinstance(tally, str):
+                self.skipped.append(Skipped(_name(source), source.tensor.dtype.name, tally))
+            else:
+                yield self._row(source, tally, key)
+
+    def _row(self, source: summary.Row, tally: Tally, key: Key) -> Row:
+        name, dtype = _name(source), source.tensor.dtype
+        row = Row(name, dtype.kind, (dtype.name,), source.tensor.shape, 1, tally, source)
+        if tally.nan or tally.infinite:
+            self.odd.append(row)
+        if self._label is not None and self._is_new(label := self._label(name), key):
+            self._groups.setdefault((label, dtype.kind), Row(label, dtype.kind, (), None, 0)).add(row)
+        if self._is_new(None, key):
+            self._totals.setdefault(dtype.kind, Row("", dtype.kind, (), None, 0)).add(row)
+        return row
+
+    def _is_new(self, label: str | None, key: Key) -> bool:
+        before = len(self._seen)
+        self._seen.add((label, key))
+        return len(self._seen) > before
+
+
+def _name(row: summary.Row) -> str:
+    return row.place if row.name is None else row.name
+
+
+def _place(number: int, tensor: Tensor) -> Key:
+    """What is equal for tensors that are the same numbers."""
+    if tensor.storage is None:
+        return (number,)
+    return id(tensor.storage), tensor.dtype.name, tensor.offset, tensor.shape, tensor.stride, tensor.conj, tensor.neg
+
+
+def _tallies(rows: list[tuple[int, summary.Row]], progress: Callable[[int], None]) -> Iterator[Tally | str]:
+    """The statistics of each tensor, or why it has none."""
+    found = bridge.ordered(_work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0)
+    for _, same in groupby(found, key=lambda result: result[0]):
+        whole = Tally()
+        for _, tally, nbytes in same:
+            if isinstance(tally, str):
+                yield tally
+                break
+            whole.add(tally)
+            progress(nbytes)
+        else:
+            yield whole
+
+
+Task = tuple[int, summary.Row, Part | str | None]
+
+
+def _tasks(rows: list[tuple[int, summary.Row]]) -> Iterator[Task]:
+    """The parts of each tensor; None for one of no elements; a text for one that has no numbers."""
+    for number, row in rows:
+        try:
+            parts = list(bridge.parts(row.tensor))
+        except TensorError as error:
+            yield number, row, error.message
+            continue
+        for part in parts or (None,):
+            yield number, row, part
+
+
+def _work(task: Task) -> tuple[int, Tally | str, int]:
+    number, row, part = task
+    if part is None or isinstance(part, str):
+        return number, Tally() if part is None else part, 0
+    try:
+        return number, bridge.tally(part), part.nbytes
+    except CkptkitError as error:
+        error.message = f"{_name(row)}: {error.message}"
+        raise

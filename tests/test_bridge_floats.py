@@ -1,0 +1,95 @@
+"""Floating-point types without torch, against torch: every code of the small ones, and what lies between."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from ckptkit.bridge.floats import FLOATS, decode, encode, is_decoded
+from ckptkit.dtypes import BY_NAME, TABLE
+from ckptkit.errors import UnsupportedError
+
+SMALL = [name for name in FLOATS if name.startswith("float8")]
+CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HALVES = np.arange(1 << 16, dtype="<u4") << 16
+# Each upper half of a float32 by itself, and a little, half, and almost one of its last place above.
+SINGLES = np.concatenate([HALVES + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view("<f4")
+
+
+def in_torch(data: bytes | memoryview, name: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(getattr(torch, name))
+
+
+def assert_same(made: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal bits, but for those of a NaN."""
+    numbers = ~want.isnan()
+    assert torch.equal(~made.isnan(), numbers)
+    code = CODES[want.itemsize]
+    assert torch.equal(made.view(code)[numbers], want.view(code)[numbers])
+
+
+def overflow_as_here(values: torch.Tensor, target: str) -> torch.Tensor:
+    """Without what is too large for e4m3fn, of which older versions of torch make NaN."""
+    saturates = not bool(torch.tensor([1e9]).to(torch.float8_e4m3fn).isnan().any())
+    return values if target != "float8_e4m3fn" or saturates else values[~(values.abs() > 464)]
+
+
+@pytest.mark.parametrize("name", [*SMALL, "bfloat16", "float16"])
+def test_every_code_has_the_value_that_torch_gives_it(name: str) -> None:
+    dtype = BY_NAME[name]
+    data = np.arange(1 << dtype.bits, dtype=f"<u{dtype.itemsize}").tobytes()
+    assert_same(torch.from_numpy(decode(data, dtype).copy()), in_torch(data, name).float())
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this torch has no float8_e8m0fnu")
+def test_every_exponent_alone() -> None:
+    data = bytes(range(256))
+    made = decode(data, BY_NAME["float8_e8m0fnu"])
+    assert_same(torch.from_numpy(made.copy()), in_torch(data, "float8_e8m0fnu").float())
+
+
+@pytest.mark.parametrize("name", sorted(FLOATS))
+def test_float32_is_rounded_as_torch_rounds_it(name: str) -> None:
+    values = overflow_as_here(torch.from_numpy(SINGLES.copy()), name)
+    made = encode(values.numpy(), BY_NAME[name])
+    assert_same(in_torch(made, name), values.to(getattr(torch, name)))
+
+
+@pytest.mark.parametrize("name", sorted(FLOATS))
+def test_float64_is_rounded_twice_as_torch_does(name: str) -> None:
+    rng = np.random.default_rng(0)
+    some = rng.standard_normal(10_000) * 10.0 ** rng.integers(-50, 50, 10_000)
+    almost_ties = [1 + 2.0**-n + 2.0**-40 for n in range(1, 30)]  # ties, once they are float32
+    values = overflow_as_here(torch.tensor([*some, *almost_ties, 1e300, -0.0], dtype=torch.float64), name)
+    assert_same(in_torch(encode(values.numpy(), BY_NAME[name]), name), values.to(getattr(torch, name)))
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product([*SMALL, "bfloat16", "float16"], sorted(FLOATS))))
+def test_every_code_cast_to_every_type(source: str, target: str) -> None:
+    dtype = BY_NAME[source]
+    data = np.arange(1 << dtype.bits, dtype=f"<u{dtype.itemsize}").tobytes()
+    made, want = encode(decode(data, dtype), BY_NAME[target]), in_torch(data, source).to(getattr(torch, target))
+    small = torch.isin(in_torch(data, source).float(), overflow_as_here(in_torch(data, source).float(), target))
+    assert_same(in_torch(made, target)[small], want[small])
+
+
+def test_complex32_and_bools_and_integers() -> None:
+    halves = torch.tensor([1.5, -2.0, 0.0, 65504.0], dtype=torch.float16)
+    made = decode(halves.numpy().tobytes(), BY_NAME["complex32"])
+    assert made.tolist() == [1.5 - 2j, 65504j]
+    assert decode(bytes([0, 1, 2, 255]), BY_NAME["bool"]).tolist() == [0, 1, 1, 1]
+    assert decode(b"\xff\xff\xff\xff\xff\xff\xff\xff", BY_NAME["uint64"]).tolist() == [2**64 - 1]
+
+
+def test_what_is_no_number_by_itself_is_refused() -> None:
+    refused = [dtype for dtype in TABLE if not is_decoded(dtype)]
+    assert {"qint8", "quint4x2", "bits8", "float4_e2m1fn_x2", "float6_e2m3", "int4"} <= {each.name for each in refused}
+    for dtype in refused:
+        with pytest.raises(UnsupportedError, match=dtype.name):
+            decode(bytes(8), dtype)
+    for dtype in TABLE:
+        if is_decoded(dtype):
+            assert len(decode(bytes(16), dtype)) == 16 // dtype.itemsize

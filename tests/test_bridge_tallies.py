@@ -1,0 +1,236 @@
+"""Statistics against torch and numpy on the same numbers, whatever the parts they are computed in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.bridge import BINS, Histogram, Tally, ordered, parts, tallies, tally
+from ckptkit.bridge.tallies import bin_exponent
+from ckptkit.bytesource import Memory, Range
+from ckptkit.dtypes import BY_NAME
+from ckptkit.errors import TensorError
+from ckptkit.tensor import Storage, Tensor
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+
+
+def described(tensor: torch.Tensor, big_endian: bool = False) -> Tensor:
+    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+    data = bytes(tensor.untyped_storage())
+    if big_endian:
+        data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
+    storage = Storage(Range(Memory(data), 0, len(data)), big_endian=big_endian)
+    shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+    return Tensor(storage, dtype, shape, tensor.stride(), offset, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
+def tallied(tensor: torch.Tensor, big_endian: bool = False) -> Tally:
+    whole = Tally()
+    for part in parts(described(tensor, big_endian)):
+        whole.add(tally(part))
+    return whole
+
+
+def assert_is(found: Tally, tensor: torch.Tensor) -> None:
+    """The tally is what torch says about the real numbers in `tensor`."""
+    flat = tensor.reshape(-1)
+    flat = flat.double() if flat.dtype in FLOATS else flat.long()
+    finite = flat[flat.isfinite()]
+    assert found.count == flat.numel()
+    assert found.nan == int(flat.isnan().sum())
+    assert found.infinite == int(flat.isinf().sum())
+    assert found.zeros == int((flat == 0).sum())
+    assert sum(found.histogram.counts) == found.finite == finite.numel()
+    if not finite.numel():
+        assert (found.low, found.high, found.std) == (None, None, None)
+        return
+    assert (found.low, found.high) == (finite.min().item(), finite.max().item())
+    assert found.abs_max == finite.abs().max().item()
+    wide = finite.double()
+    size = float(wide.abs().max())
+    assert found.mean == pytest.approx(wide.mean().item(), rel=1e-12, abs=1e-13 * size)
+    assert found.norm == pytest.approx(wide.norm().item(), rel=1e-12)
+    if finite.numel() > 1:
+        assert found.std == pytest.approx(wide.std().item(), rel=1e-9, abs=1e-12 * size)
+    else:
+        assert found.std is None
+    edges = found.histogram.edges
+    assert found.histogram.counts == np.histogram(wide.numpy(), edges)[0].tolist() or wide.max() == edges[-1]
+    assert len(found.histogram.counts) <= BINS
+
+
+@pytest.fixture(params=[1 << 16, 7])
+def any_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of many numbers and of few."""
+    monkeypatch.setattr(tallies, "BLOCK", request.param)
+    monkeypatch.setattr(tallies, "PART", 64 if request.param == 7 else tallies.PART)
+
+
+@pytest.mark.usefixtures("any_block")
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_every_type(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = (30 * torch.randn(201)).to(dtype)
+    assert_is(tallied(values), values)
+
+
+@pytest.mark.usefixtures("any_block")
+def test_nan_and_infinities_are_counted_and_left_out() -> None:
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.5] * 9)
+    assert_is(tallied(odd), odd)
+    only = torch.tensor([math.nan] * 20 + [math.inf])
+    assert_is(tallied(only), only)
+
+
+def test_no_numbers_and_one() -> None:
+    nothing = tallied(torch.empty(0, 3))
+    assert (nothing.count, nothing.low, nothing.std, nothing.norm, nothing.sparsity) == (0, None, None, 0.0, None)
+    assert_is(tallied(torch.tensor(2.5)), torch.tensor(2.5))
+    assert_is(tallied(torch.tensor(0)), torch.tensor(0))
+
+
+def test_views_and_byte_order() -> None:
+    values = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    for view in (values.t(), values[1:, ::3], values[2].expand(4, 10), values[:0]):
+        assert_is(tallied(view), view)
+    assert_is(tallied(values, big_endian=True), values)
+    negative = torch._neg_view(values)
+    assert_is(tallied(negative), -values)
+
+
+def test_bools_are_0_and_1() -> None:
+    values = torch.tensor([True, False, True, True])
+    assert_is(tallied(values), values.long())
+
+
+def test_the_largest_integers_are_exact() -> None:
+    values = torch.tensor([2**63 - 1, -(2**63), 2**53 + 1])
+    found = tallied(values)
+    assert (found.low, found.high) == (-(2**63), 2**63 - 1)
+    assert found.mean == pytest.approx(2**53 / 3, rel=1e-3)
+
+
+@pytest.mark.usefixtures("any_block")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(50, dtype=dtype)
+    values[3], values[4], values[5] = 0, complex(math.nan, 1), complex(1, -math.inf)
+    finite = torch.cat([values[:4], values[6:]])
+    for view, want in ((values, finite), (values.conj(), finite.conj())):
+        found = tallied(view)
+        assert (found.count, found.nan, found.infinite, found.zeros) == (50, 1, 1, 1)
+        mean = want.to(torch.complex128).mean().item()
+        assert found.mean == pytest.approx(mean, rel=1e-10)
+        assert found.std == pytest.approx(want.to(torch.complex128).std().item(), rel=1e-10)
+        assert found.norm == pytest.approx(want.to(torch.complex128).norm().item(), rel=1e-12)
+        assert found.high == pytest.approx(want.to(torch.complex128).abs().max().item(), rel=1e-12)
+        assert sum(found.histogram.counts) == 48
+
+
+def test_a_large_mean_costs_no_digits() -> None:
+    values = 1e8 + torch.randn(100_000, dtype=torch.float64)
+    assert tallied(values).std == pytest.approx(values.std().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["qint8", "quint4x2", "bits8", "float4_e2m1fn_x2", "int4"])
+def test_what_is_no_number_by_itself_has_no_parts(name: str) -> None:
+    packed = Tensor(Storage(Range(Memory(bytes(8)), 0, 8)), BY_NAME[name], (4,), (1,))
+    with pytest.raises(TensorError, match=name):
+        list(parts(packed))
+
+
+NUMBERS = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.sampled_from([0.0, -0.0, 1e-45, 1.0, -1.0, 3e38]),
+    st.integers(-100, 100).map(float),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(NUMBERS, min_size=1, max_size=80), st.data())
+def test_parts_and_their_order_make_no_difference(numbers: list[float], data: st.DataObject) -> None:
+    values = torch.tensor(numbers)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=5)))
+    pieces = [piece for piece in torch.tensor_split(values, cuts) if len(piece)]
+    joined = Tally()
+    for piece in data.draw(st.permutations(pieces)):
+        joined.add(tallied(piece.clone()))
+    assert_is(joined, values)
+    assert joined.histogram == tallied(values).histogram
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30))
+def test_bins_of_integers_are_no_finer_than_they(numbers: list[int]) -> None:
+    found = tallied(torch.tensor(numbers))
+    assert found.histogram.exponent >= 0
+    assert sum(found.histogram.counts) == len(numbers)
+    assert len(found.histogram.counts) <= BINS
+
+
+@given(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300))
+def test_the_width_is_the_least_that_will_do(a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    exponent = bin_exponent(low, high, False)
+
+    def bins(exponent: int) -> int:
+        return math.floor(math.ldexp(high, -exponent)) - math.floor(math.ldexp(low, -exponent)) + 1
+
+    assert bins(exponent) <= BINS
+    largest = max(abs(low), abs(high))
+    if largest and exponent > math.frexp(largest)[1] - tallies.FINE:
+        assert bins(exponent - 1) > BINS
+
+
+def test_a_histogram_in_fewer_bins() -> None:
+    histogram = Histogram(0, -3, [1, 2, 3, 4, 5, 6])  # -3, -2, -1, 0, 1, 2
+    assert histogram.coarser(1) == Histogram(1, -2, [1, 5, 9, 6])
+    assert histogram.at_most(4) == histogram.coarser(1)
+    assert histogram.at_most(6) is histogram
+    assert Histogram(0, 0, [1] * 6).edges == [0, 1, 2, 3, 4, 5, 6]
+
+
+# threads
+
+
+def test_results_come_in_order_and_few_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.bridge.threads.BATCH", 10)
+    monkeypatch.setattr("ckptkit.bridge.threads._processors", lambda: 3)
+    begun: list[int] = []
+    asked = ordered(lambda n: begun.append(n) or n * n, iter(range(1000)), lambda n: 5)
+    assert [next(asked) for _ in range(4)] == [0, 1, 4, 9]
+    assert len(begun) <= 20
+    assert list(asked) == [n * n for n in range(4, 1000)]
+
+
+@pytest.mark.parametrize("processors", [1, 4])
+def test_the_first_failure_is_raised_and_the_rest_left(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.bridge.threads.BATCH", 1)
+    monkeypatch.setattr("ckptkit.bridge.threads._processors", lambda: processors)
+    begun: list[int] = []
+
+    def work(n: int) -> Any:
+        begun.append(n)
+        if n == 3:
+            raise TensorError("the third")
+        return n
+
+    with pytest.raises(TensorError, match="the third"):
+        list(ordered(work, range(1000), lambda n: 1))
+    assert len(begun) < 30
+
+
+def test_little_work_needs_no_thread() -> None:
+    import threading
+
+    assert set(ordered(lambda n: threading.current_thread(), range(9), lambda n: 1)) == {threading.main_thread()}
+    assert list(ordered(str, [], len)) == []
