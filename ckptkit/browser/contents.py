@@ -1,0 +1,126 @@
+"""What there is to see in a checkpoint: the tree of its tensors, what else is in it, and parts of values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckptkit import bridge
+from ckptkit.bridge import Tally
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.reports.advice import argument
+from ckptkit.reports.shares import Branch, Share, grown, joined, shares
+from ckptkit.reports.slices import Picks, parse, plane, select
+from ckptkit.reports.summary import Summary, summarize
+from ckptkit.tree import join
+
+ROWS = 16  # of a grid
+COUNTED = 1 << 20  # elements that are read for statistics
+SORTS = ("file", "size", "name")
+MEASURES = ("parameters", "nbytes")
+SPECIAL = "[]*?"
+
+
+class Listed(NamedTuple):
+    """What is in a checkpoint besides tensors, by name: values, objects, metadata."""
+
+    title: str
+    rows: list[tuple[str, str]]
+
+
+@dataclass
+class Contents:
+    """A checkpoint as it was opened: `path` and `key` as they were typed."""
+
+    checkpoint: Checkpoint
+    path: str
+    key: str | None = None
+    summary: Summary = field(init=False)
+    shares: list[Share] = field(init=False)
+    tree: Branch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.summary = summarize(self.checkpoint)
+        self.shares = shares(self.summary, self.checkpoint.root)
+        self.tree = grown(self.shares)
+
+    def search(self, words: str) -> Branch:
+        """The tree of the tensors whose place, shape, dtype or device has all these words."""
+        wanted = words.lower().split()
+        return self.tree if not wanted else grown(share for share in self.shares if _has(share, wanted))
+
+    def listed(self) -> Iterator[Listed]:
+        """What is there besides tensors."""
+        summary = self.summary
+        yield Listed("values", [(join(v.path) or "(root)", repr(v.value)) for v in summary.values])
+        yield Listed("objects", [(join(o.path) or "(root)", o.global_) for o in summary.objects])
+        yield Listed("metadata", list(summary.metadata.items()))
+
+    def command(self, name: str, *words: str) -> str:
+        """A command on this file, ready to paste."""
+        key = () if self.key is None else ("--key", self.key)
+        return shlex.join(("ckptkit", name, *key, *argument(self.path), *words))
+
+    def shows(self, branch: Branch, index: str = "") -> str:
+        """The command that shows a branch, or a part of a tensor."""
+        if branch is self.tree:
+            return self.command("inspect")
+        if branch.share is not None and not branch.children:
+            return self.command("show", branch.share.label, *([index] if index else []))
+        return self.command("inspect", "--tree", "--keys", f"{escaped(branch.path)}.*")
+
+    def finds(self, words: str) -> str:
+        """The command that lists what a search found, as far as it is about names."""
+        return self.command("inspect", "--keys", f"*{'*'.join(map(escaped, words.split()))}*")
+
+
+def escaped(name: str) -> str:
+    """A glob that stands for that name alone."""
+    return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
+
+
+def _has(share: Share, words: Sequence[str]) -> bool:
+    tensor = share.row.tensor
+    text = f"{share.place} {list(tensor.shape)} {tensor.dtype.name} {tensor.device}".lower()
+    return all(word in text for word in words)
+
+
+def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
+    """What is right below a branch, in order; what is the only thing inside another stands for it."""
+    found = [joined(child) for child in branch.children.values()]
+    if sort == "size":
+        found.sort(key=lambda each: -getattr(each, measure))
+    elif sort == "name":
+        found.sort(key=lambda each: each.path)
+    return found
+
+
+@dataclass(frozen=True)
+class Values:
+    """A corner of what was chosen of a tensor, and statistics of all of it; None where it is too large for them."""
+
+    picks: Picks
+    corner: Picks
+    cells: list[list[Any]]
+    tally: Tally | None
+
+
+def values(share: Share, index: str = "", columns: int = 8) -> Values:
+    """A corner of up to so many columns: reads its bytes, and those of all that is chosen if that is not much.
+
+    Raises what reading raises, and UsageError for an `index` that makes no sense.
+    """
+    tensor = share.row.tensor
+    picks = parse(index, tensor.shape)
+    corner = plane(picks, ROWS, columns)
+    cells = bridge.numbers(select(tensor, corner))
+    chosen = select(tensor, picks)
+    tally = None
+    if chosen.numel <= COUNTED:
+        tally = Tally()
+        for part in bridge.parts(chosen):
+            tally.add(bridge.tally(part))
+    rows = next((pick.size for pick in corner if not pick.single), 1) if cells.ndim > 1 else 1
+    return Values(picks, corner, cells.reshape(rows, -1).tolist() if cells.size else [], tally)

@@ -1,0 +1,55 @@
+"""ckptkit browse"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.errors import UsageError
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.reports.doctor.cause import Cause
+
+
+@click.command("browse")
+@click.argument("file", metavar="FILE")
+@options.key
+def command(file: str, key: str | None) -> int:
+    """Look around in a checkpoint, in the terminal.
+
+    A tree of everything in it, with search, totals, values and what keeps it from loading. Reads headers only; values
+    when they are asked for, by range, from a remote file too. The key c leaves and prints the command that shows the
+    same as the screen did.
+
+    \b
+    Example: ckptkit browse run.pth
+    """
+    if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
+        raise UsageError("browse needs a terminal", hint="`ckptkit inspect --tree` prints the same to read elsewhere")
+    try:
+        from ckptkit.browser.app import Browser
+    except ImportError as error:
+        raise UsageError("browse is made with textual", hint="pip install 'ckptkit[browse]'") from error
+    from ckptkit.browser.contents import Contents
+    from ckptkit.convert import open_checkpoint
+
+    with closing(open_checkpoint(file, key=key)) as checkpoint:
+        contents = Contents(checkpoint, urls.shown(file), key)
+        gc.enable()  # which main() does without: this one may run for long
+        left = Browser(contents, partial(_diagnose, file, key)).run()
+    if left is not None:
+        render.emit(render.escape(left))
+    return 0
+
+
+def _diagnose(file: str, key: str | None) -> tuple[Cause, ...]:
+    from ckptkit.loading.doctor import examine
+
+    return examine(file, key=key).causes

@@ -1,0 +1,135 @@
+"""ckptkit report"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.cli.progress import Progress
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.pages.seen import Seen
+
+SCHEMA = "ckptkit.report/1"
+PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
+
+
+@click.command("report")
+@click.argument("file", metavar="FILE")
+@click.argument("other", metavar="[OTHER]", required=False)
+@click.option("--output", "-o", metavar="OUT", required=True, help="A page (.html) or a picture (.svg, .png, .pdf).")
+@click.option("--values", is_flag=True, help="Read all tensors: statistics and histograms, and which values differ.")
+@click.option(
+    "--by", type=click.Choice(["parameters", "bytes"]), help="Of a picture: what the areas are. Default: parameters."
+)
+@click.option("--title", metavar="TEXT", help="Of a picture: what stands above it; the name of FILE by default.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA}).")
+@click.option("--quiet", "-q", is_flag=True, help="Print errors only.")
+@options.key
+@click.option("--key-b", metavar="PATH", help="The same for OTHER, where it is another; '' is the whole file.")
+def command(
+    file: str,
+    other: str | None,
+    output: str,
+    values: bool,
+    by: str | None,
+    title: str | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+    key: str | None,
+    key_b: str | None,
+) -> int:
+    """Make a page or a picture of a checkpoint.
+
+    The page shows where parameters and bytes are, every tensor in a table to search and sort, dtypes, devices, waste,
+    and what keeps it from loading; of two files, how they differ. It is one file that loads nothing, and works offline.
+    Reads headers only, unless --values. The picture is the treemap alone, for papers and model cards (matplotlib).
+
+    \b
+    Example: ckptkit report run.pth -o run.html
+             ckptkit report run.pth other.safetensors --values -o diff.html
+             ckptkit report run.pth -o run.svg
+    """
+    kind = _kind(output, plain=other is None and not values, styled=by is not None or title is not None)
+    with ExitStack() as stack:
+        keys = (key, key if key_b is None else key_b)
+        found = [_opened(stack, name, each) for name, each in zip((file, other), keys, strict=True) if name is not None]
+        if kind in PAGES:
+            data, count = _page(found, values)
+        else:
+            data, count = _picture(found[0], kind[1:], by or "parameters", title)
+    _publish(data, output, force=force)
+    if as_json:
+        facts = {"source": [urls.shown(name) for name in (file, other) if name is not None], "destination": output}
+        render.emit_json({"schema": SCHEMA, **facts, "tensors": count, "size": len(data)})
+    elif not quiet:
+        render.emit(render.escape(f"wrote {output}: {render.plural(count, 'tensor')}, {render.size(len(data))}"))
+    return 0
+
+
+def _kind(output: str, *, plain: bool, styled: bool) -> str:
+    """The suffix, which says what to make. `plain`: one file, no values; `styled`: as only a picture can be."""
+    suffix = os.path.splitext(output)[1].lower()
+    if suffix not in (*PAGES, *PICTURES):
+        raise click.UsageError(f"{output}: the suffix says what to make: {', '.join((*PAGES[:1], *PICTURES))}")
+    if suffix in PICTURES and not plain:
+        raise click.UsageError("a picture is of one file, and of its headers: OTHER and --values are for pages")
+    if suffix in PAGES and styled:
+        raise click.UsageError("--by and --title are for pictures")
+    return suffix
+
+
+def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
+    from ckptkit.convert import open_checkpoint
+
+    return stack.enter_context(closing(open_checkpoint(name, key=key)))
+
+
+def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
+    from ckptkit.pages import facts, report
+    from ckptkit.reports.diff import compare
+
+    seen = _seen(found, values)
+    diff = None
+    if len(found) > 1:
+        name = urls.shown(found[0].name or "")
+        diff = compare(found[0].weights, found[1].weights, values=values, name=name)
+    return report.page(facts.facts(seen[0], seen[1] if len(seen) > 1 else None, diff)), len(seen[0].shares)
+
+
+def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
+    from ckptkit.pages.seen import look
+
+    if not values:
+        return list(map(look, found))
+    from ckptkit.reports.summary import summarize
+
+    total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
+    with Progress("reading", total) as progress:
+        return [look(checkpoint, progress) for checkpoint in found]
+
+
+def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> tuple[bytes, int]:
+    from ckptkit.pages import drawing
+    from ckptkit.reports.shares import grown, shares
+    from ckptkit.reports.summary import summarize
+
+    summary = summarize(checkpoint)
+    tree = grown(shares(summary, checkpoint.root))
+    name = urls.shown(summary.path).rstrip("/").rpartition("/")[2] if title is None else title
+    return drawing.treemap(tree, kind, by, name), len(summary.rows)
+
+
+def _publish(data: bytes, path: str, *, force: bool) -> None:
+    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.publish import publish
+
+    publish(Plan((OutputFile("", (data,)),)), path, force=force)

@@ -1,0 +1,169 @@
+"""The tree of `inspect --tree`: every value at its place, names taken apart at their dots, and bars that show who has
+which share of the parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.cli.bars import lying
+from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, shortened
+from ckptkit.cli.summary_text import LONG, value_text
+from ckptkit.reports.shares import Share, parts
+from ckptkit.reports.values import plain
+from ckptkit.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
+from ckptkit.trust import describe
+from ckptkit.weights import as_tensor
+
+BAR, SHORT_BAR = 20, 10  # characters
+WIDE, MEDIUM = 110, 72  # characters of a terminal from which on there are such bars
+ALIGNED = 100  # characters of a line that numbers are aligned behind where there is no terminal
+
+
+@dataclass(eq=False)
+class Entry:
+    """A line: a value, or what several names have in common (``layers.``), and how many parameters are below it."""
+
+    label: str
+    text: str = ""
+    parent: Entry | None = None
+    children: list[Entry] = field(default_factory=list)
+    groups: dict[str, Entry] = field(default_factory=dict)
+    tensors: int = 0
+    parameters: int = 0
+    is_group: bool = False
+
+    def add(self, entry: Entry) -> Entry:
+        entry.parent = self
+        self.children.append(entry)
+        return entry
+
+    def group(self, label: str) -> Entry:
+        """What the names in here have in common that begin with `label`."""
+        found = self.groups.get(label)
+        if found is None:
+            found = self.groups[label] = self.add(Entry(label, is_group=True))
+        return found
+
+    def count(self, parameters: int) -> None:
+        """One more tensor, here and above."""
+        entry: Entry | None = self
+        while entry is not None:
+            entry.tensors += 1
+            entry.parameters += parameters
+            entry = entry.parent
+
+
+def tree(
+    root: Node, shares: Collection[Share], chosen: Callable[[Share], bool] | None = None, sort: str = "file"
+) -> Iterator[str]:
+    """The lines. `shares` are those of all tensors in the tree; of these, and of what holds them, those that are
+    `chosen` are shown, without the values beside them."""
+    top = _grown(root, iter(shares), chosen)
+    rows = list(_rows(top, sort, chosen is not None))
+    total = top.parameters if chosen is None else sum(share.parameters for share in shares)
+    width = _width()
+    bar = BAR if width is None or width >= WIDE else SHORT_BAR if width >= MEDIUM else 0
+    digits = len(f"{total:,}")
+    room = _room(rows, width, bar + digits + 12 if bar else digits + 10)
+    bars = lying([total, *(entry.parameters for entry, _ in rows)], bar)
+    next(bars)
+    for (entry, line), drawn in zip(rows, bars, strict=True):
+        numbers = _numbers(entry.parameters, total, digits) if entry.parameters else ""
+        if width is not None:
+            line = shortened(line, room if numbers else max(NARROWEST, width - 1))
+        yield f"{line:<{room}}  {numbers}  {drawn}".rstrip() if numbers else line
+
+
+def _numbers(parameters: int, total: int, digits: int) -> str:
+    """``   4,096    1.5%``"""
+    share = parameters / total
+    return f"{parameters:>{digits},}  {f'{share:.1%}' if share >= 0.0005 else '<0.1%':>6}"
+
+
+def _width() -> int | None:
+    """Characters of the terminal, None where there is none."""
+    if not is_terminal(sys.stdout):
+        return None
+    from shutil import get_terminal_size
+
+    return get_terminal_size().columns
+
+
+def _room(rows: list[tuple[Entry, str]], width: int | None, others: int) -> int:
+    """Characters for what stands before the numbers."""
+    longest = max((len(line) for entry, line in rows if entry.parameters), default=0)
+    return min(longest, ALIGNED if width is None else max(NARROWEST, width - others - 1))
+
+
+def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
+    """The entries in order, and their lines. A group of one name is no line of its own."""
+    orders: dict[str, Callable[[Entry], Any]] = {"size": lambda e: -e.parameters, "name": lambda e: e.label}
+    waiting = [(top, "", 0)]
+    while waiting:
+        entry, prefix, depth = waiting.pop()
+        if filtered and not entry.tensors:
+            continue
+        below = [child for child in entry.children if child.tensors or not filtered]
+        if entry.is_group and len(below) == 1:
+            waiting.append((below[0], prefix + entry.label, depth))
+            continue
+        text = plural(entry.tensors, "tensor") if entry.is_group else entry.text
+        label = prefix + entry.label
+        yield entry, "  " * depth + (f"{label}{' ' if entry.is_group else ': '}{text}" if depth else text)
+        if sort in orders:
+            below.sort(key=orders[sort])
+        waiting += [(child, "", depth + 1) for child in reversed(below)]
+
+
+def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] | None) -> Entry:
+    """Every node; values and tensors are not entered."""
+    shown = 1 << 62
+    above: list[tuple[Entry, Node]] = []  # the entry of each level, and the node
+    for path, node in walk(root):
+        depth = len(path)
+        if depth > shown:
+            continue
+        shown = 1 << 62
+        value = plain(node)
+        text = value_text(*value, LONG) if value is not None else _node(node)
+        del above[depth:]
+        entry = _placed(above[-1], path[-1], text) if above else Entry("", text)
+        above.append((entry, node))
+        if value is not None:
+            shown = depth
+        elif as_tensor(node) is not None:
+            shown = depth
+            share = next(shares)
+            if chosen is None or chosen(share):
+                entry.count(share.parameters)
+    return above[0][0]
+
+
+def _placed(above: tuple[Entry, Node], key: Node, text: str) -> Entry:
+    """A new entry in that above it: names with dots go into groups."""
+    parent, holder = above
+    if not isinstance(key, str) or "." not in key or not isinstance(holder, (dict, Pairs)):
+        return parent.add(Entry(escape(key_text(key)), text))
+    *groups, last = parts(key)
+    for group in groups:
+        parent = parent.group(f"{escape(group)}.")
+    return parent.add(Entry(escape(last), text))
+
+
+def _node(node: Node) -> str:
+    tensor = as_tensor(node)
+    if tensor is not None:
+        made = f" ({escape(describe(node.callable))})" if isinstance(node, Object) else ""
+        return f"{tensor.dtype} {shape(tensor.shape)} on {escape(tensor.device)}{made}"
+    if isinstance(node, Object):
+        return escape(describe(node.callable))
+    if isinstance(node, Global):
+        return f"the class or function {escape(str(node))}"
+    if isinstance(node, Pairs):
+        return f"mapping of {len(node.pairs):,}, its keys repeated or not hashable"
+    if isinstance(node, SetNode):
+        return f"set of {len(node.items):,}"
+    return f"{type(node).__name__} of {len(node):,}"

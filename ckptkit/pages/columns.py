@@ -1,0 +1,125 @@
+"""The tensors of a page in columns: 100,000 of them are a few megabytes of JSON.
+
+Every string of a file is escaped as on a terminal: no character of it is invisible or turns the line around.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ckptkit.pages.seen import Seen
+from ckptkit.reports.shares import Share
+from ckptkit.text import escape, shape, size
+
+if TYPE_CHECKING:
+    from ckptkit.bridge import Tally
+
+BINS = 32
+LARGEST = 1e300  # what is above becomes none: a browser does arithmetic with it
+MOST = 1 << 53  # the largest whole number that every browser counts with
+T = TypeVar("T", bound=Hashable)
+
+
+class Table(Generic[T]):
+    """Values that come often, by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[T, int] = {}
+
+    def __call__(self, value: T) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+
+class Columns:
+    """The tensors. What few of them have is a mapping from their numbers."""
+
+    def __init__(self, valued: bool) -> None:
+        self.valued = valued
+        self.labels: list[str] = []
+        self.places: dict[int, str] = {}  # where they are not the labels
+        self.shape: Table[str] = Table()
+        self.dtype: Table[str] = Table()
+        self.device: Table[str] = Table()
+        self.role: Table[str] = Table()
+        self.cells: dict[str, list[int]] = {
+            name: [] for name in ("shape", "dtype", "device", "role", "parameters", "nbytes", "stored")
+        }
+        self.same: dict[int, int] = {}
+        self.remarks: dict[int, str] = {}
+        self.stats: dict[int, dict[str, Any]] = {}
+
+    def add(self, seen: Seen) -> None:
+        """All tensors of a file."""
+        held = Counter(row.storage for row in seen.summary.rows)
+        for number, share in enumerate(seen.shares):
+            self.add_one(share, seen.tallies.get(number), held)
+
+    def add_one(self, share: Share, tally: Tally | None, held: Counter[int | None]) -> int:
+        """Another tensor; its number. `held` is how many tensors each storage holds."""
+        number, row, cells = len(self.labels), share.row, self.cells
+        self.labels.append(escape(share.label))
+        if share.place != share.label:
+            self.places[number] = escape(share.place)
+        for name, text in (
+            ("shape", shape(row.tensor.shape)),
+            ("dtype", row.tensor.dtype.name),
+            ("device", escape(row.tensor.device)),
+            ("role", share.role),
+        ):
+            cells[name].append(getattr(self, name)(text))
+        cells["parameters"].append(min(share.parameters, MOST))
+        cells["nbytes"].append(min(share.nbytes, MOST))
+        cells["stored"].append(min(row.nbytes, MOST))
+        if share.same is not None:
+            self.same[number] = share.same
+        if remark := _remark(share, held):
+            self.remarks[number] = remark
+        if tally is not None:
+            self.stats[number] = numbers(tally)
+        return number
+
+    def facts(self) -> dict[str, Any]:
+        tables = {f"{name}s": list(getattr(self, name).numbers) for name in ("shape", "dtype", "device", "role")}
+        return {
+            "name": self.labels,
+            "place": self.places,
+            **self.cells,
+            **tables,
+            "same": self.same,
+            "remark": self.remarks,
+            "valued": self.valued,
+            "stats": self.stats,
+        }
+
+
+def _remark(share: Share, held: Counter[int | None]) -> str:
+    """What is not plain about a tensor."""
+    tensor, said = share.row.tensor, []
+    if tensor.layout != "strided":
+        said.append(tensor.layout)
+    if tensor.kind == "ndarray":
+        said.append("numpy")
+    if tensor.storage is not None and held[share.row.storage] > 1:
+        said.append(f"shares storage {share.row.storage}")
+    if tensor.storage is not None and tensor.layout == "strided" and tensor.storage.nbytes > share.row.nbytes:
+        said.append(f"view of {size(tensor.storage.nbytes)}")
+    return ", ".join(said)
+
+
+def numbers(tally: Tally) -> dict[str, Any]:
+    """Statistics in six digits; JSON knows no infinities, and a browser no complex numbers."""
+    histogram = tally.histogram.at_most(BINS)
+    edges = histogram.edges
+    found: dict[str, Any] = {"count": tally.count, "zeros": tally.zeros, "nan": tally.nan, "inf": tally.infinite}
+    if tally.finite:
+        found |= {"norm": tally.norm, "std": tally.std, "min": tally.low, "max": tally.high}
+        found["mean"] = None if isinstance(tally.mean, complex) else tally.mean
+    if histogram.counts:
+        found |= {"from": edges[0], "to": edges[-1], "bins": histogram.counts}
+    return {name: _short(value) for name, value in found.items()}
+
+
+def _short(value: Any) -> Any:
+    return (float(f"{value:.6g}") if abs(value) < LARGEST else None) if isinstance(value, float) else value

@@ -1,0 +1,85 @@
+"""How two files differ, for the page: a state for each tensor, and what the other side has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import isfinite
+from typing import Any
+
+from ckptkit import bridge
+from ckptkit.errors import TensorError
+from ckptkit.pages.columns import Columns, numbers
+from ckptkit.pages.seen import Seen
+from ckptkit.reports.diff import Diff
+from ckptkit.reports.matching import Renamed
+from ckptkit.text import escape, shape
+
+SAME, UNCOMPARED = "same", "not compared"
+STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNCOMPARED)
+
+
+def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any]:
+    """The states of the tensors in `columns`, which has those of `a` and gets what `a` lacks; what is beside them."""
+    states = _states(diff)
+    paired = {pair.new for pair in (*diff.renamed, *diff.reshaped)}
+    found = [UNCOMPARED if each.row.name is None else states.get(each.row.name, SAME) for each in a.shares]
+    theirs = {share.row.name: number for number, share in enumerate(b.shares) if share.row.name is not None}
+    held = Counter(row.storage for row in b.summary.rows)
+    for name in diff.missing:
+        if name not in paired:
+            share = b.shares[theirs[name]]
+            columns.add_one(share._replace(same=None), b.tallies.get(theirs[name]), held)
+            found.append("missing")
+    ours = {share.row.name: number for number, share in enumerate(a.shares) if share.row.name is not None}
+    changes = _largest(a, b, [(ours[each.name], theirs[each.name]) for each in diff.changed])
+    return {
+        "states": STATES,
+        "state": [STATES.index(each) for each in found],
+        "other": {ours[name]: facts for name, facts in _others(diff, b, theirs, changes)},
+        "values": diff.values_compared,
+        "advice": list(map(escape, diff.advice)),
+    }
+
+
+def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float | None]:
+    """By how much values differ at most; None where they are no numbers, or that is none."""
+
+    def one(pair: tuple[int, int]) -> float | None:
+        ours, theirs = a.shares[pair[0]].row.tensor, b.shares[pair[1]].row.tensor
+        try:
+            found = bridge.compare(ours, theirs, atol=0.0)
+        except TensorError:
+            return None
+        return found.largest if found is not None and found.largest is not None and isfinite(found.largest) else None
+
+    return bridge.ordered(one, pairs, lambda pair: 2 * a.shares[pair[0]].row.nbytes)
+
+
+def _states(diff: Diff) -> dict[str, str]:
+    return {
+        **dict.fromkeys(diff.unexpected, "unexpected"),
+        **{each.name: "mismatched" for each in diff.mismatched},
+        **{each.name: "changed" for each in diff.changed},
+        **{pair.old: "renamed" for pair in (*diff.renamed, *diff.reshaped)},
+    }
+
+
+def _others(
+    diff: Diff, b: Seen, theirs: dict[str, int], largest: Iterable[float | None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the other file has in the place of a tensor, by its name."""
+    for name, _, kind in diff.mismatched:
+        yield name, {"dtype": kind.dtype, "shape": shape(kind.shape)}
+    for pair in (*diff.renamed, *diff.reshaped):
+        yield pair.old, _renamed(pair)
+    for (name, change), by in zip(diff.changed, largest, strict=True):
+        found: dict[str, Any] = {"changed": change.count, "largest": by}
+        if (tally := b.tallies.get(theirs[name])) is not None:
+            found["norm"] = numbers(tally).get("norm")
+        yield name, found
+
+
+def _renamed(pair: Renamed) -> dict[str, Any]:
+    other = {"dtype": pair.b.dtype, "shape": shape(pair.b.shape)} if pair.a != pair.b else {}
+    return {"name": escape(pair.new), "confidence": round(pair.confidence, 2), "why": pair.why, **other}

@@ -1,0 +1,81 @@
+"""What the page tells, as JSON values. Every string of a file is escaped as on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import __version__
+from ckptkit.pages.columns import MOST, Columns
+from ckptkit.pages.differences import differences
+from ckptkit.pages.seen import Seen
+from ckptkit.reports.doctor import content
+from ckptkit.reports.doctor.facts import Facts
+from ckptkit.reports.shares import OPTIMIZER
+from ckptkit.reports.summary import Summary
+from ckptkit.text import escape
+from ckptkit.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.reports.diff import Diff
+
+SCHEMA = "ckptkit.page/1"
+LISTED = 400  # values, objects or metadata entries
+LONG = 400  # characters of a value
+HERE = ", which this machine does not have"  # a page is read on others
+
+
+def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str, Any]:
+    """Everything, of one file or of two and how they differ."""
+    columns = Columns(bool(a.tallies))
+    columns.add(a)
+    files = [_file(each) for each in (a, b) if each is not None]
+    found: dict[str, Any] = {"schema": SCHEMA, "ckptkit": __version__, "files": files}
+    if b is not None and diff is not None:
+        found["diff"] = differences(columns, a, b, diff)
+    return {**found, "tensors": columns.facts()}
+
+
+def _file(seen: Seen) -> dict[str, Any]:
+    summary, totals = seen.summary, seen.summary.totals
+    causes = content.causes(Facts(summary.path, summary, seen.checkpoint.root))
+    return {
+        "name": escape(summary.path),
+        "format": summary.format,
+        "size": summary.size,
+        "weights": None if summary.weights is None else escape(join(summary.weights)),
+        "totals": {name: min(number, MOST) for name, number in totals._asdict().items()},
+        "optimizer": sum(share.nbytes for share in seen.shares if share.role == OPTIMIZER),
+        "tied": sum(share.same is not None for share in seen.shares),
+        "causes": [
+            {
+                "severity": cause.severity,
+                "title": escape(cause.title.replace(HERE, "")),
+                "explanation": escape(cause.explanation),
+                "command": None if cause.command is None else escape(cause.command),
+            }
+            for cause in causes
+        ],
+        "warnings": list(map(escape, summary.warnings)),
+        **_others(summary),
+    }
+
+
+def _others(summary: Summary) -> dict[str, Any]:
+    """What there is besides tensors, as far as it goes on a page; of a pickled module, not its attributes."""
+    values = [each for each in summary.values if not summary.in_module(each.path)]
+    objects = [each for each in summary.objects if not summary.in_module(each.path)]
+    texts: dict[str, Sequence[tuple[str, str]]] = {
+        "values": [(join(each.path) or "(root)", str(each.value)) for each in values[:LISTED]],
+        "objects": [(join(each.path) or "(root)", each.global_) for each in objects[:LISTED]],
+        "metadata": list(summary.metadata.items())[:LISTED],
+    }
+    counts = {"values": len(values), "objects": len(objects), "metadata": len(summary.metadata)}
+    return {
+        name: {"count": counts[name], "rows": [(escape(key), escape(_cut(text))) for key, text in rows]}
+        for name, rows in texts.items()
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONG else f"{text[:LONG]}... ({len(text):,} characters)"

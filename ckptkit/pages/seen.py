@@ -1,0 +1,37 @@
+"""A checkpoint that was looked at, on the way to a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.reports.shares import Share, shares
+from ckptkit.reports.summary import Summary, summarize
+
+if TYPE_CHECKING:
+    from ckptkit.bridge import Tally
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint, what is in it, and the statistics of its tensors by their number, where they were read."""
+
+    checkpoint: Checkpoint
+    summary: Summary
+    shares: list[Share]
+    tallies: dict[int, Tally] = field(default_factory=dict)
+
+
+def look(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> Seen:
+    """Headers only; with `progress`, which gets bytes, every tensor is read."""
+    summary = summarize(checkpoint)
+    tallies = {}
+    if progress is not None:
+        from ckptkit.reports.stats import Statistics
+
+        numbers = {id(row): number for number, row in enumerate(summary.rows)}
+        rows = Statistics(summary.rows).rows(progress)
+        tallies = {numbers[id(row.source)]: row.tally for row in rows}
+    return Seen(checkpoint, summary, shares(summary, checkpoint.root), tallies)

@@ -1,0 +1,112 @@
+"use strict";
+// The rest of the page, and all of it in order.
+
+function heading() {
+  document.title = `${files.map(file => file.name).join(" and ")} - ckptkit`;
+  by("title").textContent = files.map(file => file.name).join("  ↔  ");
+  by("subtitle").textContent = files.map(file => {
+    const where = file.weights === null ? "no weights" : file.weights === "" ? "" : `weights at ${file.weights}`;
+    return [file.format, bytes(file.size), where].filter(Boolean).join(", ");
+  }).join("  ↔  ");
+  const [ours, theirs] = files.map(cards);
+  ours.forEach(([name, value, more], n) => {
+    const card = element("div");
+    card.append(element("dt", {}, name), element("dd", {}, value));
+    const said = theirs ? `B: ${theirs[n][1]}` : more;
+    if (said && said !== value) card.lastChild.append(element("small", {}, said));
+    by("totals").append(card);
+  });
+  document.querySelector("footer").textContent = `Made by ckptkit ${facts.ckptkit}` +
+    (tensors.valued ? "." : " from the headers alone: with --values it has statistics and histograms too.");
+}
+
+function cards({ totals, optimizer, tied }) {
+  const found = [
+    ["parameters", short(totals.parameters), whole(totals.parameters)],
+    ["tensors", whole(totals.tensors), tied ? `${count(tied, "tie")}: stored once` : ""],
+    ["bytes of tensors", bytes(totals.nbytes), whole(totals.nbytes)],
+    ["bytes of storages", bytes(totals.storage_nbytes),
+      totals.unused_nbytes ? `${bytes(totals.unused_nbytes)} in no tensor` : "all in use"],
+  ];
+  if (files.some(file => file.optimizer)) {
+    found.push(["optimizer", percent(optimizer / totals.storage_nbytes) || "none", bytes(optimizer)]);
+  }
+  return found;
+}
+
+function diagnosis() {
+  const host = by("diagnosis").querySelector("div");
+  for (const file of files) {
+    const said = [...file.causes, ...file.warnings.map(title => ({ severity: "warning", title }))];
+    if (said.length && files.length > 1) host.append(element("h3", {}, file.name));
+    for (const { severity, title, explanation, command: fix } of said) {
+      const cause = element("div", { class: `cause ${severity}` });
+      cause.append(element("span", { class: "kind" }, severity), element("strong", {}, title));
+      if (explanation) cause.append(element("p", { class: "dim" }, explanation));
+      if (fix) cause.append(command(fix));
+      host.append(cause);
+    }
+  }
+  by("diagnosis").hidden = !host.childElementCount;
+}
+
+function shares() {
+  const sides = [["dtype", "dtypes"], ["device", "devices"], ["role", "roles"]];
+  for (const [column, table] of sides) {
+    const sums = new Map();
+    for (const i of all) {
+      if (diff && state(i) === "missing") continue;
+      const name = tensors[table][tensors[column][i]];
+      sums.set(name, (sums.get(name) ?? 0) + tensors.nbytes[i]);
+    }
+    const unused = files[0].totals.unused_nbytes;
+    if (column === "role" && unused) sums.set("in no tensor", unused);
+    by("make").querySelector(".shares").append(stack({ dtype: "dtype", device: "device", role: "use" }[column], sums));
+  }
+  by("make").hidden = !all.length;
+}
+
+function stack(title, sums) {
+  const box = element("div"), bar = element("div", { class: "stack" }), rows = element("div", { class: "rows" });
+  const total = [...sums.values()].reduce((a, b) => a + b, 0) || 1;
+  [...sums].sort((a, b) => b[1] - a[1]).forEach(([name, value], n) => {
+    const colour = name === "in no tensor" ? GREY : PALETTE[n] ?? GREY;
+    const part = element("div", { title: name });
+    part.style.background = colour;
+    part.style.flex = `${value / total} 0 0`;
+    bar.append(part);
+    const label = element("span");
+    label.append(dot(colour), name);
+    rows.append(label, element("span", {}, bytes(value)), element("span", {}, percent(value / total)));
+  });
+  box.append(element("h3", {}, title), bar, rows);
+  return box;
+}
+
+function others() {
+  const host = by("others").querySelector("div");
+  for (const file of files) {
+    for (const name of ["values", "objects", "metadata"]) {
+      const { count: number, rows } = file[name];
+      if (!number) continue;
+      const box = element("details"), pairs = element("dl", { class: "pairs mono" });
+      box.append(element("summary", {}, `${files.length > 1 ? `${file.name}: ` : ""}${name} (${whole(number)})`), pairs);
+      for (const [key, value] of rows) pairs.append(element("dt", {}, key), element("dd", {}, value));
+      if (number > rows.length) pairs.append(element("dt", {}, `and ${whole(number - rows.length)} more`), element("dd"));
+      host.append(box);
+    }
+  }
+  by("others").hidden = !host.childElementCount;
+}
+
+by("page").hidden = false;
+heading();
+diagnosis();
+choices();
+shares();
+table = new TensorTable(by("table"), columns(), detail);
+differences();
+others();
+searching();
+drawMap();
+filter();

@@ -1,0 +1,126 @@
+"""Who has which share of a checkpoint: parameters and bytes of each tensor, counted once, and of what names have in
+common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptkit.reports.summary import Row, Summary
+from ckptkit.tree import Node, Path, join, key_text, walk
+from ckptkit.weights import is_optimizer
+
+WEIGHTS, OPTIMIZER, OTHER = ROLES = ("weights", "optimizer", "other")
+LEVELS = 32  # parts that a name is taken apart into: a file could have one of dots alone
+
+
+class Share(NamedTuple):
+    """What a tensor adds: `parameters` if it is one of the weights (or there are none), `nbytes` of its elements.
+
+    Both are 0 for the same part of the same storage once more: `same` is then the number of the first. `role` is one of
+    ROLES, `place` the dotted path in the file; that of the weights of a whole module is by their names.
+    """
+
+    row: Row
+    role: str
+    place: str
+    parameters: int
+    nbytes: int
+    same: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in the weights, elsewhere the place."""
+        return self.place if self.row.name is None else self.row.name
+
+
+@dataclass(slots=True)
+class Branch:
+    """Tensors whose places begin alike, and their totals; ``share`` is set where one ends here."""
+
+    label: str
+    path: str = ""
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    share: Share | None = None
+    children: dict[str, Branch] = field(default_factory=dict)
+
+    def add(self, share: Share) -> None:
+        self.tensors += 1
+        self.parameters += share.parameters
+        self.nbytes += share.nbytes
+
+
+def shares(summary: Summary, root: Node) -> list[Share]:
+    """The share of each row of `summary`, which is that of the tree `root`, in order."""
+    optimizers = set(_optimizers(root))
+    lengths = sorted({len(path) for path in optimizers})
+    prefix = join(summary.weights) + "." if summary.weights else ""
+    in_weights = any(row.name is not None for row in summary.rows)
+    first: dict[tuple[object, ...], int] = {}
+    counted: set[tuple[object, ...]] = set()
+    found: list[Share] = []
+    for number, row in enumerate(summary.rows):
+        keys = tuple(map(key_text, row.path)) if optimizers else ()
+        if row.name is not None:
+            role, place = WEIGHTS, prefix + row.name
+        else:
+            role, place = OPTIMIZER if any(keys[:n] in optimizers for n in lengths) else OTHER, row.place
+        key = (number,) if row.storage is None else (row.storage, row.tensor.offset, row.tensor.shape)
+        same = first.setdefault(key, number)
+        counts = (row.name is not None or not in_weights) and key not in counted
+        if counts:
+            counted.add(key)
+        is_first = same == number
+        parameters, nbytes = row.tensor.numel if counts else 0, row.nbytes if is_first else 0
+        found.append(Share(row, role, place, parameters, nbytes, None if is_first else same))
+    return found
+
+
+def grown(shares: Iterable[Share]) -> Branch:
+    """The tree of their places."""
+    root = Branch("")
+    for share in shares:
+        root.add(share)
+        branch = root
+        *above, last = parts(share.place)
+        for part in above:
+            branch = _below(branch, part)
+            branch.add(share)
+        while last in branch.children and branch.children[last].share is not None:
+            last += "'"  # the same place twice: keys that are repeated
+        branch = _below(branch, last)
+        branch.add(share)
+        branch.share = share
+    return root
+
+
+def parts(place: str) -> list[str]:
+    """What stands between the dots."""
+    return place.split(".", LEVELS - 1)
+
+
+def _below(branch: Branch, label: str) -> Branch:
+    found = branch.children.get(label)
+    if found is None:
+        found = branch.children[label] = Branch(label, f"{branch.path}.{label}" if branch.path else label)
+    return found
+
+
+def joined(branch: Branch) -> Branch:
+    """The branch that has all that `branch` has, and is not its only child: ``model`` becomes ``model.encoder``."""
+    while branch.share is None and len(branch.children) == 1:
+        (branch,) = branch.children.values()
+    return branch
+
+
+def _optimizers(root: Node) -> Iterator[tuple[str, ...]]:
+    """The paths of the states of optimizers."""
+    inside: Path | None = None
+    for path, node in walk(root):
+        inside = None if inside is not None and len(path) <= len(inside) else inside
+        if inside is None and is_optimizer(node):
+            inside = path
+            yield tuple(map(key_text, path))

@@ -1,0 +1,249 @@
+"""browse: keys pressed in a terminal that textual pretends, and what is on the screen then."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.convert import open_checkpoint
+from ckptkit.errors import InputError
+from ckptkit.reports.doctor.cause import ERROR, Cause
+from tests.cli.conftest import Ckptkit, ckptkit
+from tests.pages import made
+
+pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
+
+from ckptkit.browser.app import AT_ONCE, Browser
+from ckptkit.browser.contents import Contents
+
+__all__ = ["ckptkit"]
+
+
+class Screen:
+    """What is on the screen after some keys."""
+
+    def __init__(self, app: Browser) -> None:
+        self.root = app.names.root
+        self.command = app.command
+        self.panel = str(app.query_one("#panel").render())  # type: ignore[attr-defined]
+        self.lines = [str(node.label) for node in _open(app.names.root)]
+        self.result = app.return_value
+        self.picture = app.export_screenshot()
+
+
+def _open(node: Any) -> list[Any]:
+    """Nodes that are in sight."""
+    below = [each for child in node.children for each in _open(child)] if node.is_expanded else []
+    return [node, *below]
+
+
+def none() -> tuple[Cause, ...]:
+    return ()
+
+
+def pressed(
+    path: Path | str,
+    *keys: str,
+    size: tuple[int, int] = (120, 40),
+    diagnose: Callable[[], tuple[Cause, ...]] = none,
+    key: str | None = None,
+) -> Screen:
+    """Keys, one after the other; text in quotes is typed."""
+
+    async def run() -> Screen:
+        app = Browser(Contents(open_checkpoint(path, key=key), str(path), key), diagnose)
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            for each in keys:
+                await pilot.press(*(each[1:-1] if each.startswith("'") else [each]))
+                await app.workers.wait_for_complete()
+                await pilot.pause()
+            return Screen(app)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return made.training(tmp_path / "run.pth")
+
+
+def test_what_is_there_at_first(file: Path) -> None:
+    screen = pressed(file)
+    assert [line.split()[0] for line in screen.lines] == [
+        "everything",
+        "model",
+        "optimizer.state.0.exp_avg",
+        "slice",
+        "values",
+    ]
+    assert "624" in screen.lines[0] and "8 tensors" in screen.lines[1]
+    assert "parameters        624\n" in screen.panel and "in no tensor      4.0 kB\n" in screen.panel
+    assert "optimizer         960 B\n" in screen.panel and "float32" in screen.panel
+    assert screen.command == f"ckptkit inspect {file}"
+
+
+def test_no_value_is_read_before_someone_asks(file: Path, lengths_read: list[int]) -> None:
+    checkpoint = open_checkpoint(file)
+    before = len(lengths_read)
+    Contents(checkpoint, str(file))
+    assert len(lengths_read) == before
+
+
+def test_into_the_tree(file: Path) -> None:
+    screen = pressed(file, "down", "enter", "down", "enter")
+    assert [line.split()[0] for line in screen.lines[:6]] == ["everything", "model", "layers", "0", "1", "2"]
+    assert "model.layers\n" in screen.panel and "parameters        384  (61.5%)" in screen.panel
+    assert screen.command == f"ckptkit inspect {file} --tree --keys 'model.layers.*'"
+
+
+def test_the_command_shows_the_same(file: Path, ckptkit: Ckptkit) -> None:
+    for keys, found in (
+        (("down", "enter", "down"), "layers. 6 tensors"),
+        (("slash", "'head'", "enter", "down"), "head.weight: float32 [30, 8]"),
+        (("slash", "'layers.1'", "enter"), "layers.1.attn.weight"),
+    ):
+        words = shlex.split(pressed(file, *keys).command)
+        result = ckptkit(*words[1:])
+        assert result.exit_code == 0, result.stderr
+        assert found in result.stdout or "head.weight, float32 [30, 8]" in result.stdout
+
+
+def test_search(file: Path) -> None:
+    screen = pressed(file, "slash", "'attn'", "enter")
+    assert "3 found" in screen.lines[0]
+    assert [line.split()[0] for line in screen.lines[1:]] == [
+        "model.layers",
+        "0.attn.weight",
+        "1.attn.weight",
+        "2.attn.weight",
+    ]
+    assert screen.command == f"ckptkit inspect {file} --keys '*attn*'"
+    assert pressed(file, "slash", "'attn'", "enter", "escape").lines == pressed(file).lines
+    assert pressed(file, "slash", "'nothing'", "enter").lines[0].startswith("0 found")
+    assert "1 found" in pressed(file, "slash", "'[3]'", "enter").lines[0]  # shapes count as well
+
+
+def test_values(file: Path) -> None:
+    embed = made.state_dict()["embed.weight"]
+    screen = pressed(file, "slash", "'embed'", "enter", "down", "v")
+    assert screen.command == f"ckptkit show {file} embed.weight"
+    assert f"{embed[0, 0].item():.3g}" in screen.panel and f"{embed[15, 3].item():.3g}" in screen.panel
+    assert f"mean {embed.mean().item():.3g}" in screen.panel and "█" in screen.panel
+    assert "240 values" in screen.panel and "float32" in screen.panel
+    assert pressed(file, "slash", "'embed'", "enter", "down", "enter").panel == screen.panel
+
+
+def test_a_part_of_the_values(file: Path, ckptkit: Ckptkit) -> None:
+    embed = made.state_dict()["embed.weight"]
+    screen = pressed(file, "slash", "'embed'", "enter", "down", "colon", "'29,1:3'", "enter")
+    assert "[29, 1:3]" in screen.panel and "2 values" in screen.panel
+    assert f"{embed[29, 1].item():.3g}" in screen.panel and f"{embed[29, 0].item():.3g}" not in screen.panel
+    assert screen.command == f"ckptkit show {file} embed.weight 29,1:3"
+    assert ckptkit(*shlex.split(screen.command)[1:]).exit_code == 0
+    wrong = pressed(file, "slash", "'embed'", "enter", "down", "colon", "'99'", "enter")
+    assert "outside of dimension 0" in wrong.panel
+
+
+def test_a_large_tensor_is_read_at_its_corner(tmp_path: Path, lengths_read: list[int]) -> None:
+    torch.save({"w": torch.arange(3 << 20).reshape(3, -1)}, tmp_path / "big.pth")
+    screen = pressed(tmp_path / "big.pth", "down", "v")
+    assert "too large for statistics" in screen.panel and "1048576" in screen.panel
+    assert sum(lengths_read) < 1 << 20
+
+
+def test_values_that_are_no_numbers(tmp_path: Path) -> None:
+    torch.save(
+        {"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "e": torch.zeros(0, 3)},
+        tmp_path / "q.pth",
+    )
+    assert "are not numbers by themselves" in pressed(tmp_path / "q.pth", "down", "v").panel
+    assert "no elements" in pressed(tmp_path / "q.pth", "down", "down", "v").panel
+
+
+def test_diagnosis(file: Path) -> None:
+    cause = Cause("x", ERROR, "It is \x1b[31mred.", "Because.", "ckptkit paint [bold]it[/bold]")
+    screen = pressed(file, "d", diagnose=lambda: (cause,))
+    assert r"error  It is \x1b[31mred." in screen.panel and "ckptkit paint [bold]it[/bold]" in screen.panel
+    assert screen.command == f"ckptkit doctor {file}"
+    assert "nothing found" in pressed(file, "d").panel
+
+    def fail() -> tuple[Cause, ...]:
+        raise InputError("is gone", where="x")
+
+    assert "x: is gone" in pressed(file, "d", diagnose=fail).panel
+
+
+def test_sort_and_unit(file: Path) -> None:
+    by_size = pressed(file, "m", "s", "down", "enter").lines
+    assert "3.5 kB" in by_size[0]
+    assert [line.split()[0] for line in by_size[2:5]] == ["layers", "embed.weight", "head.weight"]
+    by_name = pressed(file, "s", "s", "down", "enter").lines
+    assert [line.split()[0] for line in by_name[2:5]] == ["embed.weight", "head.weight", "layers"]
+
+
+def test_other_entries(file: Path) -> None:
+    screen = pressed(file, "end")
+    assert "epoch: 7" in screen.panel and screen.command == f"ckptkit inspect {file} --tree"
+
+
+def test_leaving(file: Path) -> None:
+    assert pressed(file, "down", "c").result == f"ckptkit inspect {file} --tree --keys 'model.*'"
+    assert pressed(file, "q").result is None
+
+
+def test_the_key_goes_with_the_command(file: Path) -> None:
+    assert pressed(file, "down", key="model").command == f"ckptkit inspect --key model {file} --tree --keys 'model.*'"
+
+
+def test_many_tensors_are_put_into_the_tree_bit_by_bit(tmp_path: Path) -> None:
+    one = torch.zeros(1)
+    torch.save({f"w{n}": one for n in range(AT_ONCE + 20)}, tmp_path / "flat.pth")
+    screen = pressed(tmp_path / "flat.pth")
+    assert len(screen.lines) == AT_ONCE + 2 and screen.lines[-1].startswith("20 more")
+    screen = pressed(tmp_path / "flat.pth", "end", "enter")
+    assert len(screen.lines) == AT_ONCE + 21 and screen.lines[-1].startswith(f"w{AT_ONCE + 19}")
+
+
+def test_a_remote_file(file: Path) -> None:
+    import fsspec
+
+    url = "memory://browse/run.pth"
+    with fsspec.open(url, "wb") as there:
+        there.write(file.read_bytes())
+    screen = pressed(url, "slash", "'embed'", "enter", "down", "v")
+    assert f"mean {made.state_dict()['embed.weight'].mean().item():.3g}" in screen.panel
+    assert screen.command == f"ckptkit show {url} embed.weight"
+
+
+def test_only_what_was_opened_is_in_the_tree(tmp_path: Path) -> None:
+    screen = pressed(made.many(tmp_path / "many.pth", 2_000))
+    (blocks,) = screen.root.children
+    assert "2,000 tensors" in str(blocks.label) and not blocks.children
+
+
+@pytest.mark.parametrize("size", [(30, 10), (80, 24), (200, 50)])
+def test_BR_01_hostile_names(tmp_path: Path, size: tuple[int, int]) -> None:
+    path = made.hostile(tmp_path / "[bold]x.pth")
+    screen = pressed(path, *["down", "v"] * 6, size=size)
+    assert "<img src=x onerror=document.title='run'>" in "".join(screen.lines)
+    assert r"\x1b[31mred" in "".join(screen.lines) and r"\u202egnp" in "".join(screen.lines)
+    assert "\x1b" not in screen.picture and "\u202e" not in screen.picture
+    assert all(line.isprintable() for line in screen.panel.splitlines())
+
+
+def test_an_optimizer_alone(tmp_path: Path) -> None:
+    torch.save({"state": {0: {"m": torch.ones(2)}}, "param_groups": []}, tmp_path / "o.pth")
+    assert "state.0.m" in pressed(tmp_path / "o.pth").lines[1]
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    torch.save({"n": 1}, tmp_path / "n.pth")
+    screen = pressed(tmp_path / "n.pth", "v")
+    assert [line.split()[0] for line in screen.lines] == ["everything", "values"]

@@ -1,0 +1,97 @@
+"""treemap: areas in proportion, tiles side by side, and no more of them than can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.pages.treemap import DEEPEST, Box, Frame, Tile, squarified, tiles
+from ckptkit.reports.shares import Branch, grown, shares
+from ckptkit.reports.summary import summarize
+from tests.reports.made import checkpoint, tensor
+
+BARE = Frame(0, 0, 0, 0)
+SQUARE = Box(0, 0, 100, 100)
+
+
+def tree(sizes: dict[str, int]) -> Branch:
+    made = checkpoint({name: tensor(*[0.0] * size) for name, size in sizes.items()})
+    return grown(shares(summarize(made), made.root))
+
+
+def by_label(found: Iterable[Tile]) -> dict[str, Tile]:
+    return {tile.label: tile for tile in found}
+
+
+def overlap(a: Box, b: Box) -> float:
+    width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
+    height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
+    return max(0.0, width) * max(0.0, height)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.floats(1, 1e3), st.floats(1, 1e3))
+def test_areas_are_in_proportion_and_do_not_overlap(values: list[int], width: float, height: float) -> None:
+    values.sort(reverse=True)
+    boxes = squarified(values, Box(3, 5, width, height))
+    for value, box in zip(values, boxes, strict=True):
+        assert box.width * box.height == pytest.approx(value / sum(values) * width * height)
+        assert box.x >= 3 - 1e-6 and box.y >= 5 - 1e-6
+        assert box.x + box.width <= 3 + width * (1 + 1e-9) and box.y + box.height <= 5 + height * (1 + 1e-9)
+    overlaps = [overlap(a, b) for n, a in enumerate(boxes) for b in boxes[:n]]
+    assert max(overlaps, default=0) <= 1e-6 * width * height
+
+
+def test_the_example_of_the_paper() -> None:
+    """6, 6, 4, 3, 2, 2, 1 in 6 by 4: figure 5 of Bruls, Huizing and van Wijk."""
+    boxes = squarified([6, 6, 4, 3, 2, 2, 1], Box(0, 0, 6, 4))
+    assert [(round(box.width, 2), round(box.height, 2)) for box in boxes] == [
+        (3, 2), (3, 2), (1.71, 2.33), (1.29, 2.33), (1.2, 1.67), (1.2, 1.67), (0.6, 1.67),
+    ]  # fmt: skip
+
+
+@given(st.floats(0, 1e-300))
+def test_no_room_is_no_failure(side: float) -> None:
+    assert len(squarified([3, 2, 1], Box(0, 0, side, 10))) == 3
+
+
+def test_inside_and_beside() -> None:
+    found = by_label(tiles(tree({"enc.a": 6, "enc.b": 2, "head.w": 8}), "nbytes", SQUARE, Frame(1, 10, 20, 0)))
+    assert {label: tile.leaf for label, tile in found.items()} == {
+        "enc": False, "head.w": True, "a": True, "b": True,
+    }  # fmt: skip
+    outer, inner = found["enc"].box, found["a"].box
+    assert (inner.x, inner.y) == (outer.x + 1, outer.y + 10)
+    assert found["a"].box.width * found["a"].box.height == pytest.approx(
+        3 * found["b"].box.width * found["b"].box.height
+    )
+    assert overlap(found["enc"].box, found["head.w"].box) == 0
+
+
+def test_what_cannot_be_seen_is_one_tile() -> None:
+    found = by_label(
+        tiles(tree({"big": 500, **{f"small{n}": 1 for n in range(20)}}), "nbytes", SQUARE, Frame(0, 0, 0, 50))
+    )
+    assert found.keys() == {"big", "20 more"}
+    assert found["20 more"].rest == 20
+
+
+def test_a_tensor_with_others_below_has_a_tile_of_its_own() -> None:
+    found = list(tiles(tree({"a": 2, "a.b": 3, "c": 1}), "nbytes", SQUARE, BARE))
+    assert [(tile.label, tile.leaf) for tile in found] == [("a", False), ("c", True), ("b", True), ("a", True)]
+
+
+def test_a_tensor_alone_is_a_tile() -> None:
+    (tile,) = tiles(tree({"model.w": 3}), "nbytes", SQUARE, BARE)
+    assert (tile.label, tile.leaf, tile.box) == ("model.w", True, SQUARE)
+
+
+def test_nothing_is_no_tile() -> None:
+    assert list(tiles(tree({}), "nbytes", SQUARE, BARE)) == []
+
+
+def test_no_tiles_without_end() -> None:
+    deep = tree({"a." * 20 + "x": 1, **{"a." * n + "y": 1 for n in range(1, 20)}})
+    assert len(list(tiles(deep, "nbytes", SQUARE, BARE))) <= 2 * DEEPEST + 2
