@@ -1,0 +1,58 @@
+"""The weighted mean of elements of several inputs, in float64, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import dtypes
+from ckptkit.bridge.floats import decode, encode, is_decoded
+from ckptkit.bytesource import Derived, Pending, Record
+from ckptkit.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ELEMENTS = 32 << 10  # of each input at a time, so that they and their sum stay in a core's cache
+_COMPONENTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def has_mean(dtype: DType) -> bool:
+    """Whether elements of `dtype` have a mean of their own type: floating-point and complex ones."""
+    return dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
+
+
+def mean_record(records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]) -> Record:
+    """The mean of the elements of `records`, of `types`, weighted by `shares`; it has the type of the last.
+
+    Complex numbers are averaged by component.
+    """
+    names = [_COMPONENTS.get(dtype.name, dtype.name) for dtype in types]
+    parameters = (names[-1], *(each for pair in zip(names, shares, strict=True) for each in pair))
+    return Pending("mean", records, parameters, records[-1].length)
+
+
+class Mean:
+    """What a Derived ``mean`` says: the dtypes and weights of its inputs, and the dtype of the result."""
+
+    def __init__(self, derived: Derived) -> None:
+        target, *rest = derived.parameters
+        self.target = dtypes.BY_NAME[str(target)]
+        self.types = [dtypes.BY_NAME[str(name)] for name in rest[::2]]
+        self.shares = [float(str(share)) for share in rest[1::2]]
+
+    def of(self, pieces: Sequence[bytes | memoryview]) -> memoryview:
+        """The mean of as many elements of each input."""
+        return encode(_sum([decode(p, t) for p, t in zip(pieces, self.types, strict=True)], self.shares), self.target)
+
+
+def _sum(values: list[np.ndarray[Any, Any]], shares: list[float]) -> np.ndarray[Any, Any]:
+    """The weighted sum over the sum of the weights; an infinite or missing number stays one."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        total = np.zeros(len(values[0]), "f8")
+        for each, share in zip(values, shares, strict=True):
+            total += each if share == 1 else each.astype("f8") * share
+        total /= sum(shares)
+    return total

@@ -1,0 +1,262 @@
+"""Recipes: the steps from one kind of checkpoint to another, written down once.
+
+A recipe is a YAML or TOML file:
+
+    about: One sentence.
+    steps:                          # in this order
+      - extract: [ema, model]       # the first of these entries that is there
+      - strip: module.
+      - cast: {"*": bfloat16, "*norm*": float32}
+    output: {format: safetensors, shard_size: 5GB}      # unless the command line says otherwise
+
+`STEPS` is what a step may be. Those in this folder go by their names (``lightning``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.convert import Step, open_checkpoint
+from ckptkit.errors import UsageError
+from ckptkit.transforms import combine, devices, elements, keys, quantized, structure
+from ckptkit.tree import find
+
+FOLDER = Path(__file__).parent
+_SUFFIXES = (".yaml", ".yml", ".toml")
+_BYTES = 1 << 20  # of a recipe
+_PARTS = {"about", "steps", "output"}
+_OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a recipe file says: its steps as functions, and how to write what they give."""
+
+    name: str
+    about: str
+    steps: tuple[Step, ...]
+    output: Mapping[str, Any]
+
+
+def names() -> list[str]:
+    """The recipes that come with ckptkit."""
+    return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in _SUFFIXES)
+
+
+def load(name: str) -> Recipe:
+    """The recipe in the file `name`, or the one that comes with ckptkit under that name. Raises UsageError."""
+    if name in names():
+        return _recipe(name, _parsed(FOLDER / f"{name}.yaml"))
+    if not name.endswith(_SUFFIXES):
+        close = get_close_matches(name, names(), n=1) or names()
+        raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
+    return _recipe(name, _parsed(Path(name)))
+
+
+def _parsed(path: Path) -> Any:
+    """The plain values in a file."""
+    where = os.fspath(path)
+    try:
+        data = path.read_bytes()[: _BYTES + 1]
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=where) from error
+    if len(data) > _BYTES:
+        raise UsageError(f"is larger than {_BYTES:,} bytes: it is no recipe", where=where)
+    try:
+        return _from_toml(data) if path.suffix == ".toml" else _from_yaml(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is not valid: {error}", where=where) from error
+
+
+def _from_toml(data: bytes) -> Any:
+    import sys
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(data.decode())
+
+
+def _from_yaml(data: bytes) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(data)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).replace("\n", " ")) from error
+
+
+def _recipe(name: str, said: Any) -> Recipe:
+    try:
+        parts = _table(said, _PARTS)
+        steps = parts.get("steps")
+        if not isinstance(steps, list) or not steps:
+            raise _WrongError("has no list of steps")
+        output = _table(parts.get("output", {}), set(_OUTPUT))
+        for key, value in output.items():
+            if not isinstance(value, _OUTPUT[key]):
+                raise _WrongError(f"output: {key} is {value!r}")
+        about = parts.get("about", "")
+        if not isinstance(about, str):
+            raise _WrongError(f"about is {about!r}")
+        return Recipe(name, about, tuple(_steps(steps)), output)
+    except _WrongError as error:
+        raise UsageError(str(error), where=name, hint=error.hint) from None
+
+
+class _WrongError(ValueError):
+    """What is wrong with a recipe."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def _steps(said: list[Any]) -> Iterator[Step]:
+    for number, each in enumerate(said, 1):
+        if not isinstance(each, dict) or len(each) != 1:
+            raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
+        ((word, given),) = each.items()
+        if word not in STEPS:
+            close = get_close_matches(str(word), STEPS, n=1) or STEPS
+            raise _WrongError(f"step {number}: {word!r} is no step", hint=f"did you mean {', '.join(close)}?")
+        try:
+            yield STEPS[word](given)
+        except _WrongError as error:
+            raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
+
+
+# What a step is given
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise _WrongError(f"{given!r} is no text")
+    return given
+
+
+def _texts(given: Any) -> list[str]:
+    return [_text(each) for each in (given if isinstance(given, list) else [given])]
+
+
+def _table(given: Any, known: set[str]) -> dict[str, Any]:
+    if not isinstance(given, dict) or not given.keys() <= known:
+        odd = sorted(map(repr, given.keys() - known)) if isinstance(given, dict) else [repr(given)]
+        raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
+    return given
+
+
+def _mapping(given: Any) -> dict[str, str]:
+    if not isinstance(given, dict):
+        raise _WrongError(f"{given!r} is no table of texts")
+    return {_text(key): value if isinstance(value, str) else _text(value) for key, value in given.items()}
+
+
+def _plain(step: Step) -> Callable[[Any], Step]:
+    """A step that is given nothing but ``true``."""
+
+    def made(given: Any) -> Step:
+        if given is not True:
+            raise _WrongError(f"{given!r} is not true, which is all that it can be")
+        return step
+
+    return made
+
+
+# The steps
+
+
+def _extract(given: Any) -> Step:
+    wanted = _texts(given)
+
+    def step(ck: Checkpoint) -> Checkpoint:
+        for key in wanted:
+            try:
+                find(ck.root, key)
+            except UsageError:
+                continue
+            return structure.extract(ck, key)
+        raise UsageError(
+            f"has none of the entries {', '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries"
+        )
+
+    return step
+
+
+def _select(given: Any) -> Step:
+    said = _table(given, {"keep", "drop"})
+    keep, drop = _texts(said.get("keep", [])), _texts(said.get("drop", []))
+
+    def step(ck: Checkpoint) -> Checkpoint:
+        """What a recipe drops need not be there: not every checkpoint of a kind has it."""
+        there = [glob for glob in drop if any(fnmatchcase(name, glob) for name in ck.required.nodes)]
+        return keys.select(ck, keep, there) if keep or there else ck
+
+    return step
+
+
+def _strip(given: Any) -> Step:
+    prefixes = _texts(given)
+    return lambda ck: keys.strip_prefix(ck, *prefixes)
+
+
+def _add(given: Any) -> Step:
+    prefix = _text(given)
+    return lambda ck: keys.add_prefix(ck, prefix)
+
+
+def _rename(given: Any) -> Step:
+    said = _table(given, {"map", "sub"})
+    mapping, substitutions = _mapping(said.get("map", {})), list(_mapping(said.get("sub", {})).items())
+    return lambda ck: keys.rename(ck, mapping, substitutions)
+
+
+def _cast(given: Any) -> Step:
+    dtypes = _mapping(given) if isinstance(given, dict) else _text(given)
+    return lambda ck: elements.cast(ck, dtypes)
+
+
+def _remap(given: Any) -> Step:
+    where = _mapping(given) if isinstance(given, dict) else _text(given)
+    return lambda ck: devices.remap(ck, where)
+
+
+def _wrap(given: Any) -> Step:
+    name = _text(given)
+    return lambda ck: structure.wrap(ck, name)
+
+
+def _merge(given: Any) -> Step:
+    others = _texts(given)
+    return lambda ck: combine.merge([ck, *map(open_checkpoint, others)])
+
+
+def _average(given: Any) -> Step:
+    others = _texts(given)
+    return lambda ck: combine.average([*map(open_checkpoint, others), ck])
+
+
+STEPS: dict[str, Callable[[Any], Step]] = {
+    "extract": _extract,  # a dotted path, or several: the first that is there
+    "weights": _plain(structure.bare),
+    "ema": _plain(combine.ema),
+    "select": _select,  # keep, drop: globs; those of drop need not match
+    "strip": _strip,  # prefixes
+    "add": _add,  # a prefix
+    "rename": _rename,  # map: old name to new one; sub: regular expression to replacement
+    "dequantize": _plain(quantized.dequantize),
+    "cast": _cast,  # a dtype, or glob to dtype
+    "remap": _remap,  # a device, or device to device
+    "compact": _plain(elements.compact),
+    "merge": _merge,  # files whose weights come after
+    "average": _average,  # files with the same names
+    "wrap": _wrap,  # the name of the entry
+}

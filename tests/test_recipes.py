@@ -1,0 +1,234 @@
+"""Recipes: those that come with ckptkit, on checkpoints laid out as frameworks do, and what may go wrong."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit import recipes
+from ckptkit.errors import UsageError
+from tests.conftest import ROOT, Run
+
+Loaded = dict[str, torch.Tensor]
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+
+
+def renamed(prefix: str, shift: float = 0.0) -> Loaded:
+    """The state_dict under a prefix; floats moved by `shift`."""
+    state = net().state_dict()
+    return OrderedDict((prefix + name, t + shift if t.is_floating_point() else t) for name, t in state.items())
+
+
+def lightning() -> dict[str, Any]:
+    return {
+        "epoch": 9, "global_step": 1000, "pytorch-lightning_version": "2.4.0", "loops": {}, "callbacks": {},
+        "state_dict": {**renamed("model."), "criterion.weight": torch.ones(2)},
+        "optimizer_states": [torch.optim.Adam(net().parameters()).state_dict()],
+        "hyper_parameters": {"lr": 0.1}, "hparams_name": "kwargs",
+    }  # fmt: skip
+
+
+def timm() -> dict[str, Any]:
+    return {
+        "epoch": 9, "arch": "resnet18", "version": 2, "args": Namespace(lr=0.1), "metric": 0.7,
+        "state_dict": renamed("module."), "state_dict_ema": renamed("module.", 0.5),
+        "optimizer": torch.optim.SGD(net().parameters(), 0.1, momentum=0.9).state_dict(),
+    }  # fmt: skip
+
+
+def torchvision() -> dict[str, Any]:
+    return {
+        "model": renamed("module."), "optimizer": torch.optim.SGD(net().parameters(), 0.1).state_dict(),
+        "lr_scheduler": {"last_epoch": 3}, "epoch": 3, "args": Namespace(device="cuda"),
+    }  # fmt: skip
+
+
+def fairseq() -> dict[str, Any]:
+    extra = {"encoder.version": torch.tensor([3.0]), "encoder.embed_positions._float_tensor": torch.zeros(1)}
+    return {
+        "args": None,
+        "cfg": {"model": {"arch": "transformer"}},
+        "model": {**renamed(""), **extra},
+        "criterion": None,
+    }
+
+
+def llama_c() -> dict[str, Any]:
+    return {"model": renamed("_orig_mod."), "optimizer": {}, "model_args": {"dim": 288}, "iter_num": 5, "config": {}}
+
+
+MADE: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
+    "lightning": (lightning, 0),
+    "timm": (timm, 0.5),
+    "torchvision": (torchvision, 0),
+    "fairseq": (fairseq, 0),
+    "llama.c": (llama_c, 0),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_plain_network_comes_out(name: str, tmp_path: Path, run: Run, simulated_cuda: Any) -> None:
+    make, shift = MADE[name]
+    with simulated_cuda(1):
+        torch.save(make(), tmp_path / "run.ckpt")
+    done = run("run", name, tmp_path / "run.ckpt", tmp_path / "net.pth")
+    assert done.code == 0, done.stderr
+    found = ckptkit.load(tmp_path / "net.pth", map_location="cpu")
+    expected = renamed("", shift)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[each], expected[each]) for each in expected)
+    net().load_state_dict(found)
+    torch.load(tmp_path / "net.pth", weights_only=True, map_location="cpu")  # nothing of the framework is left
+
+
+def test_a_zero_folder_for_transformers(tmp_path: Path, run: Run) -> None:
+    source = ROOT / "fixtures" / "deepspeed" / "zero3-bf16-3ranks"
+    done = run("run", "deepspeed-hf", source, tmp_path / "hf")
+    assert done.code == 0, done.stderr
+    expected = {name: tensor.bfloat16() for name, tensor in ckptkit.load(source).items() if tensor.is_floating_point()}
+    found = ckptkit.load(tmp_path / "hf")
+    assert list(tmp_path.glob("hf/*.safetensors")) and expected
+    assert all(torch.equal(found[name.removeprefix("module.")], tensor) for name, tensor in expected.items())
+
+
+def test_each_recipe_is_tested() -> None:
+    assert set(recipes.names()) == {*MADE, "deepspeed-hf"}
+    assert all(recipes.load(name).about for name in recipes.names())
+
+
+def write(folder: Path, text: str, suffix: str = "yaml") -> Path:
+    path = folder / f"recipe.{suffix}"
+    path.write_text(text)
+    return path
+
+
+def source(folder: Path) -> Path:
+    path = folder / "run.pth"
+    torch.save({"model": renamed("module."), "epoch": 3}, path)
+    return path
+
+
+STEPS = """
+about: every step that a single file allows
+steps:
+  - weights: true
+  - strip: module.
+  - select: {keep: ["0.*", "2.*"], drop: "*.bias"}
+  - rename: {map: {0.weight: first.weight}, sub: {"^2": last}}
+  - cast: {"*": float64, "last*": bfloat16}
+  - remap: cuda:1
+  - remap: {"cuda:1": cpu}
+  - compact: true
+  - dequantize: true
+  - add: net.
+  - extract: [nothing, net.last.weight, net]
+  - wrap: weight
+output: {format: safetensors}
+"""
+TOML = """
+about = "the same file, in the other language"
+steps = [{weights = true}, {strip = ["module."]}, {cast = {"*" = "float64"}}]
+[output]
+format = "torch-zip"
+"""
+
+
+def test_steps_in_their_order(tmp_path: Path, run: Run) -> None:
+    done = run("run", write(tmp_path, STEPS), source(tmp_path), tmp_path / "out")
+    assert done.code == 0, done.stderr
+    found = load_file(tmp_path / "out")
+    assert torch.equal(found["weight"], net().state_dict()["2.weight"].bfloat16())
+
+
+def test_toml(tmp_path: Path, run: Run) -> None:
+    done = run("run", write(tmp_path, TOML, "toml"), source(tmp_path), tmp_path / "out")
+    assert done.code == 0, done.stderr
+    assert torch.load(tmp_path / "out", weights_only=True)["0.weight"].dtype == torch.float64
+
+
+def test_the_command_line_comes_first(tmp_path: Path, run: Run) -> None:
+    recipe = write(tmp_path, "steps: [{weights: true}]\noutput: {format: safetensors}")
+    assert run("run", recipe, source(tmp_path), tmp_path / "out", "--format", "torch-zip").code == 0
+    assert torch.load(tmp_path / "out", weights_only=True)
+
+
+def test_a_dry_run_shows_and_writes_nothing(tmp_path: Path, run: Run) -> None:
+    done = run("run", "llama.c", source(tmp_path), tmp_path / "out.pth", "--dry-run")
+    assert done.stdout.startswith(f"would write {tmp_path / 'out.pth'}: 9 tensors")
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_files_beside(tmp_path: Path) -> None:
+    other = tmp_path / "other.pth"
+    torch.save(renamed("module.", 1.0), other)
+    made = recipes.load(str(write(tmp_path, f"steps: [{{average: {json.dumps(str(other))}}}]")))
+    (average,) = made.steps
+    mean = ckptkit.open(source(tmp_path))
+    ckptkit.save(average(mean), tmp_path / "mean.pth")
+    found = torch.load(tmp_path / "mean.pth", weights_only=True)["module.0.weight"]
+    torch.testing.assert_close(found, net().state_dict()["0.weight"] + 0.5)
+    (merge,) = recipes.load(str(write(tmp_path, f"steps: [{{merge: [{json.dumps(str(other))}]}}]"))).steps
+    with pytest.raises(ckptkit.CkptkitError, match="in more than one of them"):
+        merge(ckptkit.open(source(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("steps: [{strip: 3}]", "step 1 (strip): 3 is no text", None),
+        ("steps: [{strop: module.}]", "step 1: 'strop' is no step", "did you mean strip?"),
+        ("steps: [strip]", "step 1 is not one word and what it is given", "e.g. `- strip: module.`"),
+        ("steps: []", "has no list of steps", None),
+        ("about: x", "has no list of steps", None),
+        ("stops: []", "'stops': it may have about, output, steps", None),
+        ("- 1", "[1]: it may have about, output, steps", None),
+        ("steps: [{weights: yes please}]", "step 1 (weights): 'yes please' is not true", None),
+        ("steps: [{select: {kept: a}}]", "step 1 (select): 'kept': it may have drop, keep", None),
+        ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is no table of texts", None),
+        ("steps: [{weights: true}]\noutput: {all: 3}", "output: all is 3", None),
+        ("steps: [{weights: true}]\nabout: [x]", "about is ['x']", None),
+        ("steps: [", "is not valid: while parsing a flow node", None),
+        ("steps: !!python/object/apply:os.system [id]", "is not valid: could not determine a constructor", None),
+    ],
+)
+def test_what_is_no_recipe(text: str, said: str, hint: str | None, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        recipes.load(str(write(tmp_path, text)))
+    assert said in str(refused.value)
+    assert refused.value.hint == hint
+
+
+def test_names_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no recipe 'lightening'") as refused:
+        recipes.load("lightening")
+    assert refused.value.hint == "did you mean lightning? or name a .yaml file"
+    with pytest.raises(UsageError, match="No such file"):
+        recipes.load(str(tmp_path / "x.yaml"))
+    with pytest.raises(UsageError, match="it is no recipe"):
+        recipes.load(str(write(tmp_path, "#" * 2_000_000)))
+    with pytest.raises(UsageError, match="is not valid"):
+        recipes.load(str(write(tmp_path, "a = ", "toml")))
+
+
+def test_an_entry_that_is_not_there(tmp_path: Path, run: Run) -> None:
+    done = run("run", "lightning", source(tmp_path), tmp_path / "out.pth")
+    assert done.code == 2
+    assert "has none of the entries state_dict" in done.stderr
+
+
+def test_the_list(run: Run) -> None:
+    lines = run("run", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == recipes.names()

@@ -1,0 +1,200 @@
+"""Several checkpoints as one, checked against torch's own arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptkit
+from ckptkit.convert import convert
+from ckptkit.errors import CollisionError, UsageError
+from tests.conftest import Run
+from tests.torch_equality import bits
+
+FLOATS = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.float8_e5m2, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def state(seed: int, dtype: torch.dtype = torch.float32) -> OrderedDict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = OrderedDict(
+        (name, torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+        for name, shape in (("a.weight", (7, 5)), ("a.bias", (7,)), ("scale", ()), ("none", (0, 3)))
+    )
+    made["a.num_batches_tracked"] = torch.tensor(seed)
+    made["mask"] = torch.tensor([seed % 2 == 0])
+    made._metadata = OrderedDict([("", {"version": 1}), ("a", {"version": 2})])  # type: ignore[attr-defined]
+    return made
+
+
+def saved(folder: Path, *states: Any) -> list[Path]:
+    paths = []
+    for number, each in enumerate(states):
+        paths.append(folder / f"{number}.pth")
+        torch.save(each, paths[-1])
+    return paths
+
+
+def averaged(paths: list[Path], out: Path, shares: list[float] | None = None) -> dict[str, torch.Tensor]:
+    convert(ckptkit.average([ckptkit.open(path) for path in paths], shares), out)
+    found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
+    return found
+
+
+def mean(tensors: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
+    if tensors[0].is_complex():
+        return torch.view_as_complex(mean([torch.view_as_real(each) for each in tensors], shares))
+    total = sum(each.to(torch.float64) * share for each, share in zip(tensors, shares, strict=True))
+    assert isinstance(total, torch.Tensor)
+    return (total / sum(shares)).to(tensors[-1].dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_mean_is_that_of_float64(dtype: torch.dtype, tmp_path: Path) -> None:
+    states = [state(seed, dtype) for seed in range(3)]
+    found = averaged(saved(tmp_path, *states), tmp_path / "out.pth")
+    assert list(found) == list(states[-1])
+    assert found._metadata == states[-1]._metadata  # type: ignore[attr-defined]
+    for name, tensor in found.items():
+        row = [each[name] for each in states]
+        expected = mean(row, [1, 1, 1]) if tensor.is_floating_point() or tensor.is_complex() else row[-1]
+        assert tensor.dtype == expected.dtype
+        assert bits(tensor) == bits(expected), name
+
+
+def test_as_torch_averages_models(tmp_path: Path) -> None:
+    """torch.optim.swa_utils over three steps: means of parameters, buffers of the last."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()
+    swa = torch.optim.swa_utils.AveragedModel(net)
+    states = []
+    for _ in range(3):
+        net(torch.rand(8, 4, dtype=torch.float64))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(torch.rand_like(parameter))
+        swa.update_parameters(net)
+        states.append({name: tensor.clone() for name, tensor in net.state_dict().items()})
+    found = averaged(saved(tmp_path, *states), tmp_path / "out.pth")
+    expected = swa.module.state_dict()
+    assert found["1.num_batches_tracked"] == expected["1.num_batches_tracked"] == 3
+    for name, _ in net.named_parameters():
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-14, atol=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(0, 10, allow_subnormal=False), min_size=1, max_size=4).filter(lambda given: sum(given) > 0.01),
+    st.lists(st.floats(width=32), min_size=1, max_size=9),
+)
+def test_weights(tmp_path_factory: pytest.TempPathFactory, shares: list[float], numbers: list[float]) -> None:
+    folder = tmp_path_factory.mktemp("x")
+    states = [{"w": torch.tensor(numbers).roll(turn)} for turn in range(len(shares))]
+    found = averaged(saved(folder, *states), folder / "out.pth", shares)["w"]
+    expected = mean([each["w"] for each in states], shares)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_ties_views_and_types(tmp_path: Path) -> None:
+    """What is tied in all stays tied; views, other dtypes and large tensors are read as they are."""
+    big = torch.arange(300_000, dtype=torch.float32).reshape(300, 1000)
+    first = {"e": big, "d": big, "t": big.T[:7], "h": torch.ones(3, dtype=torch.bfloat16)}
+    second = {"e": big + 1, "t": big.T[3:10], "h": torch.full((3,), 2.0, dtype=torch.float32)}
+    second = {"e": second["e"], "d": second["e"], "t": second["t"], "h": second["h"]}
+    found = averaged(saved(tmp_path, first, second), tmp_path / "out.pth")
+    assert torch.equal(found["e"], big + 0.5)
+    assert found["e"].data_ptr() == found["d"].data_ptr()
+    assert torch.equal(found["t"], (first["t"] + second["t"]) / 2)
+    assert found["h"].dtype == torch.float32 and found["h"].tolist() == [1.5] * 3
+
+
+def test_only_weights_are_kept_and_it_is_said(tmp_path: Path, run: Run) -> None:
+    paths = saved(tmp_path, *({"model": state(n), "epoch": n} for n in range(2)))
+    done = run("average", *paths, tmp_path / "out.safetensors")
+    assert done.code == 0, done.stderr
+    assert "averaged 4 tensors of 2 checkpoints; took 'a.num_batches_tracked', 'mask' from the last" in done.stdout
+    assert "leaving 1 other entries" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop("scale"), "number 1 and the last differ in names or shapes: 'scale'"),
+        (lambda s: s.update(scale=torch.zeros(2)), "number 1 and the last differ in names or shapes: 'scale'"),
+    ],
+)
+def test_what_differs_is_refused(change: Callable[[Any], Any], said: str, tmp_path: Path) -> None:
+    other = state(1)
+    change(other)
+    checkpoints = [ckptkit.open(path) for path in saved(tmp_path, other, state(2))]
+    with pytest.raises(UsageError, match=said):
+        ckptkit.average(checkpoints)
+
+
+@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.0], [-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0]])
+def test_weights_that_make_no_mean(shares: list[float], tmp_path: Path) -> None:
+    checkpoints = [ckptkit.open(path) for path in saved(tmp_path, state(1), state(2))]
+    with pytest.raises(UsageError, match="need as many weights"):
+        ckptkit.average(checkpoints, shares)
+
+
+def test_merge(tmp_path: Path, run: Run) -> None:
+    first, second = state(1), OrderedDict((f"b.{name}", tensor) for name, tensor in state(2).items())
+    second._metadata = OrderedDict([("b", {"version": 3})])  # type: ignore[attr-defined]
+    done = run("merge", *saved(tmp_path, {"model": first}, second), tmp_path / "out.pth")
+    assert done.code == 0, done.stderr
+    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert list(found) == [*first, *second]
+    assert all(torch.equal(found[name], {**first, **second}[name]) for name in found)
+    assert found._metadata == {"": {"version": 1}, "a": {"version": 2}, "b": {"version": 3}}
+
+
+def test_merging_the_same_names(tmp_path: Path, run: Run) -> None:
+    paths = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(2)}, {"b": torch.ones(2)})
+    with pytest.raises(CollisionError, match="1 name in more than one of them: 'b'"):
+        ckptkit.merge([ckptkit.open(path) for path in paths])
+    done = run("merge", "--last-wins", *paths, tmp_path / "out.pth")
+    assert "1 name taken from the last that has it" in done.stdout
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["b"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["state_dict_ema", "model_ema", "ema", "params_ema", "shadow"])
+def test_ema_by_its_name(name: str, tmp_path: Path, run: Run) -> None:
+    (path,) = saved(tmp_path, {"state_dict": state(1), name: state(2), "epoch": 3})
+    done = run("ema", path, tmp_path / "out.pth")
+    assert done.code == 0, done.stderr
+    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert all(torch.equal(found[each], tensor) for each, tensor in state(2).items())
+
+
+def test_ema_without_names(tmp_path: Path, run: Run) -> None:
+    """diffusers keeps a list of the parameters, in their order."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    weights = OrderedDict((name, parameter) for name, parameter in net.named_parameters())
+    weights.update(net.named_buffers())  # type: ignore[arg-type]
+    shadow = [torch.full_like(parameter, n) for n, parameter in enumerate(net.parameters())]
+    (path,) = saved(tmp_path, {"state_dict": weights, "ema": {"decay": 0.99, "shadow_params": shadow}})
+    done = run("ema", "--json", path, tmp_path / "out.pth")
+    assert json.loads(done.stdout)["done"] == [
+        "took 4 tensors out of 'ema.shadow_params', under the names of the weights",
+        "3 buffers as in the weights",
+    ]
+    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert [found[name].unique().item() for name, _ in net.named_parameters()] == [0, 1, 2, 3]
+
+
+def test_ema_that_is_not_there(tmp_path: Path, run: Run) -> None:
+    (path,) = saved(tmp_path, {"state_dict": state(1)})
+    done = run("ema", path, tmp_path / "out.pth")
+    assert done.code == 2
+    assert "holds no averaged weights under a name that training loops use" in done.stderr
