@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptkit import formats
+from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
-from ckptkit.plan import Plan
+from ckptkit.journal import SUFFIX, journal_path
+from ckptkit.plan import Patch, Plan
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.publish import Published
 
 PathLike = str | os.PathLike[str]
+T = TypeVar("T")
 Step = Callable[[Checkpoint], Checkpoint]
 
 
@@ -41,7 +44,7 @@ class Conversion:
     """What was done: the checkpoint as it was written, and the plan."""
 
     checkpoint: Checkpoint
-    plan: Plan
+    plan: Plan | Patch
     format: str
     path: str
     published: Published | None  # None: a dry run
@@ -53,8 +56,10 @@ class Conversion:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What reading and transforming noticed. What the format could not keep is in `plan.notes`."""
-        return self.checkpoint.warnings
+        """What reading, transforming and writing noticed. What the format could not keep is in `plan.notes`."""
+        left = () if self.published is None else self.published.left
+        said = (f"{name} is beside it: a killed run left it, unless another machine is writing there" for name in left)
+        return (*self.checkpoint.warnings, *said)
 
 
 def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> Checkpoint:
@@ -63,8 +68,17 @@ def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> C
     `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``). Raises an InputError for what is
     not a checkpoint, PathError for what is not there.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else formats.read(formats.open_place(path))
+    checkpoint = path if isinstance(path, Checkpoint) else _read(open_place(path), formats.read)
     return checkpoint if key is None else checkpoint.with_key(key)
+
+
+def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
+    """What `read` makes of a place, which stays open only then."""
+    try:
+        return read(place)
+    except BaseException:
+        place.close()
+        raise
 
 
 def recover(path: PathLike) -> Salvaged:
@@ -73,7 +87,23 @@ def recover(path: PathLike) -> Salvaged:
     Reads what has checksums. Raises CorruptError if no tensor is whole, UnsupportedError for a format that has no
     way of telling.
     """
-    return formats.salvage(formats.open_place(path))
+    return _read(open_place(path), formats.salvage)
+
+
+def open_place(path: PathLike) -> ByteSource | Folder:
+    """The file or folder at `path`, whole: an edit in place that was interrupted there is undone. Raises PathError."""
+    if not urls.is_url(path) and _has_journal(path):
+        from ckptkit import patching
+
+        patching.settle(os.fspath(path))
+    return formats.open_place(path)
+
+
+def _has_journal(path: PathLike) -> bool:
+    try:
+        return any(name.endswith(SUFFIX) for name in os.listdir(path))
+    except OSError:  # not a folder
+        return os.path.lexists(journal_path(path))
 
 
 def save(
@@ -107,23 +137,53 @@ def convert(
     dry_run: bool = False,
     **publishing: Unpack[Publishing],
 ) -> Conversion:
-    """Read `source`, apply the steps in order, write `destination`, or the source itself if `in_place`.
+    """Read `source`, apply the steps in order, write `destination`, or change the source itself if `in_place`.
 
-    With `keep_format`, a destination of unknown suffix gets the format of the source. The rest is as for `save`.
+    With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is changed in place by
+    the few bytes that differ, if they are few; without, it is written anew. The rest is as for `save`.
     """
     checkpoint = open_checkpoint(source, key=key)
-    name = checkpoint.name
-    if in_place and (name is None or not os.path.isfile(name)):
-        raise UsageError("only a single file on this machine can be changed in place", where=name, hint="name a DST")
-    if in_place and formats.holds_program(checkpoint):
-        raise UsageError("is a program, of which only the weights can be written", where=name, hint="name a DST")
-    path = name if in_place and name is not None else destination
+    path = _own_place(checkpoint, format) if in_place else destination
     if path is None:
         raise UsageError("there is no destination")
     keep = checkpoint.format if keep_format or in_place else None
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
+    before = checkpoint if in_place and keep_format else None  # else it is let go: there may be little memory
     checkpoint = _changed(checkpoint, steps)
+    if before is not None and (patch := _patch(before, checkpoint, chosen, options)) is not None:
+        return _apply(checkpoint, patch, chosen, dry_run, publishing)
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+
+
+def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
+    """The file that is to be changed in place. Raises UsageError where that makes no sense."""
+    name = checkpoint.name
+    if name is None or not os.path.isfile(name):
+        raise UsageError("only a single file on this machine can be changed in place", where=name, hint="name a DST")
+    if formats.holds_program(checkpoint):
+        raise UsageError("is a program, of which only the weights can be written", where=name, hint="name a DST")
+    expected = formats.for_writing(name, None, checkpoint.format).name
+    if format is not None and format != expected:
+        raise UsageError(f"is named as {expected} is, and {format} would be in it", where=name, hint="name a DST")
+    return name
+
+
+def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None) -> Patch | None:
+    """What becomes of the file itself, None if it must be written anew."""
+    from ckptkit.patching import can_patch
+
+    if format.name != before.format or before.name is None or not can_patch(before.name):
+        return None
+    return formats.patch(before, after, format, options or WriteOptions())
+
+
+def _apply(checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing) -> Conversion:
+    from ckptkit import patching
+
+    done = None
+    if not dry_run:
+        done = patching.apply(patch, verify=publishing.get("verify", False), progress=publishing.get("progress"))
+    return Conversion(checkpoint, patch, format.name, patch.base.name, done)
 
 
 def _in_shards(options: WriteOptions | None) -> bool:
@@ -157,5 +217,5 @@ def _publish(
 
         if replace_source:
             publishing["force"] = True
-        published = publish(plan, path, replace_source=replace_source, **publishing)
+        published = publish(plan, path, replace_source=replace_source, origin=checkpoint.source, **publishing)
     return Conversion(checkpoint, plan, format.name, urls.shown(os.fspath(path)), published)

@@ -7,6 +7,8 @@ A plan is a few output files, each a row of segments. A segment is one of
 - ``Derived``: bytes that are computed;
 - ``Summed``: one of the two above, whose CRC-32 somebody else needs;
 - ``Deferred``: a literal with holes that are filled with those CRC-32s.
+
+A patch changes a file where it lies instead.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, Range, runs
+from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 
 
 class Summed(NamedTuple):
@@ -103,6 +105,44 @@ class Plan:
                 f"{written:,} written in {len(file.segments):,} segments"
             )
         return "\n".join(lines)
+
+
+class Edit(NamedTuple):
+    """`data` put at byte `offset` of a file."""
+
+    offset: int
+    data: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.offset + len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """What becomes of `base` where it lies: other bytes in a few places, and the size `size`.
+
+    In this order, so that no reader takes for whole what is not: ``breaks`` makes the file one that nobody can read,
+    ``edits`` (rising, apart from each other and from the seal) change it, ``seal`` makes it whole again. Without a
+    seal nothing changes.
+    """
+
+    base: LocalFile
+    breaks: Edit | None
+    edits: tuple[Edit, ...]
+    seal: Edit | None
+    size: int  # bytes of the whole file afterwards
+    notes: tuple[str, ...] = ()
+
+    @property
+    def written(self) -> int:
+        """Bytes that are written."""
+        return sum(len(edit.data) for edit in (*self.edits, self.seal) if edit is not None)
+
+    def __str__(self) -> str:
+        """A line for --dry-run."""
+        places = len(self.edits) + (self.seal is not None)
+        return f"in place: {self.written:,} of {self.size:,} bytes in {places:,} places, {self.base.size:,} before"
 
 
 def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:

@@ -16,28 +16,38 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range
+from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.copying import execute, in_order
-from ckptkit.errors import CkptkitError, LimitError, OutputError, OutputExistsError, UsageError, VerifyError
-from ckptkit.limits import LIMITS
-from ckptkit.plan import OutputFile, Plan, Segment, Summed
+from ckptkit.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
+from ckptkit.journal import journal_path
+from ckptkit.plan import OutputFile, Plan
+from ckptkit.preflight import (
+    check_destination,
+    check_size,
+    check_sources,
+    check_space,
+    check_still_there,
+    files_of,
+    free,
+)
 from ckptkit.remote import urls
+from ckptkit.temporaries import new_file, sweep, temporary_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-NAME_MAX = 255  # bytes of a file name
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is now at `path`: bytes and number of files."""
+    """What is now at `path`: bytes and number of files; and temporaries beside it that nobody seems to work on."""
 
     path: str
     nbytes: int
     files: int
+    left: tuple[str, ...] = ()
 
 
 def publish(
@@ -49,6 +59,7 @@ def publish(
     durable: bool = False,
     verify: bool = False,
     allow_expand: bool = False,
+    origin: ByteSource | Folder | None = None,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Published:
@@ -56,10 +67,11 @@ def publish(
 
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a symbolic link is
     replaced, never followed. ``durable`` means that the output survives a power cut (always so where it replaces a
-    file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``executor``
-    spreads the work over workers that see the same files. A `destination` that is a URL is one ordered stream, which
-    appears when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes that were
-    written since the last time, and those of the whole plan.
+    file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``origin`` is what
+    the plan was made of, which is not to be replaced either where the plan reads nothing of it. ``executor`` spreads
+    the work over workers that see the same files. A `destination` that is a URL is one ordered stream, which appears
+    when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes that were written since the last time,
+    and those of the whole plan.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
     VerifyError and what reading the input raises with the destination as it was.
@@ -69,11 +81,14 @@ def publish(
         return _upload(plan, typed, force, verify, allow_expand, progress)
     path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
-    with _reported(path, typed, size):
-        _check_sources(path, sources, replace_source)
-        old = _check_destination(plan, path, force or replace_source)
-        _check_size(plan, size, allow_expand)
-        _check_space(path, size)
+    read = [*sources, *files_of(origin)]
+    with reported(path, typed, size):
+        if not replace_source:
+            check_sources(path, read)
+        kept = _kept_mode(check_destination(plan, path, force or replace_source))
+        check_size(plan, size, allow_expand)
+        left, edit = sweep(path), _unfinished_edit(path)
+        check_space(path, size)
         temporary = temporary_name(path)
         try:
             mode = _create(plan, temporary)
@@ -81,17 +96,20 @@ def publish(
             _write(plan, temporary, executor, lambda count: tell(count, size), verify)
             for source in sources:
                 source.check_unchanged()
-            replaces = old is not None and stat.S_ISREG(old.st_mode)
-            os.chmod(temporary, stat.S_IMODE(old.st_mode) & 0o777 if old is not None and replaces else mode)
-            if durable or replaces:
+            os.chmod(temporary, mode if kept is None else kept)
+            if durable or kept is not None:
                 _to_disk(plan, temporary)
+            if replace_source:
+                check_still_there(path, read)
             _rename(temporary, path, plan.is_folder, force or replace_source)
         except BaseException:
             _remove(temporary, plan)
             raise
-        if durable or replaces:
-            _sync(os.path.dirname(path))
-    return Published(path, size, len(plan.files))
+        if kept is not None:
+            _forget_edit(path, edit)
+        if durable or kept is not None:
+            _name_to_disk(path)
+    return Published(path, size, len(plan.files), tuple(left))
 
 
 def _upload(
@@ -106,7 +124,7 @@ def _upload(
     from ckptkit.upload import upload
 
     size = plan.size
-    _check_size(plan, size, allow_expand)
+    check_size(plan, size, allow_expand)
     if verify:
         raise UsageError(
             "what is written to a URL cannot be read back before it appears",
@@ -119,7 +137,7 @@ def _upload(
 
 
 @contextmanager
-def _reported(path: str, typed: str, size: int) -> Iterator[None]:
+def reported(path: str, typed: str, size: int) -> Iterator[None]:
     """What the operating system refuses, in our words, and the destination as it was typed."""
     try:
         yield
@@ -130,103 +148,13 @@ def _reported(path: str, typed: str, size: int) -> Iterator[None]:
         why = error.strerror or str(error)
         if error.errno in _FULL:
             with suppress(OSError):
-                why += f": needs {size:,} bytes, {_free(path):,} are free"
+                why += f": needs {size:,} bytes, {free(path):,} are free"
         raise OutputError(f"cannot be written: {why}", where=typed) from error
 
 
-def _check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
-    """What is there now, if it may be replaced by the output."""
-    names = [file.name for file in plan.files]
-    if len(set(names)) < len(names) or any(name != os.path.basename(name) or name in (".", "..") for name in names):
-        raise UsageError(f"the output would have files of one name, or outside their folder: {names[:8]}")
-    folder, name = os.path.split(path)
-    if name in ("", ".", ".."):
-        raise UsageError("is no name for an output", where=path)
-    if not os.path.isdir(folder):
-        raise OutputError(f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {folder}")
-    try:
-        old = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    if stat.S_ISDIR(old.st_mode):
-        if not plan.is_folder:
-            raise UsageError("is a folder, and the output is a file", where=path, hint="name the file in it")
-        if os.listdir(path):
-            raise OutputExistsError("is a folder that is not empty", where=path, hint="name a folder that is not there")
-    elif not (stat.S_ISREG(old.st_mode) or stat.S_ISLNK(old.st_mode)):
-        raise UsageError("is neither a file nor a folder", where=path)
-    elif plan.is_folder:
-        raise UsageError("is a file, and the output is a folder", where=path, hint="name a folder as DST")
-    elif not force:
-        raise OutputExistsError("exists already", where=path, hint="--force replaces it")
-    return old
-
-
-def _check_sources(path: str, sources: list[ByteSource], replace_source: bool) -> None:
-    """Refuse a destination that is one of the files read, under whatever name or link."""
-    there = set()
-    for look in (os.lstat, os.stat):
-        try:
-            info = look(path)
-        except OSError:
-            continue
-        there.add((info.st_dev, info.st_ino))
-    for source in sources:
-        if not replace_source and isinstance(source, LocalFile) and source.identity[:2] in there:
-            raise UsageError("is the file that is read", where=path, hint="--in-place replaces it")
-
-
-def _check_size(plan: Plan, size: int, allow_expand: bool) -> None:
-    """Refuse a plan that writes much more than it reads: a few bytes of a file may describe terabytes."""
-    if allow_expand or size <= LIMITS.expansion_free:
-        return
-    read = _referenced(plan)
-    if size > LIMITS.expansion * read + LIMITS.expansion_free:
-        raise LimitError(
-            f"{read:,} bytes of input would become {size:,} of output, more than {LIMITS.expansion} times as much",
-            hint="--allow-expand writes it all the same",
-        )
-
-
-def _referenced(plan: Plan) -> int:
-    """Bytes of the storages that the plan reads, each counted once: what is inflated counts as inflated."""
-    runs: list[tuple[int, int, int]] = []
-    inflated: dict[tuple[int, int], int] = {}
-    waiting: list[Segment | Extent] = [segment for file in plan.files for segment in file.segments]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, Summed):
-            waiting.append(each.extent)
-        elif isinstance(each, Range):
-            runs.append((id(each.source), each.offset, each.offset + each.length))
-        elif isinstance(each, Derived) and each.operation == "inflate" and isinstance(each.inputs[0], Range):
-            inflated[id(each.inputs[0].source), each.inputs[0].offset] = each.length
-        elif isinstance(each, Derived):
-            waiting.extend(each.inputs)
-    total, last, end = sum(inflated.values()), 0, 0
-    for source, start, stop in sorted(runs):
-        if source != last:
-            last, end = source, 0
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
-def _check_space(path: str, size: int) -> None:
-    free = _free(path)
-    if size > free:
-        raise OutputError(f"needs {size:,} bytes, {free:,} are free", where=path)
-
-
-def _free(path: str) -> int:
-    """Bytes that may still be written to the file system of `path`."""
-    folder = os.path.dirname(path)
-    if hasattr(os, "statvfs"):
-        there = os.statvfs(folder)
-        return there.f_bavail * there.f_frsize
-    import shutil  # Windows
-
-    return shutil.disk_usage(folder).free
+def _kept_mode(old: os.stat_result | None) -> int | None:
+    """The mode of the file that is replaced, None where there is none."""
+    return stat.S_IMODE(old.st_mode) & 0o777 if old is not None and stat.S_ISREG(old.st_mode) else None
 
 
 def _create(plan: Plan, temporary: str) -> int:
@@ -234,24 +162,10 @@ def _create(plan: Plan, temporary: str) -> int:
     if plan.is_folder:
         os.mkdir(temporary)
     else:
-        os.close(_new_file(temporary))
+        os.close(new_file(temporary))
     mode = stat.S_IMODE(os.lstat(temporary).st_mode)
     os.chmod(temporary, 0o700 if plan.is_folder else 0o600)
     return mode
-
-
-def temporary_name(path: str) -> str:
-    """``.<name>.ckptkit-<process>-<random>.tmp`` beside `path`, the name cut where it would get too long."""
-    folder, name = os.path.split(path)
-    ending = f".ckptkit-{os.getpid()}-{os.urandom(8).hex()}.tmp"
-    while len(os.fsencode(f".{name}{ending}")) > NAME_MAX:
-        name = name[:-1]
-    return os.path.join(folder, f".{name}{ending}")
-
-
-def _new_file(path: str) -> int:
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
-    return os.open(path, flags, 0o666)
 
 
 def _places(plan: Plan, temporary: str) -> list[str]:
@@ -263,7 +177,7 @@ def _write(
 ) -> None:
     places = _places(plan, temporary)
     for place in places if plan.is_folder else ():
-        os.close(_new_file(place))
+        os.close(new_file(place))
     found = execute([(p, file.segments) for p, file in zip(places, plan.files, strict=True)], executor, progress)
     for place, file, sums in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
@@ -289,12 +203,20 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
 
 def _to_disk(plan: Plan, temporary: str) -> None:
     for place in _places(plan, temporary):
-        _sync(place)
+        sync(place)
     if plan.is_folder:
-        _sync(temporary)
+        sync_folder(temporary)
 
 
-def _sync(path: str) -> None:
+def _name_to_disk(path: str) -> None:
+    """Bring the name of an output to the disk, which it has by now."""
+    try:
+        sync_folder(os.path.dirname(path))
+    except OSError as error:
+        raise OutputError(f"is written, but might not outlive a power cut: {error.strerror}", where=path) from error
+
+
+def sync(path: str) -> None:
     """fsync a file or a folder; never tried twice, since a system forgets what it failed to write."""
     if os.name == "nt":  # where folders cannot be opened, nor files be synced that were opened for reading
         return
@@ -303,6 +225,29 @@ def _sync(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    """fsync a folder, where that is possible: not all can be opened for reading, nor do all file systems know how."""
+    try:
+        sync(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EINVAL, errno.EBADF):
+            raise
+
+
+def _unfinished_edit(path: str) -> os.stat_result | None:
+    """The journal of an edit in place of the file that is there now, if there is one."""
+    with suppress(OSError):
+        return os.lstat(journal_path(path))
+    return None
+
+
+def _forget_edit(path: str, journal: os.stat_result | None) -> None:
+    """Remove the journal of a file that has been replaced: nothing could be undone in the new one."""
+    with suppress(OSError):
+        if journal is not None and os.path.samestat(journal, os.lstat(journal_path(path))):
+            os.unlink(journal_path(path))
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:

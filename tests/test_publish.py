@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptkit import preflight
 from ckptkit import publish as publishing
 from ckptkit.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.errors import (
@@ -28,6 +29,7 @@ from ckptkit.errors import (
 )
 from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.publish import publish
+from ckptkit.temporaries import temporary_name
 
 DATA = bytes(range(256)) * 400  # 100 KiB
 OLD = b"what was there before"
@@ -113,10 +115,10 @@ def test_DS_30_long_and_odd_names(source: LocalFile, folder: Path) -> None:
 
 
 def test_the_temporary_is_beside_the_destination_and_says_whose_it_is() -> None:
-    one, other = publishing.temporary_name("/some/out.pt"), publishing.temporary_name("/some/out.pt")
+    one, other = temporary_name("/some/out.pt"), temporary_name("/some/out.pt")
     assert one != other
     assert re.fullmatch(rf"/some/\.out\.pt\.ckptkit-{os.getpid()}-[0-9a-f]{{16}}\.tmp", one)
-    assert len(os.fsencode(os.path.basename(publishing.temporary_name("/some/" + "é" * 127)))) <= 255
+    assert len(os.fsencode(os.path.basename(temporary_name("/some/" + "é" * 127)))) <= 255
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o000, 0o666)])
@@ -309,7 +311,7 @@ def test_DS_22_a_folder_is_all_or_nothing(source: LocalFile, folder: Path, monke
 def test_DS_04_no_space_is_known_before_anything_is_written(
     source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "_free", lambda path: 5_000)
+    monkeypatch.setattr(preflight, "free", lambda path: 5_000)
     monkeypatch.setattr(os, "open", failing("open", errno.EIO))
     with pytest.raises(OutputError, match=f"needs {len(COPY):,} bytes, 5,000 are free"):
         publish(copy_plan(source), folder / "out.pt")
@@ -330,7 +332,7 @@ def test_DS_04_a_disk_that_is_full(source: LocalFile, small_disk: Path, monkeypa
     (small_disk / "out.pt").write_bytes(OLD)
     with pytest.raises(OutputError, match="needs 102,414 bytes"):
         publish(copy_plan(source), small_disk / "out.pt", force=True)
-    monkeypatch.setattr(publishing, "_free", lambda path: 1 << 40)  # somebody else takes it meanwhile
+    monkeypatch.setattr(preflight, "free", lambda path: 1 << 40)  # somebody else takes it meanwhile
     with pytest.raises(OutputError, match=os.strerror(errno.ENOSPC)):
         publish(copy_plan(source), small_disk / "out.pt", force=True)
     assert (small_disk / "out.pt").read_bytes() == OLD
@@ -535,7 +537,7 @@ def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.M
 def test_TM_04_bytes_that_are_read_twice_count_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Memory(bytes(2 << 20))
     views = [Range(source, start, 1 << 20) for start in range(100)]
-    assert publishing._referenced(file_plan(*views)) == (1 << 20) + 99
+    assert preflight.referenced(file_plan(*views)) == (1 << 20) + 99
     with pytest.raises(LimitError):
         publish(file_plan(*views), folder / "out.pt")
 
@@ -543,10 +545,10 @@ def test_TM_04_bytes_that_are_read_twice_count_once(folder: Path, monkeypatch: p
 def test_what_a_plan_refers_to() -> None:
     one, other = Memory(bytes(1000)), Memory(bytes(1000))
     inflated = Derived("inflate", (Range(one, 900, 10),), (), 5000)
-    assert publishing._referenced(file_plan(b"literal")) == 0
-    assert publishing._referenced(file_plan(Range(one, 0, 10), Range(other, 0, 10), Summed(Range(one, 5, 10), 0))) == 25
+    assert preflight.referenced(file_plan(b"literal")) == 0
+    assert preflight.referenced(file_plan(Range(one, 0, 10), Range(other, 0, 10), Summed(Range(one, 5, 10), 0))) == 25
     slices = (Derived("slice", (inflated,), (0,), 10), Derived("slice", (inflated,), (10,), 10))
-    assert publishing._referenced(file_plan(Range(one, 0, 10), *slices)) == 5010
+    assert preflight.referenced(file_plan(Range(one, 0, 10), *slices)) == 5010
 
 
 def test_a_cast_to_wider_elements_is_no_bomb(source: LocalFile, folder: Path) -> None:

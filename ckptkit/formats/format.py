@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from ckptkit.bytesource import ByteSource, Folder
+from ckptkit.bytesource import ByteSource, Folder, Record
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats.torch.zip_container import MAGIC, ZipDirectory, read_directory
-from ckptkit.plan import Plan
+from ckptkit.plan import Patch, Plan
+
+if TYPE_CHECKING:
+    from ckptkit.pickles import Found
 
 
 class Probe:
@@ -83,6 +87,30 @@ class Salvaged:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes that say whether they are whole: by their CRC-32 if that is known, else by being there, and inflating.
+
+    ``what`` they are is for messages, ``file`` is the name in a folder of the file that they are in.
+    """
+
+    what: str
+    record: Record
+    crc32: int | None
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, the name of the file in a folder that it is about, the tensors that it hits, and what to
+    do about it."""
+
+    what: str
+    file: str = ""
+    tensors: tuple[str, ...] = ()
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """One on-disk format. What it cannot do is None; generic code asks for the capability, never for the name.
 
@@ -90,7 +118,12 @@ class Format:
     is an error. `read` takes the probe, so that what identification parsed is not parsed twice.
     ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
     its `read` says what to do instead.
+    ``pickles`` finds what `scan` traces, None if the file is of another format. Raises what is wrong with it.
     ``salvage`` gives what is whole of a damaged file, None if the file is of another format.
+    ``check`` gives what can be checked beyond reading: everything that has a checksum, and everything that is wrong,
+    where `read` says the first of it. It reads headers alone.
+    ``patch`` makes of a local file, as it was read, what it is to be, by the few bytes that differ; None if they are
+    not few. It is as pure as `layout`, and notes what that would.
     """
 
     name: str
@@ -106,3 +139,6 @@ class Format:
     program: bool = False  # whether it holds a program, which no other format keeps: it is not changed in place
     rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own
     salvage: Callable[[Probe], Salvaged | None] | None = None
+    check: Callable[[Probe], Iterator[Part | Finding]] | None = None
+    patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
+    pickles: Callable[[Probe], Iterator[Found] | None] | None = None

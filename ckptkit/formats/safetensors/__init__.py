@@ -20,30 +20,11 @@ the tensors in the order of the state_dict. What else a header cannot say stands
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from ckptkit import bridge
-from ckptkit.bytesource import Extent, Range
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME, BY_SAFETENSORS
-from ckptkit.errors import TensorError, UnsafeGlobalError
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
-from ckptkit.formats.plain_json import dump, is_utf8
-from ckptkit.formats.safetensors.header import METADATA, matches, read_header, read_tensors, shown
-from ckptkit.formats.safetensors.record import (
-    FRAMEWORK,
-    RESERVED,
-    VERSION,
-    lost_attributes,
-    record,
-    restore,
-    values,
-)
-from ckptkit.limits import LIMITS, check
-from ckptkit.plan import OutputFile, Plan
-from ckptkit.tensor import Tensor
+from ckptkit.formats.safetensors.header import matches, read_header, read_tensors
+from ckptkit.formats.safetensors.record import WHOLE, restore
+from ckptkit.plan import Patch, Plan
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -56,159 +37,22 @@ def read(probe: Probe) -> Checkpoint:
         warnings = ("the header begins with white space", *warnings)
     return Checkpoint(
         restored.root, FORMAT.name, source, restored.metadata, restored.globals, warnings,
-        origin=_WHOLE if restored.is_whole else None,
+        origin=WHOLE if restored.is_whole else None,
     )  # fmt: skip
 
 
-# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned without padding.
-_CODES = (
-    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
-    "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
-)  # fmt: skip
-_WHOLE = object()  # the origin of a checkpoint that a file held whole
-_RANK = {BY_SAFETENSORS[code]: rank for rank, code in enumerate(_CODES)}
-
-
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """The weights, and beside them what `__metadata__` can hold; the notes name the rest.
+    """See :mod:`writing`, which those who read do without."""
+    from ckptkit.formats.safetensors import writing
 
-    Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts,
-    UnsafeGlobalError for objects if these are to be an error.
-    """
-    if options.everything or checkpoint.origin is _WHOLE:  # what held everything is not to lose it by an edit
-        return _layout_whole(checkpoint, options)
-    if options.objects == "error":
-        refuse_objects(checkpoint)
-    tensors, metadata, notes = prepared(checkpoint, options)
-    return Plan((file_of(tensors, metadata),), tuple(notes))
+    return writing.layout(checkpoint, options)
 
 
-def prepared(
-    checkpoint: Checkpoint, options: WriteOptions
-) -> tuple[dict[str, Tensor], dict[str, str | None], list[str]]:
-    """The tensors that are stored, in order; what `__metadata__` holds beside them; and notes. Raises like `layout`."""
-    weights = checkpoint.required
-    tensors = weights.tensors
-    refuse_pieces(weights.nodes)
-    _check_holdable(tensors)
-    ties = _ties(tensors, checkpoint.metadata) if options.ties == "alias" else {}
-    stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
-    beside, notes = leftovers(checkpoint)
-    said = record(weights, ties, {**values(checkpoint.metadata), **beside})
-    metadata = {FRAMEWORK: "pt", **checkpoint.metadata, **ties, RESERVED: said}
-    notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
-    notes += shared_bytes(stored)
-    return stored, metadata, notes
+def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+    """See :mod:`patching`."""
+    from ckptkit.formats.safetensors import patching
 
-
-def _layout_whole(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """The whole tree: see :mod:`whole`. Raises what cannot be written to a .pth either."""
-    from ckptkit.formats.safetensors.whole import Whole, said
-    from ckptkit.formats.torch.objects import without_objects
-
-    root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
-    if notes and options.objects == "error":
-        raise UnsafeGlobalError(
-            f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
-        )
-    whole = Whole(root, _obstacle)
-    text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
-    metadata = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: text}
-    return Plan((file_of(whole.tensors, metadata),), notes)
-
-
-def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
-    """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
-    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype], name))
-    extents = _joined(bridge.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
-    return OutputFile("", (_header_bytes(tensors, order, metadata), *extents))
-
-
-def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
-    refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
-    if refused:
-        some = ", ".join(f"{shown(name)} ({why})" for name, why in refused[:3])
-        more = f" and {len(refused) - 3:,} more" if len(refused) > 3 else ""
-        raise TensorError(f"safetensors cannot hold {some}{more}", hint=_way_out({why for _, why in refused}))
-
-
-def _way_out(obstacles: set[str]) -> str:
-    if obstacles == {"complex128"}:
-        return "`--cast complex64` halves their precision"
-    if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
-        return "`--dequantize` makes float32 of them"
-    return "leave them out with `--drop NAME`"
-
-
-def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Why the format has no place for a tensor."""
-    if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
-        return "a name that the header cannot have"
-    if tensor.storage is None or tensor.layout != "strided":
-        return "meta" if tensor.storage is None else tensor.layout
-    if tensor.dtype.safetensors is None:
-        return tensor.dtype.name
-    if tensor.dtype.packed > 1 and not tensor.shape:
-        return f"{tensor.dtype} without dimensions"
-    return None
-
-
-def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Names of the same elements of the same storage, each with the first of them in the alphabet.
-
-    A name that is a key of the metadata cannot be recorded as tied: it is written on its own.
-    """
-    groups: dict[object, list[str]] = {}
-    for name, tensor in tensors.items():
-        if 0 not in tensor.shape:
-            same = (
-                id(tensor.storage),
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride,
-                tensor.offset,
-                tensor.conj,
-                tensor.neg,
-            )
-            groups.setdefault(same, []).append(name)
-    taken = {FRAMEWORK, RESERVED, *metadata}
-    kept = {name: min(names) for names in groups.values() if len(names) > 1 for name in names}
-    return {name: first for name, first in kept.items() if name != first and name not in taken}
-
-
-def _header_bytes(tensors: Mapping[str, Tensor], order: Iterable[str], metadata: Mapping[str, str | None]) -> bytes:
-    """Length and header, padded so that the buffer begins at a multiple of 8."""
-    offsets: dict[str, list[int]] = {}
-    end = 0
-    for name in order:
-        offsets[name] = [end, end + tensors[name].nbytes]
-        end = offsets[name][1]
-    header: dict[str, Any] = {METADATA: {key: text for key, text in metadata.items() if text is not None}}
-    for name, tensor in tensors.items():
-        dtype, shape = tensor.dtype, list(tensor.shape)
-        if dtype.packed > 1:
-            shape[-1] *= dtype.packed
-        header[name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": offsets[name]}
-    text = dump(header).encode()
-    text += b" " * (-len(text) % 8)
-    check("safetensors_header_bytes", len(text), "bytes of the header")
-    return len(text).to_bytes(8, "little") + text
-
-
-def _joined(extents: Iterable[Extent]) -> list[Extent]:
-    """The same bytes in fewer pieces: ranges that follow each other in their source are one."""
-    row: list[Extent] = []
-    for extent in extents:
-        last = row[-1] if row else None
-        if isinstance(last, Range) and isinstance(extent, Range) and _follows(last, extent):
-            row[-1] = last._replace(length=last.length + extent.length)
-        elif extent.length:
-            row.append(extent)
-    return row
-
-
-def _follows(last: Range, extent: Range) -> bool:
-    return last.source is extent.source and last.offset + last.length == extent.offset
+    return patching.patch(before, after, options)
 
 
 def salvage(probe: Probe) -> Salvaged | None:
@@ -227,4 +71,5 @@ FORMAT = Format(
     layout=layout,
     everything="asked",
     salvage=salvage,
+    patch=patch,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptkit.bytesource import ByteSource, Range
 from ckptkit.dtypes import BY_SAFETENSORS, DType
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TensorError, TruncatedError
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
 from ckptkit.limits import LIMITS, check
@@ -76,7 +76,7 @@ def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError(f"data_offsets {shown(offsets)} are not a begin and an end")
     if len(shape) > LIMITS.rank:
-        raise TensorError(f"{len(shape):,} dimensions, more than {LIMITS.rank}")
+        check("rank", len(shape), "dimensions of a tensor")
     elements = math.prod(shape)
     bits = dtype.bits // dtype.packed
     if elements * bits != (offsets[1] - offsets[0]) * 8:

@@ -32,6 +32,7 @@ from ckptkit.weights import Weights
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt
 VERSION = 1
+WHOLE = object()  # the origin of a checkpoint that a file held whole
 ATTRIBUTE = "_metadata"
 
 

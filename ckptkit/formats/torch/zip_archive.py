@@ -20,12 +20,12 @@ from ckptkit.bytesource import Memory, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
-from ckptkit.formats.torch import beside
+from ckptkit.formats.torch import beside, zip_extras
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_container import ZipDirectory
-from ckptkit.formats.torch.zip_members import shown
-from ckptkit.plan import Plan
+from ckptkit.formats.torch.zip_members import REPLACED, shown
+from ckptkit.plan import Patch, Plan
 from ckptkit.tensor import Storage
 
 VERSIONS = range(1, 11)
@@ -57,10 +57,8 @@ def _read(archive: Archive) -> Checkpoint:
     warnings = archive.check()
     tree = archive.unpickle("data")
     warnings += [*archive.unverified(), *archive.unused(_KNOWN)]
-    return Checkpoint(
-        tree.root, FORMAT.name, archive.directory.source, _metadata(archive), tree.globals, origin=archive.directory,
-        warnings=(*tree.warnings, *warnings),
-    )  # fmt: skip
+    source, metadata = archive.directory.source, _metadata(archive)
+    return Checkpoint(tree.root, FORMAT.name, source, metadata, tree.globals, (*tree.warnings, *warnings))
 
 
 def _metadata(archive: Archive) -> dict[str, str]:
@@ -155,9 +153,9 @@ class Archive:
     def storage(self, name: str, location: str) -> Storage:
         """The bytes of the record `name`, which the caller knows to be there."""
         self._used.add(name)
-        crc = self.directory.crc(name)
+        record, crc = self.directory.record(name)
         self._unsummed += crc is None
-        return Storage(self.directory.record(name), location, crc, self.big_endian)
+        return Storage(record, location, crc, self.big_endian)
 
     def unverified(self) -> list[str]:
         """A warning, if some of the storages that were opened have no checksum."""
@@ -168,7 +166,7 @@ class Archive:
     def unused(self, known: Iterable[str]) -> list[str]:
         """A warning, if there are records besides the storages that were opened and the `known` ones."""
         used = self._used | {self.folder + name for name in known}
-        unused = [name for name in self.directory.entries if name not in used and not name.endswith("/")]
+        unused = [name for name in self.directory.entries if name not in used and not name.endswith(("/", *REPLACED))]
         if not unused:
             return []
         some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
@@ -180,6 +178,13 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     from ckptkit.formats.torch import zip_layout  # reading does not pay for writing
 
     return zip_layout.layout(checkpoint, options)
+
+
+def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+    """See :mod:`zip_patch`."""
+    from ckptkit.formats.torch import zip_patch
+
+    return zip_patch.patch(before, after, options)
 
 
 def salvage(probe: Probe) -> Salvaged | None:
@@ -198,4 +203,7 @@ FORMAT = Format(
     layout=layout,
     everything="always",
     salvage=salvage,
+    check=zip_extras.check,
+    patch=patch,
+    pickles=zip_extras.pickles,
 )

@@ -76,14 +76,16 @@ class ZipDirectory:
         entry = self.entries[name]
         return None if entry.crc == 0 and entry.size else entry.crc
 
-    def record(self, name: str) -> Record:
-        """Where the bytes of a member are. Of a remote file that is found out when they are needed."""
-        entry = self.entries[name]
-        if entry.data < 0:
-            return Unlocated(self, name, entry.size)
-        if entry.method == DEFLATED:
-            return self.locate(name)
-        return Range(self.source, entry.data, entry.stored)
+    def record(self, name: str) -> tuple[Record, int | None]:
+        """Where the bytes of a member are, and their CRC-32 as `crc` has it.
+
+        Of a remote file the place is found out when it is needed.
+        """
+        _, stored, size, crc, method, _, data = self.entries[name]
+        known = None if crc == 0 and size else crc
+        if data < 0:
+            return Unlocated(self, name, size), known
+        return (self.locate(name) if method == DEFLATED else Range(self.source, data, stored)), known
 
     def locate(self, name: str) -> Extent:
         """The bytes of a member as they lie in the file, or as they are computed from it if they are deflated."""

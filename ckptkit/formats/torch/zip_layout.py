@@ -20,7 +20,7 @@ from ckptkit.formats.torch.storages import storage_class
 from ckptkit.formats.torch.zip_writer import Member, lay_out
 from ckptkit.plan import OutputFile, Plan
 from ckptkit.tensor import Storage, TypedStorage
-from ckptkit.tree import Global, Node
+from ckptkit.tree import Node
 
 TOP = "archive"
 
@@ -28,7 +28,7 @@ TOP = "archive"
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """One file with the whole tree and the storages that it refers to. Raises what the pickle writer raises, and
     TensorError for a storage that torch could not read back."""
-    numbering = _Numbering()
+    numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
     members = [
@@ -42,23 +42,16 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes)
 
 
-class _Numbering:
+class Numbering:
     """Gives storages their keys, in the order in which the pickle meets them."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
         self.dtypes: list[DType | None] = []  # of each storage, as its persistent ids say; None: untyped
         self._numbers: dict[int, int] = {}  # by id of the storage
-        self._pids: dict[tuple[int, str], tuple[Node, ...]] = {}
 
     def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
         made = storage_class(typed.dtype)
-        pid = self._pids.get((id(typed.storage), made.name))
-        if pid is None or typed.stop is not None:
-            pid = self._pids[id(typed.storage), made.name] = self._new(typed, made)
-        return pid
-
-    def _new(self, typed: TypedStorage, made: Global) -> tuple[Node, ...]:
         storage = typed.storage
         dtype = None if made is storage_class(None) else typed.dtype
         number = self._number(storage, dtype)
@@ -67,7 +60,11 @@ class _Numbering:
             raise TensorError(f"a storage of {storage.nbytes:,} bytes is no whole number of {dtype} elements")
         if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
             raise UnsupportedError("a part of a storage is a value of its own, which torch cannot save since 0.4")
-        return "storage", made, str(number), storage.device, numel
+        return "storage", made, self.key(number), storage.device, numel
+
+    def key(self, number: int) -> str:
+        """What the record of a storage is called in its folder."""
+        return str(number)
 
     def _number(self, storage: Storage, dtype: DType | None) -> int:
         number = self._numbers.setdefault(id(storage), len(self.storages))
@@ -97,4 +94,4 @@ class _Numbering:
                 if not unit:
                     raise UnsupportedError("big-endian bytes of an unknown element type, among little-endian ones")
                 extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
-            yield Member(f"{TOP}/data/{number}", extent, crc)
+            yield Member(f"{TOP}/data/{self.key(number)}", extent, crc)

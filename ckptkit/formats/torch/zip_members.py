@@ -5,7 +5,8 @@
     descriptor       [PK 7 8,] CRC-32, stored size, size; sizes of 32 or 64 bits; after the data, if flag 3 says so
 
 torch leaves CRC and sizes in local headers zero and writes descriptors; it aligns data by an extra field ``FB``.
-Versions, times and attributes are not looked at: nothing is ever unpacked.
+Versions, times and attributes are not looked at, as nothing is ever unpacked; but for the one that says that a member
+is a folder: to torch it has no bytes then, and what is loaded is whatever was in memory.
 
 A row is ``(offset of the local header, stored size, size, crc, method, flags)``: a plain tuple is made in a tenth of
 the time of a named one.
@@ -22,15 +23,17 @@ from ckptkit.errors import AmbiguousError, CorruptError, FormatError, PathError,
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
+REPLACED = (".old", *(f".ol{n}" for n in range(10)))  # endings of records that an edit in place has replaced
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
-_CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH6xL")
+_CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
 _LOCAL = struct.Struct("<4s2xHH4xLLLHH")
 _DESCRIPTOR = struct.Struct("<4sLLL")
 _U32 = 0xFFFFFFFF
 _DESCRIPTOR_FLAG = 0x0008
 _REFUSED_FLAGS = ~0x080E  # but for UTF-8, data descriptor, and how hard deflate tried
 _ENCRYPTED_FLAGS = 0x2041
+_FOLDER = 0x10  # of the attributes that DOS has
 _CONTROLS = bytes([*range(1, 32), 127])
 _ZIP64_FIELD, _UNICODE_PATH_FIELD = 0x0001, 0x7075
 _STEP = 512  # bytes of the smallest read among local headers
@@ -56,7 +59,7 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
     at = 0
     try:
         for _ in range(count):
-            magic, flags, method, crc, stored, size, n, x, comment, disk, offset = unpack(data, at)
+            magic, flags, method, crc, stored, size, n, x, comment, disk, attributes, offset = unpack(data, at)
             end = at + 46 + n
             name = data[at + 46 : end]
             if magic != _CENTRAL_MAGIC:
@@ -64,8 +67,9 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
             if x or size == _U32 or stored == _U32 or offset == _U32:
                 size, stored, offset = _widen(data[end : end + x], name, size, stored, offset)
             wrong_size = method != DEFLATED if method else stored != size
-            if flags & _REFUSED_FLAGS or disk or wrong_size or offset + 30 + n + stored > limit:
-                _refuse_entry(name, flags, method, disk, stored == size)
+            folder = attributes & _FOLDER and stored
+            if flags & _REFUSED_FLAGS or disk or wrong_size or folder or offset + 30 + n + stored > limit:
+                _refuse_entry(name, flags, method, disk, stored == size, bool(folder))
             names.append(name)
             rows.append((offset, stored, size, crc, method, flags))
             at = end + x + comment
@@ -76,7 +80,7 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
     return names, rows
 
 
-def _refuse_entry(name: bytes, flags: int, method: int, disk: int, same_size: bool) -> NoReturn:
+def _refuse_entry(name: bytes, flags: int, method: int, disk: int, same_size: bool, folder: bool) -> NoReturn:
     if flags & _ENCRYPTED_FLAGS:
         raise UnsupportedError(f"record {shown(name)} is encrypted")
     if flags & _REFUSED_FLAGS:
@@ -87,6 +91,8 @@ def _refuse_entry(name: bytes, flags: int, method: int, disk: int, same_size: bo
         raise UnsupportedError(f"record {shown(name)} is compressed by method {method}, neither stored nor deflated")
     if not same_size and not method:
         raise CorruptError(f"record {shown(name)} is stored, but has two sizes")
+    if folder:
+        raise AmbiguousError(f"record {shown(name)} is a folder by its attributes and a file by its bytes")
     raise CorruptError(f"record {shown(name)} reaches beyond the members' end")
 
 

@@ -29,6 +29,7 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L").pack
 _END64 = struct.Struct("<4sQ2H2L4Q").pack
 _LOCATOR = struct.Struct("<4sLQL").pack
 _END = struct.Struct("<4s4H2LH").pack
+END_BYTES = 22  # of the end record, without which no reader finds the directory
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where the CRC is in a header
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
@@ -83,8 +84,15 @@ def lay_out(members: Iterable[Member]) -> list[Segment]:
         offset += len(header) + size
         count += 1
     text.holes += [(len(text.data) + position, number) for position, number in directory.holes]
-    text.data += directory.data + _ends(offset, len(directory.data), count)
+    text.data += directory.data + ends(offset, len(directory.data), count)
     return [*segments, text.segment()]
+
+
+def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
+    """A member at `offset`, with its header, and its entry in the directory."""
+    raw, crc = name.encode(), zlib.crc32(content)
+    header = _local_header(raw, offset, len(content), crc)
+    return header + content, _central_entry(raw, offset, len(content), crc)
 
 
 def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
@@ -113,7 +121,7 @@ def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
     )
 
 
-def _ends(offset: int, size: int, count: int) -> bytes:
+def ends(offset: int, size: int, count: int) -> bytes:
     """The three end records of a directory of `size` bytes at `offset`."""
     short = min(count, _U16)
     return (

@@ -1,0 +1,110 @@
+"""Changes a safetensors file where it lies: another header over the same tensors.
+
+A header that is no longer than the old one is padded to its length, and nothing else changes. A longer one grows over
+the first tensors of the buffer, as few as will do; these move to the end of the file:
+
+    N | old header     | a | b | c | d            N' = N + bytes of a and b
+    N'| new header, spaces     | c | d | a | b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ckptkit import bridge
+from ckptkit.bytesource import LocalFile, Range
+from ckptkit.checkpoint import Checkpoint
+from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.safetensors.writing import Contents, contents, header_text
+from ckptkit.limits import LIMITS
+from ckptkit.plan import Edit, Patch
+from ckptkit.tensor import Tensor
+
+_MOVED = 16 << 20  # bytes of tensors that may move; a copy of the file is the better way to move more
+_ALIGNMENT = 8  # bytes
+_BREAKS = Edit(0, b"\xff" * 8)  # a length that no file has
+
+
+class _Buffer(NamedTuple):
+    """Where in the file the tensors are: the bytes from `start` to `stop`, each tensor at its place in the file."""
+
+    start: int
+    stop: int
+    places: Mapping[str, int]
+
+
+def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+    """The file of `before` made to hold `after`; None where its tensors are others, or too much of them would move.
+
+    Raises what writing `after` raises.
+    """
+    source, said = before.source, contents(after, options)
+    if not isinstance(source, LocalFile):
+        return None
+    start = 8 + int.from_bytes(source.read(0, 8), "little")
+    places = _places(source, said.tensors)
+    if places is None or not _tile(said.tensors, places, start, source.size):
+        return None
+    buffer = _Buffer(start, source.size, places)
+    text = _header(said, buffer)
+    moved: list[Edit] = []
+    while len(text) > buffer.start - 8:
+        grown = _grown(source, said.tensors, buffer, len(text) - (buffer.start - 8))
+        if grown is None:
+            return None
+        edit, buffer = grown
+        moved.append(edit)
+        text = _header(said, buffer)
+    length = buffer.start - 8
+    if length > LIMITS.safetensors_header_bytes or sum(len(edit.data) for edit in moved) > _MOVED:
+        return None
+    edits = (Edit(8, text.ljust(length)), *moved)
+    seal = Edit(0, length.to_bytes(8, "little"))
+    return Patch(source, _BREAKS, edits, seal, buffer.stop, tuple(said.notes))
+
+
+def _header(said: Contents, buffer: _Buffer) -> bytes:
+    offsets = {name: place - buffer.start for name, place in buffer.places.items()}
+    return header_text(said.tensors, offsets, said.metadata)
+
+
+def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
+    """Where in `source` the bytes of each tensor begin; None if some are elsewhere, or must be computed."""
+    places = {}
+    for name, tensor in tensors.items():
+        extent = bridge.contiguous(tensor).locate()
+        if not isinstance(extent, Range) or extent.source is not source:
+            return None
+        places[name] = extent.offset
+    return places
+
+
+def _tile(tensors: Mapping[str, Tensor], places: Mapping[str, int], start: int, stop: int) -> bool:
+    """Whether the tensors follow each other from `start` to `stop`."""
+    for place, length in sorted((places[name], tensor.nbytes) for name, tensor in tensors.items()):
+        if place != start:
+            return False
+        start += length
+    return start == stop
+
+
+def _grown(source: LocalFile, tensors: Mapping[str, Tensor], buffer: _Buffer, need: int) -> tuple[Edit, _Buffer] | None:
+    """The first tensors moved to the end, so that `need` more bytes are free before the others; None if that is much.
+
+    The others stay where they are, and those that move aligned as they were.
+    """
+    places, taken = dict(buffer.places), 0
+    if buffer.stop % _ALIGNMENT:
+        return None
+    for name in sorted(places, key=lambda name: (places[name], tensors[name].nbytes)):
+        if taken >= need and taken % _ALIGNMENT == 0:
+            break
+        places[name] = buffer.stop + taken
+        taken += tensors[name].nbytes
+        if taken > _MOVED:
+            return None
+    if taken < need or taken % _ALIGNMENT:
+        return None
+    moved = Edit(buffer.stop, source.read(buffer.start, taken))
+    return moved, _Buffer(buffer.start + taken, buffer.stop + taken, places)

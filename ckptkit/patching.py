@@ -1,0 +1,222 @@
+"""Changes a file where it lies, so that it is whole before and after, and nobody takes it for whole in between.
+
+    lock; journal beside the file, on the disk; break it; write the edits; set the size; seal it; remove the journal
+
+with a wait for the disk after each step. Whatever ends this, the journal is there as long as the file is not whole, and
+the next command that opens the file puts it back as it was. See :mod:`journal`.
+
+Who has the file open or mapped sees the change. So a file that has a second name is never changed like this.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+
+from ckptkit.bytesource import Identity, LocalFile
+from ckptkit.copying import write_all
+from ckptkit.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
+from ckptkit.journal import SUFFIX, Journal, Span, file_of, journal_of, journal_path, parse
+from ckptkit.plan import Edit, Patch
+from ckptkit.preflight import check_space
+from ckptkit.publish import Published, reported, sync_folder
+from ckptkit.temporaries import NAME_MAX, new_file, sweep, temporary_name
+
+try:
+    import fcntl
+except ImportError:  # Windows, where files are written anew instead
+    fcntl = None  # type: ignore[assignment]
+
+_FLAGS = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_BUSY = "is being changed in place by another process"
+
+
+def can_patch(path: str) -> bool:
+    """Whether a file may be changed where it lies: it is ours to write, is no link, and has no second name."""
+    info = os.lstat(path)
+    journal = journal_path(path)
+    own = stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and len(os.fsencode(os.path.basename(journal))) <= NAME_MAX
+    return fcntl is not None and own and os.access(path, os.W_OK) and os.access(os.path.dirname(journal), os.W_OK)
+
+
+def apply(patch: Patch, *, verify: bool = False, progress: Callable[[int, int], None] | None = None) -> Published:
+    """Change the file that `patch` is of.
+
+    ``verify`` reads back what was written. ``progress`` is told at the end. Raises InputChangedError if it is no longer
+    the file that was read, OutputError, VerifyError with the file as it was.
+    """
+    base = patch.base
+    if patch.seal is not None:
+        with reported(base.path, base.name, patch.written):
+            _apply(patch, verify)
+    if progress is not None:
+        progress(patch.written, patch.written)
+    return Published(base.path, patch.size, 1)
+
+
+def _apply(patch: Patch, verify: bool) -> None:
+    path = patch.base.path
+    with _locked(path, patch.base.name) as fd:
+        if _identity(fd) != patch.base.identity or os.path.lexists(journal_path(path)):
+            raise InputChangedError("changed since it was read", where=patch.base.name, hint="run the command again")
+        journal = journal_of(patch, os.fstat(fd).st_ino)
+        data = journal.dump()
+        check_space(path, len(data) + max(0, patch.size - patch.base.size))
+        sweep(path)
+        _keep(data, journal_path(path))
+        try:
+            assert patch.breaks is not None and patch.seal is not None
+            _rewrite(fd, patch.breaks, patch.edits, patch.size, (patch.seal,))
+            if verify:
+                _compare(fd, patch)
+        except BaseException:
+            _undo(fd, journal)
+            _remove(journal_path(path))
+            raise
+        _remove(journal_path(path))
+
+
+@contextmanager
+def _locked(path: str, name: str) -> Iterator[int]:
+    """The file, open for writing, and nobody else's who asks."""
+    fd = os.open(path, _FLAGS)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(_BUSY, where=name, hint="run the command again when it is done") from error
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _identity(fd: int) -> Identity:
+    info = os.fstat(fd)
+    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+
+
+def _keep(data: bytes, path: str) -> None:
+    """Put the journal beside the file: complete, and on the disk with its name."""
+    temporary = temporary_name(path)
+    try:
+        fd = new_file(temporary)
+        try:
+            os.fchmod(fd, 0o600)
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        sync_folder(os.path.dirname(path))
+    except BaseException:
+        for each in (temporary, path):  # under our lock the journal can only be this one
+            with suppress(OSError):
+                os.unlink(each)
+        raise
+
+
+def _remove(journal: str) -> None:
+    os.unlink(journal)
+    sync_folder(os.path.dirname(journal))
+
+
+def _rewrite(fd: int, breaks: Edit, edits: Iterable[Edit], size: int, seal: Iterable[Edit]) -> None:
+    """Break the file, change it, and make it whole."""
+    _write(fd, (breaks,))
+    _write(fd, edits, size)
+    _write(fd, seal)
+
+
+def _write(fd: int, edits: Iterable[Edit], size: int | None = None) -> None:
+    for edit in edits:
+        os.lseek(fd, edit.offset, os.SEEK_SET)
+        write_all(fd, edit.data)
+    if size is not None:
+        os.ftruncate(fd, size)
+    os.fsync(fd)
+
+
+def _compare(fd: int, patch: Patch) -> None:
+    assert patch.seal is not None
+    for edit in (*patch.edits, patch.seal):
+        if _read(fd, edit.offset, len(edit.data)) != edit.data:
+            raise VerifyError(f"was not written as planned, at byte {edit.offset:,} or after", where=patch.base.name)
+
+
+def _read(fd: int, offset: int, length: int) -> bytes:
+    """The bytes there, as far as the file has them."""
+    os.lseek(fd, offset, os.SEEK_SET)
+    return b"".join(iter(partial(_read_some, fd, offset + length), b""))
+
+
+def _read_some(fd: int, stop: int) -> bytes:
+    return os.read(fd, stop - os.lseek(fd, 0, os.SEEK_CUR))
+
+
+def _undo(fd: int, journal: Journal) -> None:
+    edits, seal = journal.undo()
+    _rewrite(fd, journal.breaks, edits, journal.before, seal)
+
+
+def settle(path: str) -> None:
+    """Make whole what an edit in place left unfinished at `path`, a file or a folder of files.
+
+    Back to what the file was, unless all was done but for the journal. Raises InputError if the edit is still under
+    way, or if the journal is not of this file as it is; OutputError where the file cannot be written.
+    """
+    if os.path.isdir(path):
+        journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(SUFFIX)]
+    else:
+        journals = [journal_path(path)]
+    for journal in journals:
+        file = file_of(journal)
+        if os.path.lexists(journal) and os.path.isfile(file):
+            try:
+                _settle(journal, file)
+            except OSError as error:
+                raise OutputError(
+                    f"an edit in place was interrupted, and cannot be undone: {error.strerror}", where=file
+                ) from error
+
+
+def _settle(journal: str, file: str) -> None:
+    with _locked(file, file) as fd:
+        if not os.path.lexists(journal):
+            return  # the edit was finished while we looked
+        known = _trusted(journal, file, fd)
+        state = known.state(os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans))
+        if state == "else":
+            raise _foreign(journal, file, "somebody else has written to it since")
+        if state == "between":
+            _undo(fd, known)
+        _remove(journal)
+
+
+def _longest(span: Span) -> int:
+    return max(len(span.old), len(span.new))
+
+
+def _trusted(journal: str, file: str, fd: int) -> Journal:
+    """The journal, if it is of this very file."""
+    info = os.fstat(fd)
+    with closing(LocalFile(journal, follow=False)) as source:
+        if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
+            raise _foreign(journal, file, "it is neither yours nor of the file's owner")
+        try:
+            known = parse(source.read(0, source.size))
+        except CkptkitError as error:
+            raise _foreign(journal, file, error.message) from error
+    if known.inode != info.st_ino:
+        raise _foreign(journal, file, "it is of another file of that name")
+    return known
+
+
+def _foreign(journal: str, file: str, why: str) -> InputError:
+    return InputError(
+        f"an edit in place was interrupted, and {os.path.basename(journal)} cannot undo it: {why}",
+        where=file,
+        hint=f"if the file is as it should be: rm {journal}",
+    )

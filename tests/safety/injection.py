@@ -1,0 +1,94 @@
+"""ckptkit under strace, which ends it, interrupts it or lets it fail at any call of the system that it makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import dropwhile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import COMMAND, ENVIRONMENT, Done
+
+READS = ("pread64", "preadv", "preadv2")
+CHANGES = (
+    "openat", "write", "copy_file_range", "sendfile", "ftruncate", "fsync", "close", "chmod", "fchmod", "mkdir", "link",
+    "rename", "unlink", "rmdir",
+)  # fmt: skip
+# The same calls each time: no byte code is written on the way, and a byte more or less of a path changes nothing.
+ALIKE = {**ENVIRONMENT, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+LEFT = re.compile(r"\.{1,2}[^/]*\.ckptkit-[0-9]+-[0-9a-f]{16}\.tmp")
+
+
+class Call(NamedTuple):
+    """The `number`-th call of this name that a process makes, from 1, and how strace shows it."""
+
+    name: str
+    number: int
+    shown: str
+
+
+@cache
+def has_strace() -> bool:
+    program = shutil.which("strace")
+    works = program and subprocess.run([program, "-qq", "-o", os.devnull, "true"], capture_output=True).returncode == 0
+    return bool(works)
+
+
+def needs_strace() -> None:
+    """Skips the test where processes cannot be traced."""
+    if not has_strace():
+        pytest.skip("needs strace, and the right to trace: Linux only")
+
+
+def traced(arguments: Sequence[object], cwd: Path, *options: str) -> Done:
+    """ckptkit in `cwd` under strace with `options`; the code of a process that was killed is minus its signal."""
+    strace = ["strace", "-f", "-qq", *options]  # with --seccomp-bpf it injects no signals
+    command = [*strace, *COMMAND, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=ALIKE, capture_output=True, encoding="utf-8", timeout=120)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def calls(arguments: Sequence[object], cwd: Path, names: Sequence[str] = CHANGES) -> list[Call]:
+    """What ckptkit calls that is about files in `cwd`, where it runs: all reads of the names asked for, and what
+    follows the first change."""
+    log = cwd.with_name(f"{cwd.name}.log")
+    done = traced(arguments, cwd, "-y", "-o", str(log), "-e", f"trace={','.join(names)}")
+    assert done.code == 0, done.stderr
+    count: Counter[str] = Counter()
+    found = []
+    for line in log.read_text().splitlines():
+        shown = line.partition(" ")[2].strip()  # after the number of the process
+        name = shown.partition("(")[0]
+        count[name] += 1
+        about = shown.replace(f"AT_FDCWD<{cwd}>", "")
+        if (f"{cwd}/" in about or f"<{cwd}>" in about) and "O_RDONLY" not in shown:
+            found.append(Call(name, count[name], about))
+    return list(dropwhile(lambda call: call.name == "close", found))
+
+
+def injected(arguments: Sequence[object], cwd: Path, call: Call, what: str) -> Done:
+    """ckptkit with `what` (``signal=KILL``, ``error=EIO``) injected at a call."""
+    options = ("-o", os.devnull, "-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={call.number}")
+    return traced(arguments, cwd, *options)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder and its bytes; an empty folder as none."""
+    return {
+        path.relative_to(folder).as_posix(): b"" if path.is_dir() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() or not any(path.iterdir())
+    }
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Temporaries directly in a folder."""
+    return [name for name in os.listdir(folder) if LEFT.fullmatch(name)]
