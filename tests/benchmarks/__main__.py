@@ -1,6 +1,7 @@
-"""A table for the README: ``python -m tests.benchmarks [--dir /dev/shm] [--gib 2] [--pairs 7] [--only TEXT]``.
+"""What the commands cost: ``python -m tests.benchmarks``.
 
-Needs three times ``--gib`` of room in ``--dir``, best a tmpfs, and leaves nothing there.
+A full run takes some twenty minutes, --quick three. It needs room in --dir, best a tmpfs, for the largest input and an
+output, and leaves nothing there. Exit code 1: a budget was missed.
 """
 
 from __future__ import annotations
@@ -9,72 +10,88 @@ import argparse
 import json
 import os
 import platform
+import re
+import resource
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tabulate import tabulate
+from tests.benchmarks import peers
+from tests.benchmarks.measure import Contestant, FailedError, copy, ready, remove, run, take_turns
+from tests.benchmarks.report import kept, report, short
+from tests.benchmarks.results import CP, OURS, SCHEMA, Row, from_json, to_json
+from tests.benchmarks.works import TOP, Case, cases
 
-from tests.benchmarks.measure import Compared, compare, remove, run
-from tests.benchmarks.works import INPUTS, WORKS, Work
-
-
-class Row(NamedTuple):
-    """A work as measured: ckptkit beside `cp` of its input, and the plain way with torch beside that."""
-
-    work: Work
-    ckptkit: Compared
-    torch: Compared | None
-
-    @property
-    def within(self) -> bool:
-        """Whether time and memory keep to the budget."""
-        seconds, ratio = self.work.seconds, self.work.ratio
-        fast = (seconds is None or self.ckptkit.seconds <= seconds) and (ratio is None or self.ckptkit.ratio <= ratio)
-        return fast and self.ckptkit.mib <= self.work.mib
-
-    def cells(self) -> list[str]:
-        """The row of the table: work, ckptkit, budget, torch, within."""
-        work = self.work
-        budget = f"{work.seconds} s" if work.ratio is None else f"{work.ratio} x cp"
-        within = "yes" if self.within else "NO"
-        return [
-            work.name,
-            _cost(work, self.ckptkit),
-            f"{budget}, {work.mib} MiB",
-            _cost(work, self.torch) if self.torch else "",
-            within,
-        ]
+HERE = Path(__file__).parent
+RESULTS, PICTURE = "results.json", "results.svg"
+MARKS = ("<!-- benchmarks -->", "<!-- end of benchmarks -->")
+LARGE_PAIRS = 3  # rounds of an input above TOP, at most
+RARELY = 3  # others than cp run in every third round; cp too where no ratio to it is judged
 
 
-def _cost(work: Work, cost: Compared) -> str:
-    """Against `cp` the median of the pairs, and best against best."""
-    time = f"{cost.seconds:.2f} s" if work.ratio is None else f"{cost.ratio:.2f} ({cost.best:.2f}) x cp"
-    return f"{time}, {cost.mib:.0f} MiB"
+class Settings(NamedTuple):
+    """How to measure."""
+
+    folder: Path
+    pairs: int
+    peer_python: str
 
 
-def measure(folder: Path, gib: float, pairs: int, only: str) -> list[Row]:
-    """Every work whose name has `only` in it, on one input after another."""
-    rows = []
-    chosen = [work for work in WORKS if only in work.name]
-    for source, works in groupby(chosen, key=lambda work: work.source):
-        print(f"making {source}", file=sys.stderr)
-        run([sys.executable, "-c", INPUTS[source], source, str(gib)], folder)
-        copy = ["cp", "-r", source, "out.copy"]
-        for _ in range(2):
-            run(copy, folder)
-        for work in works:
-            print(work.name, file=sys.stderr)
-            ours = compare([*ckptkit(), *work.command.split()], copy, folder, pairs)
-            plain = work.plain and compare([sys.executable, "-c", work.plain, source], copy, folder, max(1, pairs // 2))
-            rows.append(Row(work, ours, plain or None))
-        for file in folder.iterdir():
-            remove(file)
-    return rows
+def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iterator[Row]:
+    """Each case in turn, on one input after another. What there is no room for is noted."""
+    for source, group in groupby(found, key=lambda case: case.input):
+        same = list(group)
+        if lacks := source.lacks(settings.folder, max(case.work.copies for case in same)):
+            notes.append(f"{', '.join(case.work.name for case in same)} on {source.gib:g} GiB were skipped: {lacks}")
+            continue
+        print(f"making {source.kind}: {source.gib:g} GiB, {source.tensors:,} tensors", file=sys.stderr)
+        try:
+            run([sys.executable, *source.program], settings.folder)
+            for _ in range(2):
+                ready(Contestant("warm up", [], source.path, "out.copy"), settings.folder)
+            for case in same:
+                row = _row(case, settings)
+                print(short(row), file=sys.stderr)
+                yield row
+        except FailedError as error:
+            notes.append(f"{source.kind} of {source.gib:g} GiB could not be made: {error}")
+        finally:
+            for file in settings.folder.iterdir():
+                remove(file)
+
+
+def _row(case: Case, settings: Settings) -> Row:
+    work, source = case.work, case.input
+    suffix = Path(source.path).suffix
+    files = {"src": source.path, "twin": f"twin{suffix}", "fresh": f"out{suffix}"}
+    if "{twin}" in work.command and not (settings.folder / files["twin"]).exists():
+        run(copy(source.path, files["twin"]), settings.folder)
+    ours = [word.format(**files) for word in work.command.split()]
+    others, skipped = _peers(case, files, settings)
+    fresh = files["fresh"] if "{fresh}" in work.command else ""
+    every = 1 if case.budget.to_cp or source.gib > TOP else RARELY
+    contestants = [Contestant(OURS, [*ckptkit(), *ours], source.path, fresh)]
+    if work.job != "start":
+        contestants.append(Contestant(CP, copy(source.path, "out.copy"), every=every))
+    contestants += [Contestant(name, command, every=RARELY) for name, command in others.items()]
+    rounds = min(settings.pairs, LARGE_PAIRS) if source.gib > TOP else settings.pairs
+    taken = take_turns(contestants, settings.folder, rounds)
+    return Row(work.name, source.gib, source.tensors, work.moves, case.budget, taken, skipped)
+
+
+def _peers(case: Case, files: dict[str, str], settings: Settings) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Who else does the work; above TOP none does: torch would need the memory for the whole input beside it."""
+    if not case.peers:
+        return {}, {
+            "who is not cp": f"above {TOP:g} GiB, where torch needs memory for the input beside input and output"
+        }
+    named = [files["src"], files["twin"]] if "{twin}" in case.work.command else [files["src"]]
+    return peers.commands(case.work.job, settings.peer_python, named)
 
 
 def ckptkit() -> list[str]:
@@ -83,45 +100,138 @@ def ckptkit() -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", "ckptkit"]
 
 
-def machine() -> dict[str, object]:
-    """What the numbers depend on."""
+def machine(folder: Path) -> dict[str, Any]:
+    """What the figures depend on."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "folder": str(folder.parent),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "safetensors")},
+        **{name: _version(name) for name in ("torch", "safetensors")},
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the files go")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the big inputs")
-    parser.add_argument("--pairs", type=int, default=7, help="runs of each command; half as many of torch")
-    parser.add_argument("--only", default="", metavar="TEXT", help="works with this in their names")
-    parser.add_argument("--json", metavar="FILE", help="also write all figures there")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="ckptkit-benchmarks-") as folder:
-        rows = measure(Path(folder), options.gib, options.pairs, options.only)
-    about = {**machine(), "gib": options.gib, "pairs": options.pairs}
-    print(", ".join(f"{name} {value}" for name, value in about.items()), end="\n\n")
-    heads = ["work", "ckptkit", "budget", "torch", "within"]
-    print(tabulate([row.cells() for row in rows], headers=heads, tablefmt="github"))
-    if options.json:
-        figures = [
-            {
-                "work": r.work.name,
-                "ckptkit": r.ckptkit._asdict(),
-                "torch": r.torch and r.torch._asdict(),
-                "within": r.within,
-            }
-            for r in rows
-        ]
-        Path(options.json).write_text(json.dumps({"machine": about, "rows": figures}, indent=2) + "\n")
-    return 0 if all(row.within for row in rows) else 1
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+class Book:
+    """The runs so far, kept in a folder after every row, so that what was measured survives whatever comes."""
+
+    def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
+        self.folder = folder
+        self.about = about
+        self.runs: list[list[Row]] = []
+        self.notes: list[str] = []
+
+    def load(self) -> None:
+        """Take over what is in the folder."""
+        assert self.folder is not None
+        facts = json.loads((self.folder / RESULTS).read_text())
+        self.about, self.notes = facts["machine"], facts["notes"]
+        self.runs = [[from_json(row) for row in run] for run in facts["runs"]]
+
+    def save(self) -> None:
+        if self.folder is None:
+            return
+        runs = [[to_json(row) for row in run] for run in self.runs]
+        facts = {"schema": SCHEMA, "machine": self.about, "notes": self.notes, "runs": runs}
+        (self.folder / RESULTS).write_text(_compact(facts) + "\n")
+
+    def draw(self) -> None:
+        from tests.benchmarks.picture import draw
+
+        about = self.about
+        caption = (
+            f"{about['date']}: {about['cores']} cores, {about['memory_gib']} GiB, {about['system']}, "
+            f"{about['folder']}, Python {about['python']}, torch {about['torch']}; medians of {len(self.runs)} run(s)"
+        )
+        try:
+            if self.folder is not None:
+                draw(self.runs, caption, self.folder / PICTURE)
+        except ImportError:
+            self.notes.append("no picture was drawn: matplotlib is not installed")
+
+    def text(self) -> str:
+        return report(self.about, self.runs, self.notes)
+
+
+def _compact(facts: dict[str, Any]) -> str:
+    """JSON with a line for each row."""
+    head = {name: value for name, value in facts.items() if name != "runs"}
+    runs = ",\n".join("[\n" + ",\n".join(map(json.dumps, run)) + "\n]" for run in facts["runs"])
+    return json.dumps(head, indent=1)[:-2] + f',\n "runs": [{runs}]\n}}'
+
+
+def put_into(readme: Path, text: str) -> None:
+    """Replace what stands between the marks in a README. Raises ValueError where they are not."""
+    start, end = MARKS
+    old = readme.read_text(encoding="utf-8")
+    new, count = re.subn(f"{start}.*{end}", lambda _: f"{start}\n{text}\n{end}", old, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{readme} has no {start} ... {end}")
+    readme.write_text(new, encoding="utf-8")
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the files go")
+    add("--sizes", type=float, nargs="*", default=[1 / 16, 2, 8], metavar="GIB", help="of the inputs of 400 tensors")
+    add("--tensors", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="of the inputs of small tensors")
+    add("--pairs", type=int, default=5, help="rounds; others than cp run in every third")
+    add("--runs", type=int, default=1, help="the whole suite so many times")
+    add("--only", default="", metavar="TEXT", help="works with this in their names")
+    add("--quick", action="store_true", help="three minutes: 256 MiB, 10,000 tensors, 2 rounds")
+    add("--peer-python", default=sys.executable, metavar="PYTHON", help="the one that has mergekit and brainsurgery")
+    add("--out", type=Path, metavar="DIR", help=f"for {RESULTS} and {PICTURE}; a full run has tests/benchmarks")
+    add("--append", action="store_true", help="add to the runs that are there")
+    add("--show", action="store_true", help="measure nothing: print what is there, and draw it")
+    add("--readme", type=Path, metavar="FILE", help=f"put the tables between {MARKS[0]} and {MARKS[1]} there")
+    options = parser.parse_args(given)
+    if options.quick:
+        options.sizes, options.tensors, options.pairs = [0.25], [1_000, 10_000], 2
+    if options.out is None and not (options.only or options.quick):
+        options.out = HERE
+    if options.out is None and (options.append or options.show):
+        parser.error("--append and --show need --out DIR here")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    options = arguments(given)
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="ckptkit-benchmarks-") as name:
+        folder = Path(name)
+        book = Book(options.out, machine(folder))
+        if options.append or options.show:
+            book.load()
+        found = list(cases(options.sizes, options.tensors, options.only))
+        settings = Settings(folder, options.pairs, options.peer_python)
+        for _ in range(0 if options.show else options.runs):
+            book.runs.append([])
+            for row in measure(found, settings, book.notes):
+                book.runs[-1].append(row)
+                book.save()
+            book.notes.append(f"this process held {_peak():.0f} MiB while it measured: no peak can be smaller")
+            book.save()
+    book.draw()
+    print(book.text())
+    if options.readme:
+        put_into(options.readme, book.text())
+    return 0 if kept(book.runs) else 1
+
+
+def _peak() -> float:
+    """MiB that this process had at most; on Linux."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

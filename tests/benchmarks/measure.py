@@ -1,15 +1,14 @@
-"""Wall time and peak memory of commands, in pairs.
+"""Time and peak memory of commands that take turns.
 
-This process stays small, and imports neither torch nor ckptkit: the peak memory of a child counts what its parent
-held when it started. Outputs are removed before the clock starts, because on many virtual machines pages that were
-never touched cost several times as much as others.
+This process stays small while it measures, and imports neither torch nor ckptkit nor matplotlib: the peak memory of a
+child counts what its parent held when it started. Outputs are removed before the clock starts, because on many virtual
+machines pages that were never touched cost several times as much as others.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -20,8 +19,31 @@ from typing import NamedTuple
 class Cost(NamedTuple):
     """Of one run."""
 
-    seconds: float
-    mib: float  # peak resident memory
+    seconds: float  # from start to end
+    cpu: float  # seconds of processor, of all threads
+    mib: float  # peak resident memory; the pages of files that are mapped count
+
+
+class Contestant(NamedTuple):
+    """A command that takes part: `fresh` is a copy of `source` that it changes, made before the clock starts; it runs
+    in every `every`th round."""
+
+    name: str
+    command: Sequence[str]
+    source: str = ""
+    fresh: str = ""
+    every: int = 1
+
+
+class Taken(NamedTuple):
+    """What one contestant took, None for each round that it sat out; and why it was sent away, if it failed."""
+
+    costs: list[Cost | None]
+    failed: str = ""
+
+
+class FailedError(Exception):
+    """A command ended with another exit code than 0."""
 
 
 # A user's Python keeps compiled modules; a build machine's may be told not to, which costs a third of the start-up.
@@ -30,29 +52,19 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 ENVIRONMENT["PYTHONPATH"] = ROOT  # the program that makes a ZeRO folder is one of the tests'
 
 
-class Compared(NamedTuple):
-    """One command beside another, over several pairs of runs."""
-
-    seconds: float  # median
-    mib: float  # largest
-    ratio: float  # median over the pairs of this command's time to the other's
-    best: float  # this command's best time to the other's best time
-
-
 def run(command: Sequence[str], folder: Path) -> Cost:
-    """One run in `folder`, after its outputs (``out*``) were removed. Exits with the command's message if it fails."""
-    for old in folder.glob("out*"):
-        remove(old)
+    """One run in `folder`. Raises FailedError with the end of what the command said."""
     start = time.perf_counter()
     child = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert child.stderr is not None
+    with child.stderr:
+        said = child.stderr.read()
     _, status, usage = os.wait4(child.pid, 0)
     seconds = time.perf_counter() - start
     child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.stderr is not None
-    with child.stderr:
-        if child.returncode:
-            raise SystemExit(f"{' '.join(command)[:200]}: {child.stderr.read().decode()[-2000:]}")
-    return Cost(seconds, usage.ru_maxrss / 1024)
+    if child.returncode:
+        raise FailedError(said.decode(errors="replace").strip()[-2000:] or f"exit code {child.returncode}")
+    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
 def remove(path: Path) -> None:
@@ -63,19 +75,33 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def compare(command: Sequence[str], other: Sequence[str], folder: Path, pairs: int) -> Compared:
-    """Both in turn, now one first and now the other."""
-    ours, theirs = [], []
-    for number in range(pairs):
-        if number % 2:
-            theirs.append(run(other, folder))
-            ours.append(run(command, folder))
-        else:
-            ours.append(run(command, folder))
-            theirs.append(run(other, folder))
-    return Compared(
-        seconds=statistics.median(cost.seconds for cost in ours),
-        mib=max(cost.mib for cost in ours),
-        ratio=statistics.median(a.seconds / b.seconds for a, b in zip(ours, theirs, strict=True)),
-        best=min(cost.seconds for cost in ours) / min(cost.seconds for cost in theirs),
-    )
+def copy(source: str, destination: str) -> list[str]:
+    """The command that copies a file or a folder, bytes and not references to them."""
+    return ["cp", "-r", "--reflink=never", source, destination]
+
+
+def ready(contestant: Contestant, folder: Path) -> None:
+    """Remove every output (``out*``), and give the contestant its fresh copy."""
+    for old in folder.glob("out*"):
+        remove(old)
+    if contestant.fresh:
+        run(copy(contestant.source, contestant.fresh), folder)
+
+
+def take_turns(contestants: Sequence[Contestant], folder: Path, rounds: int) -> dict[str, Taken]:
+    """What each took in each round. Every other round goes the other way; who fails runs no more."""
+    taken = {each.name: Taken([]) for each in contestants}
+    for number in range(rounds):
+        for each in contestants if number % 2 == 0 else reversed(contestants):
+            costs, failed = taken[each.name]
+            plays = not failed and number % each.every == 0
+            try:
+                costs.append(_once(each, folder) if plays else None)
+            except FailedError as error:
+                taken[each.name] = Taken([*costs, None], str(error))
+    return taken
+
+
+def _once(contestant: Contestant, folder: Path) -> Cost:
+    ready(contestant, folder)
+    return run(contestant.command, folder)

@@ -1,106 +1,123 @@
-"""What is measured: inputs, commands, the best plain way with torch, and the budgets."""
+"""What is measured: commands, on which inputs, who else does the same, and the budgets."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-# Python programs that write an input; sys.argv[1] is the file, sys.argv[2] its size in GiB.
-INPUTS = {
-    "big.pth": """
-import sys, torch
-torch.serialization.register_package(0, lambda storage: "cuda" + ":" + str(1), lambda storage, tag: None)
-n = int(float(sys.argv[2]) * 2**30 / 4 / 400)
-model = {f"module.layers.{i}.weight": torch.full((n,), float(i)) for i in range(400)}
-torch.save({"model": model, "epoch": 3}, sys.argv[1])
-""",
-    "many.pth": """
-import sys, torch
-from collections import OrderedDict
-model = OrderedDict((f"module.layers.{i}.weight", torch.full((2, 2), float(i))) for i in range(100_000))
-model._metadata = OrderedDict((f"module.layers.{i}", {"version": 1}) for i in range(100_000))
-torch.save({"model": model, "epoch": 3}, sys.argv[1])
-""",
-    "big.safetensors": """
-import sys, torch
-from safetensors.torch import save_file
-n = int(float(sys.argv[2]) * 2**30 / 4 / 400)
-model = {f"layers.{i}.weight": torch.full((n,), float(i)) for i in range(400)}
-save_file(model, sys.argv[1], metadata={"format": "pt"})
-""",
-    "dcp": """
-import os, sys
-child = os.fork()
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-store = "file://" + os.path.abspath("store")
-dist.init_process_group("gloo", init_method=store, rank=0 if child else 1, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-n = int(float(sys.argv[2]) * 2**30 / 4 / 400 / 1024 / 2)
-parts = ((f"layers.{i}.weight", torch.full((n, 1024), float(i))) for i in range(400))
-model = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts}
-dcp.save({"model": model}, storage_writer=dcp.FileSystemWriter(sys.argv[1], sync_files=False))
-dist.destroy_process_group()
-if child:
-    sys.exit(os.waitpid(child, 0)[1])
-""",
-    "zero3": """
-import sys, torch
-from pathlib import Path
-from tests.formats.deepspeed.making import Run
-n = int(float(sys.argv[2]) * 2**30 / 4 / 400 / 1024)
-model = {f"layers.{i}.weight": torch.full((n, 1024), float(i)) for i in range(400)}
-Run(model, stage=3, ranks=2, steps=False, half=torch.bfloat16).save(Path(sys.argv[1]))
-""",
-}
+from tests.benchmarks.inputs import SMALL, Input
 
-LOAD = """
-import sys, torch
-root = torch.load(sys.argv[1], map_location="cpu", mmap=True, weights_only=True)
-model = root["model"]
-"""
-LIST = LOAD + "for name, tensor in model.items(): print(name, tuple(tensor.shape), tensor.dtype)\n"
-SAVE = LOAD + 'torch.save(root, "out.pth")\n'
-STRIP = LOAD + 'root["model"] = {k.removeprefix("module."): t for k, t in model.items()}\ntorch.save(root, "out.pth")\n'
-TO_SAFETENSORS = LOAD + 'from safetensors.torch import save_file\nsave_file(model, "out.safetensors")\n'
-FROM_SAFETENSORS = """
-import sys, torch
-from safetensors.torch import load_file
-torch.save(load_file(sys.argv[1]), "out.pth")
-"""
-FROM_DCP = """
-import sys
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-dcp_to_torch_save(sys.argv[1], "out.pth")
-"""
+PLAIN = 400  # tensors of an input that is measured by its bytes
+JUDGED = 1.0  # GiB from which on a ratio to cp is held against its budget: below, starting Python is all there is
+TOP = 2.0  # GiB of the largest input for all works; larger ones are for growth
+
+
+class Budget(NamedTuple):
+    """What a work may take; None: there is no such limit."""
+
+    seconds: float | None = None
+    stretch: float | None = None  # seconds that would be better still
+    to_cp: float | None = None  # times the seconds of `cp`
+    to_torch: float | None = None  # times those of the best plain way with torch
+    mib: int | None = None
 
 
 class Work(NamedTuple):
-    """One row: `command` of ckptkit on `source`, a file or folder; `plain` the same with torch, None where torch has no
-    way; the budget in time or against `cp`."""
+    """One work of ckptkit. In `command`, ``{src}`` is the input, ``{twin}`` an equal file, ``{fresh}`` a copy of the
+    input that may be changed. `budgets` says on how many tensors it runs; `job` is a key of `peers.PROGRAMS`."""
 
     name: str
-    source: str
+    kind: str  # of the input
     command: str
-    plain: str | None
-    mib: int
-    seconds: float | None = None
-    ratio: float | None = None
+    job: str
+    budgets: Mapping[int, Budget]
+    sizes: str = "all"  # of the plain inputs: all, or the largest up to TOP ("one")
+    moves: bool = False  # whether it moves bytes of tensors and keeps none: its memory does not depend on them
+
+    @property
+    def copies(self) -> int:
+        """How many files of the input's size there are beside it at a time, at most."""
+        return 1 + ("{twin}" in self.command)
 
 
-# Works on one input follow each other, so that there is only one input at a time.
+class Case(NamedTuple):
+    """A work on an input."""
+
+    work: Work
+    input: Input
+    peers: bool  # whether there is room and time for them
+
+    @property
+    def budget(self) -> Budget:
+        return self.work.budgets[self.input.tensors]
+
+
+def _moved(to_cp: float, mib: int, many: Mapping[int, Budget] | None = None) -> dict[int, Budget]:
+    return {PLAIN: Budget(to_cp=to_cp, mib=mib), **(many or {})}
+
+
+_READ = {
+    PLAIN: Budget(seconds=0.12, mib=30), 1_000: Budget(seconds=0.2), 10_000: Budget(),
+    100_000: Budget(seconds=2.5, stretch=1.8, mib=250),
+}  # fmt: skip
+_PRINTED = {10_000: Budget(), 100_000: Budget(seconds=2.5, stretch=1.8, mib=250)}
+_REWRITTEN = {10_000: Budget(), 100_000: Budget(seconds=4, mib=400)}
+_IN_PLACE = {PLAIN: Budget(seconds=0.2, mib=60)}
+_COMPUTED = {PLAIN: Budget(mib=200)}
+_START = {10: Budget(seconds=0.12)}
+
 WORKS = (
-    Work("inspect, 400 tensors", "big.pth", "inspect big.pth", LIST, 30, seconds=0.12),
-    Work("strip-module", "big.pth", "strip-module big.pth out.pth", STRIP, 40, ratio=1.25),
-    Work("remap --to cpu", "big.pth", "remap big.pth out.pth --to cpu", SAVE, 40, ratio=1.25),
-    Work("convert .pth to safetensors", "big.pth", "convert big.pth out.safetensors", TO_SAFETENSORS, 60, ratio=1.25),
-    Work("inspect, 100,000 tensors", "many.pth", "inspect many.pth", LIST, 250, seconds=2.5),
-    Work("inspect --json, 100,000 tensors", "many.pth", "inspect --json many.pth", LIST, 250, seconds=2.5),
-    Work("remap, 100,000 tensors", "many.pth", "remap many.pth out.pth --to cpu", SAVE, 400, seconds=5),
+    Work("--help", "pth", "--help", "start", _START),
+    Work("inspect, a small file", "pth", "inspect {src}", "none", _START),
+    Work("inspect", "pth", "inspect {src}", "list", _READ),
+    Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
+    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True),
+    Work("remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True),
     Work(
-        "convert safetensors to .pth", "big.safetensors", "convert big.safetensors out.pth", FROM_SAFETENSORS, 60,
-        ratio=1.6,
+        ".pth to safetensors", "pth", "convert {src} out.safetensors", "to safetensors",
+        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True,
     ),
-    Work("convert a DCP folder of 2 ranks", "dcp", "convert dcp out.safetensors", FROM_DCP, 300, ratio=1.6),
-    Work("convert a ZeRO-3 folder of 2 ranks", "zero3", "convert zero3 out.safetensors", None, 300, ratio=1.6),
+    Work(
+        "cast to bfloat16", "pth", "convert {src} out.pth --cast bfloat16", "cast",
+        {PLAIN: Budget(to_torch=1.5, mib=200)}, sizes="one",
+    ),
+    Work("digest", "pth", "inspect --json --digest {src}", "digest", _COMPUTED, sizes="one"),
+    Work("diff --values", "pth", "diff --values {src} {twin}", "equal", _COMPUTED, sizes="one"),
+    Work(
+        "strip-module --in-place", "pth", "strip-module --in-place {fresh}", "strip",
+        {**_IN_PLACE, 10_000: Budget(), 100_000: Budget()},
+    ),
+    Work("remap --in-place", "pth", "remap --in-place {fresh} --to cpu", "rewrite", _IN_PLACE, sizes="one"),
+    Work("rename --in-place", "pth", "rename --in-place {fresh} --sub ^module=m", "strip", _IN_PLACE, sizes="one"),
+    Work("extract --in-place", "wrapped", "extract --in-place {fresh} --key model", "extract", _IN_PLACE, sizes="one"),
+    Work(
+        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.6, 60), moves=True
+    ),
+    Work(
+        "strip-module, safetensors", "safetensors", "strip-module {src} out.safetensors", "strip safetensors",
+        _moved(1.25, 60), sizes="one", moves=True,
+    ),
+    Work(
+        "strip-module --in-place, safetensors", "safetensors", "strip-module --in-place {fresh}", "strip safetensors",
+        _IN_PLACE,
+    ),
+    Work("DCP folder of 2 ranks", "dcp", "convert {src} out.safetensors", "dcp", _moved(1.6, 300), sizes="one"),
+    Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
 )  # fmt: skip
+
+
+def cases(sizes: Iterable[float], tensors: Iterable[int], only: str) -> Iterator[Case]:
+    """Every work whose name has `only` in it, on every input that it is for; those on one input follow each other."""
+    found = [case for work in WORKS if only in work.name for case in _cases(work, sorted(sizes), set(tensors))]
+    inputs = dict.fromkeys(case.input for case in found)
+    return (case for each in inputs for case in found if case.input == each)
+
+
+def _cases(work: Work, sizes: list[float], tensors: set[int]) -> Iterator[Case]:
+    top = max((size for size in sizes if size <= TOP), default=sizes[0])
+    for count in work.budgets:
+        if count == PLAIN:
+            wanted = [size for size in sizes if work.sizes == "all" or size == top]
+            yield from (Case(work, Input(work.kind, size, count), size <= top) for size in wanted)
+        elif count in tensors or count < PLAIN:
+            yield Case(work, Input(work.kind, SMALL, count), True)

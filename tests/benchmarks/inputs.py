@@ -1,0 +1,103 @@
+"""The inputs: Python programs that write them as torch, safetensors and DeepSpeed do.
+
+``sys.argv`` is the path, the rows and columns of each float32 tensor, and the number of tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+_STATE = """
+import sys, torch
+from collections import OrderedDict
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+model = OrderedDict((f"module.layers.{i}.weight", torch.full((rows, columns), float(i))) for i in range(count))
+model._metadata = OrderedDict((f"module.layers.{i}", {"version": 1}) for i in range(count))
+"""
+_ON_GPU = """
+torch.serialization.register_package(0, lambda storage: "cuda" + ":" + str(1), lambda storage, tag: None)
+"""
+PROGRAMS = {
+    "pth": _STATE + _ON_GPU + "torch.save(model, path)\n",
+    "wrapped": _STATE + _ON_GPU + 'torch.save({"model": model, "epoch": 3}, path)\n',
+    "safetensors": _STATE
+    + """
+from safetensors.torch import save_file
+save_file(model, path, metadata={"format": "pt"})
+""",
+    "dcp": """
+import os, sys
+child = os.fork()
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+store = "file://" + os.path.abspath("store")
+dist.init_process_group("gloo", init_method=store, rank=0 if child else 1, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+parts = ((f"layers.{i}.weight", torch.full((rows // 2, columns), float(i))) for i in range(count))
+model = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts}
+dcp.save({"model": model}, storage_writer=dcp.FileSystemWriter(path, sync_files=False))
+dist.destroy_process_group()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+""",
+    "zero3": """
+import sys, torch
+from pathlib import Path
+from tests.formats.deepspeed.making import Run
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+model = {f"layers.{i}.weight": torch.full((rows, columns), float(i)) for i in range(count)}
+Run(model, stage=3, ranks=2, steps=False, half=torch.bfloat16).save(Path(path))
+""",
+}
+SUFFIXES = {"pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors"}
+COLUMNS = 1024
+SMALL = 0.0  # GiB of an input whose tensors are 2 x 2
+
+
+class Input(NamedTuple):
+    """A file or folder of so many tensors with so many bytes in all."""
+
+    kind: str  # of PROGRAMS
+    gib: float
+    tensors: int
+
+    @property
+    def path(self) -> str:
+        """Its name in the folder of the benchmarks."""
+        return f"{self.kind}-in{SUFFIXES.get(self.kind, '')}"
+
+    @property
+    def program(self) -> list[str]:
+        """Arguments of the Python that writes it."""
+        rows = int(self.gib * 2**30 / 4 / COLUMNS / self.tensors) // 2 * 2
+        shape = (rows, COLUMNS) if rows else (2, 2)
+        return ["-c", PROGRAMS[self.kind], self.path, *map(str, shape), str(self.tensors)]
+
+    def lacks(self, folder: Path, copies: int) -> str:
+        """Why there is no room in `folder` for it and `copies` of it, "" if there is. A tmpfs is memory too."""
+        there = os.statvfs(folder)
+        free = min(there.f_bavail * there.f_frsize, _available() if _is_memory(folder) else 1 << 62)
+        needs = int(((1 + copies) * self.gib + (0.5 if self.gib else 0)) * 2**30)
+        return f"needs {needs / 2**30:.1f} GiB, {free / 2**30:.1f} are free" if needs > free else ""
+
+
+def _available() -> int:
+    """Bytes of memory that can still be had. Source: proc_meminfo(5)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 1 << 62
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _is_memory(folder: Path) -> bool:
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    return max(inside, key=lambda mount: len(mount[1]))[2] == "tmpfs"

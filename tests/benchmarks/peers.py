@@ -1,0 +1,112 @@
+"""How others do the same work: a program for each, run as ``python -c PROGRAM INPUT``, or a command.
+
+torch is used in the best two ways that it has, ``mmap`` and not; safetensors in its own words. `mergekit` reads torch
+files lazily and writes shards, here one; `brainsurgery` carries out a plan on flat state_dicts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+
+TORCH = ("torch", "torch mmap", "safetensors", "dcp_to_torch_save")  # the plain ways; budgets compare with the best
+
+_LOAD = "import sys, torch\nmodel = torch.load(sys.argv[1], map_location='cpu', mmap={mmap}, weights_only=True)\n"
+_SAVE = "torch.save(model, 'out.pth')\n"
+_SAVE_FILE = "from safetensors.torch import save_file\nsave_file(model, 'out.safetensors')\n"
+_LOAD_FILE = "import sys, torch\nfrom safetensors.torch import load_file\nmodel = load_file(sys.argv[1])\n"
+_STRIP = "model = {name.removeprefix('module.'): tensor for name, tensor in model.items()}\n"
+_CAST = "model = {name: tensor.bfloat16() for name, tensor in model.items()}\n"
+_LIST = "for name, tensor in model.items(): print(name, tuple(tensor.shape), tensor.dtype)\n"
+_DIGEST = "import hashlib\nfor tensor in model.values(): print(hashlib.sha256(tensor.numpy()).hexdigest())\n"
+_EQUAL = """
+other = torch.load(sys.argv[2], map_location='cpu', mmap={mmap}, weights_only=True)
+assert list(model) == list(other) and all(torch.equal(model[name], other[name]) for name in model)
+"""
+_DCP = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], "out.pth")
+"""
+_MERGEKIT = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from mergekit.io import LazyTensorLoader, ShardedTensorIndex, TensorWriter
+index = ShardedTensorIndex.from_file(sys.argv[1])
+loader = LazyTensorLoader(index)
+with TensorWriter("out", max_shard_size=-1, safe_serialization={safe}) as writer:
+    for name in index.tensor_paths:
+        writer.save_tensor(name{strip}, loader.get_tensor(name))
+"""
+_BRAINSURGERY = """
+import sys, brainsurgery
+plan = 'inputs: ["model::' + sys.argv[1] + '"]\\ntransforms: [{transforms}]\\noutput: {output}\\n'
+open("out.yaml", "w").write(plan)
+sys.argv[1:] = ["--no-summarize", "--log-level", "error", "out.yaml"]
+brainsurgery.main()
+"""
+_MOVE = '{move: {from: "module\\\\\\\\.(.+)", to: "\\\\\\\\1"}}'
+
+_NOTHING = '{cast_: {target: ".+", to: float32}}'  # a plan that changes nothing has no output
+
+
+def _both(program: str) -> dict[str, str]:
+    """With torch, each tensor read when it is loaded or, mapped, when it is needed."""
+    return {"torch": program.replace("{mmap}", "False"), "torch mmap": program.replace("{mmap}", "True")}
+
+
+def _mergekit(safe: bool, strip: str = "") -> str:
+    return _MERGEKIT.replace("{safe}", str(safe)).replace("{strip}", strip)
+
+
+def _brainsurgery(output: str, transforms: str) -> str:
+    return _BRAINSURGERY.replace("{transforms}", transforms).replace("{output}", output)
+
+
+# By what is done, then by who does it.
+PROGRAMS: dict[str, dict[str, str]] = {
+    "list": _both(_LOAD + _LIST),
+    "rewrite": _both(_LOAD + _SAVE),
+    "strip": {
+        **_both(_LOAD + _STRIP + _SAVE),
+        "mergekit": _mergekit(False, ".removeprefix('module.')"),
+        "brainsurgery": _brainsurgery("{path: out.pth, format: torch}", _MOVE),
+    },
+    "to safetensors": {
+        **_both(_LOAD + _SAVE_FILE),
+        "mergekit": _mergekit(True),
+        "brainsurgery": _brainsurgery("{path: out.safetensors, format: safetensors}", _NOTHING),
+    },
+    "from safetensors": {"safetensors": _LOAD_FILE + _SAVE},
+    "strip safetensors": {"safetensors": _LOAD_FILE + _STRIP + _SAVE_FILE},
+    "cast": _both(_LOAD + _CAST + _SAVE),
+    "digest": _both(_LOAD + _DIGEST),
+    "equal": _both(_LOAD + _EQUAL),
+    "extract": _both(_LOAD + "model = model['model']\n" + _SAVE),
+    "dcp": {"dcp_to_torch_save": _DCP},
+    "start": {"python": "pass", "import torch": "import torch"},
+    "none": {},
+}
+COMMANDS = {"digest": {"sha256sum": ["sha256sum"]}, "equal": {"cmp": ["cmp"]}}
+NEEDS = {"mergekit": "mergekit.io", "brainsurgery": "brainsurgery.transforms"}
+
+
+def commands(job: str, python: str, files: list[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The commands of those who do `job`, by name; and why others do not. `python` is that of the optional peers."""
+    found = {name: [*command, *files] for name, command in COMMANDS.get(job, {}).items()}
+    skipped = {}
+    for name, program in PROGRAMS[job].items():
+        if name in NEEDS and (why := missing(NEEDS[name], python)):
+            skipped[name] = why
+        else:
+            found[name] = [python if name in NEEDS else sys.executable, "-c", program, *files]
+    return found, skipped
+
+
+@cache
+def missing(module: str, python: str, call: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str:
+    """Why `python` cannot import `module`, "" if it can."""
+    done = call([python, "-W", "ignore", "-c", f"import {module}"], capture_output=True, text=True)
+    return done.stderr.strip().rpartition("\n")[2] or "cannot be imported" if done.returncode else ""

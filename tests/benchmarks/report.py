@@ -1,0 +1,139 @@
+"""The figures as tables, in markdown: those of several runs beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from tests.benchmarks.results import CP, OURS, Growth, Row, growths
+from tests.benchmarks.works import JUDGED
+
+Run = Sequence[Row]
+
+
+def report(machine: Mapping[str, Any], runs: Sequence[Run], notes: Iterable[str] = ()) -> str:
+    """Machine, table of works, table of growth, and who did not take part."""
+    rows = _beside(runs, lambda run: [(row.key, row) for row in run])
+    grown = _beside(runs, lambda run: [(each.label, each) for each in growths(run)])
+    about = ", ".join(f"{name} {value}" for name, value in machine.items())
+    works = tabulate(
+        [_work(each) for each in rows],
+        headers=["work", "ckptkit", "budget", "within", "torch", "others"], tablefmt="github",
+    )  # fmt: skip
+    growth = tabulate(
+        [_growth(each) for each in grown], headers=["growth", "ckptkit", "budget", "within", "cp"], tablefmt="github"
+    )
+    parts = [f"{about}; runs: {len(runs)}", works, growth if grown else "", _notes(runs, notes)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def kept(runs: Sequence[Run]) -> bool:
+    """Whether every budget was kept, in every run."""
+    return not any(row.within is False for run in runs for row in run) and all(
+        growth.within for run in runs for growth in growths(run)
+    )
+
+
+def _beside(runs: Sequence[Run], rows: Callable[[Run], list[tuple[Any, Any]]]) -> list[list[Any]]:
+    """What has one key in all runs, in the order of the first run that has it."""
+    found: dict[Any, list[Any]] = {}
+    for run in runs:
+        for key, row in rows(run):
+            found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def _work(rows: Sequence[Row]) -> list[str]:
+    first = rows[0]
+    return [
+        first.label,
+        _cost(rows, OURS, best=True),
+        _budget(first),
+        verdict([row.within for row in rows]) + _stretch(rows),
+        f"{first.torch}: {_cost(rows, first.torch)}" if first.torch else "",
+        "; ".join(f"{name}: {_cost(rows, name)}" for name in _others(first)),
+    ]
+
+
+def _cost(rows: Sequence[Row], name: str, best: bool = False) -> str:
+    """Medians of the runs, in seconds or against cp, best against best in brackets; the largest peak memory."""
+    peaks = [peak for row in rows if (peak := row.mib(name)) is not None]
+    if not peaks:
+        return "failed"
+    if best and rows[0].budget.to_torch is not None:
+        time = _joined([row.ratio(name, row.torch or CP) for row in rows], " x torch")
+    elif rows[0].in_seconds:
+        time = _joined([row.seconds(name) for row in rows], " s")
+    else:
+        bests = _joined([row.best(name) for row in rows], "") if best else ""
+        time = _joined([row.ratio(name) for row in rows], f" ({bests}) x cp" if best else " x cp")
+    return f"{time}, {max(peaks):.0f} MiB"
+
+
+def _joined(values: Sequence[float | None], unit: str) -> str:
+    return " / ".join("failed" if value is None else f"{value:.2f}" for value in values) + unit
+
+
+def _others(row: Row) -> list[str]:
+    """Who else took part, `cp` only where the row is not in its measure."""
+    told = {OURS, row.torch, *(() if row.in_seconds else (CP,))}
+    return [name for name in row.taken if name not in told]
+
+
+def _budget(row: Row) -> str:
+    budget = row.budget
+    said = [f"{budget.seconds:g} s"] if budget.seconds else []
+    said += [f"{budget.to_cp:g} x cp"] if budget.to_cp and row.gib >= JUDGED else []
+    said += [f"{budget.to_torch:g} x torch"] if budget.to_torch and row.gib >= JUDGED else []
+    return ", ".join([*said, *([f"{budget.mib} MiB"] if budget.mib else [])])
+
+
+def _stretch(rows: Sequence[Row]) -> str:
+    stretch = rows[0].budget.stretch
+    if stretch is None:
+        return ""
+    met = all((row.seconds() or stretch + 1) <= stretch for row in rows)
+    return f" ({stretch:g} s too)" if met else f" ({stretch:g} s not)"
+
+
+def verdict(kept: Sequence[bool | None]) -> str:
+    """yes, NO, in how many runs not, or nothing where nothing was held against a budget."""
+    missed = [each for each in kept if each is False]
+    if missed:
+        return "NO" if len(missed) == len(kept) else f"NO in {len(missed)} of {len(kept)}"
+    return "yes" if True in kept else ""
+
+
+def _growth(grown: Sequence[Growth]) -> list[str]:
+    first = grown[0]
+    unit = f" {first.unit}"
+    cps = [each.cp for each in grown if each.cp is not None]
+    return [
+        first.label,
+        _joined([each.value for each in grown], unit),
+        f"{first.limit:.1f}{unit}" if first.limit % 1 else f"{first.limit:.0f}{unit}",
+        verdict([each.within for each in grown]),
+        _joined(cps, unit) if cps else "",
+    ]
+
+
+def _notes(runs: Sequence[Run], notes: Iterable[str]) -> str:
+    """Who was skipped and what failed, each reason once."""
+    found = list(notes)
+    for row in (row for run in runs for row in run):
+        found += [f"{name} was skipped: {why}" for name, why in row.skipped.items()]
+        found += [f"{row.label}: {name} failed: {_why(t.failed)}" for name, t in row.taken.items() if t.failed]
+    return "\n".join(f"- {note}" for note in dict.fromkeys(found))
+
+
+def _why(said: str) -> str:
+    """The line of an error that says what it is: the last one, hints aside."""
+    return [line for line in said.splitlines() if not line.startswith("hint:")][-1]
+
+
+def short(row: Row) -> str:
+    """One line, while measuring."""
+    ours = _cost([row], OURS)
+    return f"{row.label}: {ours} {verdict([row.within])}".rstrip()

@@ -1,0 +1,185 @@
+"""What was measured, and what follows from it: medians, ratios, growth, and whether budgets are kept. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from tests.benchmarks.measure import Cost, Taken
+from tests.benchmarks.peers import TORCH
+from tests.benchmarks.works import JUDGED, PLAIN, Budget
+
+SCHEMA = "ckptkit.benchmarks/1"
+OURS, CP = "ckptkit", "cp"
+LINEAR = 1.1  # how much steeper than a straight line growth may be
+BASE_MIB = 60  # of the byte-moving commands, at PLAIN tensors
+PER_TENSOR_KIB = 2.0  # for each tensor more
+
+
+@dataclass(frozen=True)
+class Row:
+    """A work on an input, as measured in one run of the suite."""
+
+    work: str
+    gib: float
+    tensors: int
+    moves: bool
+    budget: Budget
+    taken: Mapping[str, Taken]
+    skipped: Mapping[str, str]  # who did not take part, and why
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        """What it is the row of."""
+        return self.work, self.gib, self.tensors
+
+    @property
+    def label(self) -> str:
+        """The work and its input, for people."""
+        if self.tensors < PLAIN:
+            return self.work
+        return f"{self.work}, {size(self.gib) if self.tensors == PLAIN else f'{self.tensors:,} tensors'}"
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether seconds say more than ratios to cp: of what does not copy, and where there is little to copy."""
+        return self.budget.seconds is not None or self.tensors != PLAIN
+
+    def costs(self, name: str) -> list[Cost]:
+        return [cost for cost in self.taken[name].costs if cost is not None] if name in self.taken else []
+
+    def seconds(self, name: str = OURS) -> float | None:
+        """Median."""
+        return median(cost.seconds for cost in found) if (found := self.costs(name)) else None
+
+    def mib(self, name: str = OURS) -> float | None:
+        """The largest peak."""
+        return max(cost.mib for cost in found) if (found := self.costs(name)) else None
+
+    def ratio(self, name: str = OURS, to: str = CP) -> float | None:
+        """Median, over the rounds in which both ran, of the one's seconds to the other's."""
+        if name not in self.taken or to not in self.taken:
+            return None
+        both = zip(self.taken[name].costs, self.taken[to].costs, strict=True)
+        found = [one.seconds / other.seconds for one, other in both if one is not None and other is not None]
+        return median(found) if found else None
+
+    def best(self, name: str = OURS, to: str = CP) -> float | None:
+        """Best against best."""
+        one, other = self.costs(name), self.costs(to)
+        return min(one).seconds / min(other).seconds if one and other else None
+
+    @property
+    def torch(self) -> str | None:
+        """The plain way with torch that took the least time."""
+        ran = [(seconds, name) for name in TORCH if (seconds := self.seconds(name)) is not None]
+        return min(ran)[1] if ran else None
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the budget is kept, None where there is none to keep. What failed kept none."""
+        if not self.costs(OURS) or self.taken[OURS].failed:
+            return False
+        budget, judged = self.budget, self.gib >= JUDGED
+        limits = [
+            (self.seconds(), budget.seconds),
+            (self.mib(), budget.mib),
+            (self.ratio() if judged else None, budget.to_cp),
+            (self.ratio(to=self.torch) if judged and self.torch else None, budget.to_torch),
+        ]
+        kept = [value <= limit for value, limit in limits if value is not None and limit is not None]
+        return all(kept) if kept else None
+
+
+class Growth(NamedTuple):
+    """How a figure grows: `value` against `limit`, both in `unit`; `cp` is what the same does to `cp`."""
+
+    label: str
+    value: float
+    limit: float
+    unit: str
+    cp: float | None = None
+
+    @property
+    def within(self) -> bool:
+        return self.value <= self.limit
+
+
+def growths(rows: Iterable[Row]) -> Iterator[Growth]:
+    """Time against bytes and against tensors, and memory against tensors, of all works that were measured at both."""
+    measured = sorted((row for row in rows if row.costs(OURS)), key=lambda row: (row.gib, row.tensors))
+    for work in dict.fromkeys(row.work for row in measured):
+        own = [row for row in measured if row.work == work]
+        plain = [row for row in own if row.tensors == PLAIN and row.gib >= JUDGED]
+        many = [row for row in own if row.tensors >= 10_000]
+        for small, large in pairwise(plain):
+            yield _steeper(small, large, large.gib / small.gib, f"{size(large.gib)} to {size(small.gib)}")
+        for small, large in pairwise(many):
+            times = large.tensors / small.tensors
+            yield _steeper(small, large, times, f"{large.tensors:,} to {small.tensors:,} tensors")
+        if own[0].moves:
+            yield from _memory(plain or [row for row in own if row.tensors == PLAIN], many)
+
+
+def _steeper(small: Row, large: Row, times: float, what: str) -> Growth:
+    before, after = small.seconds(CP), large.seconds(CP)
+    cp = after / before if before and after else None
+    return Growth(f"time of {small.work}, {what}", _known(large.seconds()) / _known(small.seconds()), LINEAR * times,
+                  "times", cp)  # fmt: skip
+
+
+def _memory(plain: Sequence[Row], many: Sequence[Row]) -> Iterator[Growth]:
+    for row in plain[-1:]:
+        yield Growth(f"peak memory of {row.label}", _known(row.mib()), BASE_MIB, "MiB")
+    for row in many if plain else ():
+        more = (_known(row.mib()) - _known(plain[0].mib())) * 1024 / (row.tensors - PLAIN)
+        yield Growth(f"memory per tensor of {row.label}", more, PER_TENSOR_KIB, "KiB")
+
+
+def _known(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
+def size(gib: float) -> str:
+    """2 GiB, 64 MiB."""
+    return f"{gib:g} GiB" if gib >= 1 else f"{gib * 1024:g} MiB"
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """All figures, as they were taken."""
+    return {
+        "work": row.work,
+        "gib": row.gib,
+        "tensors": row.tensors,
+        "moves": row.moves,
+        "budget": {name: value for name, value in row.budget._asdict().items() if value is not None},
+        "within": row.within,
+        "taken": {
+            name: {
+                "costs": [cost and [round(each, 4) for each in cost] for cost in taken.costs],
+                "failed": taken.failed,
+            }
+            for name, taken in row.taken.items()
+        },
+        "skipped": dict(row.skipped),
+    }
+
+
+def from_json(facts: Mapping[str, Any]) -> Row:
+    taken = {
+        name: Taken([cost and Cost(*cost) for cost in each["costs"]], each["failed"])
+        for name, each in facts["taken"].items()
+    }
+    return Row(
+        work=facts["work"],
+        gib=facts["gib"],
+        tensors=facts["tensors"],
+        moves=facts["moves"],
+        budget=Budget(**facts["budget"]),
+        taken=taken,
+        skipped=facts["skipped"],
+    )

@@ -1,0 +1,310 @@
+"""The benchmarks themselves: their arithmetic, that contestants take turns, and that every command does its work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.benchmarks import inputs, peers
+from tests.benchmarks.__main__ import RESULTS, main, put_into
+from tests.benchmarks.inputs import SMALL, Input
+from tests.benchmarks.measure import Contestant, Cost, FailedError, Taken, run, take_turns
+from tests.benchmarks.report import kept, report, verdict
+from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
+from tests.benchmarks.works import WORKS, Budget, Work, cases
+from tests.conftest import Run
+
+
+def taken(*seconds: float | None, mib: float = 20.0) -> Taken:
+    return Taken([None if each is None else Cost(each, each, mib) for each in seconds])
+
+
+ROW = Row(
+    work="strip-module",
+    gib=2.0,
+    tensors=400,
+    moves=True,
+    budget=Budget(to_cp=1.25, mib=40),
+    taken={OURS: taken(1.2, 0.9, 1.0), CP: taken(1.0, 1.0, 0.5), "torch": taken(8.0, None, 6.0)},
+    skipped={"mergekit": "not installed"},
+)
+
+
+# arithmetic
+
+
+def test_medians_and_ratios() -> None:
+    assert ROW.seconds() == 1.0
+    assert ROW.ratio() == 1.2  # of 1.2, 0.9 and 2.0
+    assert ROW.best() == 0.9 / 0.5
+    assert ROW.ratio("torch") == (8.0 + 12.0) / 2  # of the rounds in which both ran
+    assert ROW.mib() == 20
+    assert ROW.torch == "torch"
+    assert ROW.ratio("nobody") is None
+    assert ROW.seconds("nobody") is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "within"),
+    [
+        (Budget(to_cp=1.2), True),
+        (Budget(to_cp=1.19), False),
+        (Budget(seconds=1.0), True),
+        (Budget(seconds=0.99), False),
+        (Budget(mib=20), True),
+        (Budget(mib=19), False),
+        (Budget(to_torch=0.16), True),
+        (Budget(to_torch=0.15), False),
+        (Budget(to_cp=1.2, mib=19), False),
+        (Budget(stretch=0.1), None),
+        (Budget(), None),
+    ],
+)
+def test_budgets(budget: Budget, within: bool | None) -> None:
+    assert replace(ROW, budget=budget).within is within
+
+
+def test_ratios_of_small_inputs_are_not_judged() -> None:
+    small = replace(ROW, gib=0.5, budget=Budget(to_cp=0.1, to_torch=0.1))
+    assert small.within is None
+    assert replace(small, budget=Budget(seconds=0.1)).within is False
+
+
+def test_what_failed_kept_no_budget() -> None:
+    failed = replace(ROW, budget=Budget(), taken={OURS: Taken([Cost(1, 1, 1), None], "boom"), CP: taken(1.0, 1.0)})
+    assert failed.within is False
+    assert not kept([[failed]])
+    assert "strip-module, 2 GiB: ckptkit failed: boom" in report({}, [[failed]])
+
+
+def test_time_grows_with_bytes_and_with_tensors() -> None:
+    large = replace(ROW, gib=8.0, taken={OURS: taken(4.5, 4.5, 4.5), CP: taken(4.0, 4.0, 4.0)})
+    many = [replace(ROW, gib=SMALL, tensors=count, taken={OURS: taken(time)}) for count, time in
+            ((10_000, 0.5), (100_000, 5.0))]  # fmt: skip
+    found = {growth.label: growth for growth in growths([*many, large, ROW])}
+    by_bytes = found["time of strip-module, 8 GiB to 2 GiB"]
+    assert (by_bytes.value, round(by_bytes.limit, 6), by_bytes.cp, by_bytes.within) == (4.5, 4.4, 4.0, False)
+    by_tensors = found["time of strip-module, 100,000 to 10,000 tensors"]
+    assert (by_tensors.value, round(by_tensors.limit, 6), by_tensors.within) == (10.0, 11.0, True)
+
+
+@pytest.mark.parametrize(("mib", "within"), [(214.5, True), (214.6, False)])
+def test_memory_grows_with_tensors(mib: float, within: bool) -> None:
+    """2 KiB for each of 99,600 tensors more are 194.5 MiB."""
+    many = replace(ROW, gib=SMALL, tensors=100_000, budget=Budget(), taken={OURS: taken(1.0, mib=mib)})
+    found = {growth.label: growth for growth in growths([ROW, many])}
+    assert found["memory per tensor of strip-module, 100,000 tensors"].within is within
+    assert found["peak memory of strip-module, 2 GiB"].within
+    assert kept([[ROW, many]]) is within
+
+
+def test_results_survive_as_json() -> None:
+    assert from_json(json.loads(json.dumps(to_json(ROW)))) == ROW
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ([True, True], "yes"),
+        ([True, None], "yes"),
+        ([None], ""),
+        ([False], "NO"),
+        ([True, False, True], "NO in 1 of 3"),
+        ([False, False], "NO"),
+    ],
+)
+def test_verdicts(kept: list[bool | None], said: str) -> None:
+    assert verdict(kept) == said
+
+
+def test_runs_stand_beside_each_other() -> None:
+    slower = replace(ROW, taken={**ROW.taken, OURS: taken(3.0, 3.0, 3.0, mib=50)})
+    text = report({"cores": 2}, [[ROW], [slower]], ["a note"])
+    assert "1.20 / 3.00 (1.80 / 6.00) x cp, 50 MiB" in text
+    assert "1.25 x cp, 40 MiB" in text
+    assert "NO in 1 of 2" in text
+    assert "torch: 10.00 / 10.00 x cp, 20 MiB" in text
+    assert "- mergekit was skipped: not installed" in text
+    assert "- a note" in text
+    assert not kept([[ROW], [slower]])
+
+
+# turns
+
+
+def test_contestants_take_turns(tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("as it was")
+
+    def says(name: str, script: str = "", **options: object) -> Contestant:
+        return Contestant(name, ["sh", "-c", f"test ! -e out.txt && {script or 'true'}; echo {name} >> log"], **options)  # type: ignore[arg-type]
+
+    rounds = take_turns(
+        [
+            says("one", "echo changed >> out.copy; cp out.copy seen", source="input", fresh="out.copy"),
+            says("two", "touch out.txt"),
+            says("rare", every=2),
+            Contestant("bad", ["sh", "-c", "echo bad >> log; echo why >&2; exit 3"]),
+        ],
+        tmp_path,
+        3,
+    )
+    order = (tmp_path / "log").read_text().split()
+    assert order == ["one", "two", "rare", "bad", "two", "one", "one", "two", "rare"]
+    assert (tmp_path / "seen").read_text() == "as it waschanged\n"  # a fresh copy each time
+    assert [cost is None for cost in rounds["rare"].costs] == [False, True, False]
+    assert rounds["bad"] == Taken([None, None, None], "why")
+    cost = rounds["one"].costs[0]
+    assert cost is not None
+    assert cost.seconds > 0
+    assert cost.mib > 0
+
+
+def test_a_failure_says_why(tmp_path: Path) -> None:
+    with pytest.raises(FailedError, match="exit code 3"):
+        run(["sh", "-c", "exit 3"], tmp_path)
+
+
+# what is measured
+
+
+def test_cases() -> None:
+    found = list(cases([8, 2, 0.5], [1_000, 100_000], ""))
+    inputs_in_order = [case.input for case in found]
+    assert inputs_in_order == sorted(inputs_in_order, key=lambda each: list(dict.fromkeys(inputs_in_order)).index(each))
+    strips = {case.input.gib: case.peers for case in found if case.work.name == "strip-module"}
+    assert strips == {0.5: True, 2: True, 8: False}
+    assert [case.input.gib for case in found if case.work.name == "digest"] == [2]
+    assert {case.input.tensors for case in found if case.work.name == "inspect"} == {400, 1_000, 100_000}
+    assert {case.work.name for case in cases([2], [], "in-place, safe")} == {"strip-module --in-place, safetensors"}
+
+
+def test_what_has_no_room_says_so(tmp_path: Path) -> None:
+    assert not Input("pth", 0.001, 400).lacks(tmp_path, 1)
+    lacks = Input("pth", 1e9, 400).lacks(tmp_path, 1)
+    assert lacks.startswith("needs 2000000000.5 GiB, ")
+    assert lacks.endswith(" are free")
+
+
+def test_peers_that_are_not_there_are_named() -> None:
+    assert peers.missing("no_such_module_at_all", sys.executable).endswith("No module named 'no_such_module_at_all'")
+    assert not peers.missing("json", sys.executable)
+
+
+TENSORS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small input of each kind, but those that several processes make."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for kind in ("pth", "safetensors", "wrapped", "zero3"):
+        run([sys.executable, *Input(kind, SMALL, TENSORS).program], folder)
+    return folder
+
+
+def source(kind: str) -> str:
+    return Input(kind, SMALL, TENSORS).path
+
+
+@pytest.mark.parametrize("work", [each for each in WORKS if each.kind != "dcp"], ids=lambda work: work.name)
+def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> None:
+    path = folder / source(work.kind)
+    fresh = tmp_path / f"out{path.suffix}"
+    if "{fresh}" in work.command:
+        fresh.write_bytes(path.read_bytes())
+    words = [word.format(src=path, twin=path, fresh=fresh) for word in work.command.split()]
+    done = run(*words, cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    assert len(list(tmp_path.glob("out*"))) == (1 if "out" in work.command or "{fresh}" in work.command else 0)
+    if "{fresh}" in work.command:
+        assert fresh.read_bytes() != path.read_bytes()
+
+
+RAN_HERE = [
+    (work.job, work.kind, name)
+    for work in WORKS
+    for name in peers.PROGRAMS[work.job]
+    if name in peers.TORCH and work.kind != "dcp"
+]
+
+
+@pytest.mark.parametrize(("job", "kind", "name"), dict.fromkeys(RAN_HERE))
+def test_what_torch_does(
+    job: str, kind: str, name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain ways, in this process: what they write is what the work is about."""
+    path = folder / source(kind)
+    monkeypatch.setattr(sys, "argv", ["-c", str(path), str(path)])
+    monkeypatch.chdir(tmp_path)
+    exec(peers.PROGRAMS[job][name], {})
+    names = [f"module.layers.{i}.weight" for i in range(TENSORS)]
+    outs = list(tmp_path.iterdir())
+    assert len(outs) == (job not in ("list", "digest", "equal"))
+    for out in outs:
+        state = load_file(out) if out.suffix == ".safetensors" else torch.load(out, map_location="cpu")
+        stripped = [each.removeprefix("module.") if "strip" in job else each for each in names]
+        assert list(state) == stripped
+        assert {each.dtype for each in state.values()} == {torch.bfloat16 if job == "cast" else torch.float32}
+
+
+def test_optional_peers_are_valid_programs() -> None:
+    for job, programs in peers.PROGRAMS.items():
+        for name, program in programs.items():
+            compile(program, f"{job}: {name}", "exec")
+    assert r"""move: {from: "module\\\\.(.+)", to: "\\\\1"}""" in peers.PROGRAMS["strip"]["brainsurgery"]
+
+
+def test_inputs_have_their_size(tmp_path: Path) -> None:
+    run([sys.executable, *Input("safetensors", 1 / 64, 4).program], tmp_path)
+    state = load_file(tmp_path / source("safetensors"))
+    assert sum(tensor.nbytes for tensor in state.values()) == 16 << 20
+    assert len(state) == 4
+    assert set(inputs.PROGRAMS) >= {work.kind for work in WORKS}
+
+
+# the whole
+
+
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "room").mkdir()
+    only = ["--only", "inspect, a small file", "--pairs", "2", "--dir", str(tmp_path / "room")]
+    assert main([*only, "--runs", "2", "--out", str(tmp_path)]) in (0, 1)
+    assert not list((tmp_path / "room").iterdir())
+    facts = json.loads((tmp_path / RESULTS).read_text())
+    assert facts["schema"] == "ckptkit.benchmarks/1"
+    assert [[row["work"] for row in run] for run in facts["runs"]] == [["inspect, a small file"]] * 2
+    costs = [from_json(row).costs(OURS) for run in facts["runs"] for row in run]
+    assert [len(each) for each in costs] == [2, 2]
+    assert all(cost.cpu > 0 for each in costs for cost in each)
+    shown = capsys.readouterr().out
+    readme = tmp_path / "README.md"
+    readme.write_text("before <!-- benchmarks -->old<!-- end of benchmarks --> after")
+    main(["--show", "--out", str(tmp_path), "--readme", str(readme)])
+    assert capsys.readouterr().out == shown
+    assert readme.read_text() == f"before <!-- benchmarks -->\n{shown.rstrip()}\n<!-- end of benchmarks --> after"
+
+
+def test_a_readme_without_a_place(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("nothing")
+    with pytest.raises(ValueError, match="has no <!-- benchmarks -->"):
+        put_into(tmp_path / "README.md", "text")
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tests.benchmarks.picture import draw
+
+    many = replace(ROW, work="inspect", gib=SMALL, tensors=100_000, budget=Budget(seconds=2.5))
+    for name in ("one.svg", "two.svg"):
+        draw([[ROW, many], [ROW]], "a machine", tmp_path / name)
+    first, second = ((tmp_path / name).read_bytes() for name in ("one.svg", "two.svg"))
+    assert first == second
+    assert b"<svg" in first
+    draw([[]], "nothing", tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()

@@ -1,0 +1,441 @@
+"""The model of cost: what each command reads and writes, as formulas, checked against what the kernel counted.
+
+The formulas are the table of the README. They are upper limits; for files that are mostly tensors they must also be
+close, for headers within a factor of four.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptkit
+from ckptkit.convert import convert
+from tests.conftest import ENVIRONMENT
+from tests.formats.dcp.making import save
+from tests.remote_servers import Misbehaving, misbehaving
+
+KIB, MIB = 1 << 10, 1 << 20
+TAIL = 64 * KIB  # where a zip file's end record may be
+LOCAL = 512  # bytes read for a local header, at least
+SHORT = 32 * KIB  # shorter storages are read with what lies between them
+WINDOW = MIB  # of reading ahead, where they follow each other
+NEARBY = 4 * KIB  # where they do not
+PIECE = 4 * MIB  # of a request
+PART = 16 * MIB  # of an upload
+FIXED = 16 * KIB  # whatever the file: the first bytes, small records, lines that are printed
+PRINTED = 512  # bytes that inspect --json prints for each tensor, at most
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A file or folder: its bytes, those of its tensors, their number, and the bytes that tell what is in it."""
+
+    format: str
+    size: int
+    data: int
+    tensors: int
+    header: int  # read by whoever opens it
+    pickle: int = 0  # of a torch file
+    directory: int = 0  # of a zip file
+    sums: bool = False  # whether it has the checksums that a torch file needs
+    scattered: bool = False  # whether its tensors lie in another order than they have in an output
+
+    @property
+    def located(self) -> int:
+        """Bytes read to find the chunks of a DCP folder, each of which is a small zip file."""
+        return self.tensors * min(TAIL + 6 * KIB, 2 * self.size // self.tensors) if self.format == "dcp" else 0
+
+    @property
+    def elements(self) -> int:
+        """Bytes read to have every tensor, one after another."""
+        return self.data + self.located
+
+    @property
+    def ranges(self) -> int:
+        """Bytes read to copy them. Short ones are read with what lies between them, the last one of a window twice;
+        scattered ones with what follows them too."""
+        each = self.data // self.tensors
+        if each >= SHORT:
+            return self.elements
+        together = self.size + self.size * SHORT // WINDOW
+        return self.located + together + (self.tensors * max(NEARBY, 4 * each) if self.scattered else 0)
+
+
+class Cost(NamedTuple):
+    """Bytes."""
+
+    read: int
+    written: int = 0
+
+
+Formula = Callable[[Anatomy, Anatomy], Cost]  # of the input, and of the output (of the input, if there is none)
+
+
+def _copied(src: Anatomy, dst: Anatomy) -> Cost:
+    """Everything once; the headers of a torch file twice where its checksums are only known at the end."""
+    known = src.sums or dst.format != "torch-zip"
+    return Cost(src.header + src.ranges, dst.size + (0 if known else dst.size - dst.data))
+
+
+def _cast(src: Anatomy, dst: Anatomy) -> Cost:
+    return Cost(src.header + src.elements, dst.size + dst.size - dst.data)
+
+
+def _recovered(src: Anatomy, dst: Anatomy) -> Cost:
+    """Checksums, where there are any, are compared first."""
+    checked = src.elements if src.sums else 0
+    return Cost(src.header + checked + src.ranges, dst.size + dst.size - dst.data)
+
+
+def _verified(src: Anatomy, dst: Anatomy) -> Cost:
+    once = _copied(src, dst)
+    return Cost(once.read + src.ranges + dst.size, once.written)
+
+
+def _in_place(src: Anatomy, dst: Anatomy) -> Cost:
+    """The journal keeps what is overwritten; the new header is as long as the old, or shorter.
+
+    A zip file's directory is read once more for its entries, and again as it lies there.
+    """
+    if src.format == "torch-zip":
+        return Cost(2 * src.header - src.pickle + src.directory, 2 * (src.pickle + src.directory))
+    return Cost(2 * src.header, 3 * src.header)
+
+
+MODEL: dict[str, Formula] = {
+    "inspect --json SRC": lambda src, dst: Cost(src.header, PRINTED * src.tensors),
+    "inspect --json --digest SRC": lambda src, dst: Cost(src.header + src.elements, PRINTED * src.tensors),
+    "diff SRC TWIN": lambda src, dst: Cost(2 * src.header),
+    "diff --values SRC TWIN": lambda src, dst: Cost(2 * (src.header + src.elements)),
+    "convert --dry-run -q SRC DST.safetensors": lambda src, dst: Cost(src.header + src.located),
+    "strip-module -q SRC DST.pth": _copied,
+    "remap -q SRC DST.pth --to cpu": _copied,
+    "convert -q SRC DST.safetensors": _copied,
+    "convert -q SRC DST.pth --cast bfloat16": _cast,
+    "strip-module -q --verify SRC DST.pth": _verified,
+    "recover -q SRC DST.pth": _recovered,
+    "strip-module -q --in-place FRESH": _in_place,
+    "rename -q --in-place FRESH --sub ^module=m": _in_place,
+}
+EDITS_IN_PLACE = ("torch-zip", "safetensors")
+RECOVERED = ("torch-zip", "safetensors")
+
+# Peak memory of a process: so many MiB, and KiB for each tensor.
+MEMORY = {
+    "inspect SRC": (40, 2.5),
+    "strip-module -q SRC DST.pth": (40, 3.5),
+    "convert -q SRC DST.safetensors": (40, 3.5),
+    "inspect --json --digest SRC": (60, 2.5),
+    "diff --values SRC TWIN": (60, 4),
+}
+
+
+# the inputs
+
+
+def _state(tensors: int, rows: int, columns: int) -> State:
+    torch.manual_seed(0)
+    return {f"module.layers.{i:05}.weight": torch.randn(rows, columns) for i in range(tensors)}
+
+
+SHAPES = {"large": (6, 512, 1024), "medium": (300, 64, 64), "small": (1_500, 2, 2)}
+
+
+def _zip(state: State, path: Path) -> Anatomy:
+    torch.save(state, path)
+    with zipfile.ZipFile(path) as archive:
+        (pickled,) = (each.file_size for each in archive.infolist() if each.filename.endswith("data.pkl"))
+        size, members = path.stat().st_size, len(archive.infolist())
+        directory = size - archive.start_dir
+    header = TAIL + directory + 2 * pickled + min(LOCAL * members, size)
+    return _anatomy("torch-zip", path, state, header, pickle=pickled, directory=directory, sums=True)
+
+
+def _safetensors(state: State, path: Path) -> Anatomy:
+    save_file(state, path)
+    return _anatomy("safetensors", path, state, int.from_bytes(path.read_bytes()[:8], "little"))
+
+
+def _legacy(state: State, path: Path) -> Anatomy:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    return _anatomy(
+        "torch-legacy", path, state, 3 * (path.stat().st_size - _bytes(state)) + TAIL + FIXED, scattered=True
+    )
+
+
+def _npz(state: State, path: Path) -> Anatomy:
+    with path.open("wb") as file:
+        np.savez(file, **{name: tensor.numpy() for name, tensor in state.items()})  # type: ignore[arg-type]
+    with zipfile.ZipFile(path) as archive:
+        directory = path.stat().st_size - archive.start_dir
+    return _anatomy("npz", path, state, TAIL + directory + 2 * LOCAL * len(state), directory=directory, sums=True)
+
+
+def _dcp(state: State, path: Path) -> Anatomy:
+    save(path, {"model": state})
+    return _anatomy("dcp", path, state, 7 * (path / ".metadata").stat().st_size // 2)
+
+
+def _shards(state: State, path: Path) -> Anatomy:
+    path.mkdir()
+    names = list(state)
+    parts = [names[at::3] for at in range(3)]
+    files = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    for file, part in zip(files, parts, strict=True):
+        save_file({name: state[name] for name in part}, path / file)
+    where = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return _anatomy("sharded", path, state, _size(path) - _bytes(state), scattered=True)
+
+
+MAKERS = {"pth": _zip, "safetensors": _safetensors, "legacy.pth": _legacy, "npz": _npz, "dcp": _dcp, "shards": _shards}
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+
+
+def _anatomy(format: str, path: Path, state: State, header: int, **more: Any) -> Anatomy:
+    return Anatomy(format, _size(path), _bytes(state), len(state), header, **more)
+
+
+def _output(path: Path, src: Anatomy) -> Anatomy:
+    """What a command wrote; half the bytes of tensors if they were cast."""
+    if not path.exists():
+        return src
+    size = _size(path)
+    data = src.data if size > src.data else src.data // 2
+    format = "torch-zip" if path.suffix == ".pth" else "safetensors"
+    return Anatomy(format, size, data, src.tensors, size - data)
+
+
+# what is counted
+
+# Runs each command twice, the first time for the imports; then says what the kernel counted of the second.
+SPY = """
+import json, os, sys
+from ckptkit.cli import main
+def leave(code):
+    raise SystemExit(code)
+os._exit = leave
+def counted():
+    with open("/proc/self/io") as file:
+        facts = dict(line.split(": ") for line in file.read().splitlines())
+    return int(facts["rchar"]), int(facts["wchar"])
+def run(words):
+    sys.argv[1:] = words
+    before = counted()
+    try:
+        code = main()
+    except SystemExit as done:
+        code = done.code
+    after = counted()
+    return [code, after[0] - before[0], after[1] - before[1]]
+print(json.dumps([[run(words) for words in twice][1] for twice in json.load(sys.stdin)]), file=sys.stderr)
+"""
+
+needs_counts = pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="this system does not count bytes")
+
+
+def _words(command: str, src: Path, folder: Path, run: int) -> list[str]:
+    """The command with its files: an output or a fresh copy of its own for each run."""
+    fresh = folder / f"fresh{run}{src.suffix}"
+    if "FRESH" in command:
+        shutil.copy(src, fresh)
+    files = {"SRC": str(src), "TWIN": str(_twin(src)), "FRESH": str(fresh)}
+    return [
+        files.get(word, word) if not word.startswith("DST") else str(folder / f"out{run}{word[3:]}")
+        for word in command.split()
+    ]
+
+
+def _twin(path: Path) -> Path:
+    return path.with_name(f"twin-{path.name}")
+
+
+def _counts(src: Path, folder: Path, commands: list[str]) -> dict[str, tuple[Cost, Path]]:
+    """What the kernel counted of each command, and where its output is."""
+    twice = []
+    for number, command in enumerate(commands):
+        (own := folder / str(number)).mkdir()
+        twice.append([_words(command, src, own, run) for run in (1, 2)])
+    done = subprocess.run(
+        [sys.executable, "-c", SPY], input=json.dumps(twice), capture_output=True, encoding="utf-8", env=ENVIRONMENT,
+        cwd=folder, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for number, (command, (code, read, written)) in enumerate(
+        zip(commands, json.loads(done.stderr.splitlines()[-1]), strict=True)
+    ):
+        assert not code, f"{command}: {done.stderr}"
+        outs = sorted((folder / str(number)).glob("out2*"))
+        found[command] = Cost(read, written), outs[0] if outs else folder / "none"
+    return found
+
+
+def _applies(command: str, format: str) -> bool:
+    if "--in-place" in command:
+        return format in EDITS_IN_PLACE
+    return "recover" not in command or format in RECOVERED
+
+
+@needs_counts
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes(kind: str, shape: str, tmp_path: Path) -> None:
+    state = _state(*SHAPES[shape])
+    src = tmp_path / f"in.{kind}"
+    anatomy = MAKERS[kind](state, src)
+    (shutil.copytree if src.is_dir() else shutil.copy)(src, _twin(src))
+    commands = [command for command in MODEL if _applies(command, anatomy.format)]
+    for command, (counted, out) in _counts(src, tmp_path, commands).items():
+        model = MODEL[command](anatomy, _output(out, anatomy))
+        said = f"{command}: {counted}, the model says {model}"
+        assert counted.read <= model.read + FIXED, said
+        assert counted.written <= model.written + FIXED, said
+        nearly = 0.95 if shape == "large" and model.read > anatomy.data else 1 / 4
+        least = MODEL[command](replace(anatomy, scattered=False), _output(out, anatomy))
+        assert counted.read >= nearly * least.read - FIXED, said
+        if "SRC DST" in command and "--dry-run" not in command:
+            assert counted.written >= out.stat().st_size, said
+
+
+# memory
+
+
+@pytest.mark.skipif(not hasattr(os, "wait4"), reason="this system does not tell the peak memory of a process")
+@pytest.mark.parametrize("command", MEMORY)
+@pytest.mark.parametrize("shape", ["large", "small"])
+def test_memory(command: str, shape: str, tmp_path: Path) -> None:
+    """The peak of a process of its own, whose parent is small."""
+    state = _state(*SHAPES[shape])
+    src = tmp_path / "in.pth"
+    _zip(state, src)
+    shutil.copy(src, _twin(src))
+    base, each = MEMORY[command]
+    assert _peak(_words(command, src, tmp_path, 1)) <= base + each * len(state) / 1024
+
+
+def _peak(words: list[str]) -> float:
+    """MiB. A process counts what the one held that started it, so that a small one does."""
+    program = (
+        "import json, os, subprocess, sys; child = subprocess.Popen(json.load(sys.stdin), stdout=subprocess.DEVNULL);"
+        "_, status, usage = os.wait4(child.pid, 0); print(usage.ru_maxrss); sys.exit(os.waitstatus_to_exitcode(status))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps([sys.executable, "-m", "ckptkit", *words]),
+        capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout) / (1 if sys.platform != "darwin" else 1024) / 1024
+
+
+# requests
+
+
+def _requests_to_open(src: Anatomy) -> int:
+    """The end and the beginning of the file, its pickle or header in pieces that grow from 64 KiB to 4 MiB, and what is
+    not near them."""
+    return 6 + ceil(src.header / PIECE)
+
+
+def _requests_to_copy(src: Anatomy) -> int:
+    """All of the file in pieces. A storage in a zip file costs one or two requests, unless it is short."""
+    each = 2 * src.tensors if src.format == "torch-zip" and src.data // src.tensors >= SHORT else 0
+    growing = 6  # pieces, until they are as large as they get
+    return _requests_to_open(src) + growing + each + ceil(2 * src.size / PIECE)
+
+
+def _fetched_to_copy(src: Anatomy) -> int:
+    """Bytes: headers of members that lie near each other are fetched with what is between them."""
+    return src.size + (src.size if src.format == "torch-zip" else 0) + TAIL + LOCAL * src.tensors
+
+
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests(kind: str, shape: str, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    path = tmp_path / f"in.{kind}"
+    anatomy = MAKERS[kind](_state(*SHAPES[shape]), path)
+    with misbehaving(path.read_bytes()) as served:
+        ckptkit.open(served.url).close()
+        assert len(served.requests) <= _requests_to_open(anatomy)
+        if anatomy.data > anatomy.size / 2:
+            assert _sent(served) <= max(anatomy.header, 8 * TAIL)
+        served.requests.clear()
+        convert(served.url, tmp_path / f"out.{kind}", lambda ck: ckptkit.strip_prefix(ck, "module."))
+        assert len(served.requests) <= _requests_to_copy(anatomy)
+        assert anatomy.data <= _sent(served) <= _fetched_to_copy(anatomy)
+
+
+def _sent(served: Misbehaving) -> int:
+    return sum(request.stop - request.start for request in served.requests)
+
+
+def test_calls_of_an_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each 16 MiB; one call to look whether the name is free, one to begin and one to complete."""
+    s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    _safetensors(_state(20, 512, 1024), tmp_path / "in.safetensors")
+    running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    running.start()
+    try:
+        for name, value in _account(*running.get_host_and_port()).items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir("costs")
+        calls = _spied_calls(monkeypatch)
+        done = convert(tmp_path / "in.safetensors", "s3://costs/out.safetensors")
+    finally:
+        running.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
+    assert calls.pop("UploadPart") == ceil(done.plan.size / PART)
+    assert calls.pop("CreateMultipartUpload") == calls.pop("CompleteMultipartUpload") == 1
+    assert sum(calls.values()) <= 3, calls  # whether there is such a file, or such a folder
+
+
+def _account(host: str, port: int) -> Mapping[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "s3cret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    }
+
+
+def _spied_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each call of the S3 API is made from now on."""
+    client = import_module("aiobotocore.client").AioBaseClient
+    calls: dict[str, int] = {}
+    call = client._make_api_call
+
+    async def counted(self: Any, operation: str, parameters: Any) -> Any:
+        calls[operation] = calls.get(operation, 0) + 1
+        return await call(self, operation, parameters)
+
+    monkeypatch.setattr(client, "_make_api_call", counted)
+    return calls
