@@ -1,69 +1,33 @@
-"""The README is true: its commands run, and what they print is what it shows.
+"""The README is true: its commands run, and what they print is what it shows; tests/readme.py says how it is read.
 
-A ``console`` block holds commands after ``$`` and their output; a line ``...`` stands for any lines. All of them run in
-order, in a copy of the checkout's fixtures. ``python -m tests.test_readme`` puts today's output where it is another.
+``python -m tests.test_readme`` puts today's output where it is another; given other files, it tests or refreshes these:
+``python -m tests.test_readme --check part.md``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import click
 import pytest
 
 import ckptkit
-from ckptkit.cli import COMMANDS
+from ckptkit.cli import COMMANDS, main
+from tests import readme
 from tests.conftest import ENVIRONMENT, ROOT
+from tests.readme import README, Session, is_shown, sandbox, shell
 
-README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
-
-
-def blocks(language: str, text: str = TEXT) -> list[str]:
-    """The fenced blocks of a language, without their fences."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def named(name: str) -> str:
     """The block that follows the line ``<!-- name -->``."""
     return TEXT.split(f"<!-- {name} -->\n```sh\n")[1].split("\n```")[0]
-
-
-def examples(block: str) -> list[tuple[str, str]]:
-    """Commands and the output that is shown below each."""
-    return re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
-
-
-def sandbox(folder: Path) -> Path:
-    """A folder with the fixtures, and with ckptkit as a command."""
-    shutil.copytree(ROOT / "fixtures", folder / "fixtures")
-    (folder / "bin").mkdir()
-    script = folder / "bin/ckptkit"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptkit "$@"\n')
-    script.chmod(0o755)
-    return folder
-
-
-def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run as in a terminal, standard error included."""
-    path = f"{folder}/bin{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", cwd=folder,
-        env={**ENVIRONMENT, "PATH": path, "TMPDIR": str(folder), "COLUMNS": "200"}, timeout=120,
-    )  # fmt: skip
-
-
-def pattern(shown: str) -> str:
-    """A regular expression for output as the README shows it."""
-    lines = [r"(?:.*\n)*" if line == "..." else re.escape(line) + r"[ \t]*\n" for line in shown.splitlines()]
-    return "".join(lines) + r"\n*"
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +50,54 @@ def test_tests_command() -> None:
     assert named("tests").splitlines()[0].endswith("pytest")
 
 
+def untrue(text: str, folder: Path) -> list[str]:
+    """The commands that print something else than what is shown."""
+    session = Session(folder)
+    found = []
+    for example in readme.examples(text):
+        said = session.run(example.command)
+        if example.shown is None and session.code:
+            found.append(f"line {example.line}, setup: exit code {session.code}\n{said}")
+        elif example.shown is not None and not is_shown(example.shown, said):
+            found.append(f"line {example.line}: $ {example.command}\n{said}")
+    return found
+
+
 def test_examples(folder: Path) -> None:
     """In order: later ones use what earlier ones wrote."""
-    found = [example for block in blocks("console") for example in examples(block)]
-    assert len(found) >= 5
-    for command, shown in found:
-        said = shell(f"{command} || true", folder).stdout
-        assert re.fullmatch(pattern(shown), said), f"$ {command}\n{said}"
+    assert len(list(readme.examples(TEXT))) >= 5
+    assert untrue(TEXT, folder) == []
 
 
-def test_library(tmp_path: Path) -> None:
-    """All blocks are one program."""
-    program = "\n".join(blocks("python"))
+def test_library_runs(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", readme.program(TEXT, run=True)],
         capture_output=True, encoding="utf-8", cwd=sandbox(tmp_path), env=ENVIRONMENT, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(blocks("python")) == 2
+    assert len(readme.blocks(TEXT, "python")) >= 2
+
+
+def mistyped(text: str, folder: Path) -> str:
+    """What mypy --strict says of the Python of a README; "" if nothing."""
+    path = folder / "README.py"
+    path.write_text(readme.program(text, run=False))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-version", "3.10", "--no-pretty", str(path)],
+        capture_output=True, encoding="utf-8", cwd=ROOT, env={**ENVIRONMENT, "MYPYPATH": str(ROOT)}, timeout=600,
+    )  # fmt: skip
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_library_is_typed(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    assert mistyped(TEXT, tmp_path) == ""
+
+
+def test_types_are_looked_at(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    said = mistyped("\n```python\nimport ckptkit\nck: int = ckptkit.open(3)\n```\n", tmp_path)
+    assert "README.py:4: error" in said and "arg-type" in said
 
 
 def test_every_command_and_public_name_is_in_it() -> None:
@@ -111,6 +105,28 @@ def test_every_command_and_public_name_is_in_it() -> None:
         assert f"ckptkit {command}" in TEXT, command
     for name in ckptkit.__all__:
         assert name.startswith("__") or re.search(rf"`[^`\n]*\b{name}\b|ckptkit\.{name}\b", TEXT), name
+
+
+def calls(text: str) -> set[tuple[str, ...]]:
+    """The command lines that stand in sentences, tables and blocks, their words as far as they can be told."""
+    lines = "\n".join(block.text for block in readme.blocks(text, "console", "sh", "setup", "yaml"))
+    found = re.findall(r"`ckptkit ([^`\n]+)`", text) + re.findall(
+        r"^(?:\$ )?ckptkit ([^\n#|>\\]+)", lines, re.MULTILINE
+    )
+    return {tuple(words.split()) for words in found} - {("inspekt", "run.pth")}  # which shows what a typo gives
+
+
+@pytest.mark.parametrize("words", sorted(calls(TEXT)), ids=" ".join)
+def test_commands_and_options_exist(words: tuple[str, ...]) -> None:
+    """Whatever their arguments stand for."""
+    command: click.Command | None = main
+    names = list(words)
+    while isinstance(command, click.Group) and names and not names[0].isupper() and names[0][0] != "-":
+        command = command.get_command(click.Context(command), names.pop(0))
+    assert command is not None, words
+    known = {option for parameter in command.params for option in parameter.opts} | {"-h", "--help", "--version"}
+    used = {word.split("=")[0].rstrip(",.;'\")") for word in names if re.match(r"['\"(]?--?[a-z]", word)}
+    assert used <= known or isinstance(command, click.Group), words
 
 
 def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
@@ -127,21 +143,60 @@ def test_installs_from_the_checkout() -> None:
     assert not re.search(r"pip3? install (?:[^.\n]* )?ckptkit", TEXT)
 
 
-def refresh() -> None:
-    """Put what the commands print today into the README."""
-    with tempfile.TemporaryDirectory() as name:
-        where = sandbox(Path(name))
+PAGE = """
+<!-- setup
+printf 'one\\ntwo\\n' > made.txt
+-->
+```console
+$ cat \\
+    made.txt
+one
+...
+$ false
+$ echo $? of 1,234
+1 of ...
+```
 
-        def renewed(match: re.Match[str]) -> str:
-            return "```console\n" + "".join(map(run_again, examples(match[1]))) + "```"
+<!-- not run: no such machine -->
+```console
+$ rm -rf everything
+```
+"""
 
-        def run_again(example: tuple[str, str]) -> str:
-            command, shown = example
-            said = shell(f"{command} || true", where).stdout
-            return f"$ {command}\n{shown if re.fullmatch(pattern(shown), said) else said}"
 
-        README.write_text(re.sub(r"^```console\n(.*?)^```$", renewed, TEXT, flags=re.DOTALL | re.MULTILINE))
+def test_how_it_is_read(tmp_path: Path) -> None:
+    found = [(example.command, example.shown) for example in readme.examples(PAGE)]
+    cat = "cat \\\n    made.txt"
+    assert found[1:] == [(cat, "one\n...\n"), ("false", ""), ("echo $? of 1,234", "1 of ...\n")]
+    assert untrue(PAGE, tmp_path) == []
+    assert untrue(PAGE.replace("one\n...", "two\n..."), tmp_path) == [f"line 6: $ {cat}\none\ntwo\n"]
+    assert untrue(PAGE.replace("> made.txt", "> made.txt; false"), tmp_path)[0].startswith("line 3, setup: exit code 1")
+
+
+def test_how_it_is_refreshed(tmp_path: Path) -> None:
+    """What is true stays as it is, dots included."""
+    assert readme.refreshed(PAGE, Session(tmp_path).run) == PAGE
+    assert readme.refreshed(PAGE.replace("one\n...", "two\n..."), Session(tmp_path).run) == PAGE.replace(
+        "\n...", "\ntwo"
+    )
+
+
+def main_program(check: bool, paths: list[Path]) -> int:
+    """Refresh or check the README, or other files as if each were one; the exit code."""
+    wrong = 0
+    for path in paths or [README]:
+        text = path.read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as name:
+            where = sandbox(Path(name))
+            if not check:
+                path.write_text(readme.refreshed(text, Session(where).run), encoding="utf-8")
+                continue
+            for found in (*untrue(text, where), *filter(None, [mistyped(text, where)])):
+                wrong = 1
+                print(f"{path}: {found}")
+    return wrong
 
 
 if __name__ == "__main__":
-    refresh()
+    given = sys.argv[1:]
+    sys.exit(main_program("--check" in given, [Path(each) for each in given if each != "--check"]))

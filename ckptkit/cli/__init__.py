@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -24,9 +25,17 @@ from ckptkit.errors import CkptkitError, InputError
 
 COMMANDS = (
     "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap",
-    "recover", "train", "formats", "env",
+    "average", "merge", "ema", "run", "recover", "doctor", "scan", "stats", "show", "report", "browse",
+    "verify", "digest", "batch", "completion", "train", "formats", "env",
 )  # fmt: skip
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
+
+# What people type who look for a command that has another name here.
+SYNONYMS = {
+    "cat": "show", "check": "verify", "checksum": "digest", "compare": "diff", "fix": "doctor", "hash": "digest",
+    "info": "inspect", "list": "inspect", "ls": "inspect", "mean": "average", "plot": "report", "repair": "recover",
+    "view": "inspect",
+}  # fmt: skip
 
 
 class CommandLine(click.Group):
@@ -39,7 +48,20 @@ class CommandLine(click.Group):
         if name not in COMMANDS:
             return None
         command: click.Command = import_module(f"ckptkit.cli.{name.replace('-', '_')}").command
+        if ctx.resilient_parsing:
+            from ckptkit.cli import completing
+
+            completing.teach(command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the first word names; for another word, the nearest one."""
+        word = args[0]
+        if word not in COMMANDS and not word.startswith("-") and not ctx.resilient_parsing:
+            raise UnknownCommand(word, args, ctx)
+        return super().resolve_command(ctx, args)
 
     def __call__(self) -> NoReturn:
         """Run as a program of its own: a process that ends soon needs no garbage collector, and no tidying up."""
@@ -63,8 +85,8 @@ class CommandLine(click.Group):
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra) or 0
             _flush()
-        except SystemExit:  # click's own answer to a closed pipe
-            code = CLOSED_PIPE
+        except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
+            code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
             code = _failed(error)
         sys.exit(code)
@@ -80,6 +102,23 @@ class CommandLine(click.Group):
 
                 traceback.print_exc()
             raise
+
+
+class UnknownCommand(click.UsageError):
+    """`word` is no command; ``hint`` is what may have been meant."""
+
+    def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
+        from difflib import get_close_matches
+        from shlex import join
+
+        super().__init__(f"No such command {word!r}.", ctx)
+        near = [SYNONYMS[word]] if word in SYNONYMS else [name for name in COMMANDS if name.startswith(word)]
+        near = near or get_close_matches(word, COMMANDS)
+        self.hint = f"`{ctx.command_path} --help` explains"
+        if near:
+            self.hint = f"did you mean {', '.join(near)}? {self.hint}"
+        elif os.path.exists(word):
+            self.hint = f"what is in it: {ctx.command_path} inspect {join(args)}"
 
 
 @click.group(
@@ -114,13 +153,14 @@ def _leave(code: int) -> NoReturn:
 
 def _failed(error: BaseException) -> int:
     """Print what is wrong and what to type next; the exit code."""
+    say = partial(render.warn, colour="red")
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "ckptkit"
-        render.warn(error.format_message(), f"`{command} --help` explains")
+        say(error.format_message(), getattr(error, "hint", None) or f"`{command} --help` explains")
         return error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
-        render.warn("interrupted")
+        say("interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         _mute()
@@ -130,12 +170,12 @@ def _failed(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         error = InputError("needs more memory than there is")
     if isinstance(error, CkptkitError):
-        render.warn(str(error), error.hint)
+        say(str(error), error.hint)
         if error.where == render.STDOUT:
             _mute()
         return error.exit_code
     said = f"{type(error).__name__}: {error}"
-    render.warn(f"a bug in ckptkit: {said}", "`ckptkit --traceback COMMAND...` shows where it is; please report it")
+    say(f"a bug in ckptkit: {said}", "`ckptkit --traceback COMMAND...` shows where it is; please report it")
     return BUG
 
 
@@ -161,6 +201,17 @@ def _interruptible() -> None:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        sys.unraisablehook = _again
+
+
+def _again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Python drops what is raised while an object is taken apart: an interrupt comes again, a millisecond later."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _secure_streams() -> None:

@@ -10,10 +10,11 @@ from ckptkit.cli import options, render
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.reports.diff import Diff
+    from ckptkit.reports.diff import Diff, Renamed
 
 SCHEMA = "ckptkit.diff/1"
 DIFFERENT = 1
+UNSURE = 0.6  # confidence below which a pair is a guess
 
 
 @click.command("diff")
@@ -28,16 +29,19 @@ DIFFERENT = 1
 @click.option("--rtol", type=click.FloatRange(min=0), help="Compare the elements up to this relative difference.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--key", metavar="PATH", help="The entry that holds the weights, where several could be meant.")
+@click.option("--write-map", "write_map", metavar="FILE", help="Write the renamed keys down, for `rename --map`.")
+@click.option("--force", is_flag=True, help="Replace the FILE of --write-map if it exists.")
 @click.option("--key-b", metavar="PATH", help="The same for B, where it is another; '' is the whole file.")
-def command(as_json: bool, **asked: Any) -> int:
+def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
     """Compare two checkpoints, or one and a model.
 
     Compares keys, dtypes and shapes, values on request; exit code 1 if they differ.
-    "missing" is in B or the model and not in A. The model's code is imported and run.
+    "missing" is in B or the model and not in A. The model's code is imported and run. Keys that look renamed are
+    paired, with how sure that is: by their longest common suffix, by shape and order, by similar names.
 
     \b
     Example: ckptkit diff run.pth other.safetensors --values
-             ckptkit diff run.pth --model models.py:CNN --arg classes=10
+             ckptkit diff run.pth --model models.py:CNN --arg classes=10 --write-map map.json
     """
     found = _compare(**asked)
     if as_json:
@@ -46,7 +50,24 @@ def command(as_json: bool, **asked: Any) -> int:
         from ckptkit.cli import diff_text
 
         render.write(f"{line}\n" for line in diff_text.lines(found))
+    if write_map is not None:
+        _write_map(found, write_map, force, urls.shown(asked["a"]))
     return 0 if found.equal else DIFFERENT
+
+
+def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
+    """The names of the renamed keys as JSON, old to new, and what to do with them."""
+    from json import dumps
+
+    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.publish import publish
+    from ckptkit.reports.advice import rename
+
+    data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"
+    publish(Plan((OutputFile("", (data,)),)), path, force=force)
+    guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
+    look = f", {guesses:,} of them guesses to look at" if guesses else ""
+    render.warn(f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", rename(name, path))
 
 
 def _compare(
@@ -91,5 +112,13 @@ def _facts(found: Diff) -> dict[str, Any]:
             {"name": name, "count": each.count, "first": each.first, "largest": render.json_number(each.largest)}
             for name, each in found.changed
         ],
+        "renamed": list(map(_pair, found.renamed)),
+        "reshaped": list(map(_pair, found.reshaped)),
+        "strict_false": None if found.silent is None else found.silent._asdict(),
         "advice": list(found.advice),
     }
+
+
+def _pair(pair: Renamed) -> dict[str, Any]:
+    sides = {side: kind._asdict() for side, kind in (("a", pair.a), ("b", pair.b))}
+    return {"old": pair.old, "new": pair.new, **sides, "confidence": pair.confidence, "why": pair.why}

@@ -35,12 +35,13 @@ class Wanted(NamedTuple):
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--digest", is_flag=True, help="With --json: read every tensor and add its SHA-256.")
-@click.option("--tree", is_flag=True, help="Show every value at its place instead of tables.")
+@click.option("--tree", is_flag=True, help="Every value at its place, with bars for parameters, instead of tables.")
 @click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path.")
 @click.option("--sort", type=click.Choice(["file", "size", "name"]), default="file", help="Order of the tensors.")
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
+@click.option("--textconv", is_flag=True, help="One line for each tensor and value, with digests: for git diff.")
 @options.key
-def command(files: tuple[str, ...], as_json: bool, key: str | None, **wanted: Any) -> int:
+def command(files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, **wanted: Any) -> int:
     """Show what is in checkpoints.
 
     Lists tensors, values and objects with their places and devices. Reads headers only and runs nothing.
@@ -49,7 +50,12 @@ def command(files: tuple[str, ...], as_json: bool, key: str | None, **wanted: An
     \b
     Example: ckptkit inspect run.pth
              ckptkit inspect --json --digest run.pth
+             git config diff.ckptkit.textconv 'ckptkit inspect --textconv'
     """
+    if textconv and (as_json or len(files) > 1):
+        raise click.UsageError("--textconv is of one FILE, and no JSON")
+    if textconv:
+        return _textconv(files[0], key)
     want = Wanted(**wanted)
     if want.digest and not as_json:
         raise click.UsageError("--digest goes with --json")
@@ -61,6 +67,13 @@ def command(files: tuple[str, ...], as_json: bool, key: str | None, **wanted: An
             render.emit(*[""] * bool(number))
             render.write(f"{line}\n" for line in lines)
     return InputError.exit_code if failures else 0
+
+
+def _textconv(file: str, key: str | None) -> int:
+    from ckptkit.cli import textconv
+
+    render.write(f"{line}\n" for line in textconv.lines(file, key))
+    return 0
 
 
 def _each(
@@ -100,19 +113,10 @@ def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
 
 def _digests(rows: list[Row]) -> list[str | None]:
     from ckptkit.cli.progress import Progress
-    from ckptkit.reports.digest import sha256
-    from ckptkit.tree import join
+    from ckptkit.reports.digest import sha256_each
 
-    found = []
     with Progress("digest", sum(row.nbytes for row in rows)) as progress:
-        for row in rows:
-            try:
-                found.append(sha256(row.tensor))
-            except CkptkitError as error:
-                error.message = f"{join(row.path)}: {error.message}"
-                raise
-            progress(row.nbytes)
-    return found
+        return list(sha256_each(((row.place, row.tensor) for row in rows), progress))
 
 
 def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
@@ -123,16 +127,38 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
     if want.tree:
-        shown = summary_text.tree(checkpoint.root)
+        shown = _tree(checkpoint, summary, rows, want)
     else:
         shown = summary_text.lines(summary, rows, flat=want.flat, sort=want.sort)
     warnings = (*summary.warnings, *_unmatched(want, rows))
-    said = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in advise(summary))]
-    return chain(shown, [""] * bool(said), map(render.escape, said))
+    hints = (*_wider(want, rows, summary), *advise(summary))
+    said = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in hints)]
+    return chain(shown, [""] * bool(said), (render.labelled(render.escape(each)) for each in said))
+
+
+def _tree(checkpoint: Checkpoint, summary: Summary, rows: list[Row], want: Wanted) -> Iterator[str]:
+    from ckptkit.cli.tree_text import tree
+    from ckptkit.reports.shares import shares
+
+    found = shares(summary, checkpoint.root)
+    if not want.globs:
+        return tree(checkpoint.root, found, sort=want.sort)
+    chosen = set(map(id, rows))
+    return tree(checkpoint.root, found, lambda share: id(share.row) in chosen, want.sort)
 
 
 def _unmatched(want: Wanted, rows: list[Row]) -> tuple[str, ...]:
     return (f"no name or path of a tensor matches --keys {', '.join(want.globs)}",) if want.globs and not rows else ()
+
+
+def _wider(want: Wanted, rows: list[Row], summary: Summary) -> Iterator[str]:
+    """Where nothing matches: what the globs match inside of names."""
+    for glob in want.globs if not rows else ():
+        from shlex import quote
+
+        wide = f"*{glob.strip('*')}*"
+        if count := sum(map(render.matcher([wide]), (row.place for row in summary.rows))):
+            yield f"{render.plural(count, 'tensor')} with --keys {quote(wide)}"
 
 
 def _rows(summary: Summary, want: Wanted) -> list[Row]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint import Checkpoint
     from ckptkit.convert import Conversion
     from ckptkit.formats.format import Loss
+    from ckptkit.plan import Patch, Plan
+    from ckptkit.workers import Pool
 
 SCHEMA = "ckptkit.edit/1"
 SHOWN = 20  # lines of what was lost
@@ -31,6 +33,8 @@ keys = click.option(
 @dataclass(frozen=True)
 class Edit:
     """Where from, where to, and how: the arguments of every command that writes."""
+
+    watched: ClassVar[bool] = True  # whether a person may see a bar
 
     src: str
     dst: str | None
@@ -47,6 +51,8 @@ class Edit:
     ties: str
     everything: bool
     shard_size: int | None
+    workers: int | None
+    scheduler: str | None
 
     def __post_init__(self) -> None:
         if self.in_place and self.dst is not None:
@@ -67,7 +73,7 @@ class Edit:
         from ckptkit.convert import convert
         from ckptkit.formats.format import WriteOptions
 
-        with Progress("writing") as progress:
+        with self.pool() as pool, Progress("writing", shown=self.watched) as progress:
             done = convert(
                 self.src if source is None else source,
                 self.dst,
@@ -83,25 +89,68 @@ class Edit:
                 allow_expand=self.allow_expand,
                 dry_run=self.dry_run,
                 progress=progress,
+                executor=pool,
             )
-        self._report(done, lost)
+        self.report(done, lost)
 
-    def _report(self, done: Conversion, lost: Sequence[Loss]) -> None:
+    def with_defaults(self, said: Mapping[str, Any]) -> Edit:
+        """This, where it does not say otherwise, with what a recipe says of the output."""
+        size = bytes_of(said["shard_size"]) if "shard_size" in said else None
+        return replace(
+            self,
+            format=self.format or said.get("format"),
+            objects=self.objects if self.objects != "keep" else said.get("objects", "keep"),
+            ties=self.ties if self.ties != "alias" else said.get("ties", "alias"),
+            everything=self.everything or said.get("all", False),
+            shard_size=self.shard_size or size,
+        )
+
+    @contextmanager
+    def pool(self) -> Iterator[Pool | None]:
+        """Who copies, where it is not this process alone."""
+        if self.dry_run or (self.workers is None and self.scheduler is None):
+            yield None
+            return
+        from ckptkit import workers
+
+        if urls.is_url(self.dst):
+            render.warn("a URL is one ordered stream: --workers and --scheduler do nothing for it")
+            yield None
+            return
+        with workers.opened(self.workers, self.scheduler) as pool:
+            yield pool
+
+    def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
         count = _tensors(done.checkpoint)
         if self.as_json:
             render.emit_json({**_facts(self, done, count), **({"lost": list(map(asdict, lost))} if lost else {})})
         elif not self.quiet:
-            verb = "would write" if self.dry_run else "wrote"
-            said = "; ".join((f"{render.plural(count, 'tensor')}, {render.size(done.plan.size)}", *done.notes))
-            render.emit(render.escape(f"{verb} {done.path}: {said}"))
+            said = "; ".join((f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes))
+            render.emit(render.escape(f"{_verb(done.plan, self.dry_run)} {done.path}: {said}"))
             if self.dry_run:
                 render.emit(*map(render.escape, str(done.plan).split("\n")))
         if not self.quiet:
-            for line in (*_lost(lost), *done.plan.notes, *done.warnings):
+            for line in (*what_was_lost(lost), *done.plan.notes, *done.warnings):
                 render.warn(line)
 
 
-def _lost(lost: Sequence[Loss]) -> list[str]:
+def _verb(plan: Plan | Patch, dry_run: bool) -> str:
+    from ckptkit.plan import Patch
+
+    if isinstance(plan, Patch):
+        return "would change" if dry_run else "changed" if plan.seal is not None else "kept"
+    return "would write" if dry_run else "wrote"
+
+
+def _sizes(plan: Plan | Patch) -> str:
+    from ckptkit.plan import Plan
+
+    if isinstance(plan, Plan):
+        return render.size(plan.size)
+    return f"{render.size(plan.written)} of {render.size(plan.size)} rewritten"
+
+
+def what_was_lost(lost: Sequence[Loss]) -> list[str]:
     said = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
     return said + ([f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else [])
 
@@ -144,9 +193,14 @@ _UNITS = {
 
 
 def size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Callback of --shard-size: bytes; ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
-    if text is None:
-        return None
+    """Callback of --shard-size."""
+    return None if text is None else bytes_of(text)
+
+
+def bytes_of(text: str) -> int:
+    """Bytes; ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
+    from fractions import Fraction  # and with it decimal
+
     found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
     size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
     if not size:
@@ -181,6 +235,8 @@ _EDIT = (
     click.option(
         "--shard-size", metavar="SIZE", callback=size, help="Write DST as a folder of files of up to 5GB, say."
     ),
+    click.option("--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."),
+    click.option("--scheduler", metavar="URL", help="Share it among the workers of a Dask cluster: tcp://HOST:8786."),
     click.option("--all", "everything", is_flag=True, help="Keep everything, also in a format made for weights alone."),
 )
 
@@ -190,13 +246,30 @@ def edit(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_edit(**given: Any) -> Any:
-        common = {name: given.pop(name) for name in Edit.__dataclass_fields__}
+        common = {each.name: given.pop(each.name) for each in fields(Edit)}
         return command(edit=Edit(**common), **given)
 
-    decorated: Callable[..., Any] = with_edit
-    for option in reversed(_EDIT):
-        decorated = option(decorated)
-    return decorated
+    return _decorated(with_edit, _EDIT)
+
+
+def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command SRC..., DST and the options of `Edit`; it gets them as its arguments `edit` and `sources`."""
+
+    @wraps(command)
+    def with_edit(sources: tuple[str, ...], dst: str, **given: Any) -> Any:
+        common = {each.name: given.pop(each.name) for each in fields(Edit) if each.name in given}
+        edit = Edit(src=sources[-1], dst=dst, in_place=False, **common)
+        return command(edit=edit, sources=sources, **given)
+
+    sources = click.argument("sources", metavar="SRC...", nargs=-1, required=True)
+    destination = click.argument("dst", metavar="DST")
+    return _decorated(with_edit, (sources, destination, *_EDIT[3:]))
+
+
+def _decorated(command: Callable[..., Any], options: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
+    for option in reversed(tuple(options)):
+        command = option(command)
+    return command
 
 
 def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:

@@ -21,12 +21,12 @@ class Progress:
     A total that is known only later may be given with the parts.
     """
 
-    def __init__(self, title: str, total: int | None = None) -> None:
+    def __init__(self, title: str, total: int | None = None, *, shown: bool = True) -> None:
         self.title = title
         self.total = total
         self.done = 0
         self.started = monotonic()
-        self.shown = is_terminal(sys.stderr)
+        self.shown = shown and is_terminal(sys.stderr)
         self.bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Progress:

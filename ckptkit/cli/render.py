@@ -1,54 +1,30 @@
-"""From facts to text: escaping, sizes, tables, folding, JSON. Everything that is printed goes through here."""
+"""From facts to text: escaping, sizes, tables, JSON. Everything that is printed goes through here."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Any, TextIO
 
 from ckptkit.errors import OutputError
+from ckptkit.text import escape as escape
+from ckptkit.text import plural as plural
+from ckptkit.text import shape as shape
+from ckptkit.text import size as size
 
 STDOUT = "standard output"
+COLOURS = {"red": 31, "green": 32, "yellow": 33, "cyan": 36}
+LABELS = {
+    "different:": "red", "equal:": "green", "hint:": "cyan", "mismatched": "red", "missing": "red", "note:": "cyan",
+    "unexpected": "yellow", "warning:": "yellow",
+}  # fmt: skip
 STREAMED = 2_000  # rows from which on a table is written as plain columns, without looking at all of it twice
 NARROWEST = 16  # characters that are left of a name on a terminal, however narrow
 BATCH = 1_000  # rows that are put into text at once
-
-# Printable by Python's definition, and yet drawn as nothing: joiners, fillers, variation selectors.
-_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]")
-
-
-def escape(text: str) -> str:
-    """`text` with whatever could move the cursor, hide or reorder its neighbours written as a backslash escape.
-
-    That is: all that Python calls unprintable (control characters, line breaks, bidirectional marks, zero-width
-    characters, lone surrogates, spaces other than the space), and what is printable but invisible.
-    """
-    if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
-        return text
-    return "".join(c if c.isprintable() and not _INVISIBLE.match(c) else _escaped(c) for c in text)
-
-
-def _escaped(char: str) -> str:
-    if char in "\n\r\t":
-        return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}[char]
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: ``1.1 MB`` is 1,100,000."""
-    if nbytes < 1_000:
-        return f"{nbytes} B"
-    scaled = nbytes / 1_000 if nbytes < 1 << 100 else float("inf")
-    for unit in ("kB", "MB", "GB", "TB"):
-        if scaled < 999.95:
-            return f"{scaled:.1f} {unit}"
-        scaled /= 1_000
-    return f"{scaled:,.1f} PB"
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
@@ -57,17 +33,6 @@ def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
 
     match = re.compile("|".join(map(translate, globs))).match
     return lambda name: match(name) is not None
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 tensor``, ``97 tensors``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-@lru_cache
-def shape(sizes: tuple[int, ...]) -> str:
-    """``[16, 3, 3, 3]``, as torch writes it."""
-    return f"[{', '.join(str(each) if each < 1 << 63 else '...' for each in sizes)}]"
 
 
 def emit(*lines: str) -> None:
@@ -91,19 +56,36 @@ def stdout_failed(error: OSError) -> OutputError:
     return OutputError(error.strerror or str(error), where=STDOUT)
 
 
-def warn(line: str, hint: str | None = None) -> None:
+def warn(line: str, hint: str | None = None, colour: str = "yellow") -> None:
     """Print a line on standard error, marked as ours, and what to type next below it; nothing where that is closed."""
     if sys.stderr is None:
         return
-    lines = [f"ckptkit: {line}", *([f"hint: {hint}"] if hint else [])]
+    marks = [("ckptkit:", line, colour), *([("hint:", hint, "cyan")] if hint else [])]
     try:
-        sys.stderr.writelines(f"{escape(each)}\n" for each in lines)
+        sys.stderr.writelines(f"{paint(mark, tint, sys.stderr)} {escape(each)}\n" for mark, each, tint in marks)
     except OSError:
         pass
 
 
 def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
+
+
+def has_colour(stream: TextIO | None) -> bool:
+    """Whether a person looks at it who has nothing against colour (https://no-color.org)."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return wanted and is_terminal(stream) and (os.name != "nt" or "WT_SESSION" in os.environ)
+
+
+def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """`text`, escaped already, in a colour where `stream` (standard output) shows any."""
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if has_colour(stream or sys.stdout) else text
+
+
+def labelled(line: str) -> str:
+    """`line`, escaped already, its first word painted if it is one that says how things stand."""
+    word = line.split(" ", 1)[0]
+    return paint(word, LABELS[word], sys.stdout) + line[len(word) :] if word in LABELS else line
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> Iterator[str]:

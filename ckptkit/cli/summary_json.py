@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptkit.cli.render import json_number
 from ckptkit.reports.summary import Opaque, Row, Summary, Value
-from ckptkit.reports.values import EXACT, key_list, number
+from ckptkit.reports.values import key_list, number
 from ckptkit.tree import join
 
 
@@ -40,18 +40,17 @@ def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
     name, path, leaf, storage, nbytes = row
-    shape, stride, offset = _exact(leaf.shape), _exact(leaf.stride), leaf.offset
     return {
         "name": name,
         "path": join(path),
         "keys": key_list(path),
-        "shape": shape,
+        "shape": leaf.shape,
         "dtype": leaf.dtype.name,
         "device": leaf.device,
-        "stride": stride,
-        "offset": offset if offset < EXACT else number(offset),
+        "stride": leaf.stride,
+        "offset": leaf.offset,
         "storage": storage,
-        "nbytes": nbytes if nbytes < EXACT else number(nbytes),
+        "nbytes": number(nbytes),
         "requires_grad": leaf.requires_grad,
         "kind": leaf.kind,
         "layout": leaf.layout,
@@ -69,7 +68,3 @@ def value(found: Value) -> dict[str, Any]:
 
 def opaque(found: Opaque) -> dict[str, Any]:
     return {"path": join(found.path), "keys": key_list(found.path), "global": found.global_}
-
-
-def _exact(sizes: tuple[int, ...]) -> tuple[int | str, ...]:
-    return sizes if not sizes or max(sizes) < EXACT else tuple(map(number, sizes))

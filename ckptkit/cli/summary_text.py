@@ -7,13 +7,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from ckptkit.cli.fold import Folded, Item, fold, unfolded
 from ckptkit.cli.render import escape, plural, shape, size, table
+from ckptkit.fold import Folded, Item, fold, unfolded
 from ckptkit.reports.summary import Row, Summary, Value
-from ckptkit.reports.values import Plain, plain
-from ckptkit.tree import Global, Node, Object, Pairs, SetNode, join, key_text, walk
-from ckptkit.trust import describe
-from ckptkit.weights import as_tensor
+from ckptkit.reports.values import Plain
+from ckptkit.tree import join
 
 SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 LISTED = 8  # values of a list; likewise
@@ -159,34 +157,3 @@ def cut(text: str, longest: int) -> str:
     if len(text) <= longest:
         return escape(text)
     return f"{escape(text[:longest])}... ({len(text):,} characters)"
-
-
-def tree(root: Node) -> Iterator[str]:
-    """Every node on a line of its own, indented by its depth; values and tensors are not entered."""
-    shown = 1 << 62
-    for path, node in walk(root):
-        depth = len(path)
-        if depth > shown:
-            continue
-        shown = 1 << 62
-        value = plain(node)
-        if value is not None or as_tensor(node) is not None:
-            shown = depth
-        key = f"{escape(key_text(path[-1]))}: " if path else ""
-        yield "  " * depth + key + (value_text(*value, LONG) if value is not None else _node(node))
-
-
-def _node(node: Node) -> str:
-    tensor = as_tensor(node)
-    if tensor is not None:
-        made = f" ({escape(describe(node.callable))})" if isinstance(node, Object) else ""
-        return f"{tensor.dtype} {shape(tensor.shape)} on {escape(tensor.device)}{made}"
-    if isinstance(node, Object):
-        return escape(describe(node.callable))
-    if isinstance(node, Global):
-        return f"the class or function {escape(str(node))}"
-    if isinstance(node, Pairs):
-        return f"mapping of {len(node.pairs):,}, its keys repeated or not hashable"
-    if isinstance(node, SetNode):
-        return f"set of {len(node.items):,}"
-    return f"{type(node).__name__} of {len(node):,}"

@@ -43,6 +43,9 @@ def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
             {"name": "shape", "a": {"dtype": "float32", "shape": [2]}, "b": {"dtype": "float32", "shape": [3]}}
         ],
         "changed": [{"name": "value", "count": 1, "first": 1, "largest": None}],
+        "renamed": [],
+        "reshaped": [],
+        "strict_false": None,
         "advice": [],
     }
 

@@ -200,6 +200,14 @@ def test_in_place(ckptkit: Ckptkit, run_pth: Path) -> None:
     assert equal(load(run_pth)["model"], expected)
 
 
+def test_in_place_another_format_needs_another_name(ckptkit: Ckptkit, run_pth: Path) -> None:
+    before = run_pth.read_bytes()
+    result = ckptkit("convert", "--in-place", "--format", "safetensors", run_pth)
+    assert result.exit_code == 2
+    assert "is named as torch-zip is, and safetensors would be in it" in result.stderr
+    assert run_pth.read_bytes() == before
+
+
 def test_a_destination_or_in_place(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
     assert ckptkit("strip-module", run_pth).exit_code == 2
     assert ckptkit("strip-module", "--in-place", run_pth, out).exit_code == 2

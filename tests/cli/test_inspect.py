@@ -149,8 +149,9 @@ def test_keys_that_nothing_has_are_named(ckptkit: Ckptkit, run_pth: Path) -> Non
 
 def test_the_tree(ckptkit: Ckptkit, run_pth: Path) -> None:
     lines = ckptkit("inspect", "--tree", run_pth).stdout.splitlines()
-    assert "  model: OrderedDict of 9" in lines
-    assert "    module.0.weight: float32 [3, 4] on cpu" in lines
+    assert lines[1].split() == ["model:", "OrderedDict", "of", "9", "36", "100.0%", "█" * 20]
+    assert lines[2].startswith("    module. 9 tensors ")
+    assert lines[4].split() == ["weight:", "float32", "[3,", "4]", "on", "cpu", "12", "33.3%", "██████▋"]
     assert "  epoch: 3" in lines
     assert "  name: 'näme'" in lines
 

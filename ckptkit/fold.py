@@ -7,10 +7,11 @@ out: folding goes over one index after the other, last first, and joins only wha
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")
+_split = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])").split
 RUNS = 8  # runs of numbers that are spelled out between braces
 
 Indices = tuple[tuple[int, ...], ...]  # for each index in a name, the values that it takes
@@ -29,24 +30,21 @@ class Folded(NamedTuple):
     rows: int
 
 
-class _Block(NamedTuple):
-    first: int  # position of its first row
-    indices: Indices
-    nbytes: int
-    rows: int
+# What rows have become: position of the first, indices, bytes, number of rows. A plain tuple: each row begins as one.
+_Block = tuple[int, Indices, int, int]
 
 
 def fold(items: Iterable[Item]) -> list[Folded]:
     """Fewer rows, each at the place of the first that it stands for."""
-    groups: dict[tuple[tuple[str, ...], Hashable], list[_Block]] = {}
+    groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
     for position, (label, columns, nbytes) in enumerate(items):
-        parts = _INDEX.split(label)
-        indices = tuple([(int(each),) for each in parts[1::2]])
-        groups.setdefault((tuple(parts[::2]), columns), []).append(_Block(position, indices, nbytes, 1))
+        parts = _split(label)
+        indices = tuple(zip(map(int, parts[1::2])))  # one value for each
+        groups[tuple(parts[::2]), columns].append((position, indices, nbytes, 1))
     found = sorted(
-        (block.first, Folded(_label(texts, block.indices), columns, block.nbytes, block.rows))
+        (first, Folded(_label(texts, indices), columns, nbytes, rows))
         for (texts, columns), blocks in groups.items()
-        for block in _joined(blocks, len(texts) - 1)
+        for first, indices, nbytes, rows in _joined(blocks, len(texts) - 1)
     )
     return [row for _, row in found]
 
@@ -65,14 +63,15 @@ def _joined(blocks: list[_Block], dimensions: int) -> Iterable[_Block]:
 
 def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
     """Blocks that agree in every index but one, put together."""
-    together: dict[tuple[Indices, Indices], list[_Block]] = {}
+    together: defaultdict[Indices, list[_Block]] = defaultdict(list)
     for block in blocks:
-        rest = block.indices[:dimension], block.indices[dimension + 1 :]
-        together.setdefault(rest, []).append(block)
-    for (before, after), same in together.items():
-        values = tuple([value for block in same for value in block.indices[dimension]])
-        nbytes, rows = sum(block.nbytes for block in same), sum(block.rows for block in same)
-        yield _Block(same[0].first, (*before, values, *after), nbytes, rows)
+        indices = block[1]
+        together[indices[:dimension] + indices[dimension + 1 :]].append(block)
+    for same in together.values():
+        first, indices, _, _ = same[0]
+        values = tuple([value for block in same for value in block[1][dimension]])
+        nbytes, rows = sum([block[2] for block in same]), sum([block[3] for block in same])
+        yield first, (*indices[:dimension], values, *indices[dimension + 1 :]), nbytes, rows
 
 
 def _label(texts: tuple[str, ...], indices: Indices) -> str:
@@ -87,13 +86,13 @@ def _ranges(values: tuple[int, ...]) -> str:
     ordered = sorted(set(values))
     if len(ordered) == 1:
         return str(ordered[0])
-    runs: list[list[int]] = []
-    for value in ordered:
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1][1:] = [value]
-        else:
-            runs.append([value])
-    texts = ["..".join(map(str, run)) for run in runs]
+    texts = []
+    first = last = ordered[0]
+    for value in (*ordered[1:], -1):  # which ends the last run
+        if value != last + 1:
+            texts.append(f"{first}..{last}" if last > first else str(first))
+            first = value
+        last = value
     if len(texts) > RUNS:
         texts[3:-1] = [".."]
     return "{" + ",".join(texts) + "}"

@@ -1,0 +1,198 @@
+"""What Tab completes beyond commands and options: files, and what is in the file that was typed before.
+
+Only headers of local files are read, for two seconds at most, and whatever goes wrong completes to nothing. A name with
+a character that a shell could act on is not offered: nobody shall run by Tab and Enter what a file says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+import click
+from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint import Checkpoint
+
+SECONDS = 2.0
+MOST = 500  # candidates; of more, their common beginnings
+DEVICES = ("cpu", "cuda", "cuda:0", "mps", "meta")
+
+_harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch
+
+Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+Candidates = Iterable[tuple[str, str | None]]  # and what is said beside each
+
+
+class Completed(click.types.StringParamType):
+    """A text that `complete` completes."""
+
+    def __init__(self, complete: Completer) -> None:
+        self.complete = complete
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        try:
+            with _deadline():
+                return self.complete(ctx, param, incomplete)
+        except (Exception, KeyboardInterrupt):
+            return []
+
+
+def teach(command: click.Command) -> None:
+    """Make the parameters of a command complete what their names and metavars say that they are."""
+    for parameter in command.params:
+        completer = completer_of(parameter)
+        if completer is not None:
+            parameter.type = Completed(completer)
+
+
+def completer_of(parameter: click.Parameter) -> Completer | None:
+    """What completes a parameter, None for a text of one's own and for what click knows: numbers, choices."""
+    if type(parameter.type) is not click.types.StringParamType or parameter.name in _FREE:
+        return None
+    kind = (parameter.metavar or "").strip("[].")
+    return _BY_NAME.get(parameter.name or "") or _BY_METAVAR.get(kind)
+
+
+def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]
+
+
+def _recipes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from ckptkit.recipes import names
+
+    return [*_matching(((name, None) for name in names()), incomplete), *_files(ctx, parameter, incomplete)]
+
+
+def _formats(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from ckptkit.formats import writable
+
+    return _matching(((format.name, format.title) for format in writable()), incomplete)
+
+
+def _dtypes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from ckptkit.dtypes import TABLE
+
+    return _matching(((row.name, None) for row in TABLE if row.kind == "float"), incomplete)
+
+
+def _devices(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return _matching(((name, None) for name in DEVICES), incomplete)
+
+
+def _tags(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """``cuda:1=``, of the devices in the file."""
+    with _opened(ctx, parameter) as checkpoint:
+        devices = {tensor.device: None for tensor in checkpoint.weights.values()}
+        return _matching(((f"{device}=", None) for device in devices), incomplete)
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The names of the weights."""
+    from ckptkit.text import shape
+
+    with _opened(ctx, parameter) as checkpoint:
+        named = ((name, f"{each.dtype} {shape(each.shape)}") for name, each in checkpoint.weights.items())
+        return _matching(named, incomplete)
+
+
+def _entries(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The paths of mappings and lists, two levels of them."""
+    from ckptkit.tree import children, key_text
+
+    def below(node: object, before: str, levels: int) -> Iterator[tuple[str, str | None]]:
+        for key, child in children(node):
+            inside = sum(1 for _ in children(child))
+            if inside:
+                path = before + key_text(key)
+                yield path, f"{inside:,} entries"
+                if levels > 1:
+                    yield from below(child, f"{path}.", levels - 1)
+
+    with _opened(ctx, parameter) as checkpoint:
+        return _matching(below(checkpoint.root, "", 2), incomplete)
+
+
+def _prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What at least half of the names begin with, up to a dot."""
+    with _opened(ctx, parameter) as checkpoint:
+        names = list(checkpoint.weights)
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".", 4)[:-1]
+        counts.update(".".join(parts[:end]) + "." for end in range(1, len(parts) + 1))
+    often = (prefix for prefix, count in counts.most_common(8) if 2 * count >= len(names))
+    return _matching(((prefix, None) for prefix in often), incomplete)
+
+
+def _matching(candidates: Candidates, incomplete: str) -> list[CompletionItem]:
+    """Those that begin like `incomplete`; of too many, where they part."""
+    found = {name: said for name, said in candidates if name.startswith(incomplete) and _harmless(name)}
+    if len(found) > MOST:
+        ends = zip(min(found), max(found), strict=False)
+        start = next((place for place, (a, b) in enumerate(ends) if a != b), 0)
+        found = dict.fromkeys((_up_to_dot(name, start) for name in found), None)
+    return [CompletionItem(name, help=said) for name, said in list(found.items())[:MOST]]
+
+
+def _up_to_dot(name: str, start: int) -> str:
+    end = name.find(".", start)
+    return name if end < 0 else name[: end + 1]
+
+
+@contextmanager
+def _opened(ctx: click.Context, parameter: click.Parameter) -> Iterator[Checkpoint]:
+    """The file that stands before `parameter` on the command line."""
+    from ckptkit.convert import open_checkpoint
+
+    second = parameter.name in ("key_b", "name_b")
+    named = [ctx.params.get(name) for name in (_SECOND if second else _FIRST)]
+    words = [word for each in named for word in ([each] if isinstance(each, str) else each or ())]
+    path = next(iter([*words, *ctx.args[second:]]))
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)
+    key = None if parameter.name in ("key", "keys", "key_b") else _key(ctx.params)
+    with closing(open_checkpoint(path, key=key)) as checkpoint:
+        yield checkpoint
+
+
+def _key(given: dict[str, object]) -> str | None:
+    key = given.get("key")
+    return key if isinstance(key, str) else None
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    """An interrupt after so many `SECONDS`, where the program has said that an alarm is one."""
+    heard = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.default_int_handler
+    if heard:
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        if heard:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# The parameters that hold the file, and the other file.
+_FIRST: Sequence[str] = ("file", "src", "a", "files", "sources")
+_SECOND: Sequence[str] = ("b", "other")
+
+_BY_NAME: dict[str, Completer] = {"format": _formats, "name": _names, "name_b": _names}
+_FREE = {"trust"}  # and what has no entry in either table
+_BY_METAVAR: dict[str, Completer] = {
+    **dict.fromkeys(("A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"), _files),
+    "A=B": _tags,
+    "DEVICE": _devices,
+    "GLOB": _names,
+    "GLOB=]DTYPE": _dtypes,
+    "P": _prefixes,
+    "PATH": _entries,
+    "RECIPE": _recipes,
+}

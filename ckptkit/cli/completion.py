@@ -1,0 +1,32 @@
+"""ckptkit completion"""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli import render
+
+VARIABLE = "_CKPTKIT_COMPLETE"  # as click calls it
+
+
+@click.command("completion")
+@click.argument("shell", metavar="SHELL", type=click.Choice(["bash", "zsh", "fish"]))
+def command(shell: str) -> None:
+    """Print the script that completes in a shell.
+
+    SHELL is bash (4.4 or later), zsh or fish. Commands, options and files are completed, and names of tensors and
+    entries from the header of the file that stands before them. For one session: eval "$(ckptkit completion bash)", or
+    ckptkit completion fish | source.
+
+    \b
+    Example: ckptkit completion bash > ~/.local/share/bash-completion/completions/ckptkit
+             ckptkit completion zsh >> ~/.zshrc
+             ckptkit completion fish > ~/.config/fish/completions/ckptkit.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    from ckptkit.cli import main
+
+    completer = get_completion_class(shell)
+    assert completer is not None
+    render.emit(completer(main, {}, "ckptkit", VARIABLE).source())

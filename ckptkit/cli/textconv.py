@@ -1,0 +1,79 @@
+"""A checkpoint as text for `git diff`: a line for each tensor, value and object, with no path and no total.
+
+One change in the file is one line in the difference. git hands over a temporary file and stops at a failure: what
+cannot be read is text too, with the digest of its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from ckptkit.cli.render import escape, shape
+from ckptkit.errors import CkptkitError
+from ckptkit.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.reports.values import Plain
+
+HEX = 16  # characters of a digest: enough to see that it is another
+LONG = 200  # characters of a value
+SMALL = 1_024  # bytes of a text file that is shown as it is: a Git LFS pointer
+
+
+def lines(path: str, key: str | None) -> Iterator[str]:
+    """What is in the file at `path`, escaped. Reads every tensor."""
+    from ckptkit.convert import open_checkpoint
+
+    try:
+        with closing(open_checkpoint(path, key=key)) as checkpoint:
+            shown = list(map(escape, _facts(checkpoint)))
+    except CkptkitError as error:
+        shown = list(map(escape, _unreadable(path, error)))
+    yield from shown
+
+
+def _facts(checkpoint: Checkpoint) -> Iterator[str]:
+    from ckptkit.reports.digest import sha256_each
+    from ckptkit.reports.summary import summarize
+
+    summary = summarize(checkpoint)
+    yield f"format: {summary.format}"
+    if summary.weights is not None:
+        yield f"weights: {join(summary.weights) or 'the whole file'}"
+    digests = sha256_each((row.place, row.tensor) for row in summary.rows)
+    for row, digest in zip(summary.rows, digests, strict=True):
+        tensor = row.tensor
+        said = "no bytes" if digest is None else f"sha256 {digest[:HEX]}"
+        yield f"{row.place}: {tensor.dtype} {shape(tensor.shape)} {tensor.device} {said}"
+    yield from (f"{join(value.path)}: {_value(value.value)}" for value in summary.values)
+    yield from (f"{join(each.path)}: an object of {each.global_}" for each in summary.objects)
+    yield from (f"metadata {name}: {_value(value)}" for name, value in summary.metadata.items())
+
+
+def _value(value: Plain) -> str:
+    """A value, and of a long one its beginning and its digest."""
+    text = repr(value)
+    if len(text) <= LONG:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{text[:LONG]}... ({len(text):,} characters, sha256 {digest[:HEX]})"
+
+
+def _unreadable(path: str, error: CkptkitError) -> Iterator[str]:
+    yield f"unreadable: {error.message}"
+    digest, start = hashlib.sha256(), b""
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+                start = start or piece
+    except OSError:
+        return
+    if len(start) <= SMALL and b"\0" not in start:
+        yield from start.decode(errors="replace").splitlines()
+    else:
+        yield f"sha256 {digest.hexdigest()[:HEX]}"

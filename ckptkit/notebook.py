@@ -1,0 +1,87 @@
+"""HTML for notebooks: the words of the terminal in tables that fold away. No script, no colour, nothing fetched.
+
+Whatever comes from a file is escaped twice: for the eye as on the terminal, and for HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape as escape_html
+from itertools import islice
+
+from ckptkit.fold import Item, fold
+from ckptkit.tensor import Tensor
+from ckptkit.text import escape, plural, shape, size
+from ckptkit.tree import LEAVES, Node, children, key_text
+from ckptkit.weights import Weights
+
+ROWS = 200  # of a table
+LONG = 80  # characters of a value
+
+
+def text(said: str) -> str:
+    """What may stand in HTML, also between quotes."""
+    return escape_html(escape(said))
+
+
+def page(heading: str, parts: Iterable[str]) -> str:
+    """A heading and what stands below it, already HTML."""
+    return f"<div><strong>{text(heading)}</strong>{''.join(parts)}</div>"
+
+
+def line(said: str) -> str:
+    return f"<div>{text(said)}</div>"
+
+
+def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = True) -> str:
+    """A table below its title, which opens and closes it; the first of very many rows."""
+    cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
+    head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
+    more = line(f"and {len(rows) - ROWS:,} more") if len(rows) > ROWS else ""
+    return (
+        f"<details{' open' if opened else ''}><summary>{text(title)}</summary>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>{more}</details>"
+    )
+
+
+def _cell(said: str) -> str:
+    return f'<td style="text-align:left">{text(said)}</td>'
+
+
+def folded(names: Iterable[str]) -> list[tuple[str]]:
+    """Rows of names, those that differ in an index alone as one."""
+    return [(row.label,) for row in fold(Item(name, (), 0) for name in names)]
+
+
+def checkpoint(heading: str, root: Node, weights: Weights | None) -> str:
+    """The weights, folded as on the terminal, and the entries of the root that are not they."""
+    parts = [] if weights is None else [_weights(weights.tensors)]
+    inside = key_text(weights.path[0]) if weights is not None and weights.path else None
+    named = ((key_text(key), node) for key, node in islice(children(root), ROWS))
+    beside = [(name, _said(node)) for name, node in named if name != inside]
+    if beside and (weights is None or weights.path):
+        parts += [table("other entries" if parts else "entries", ("entry", "value"), beside)]
+    return page(heading, parts)
+
+
+def _weights(tensors: dict[str, Tensor]) -> str:
+    rows = fold(
+        Item(name, (str(each.dtype), shape(each.shape), each.device), each.nbytes) for name, each in tensors.items()
+    )
+    cells = [(row.label, row.columns[0], row.columns[1], size(row.nbytes), row.columns[2]) for row in rows]
+    return table(plural(len(tensors), "tensor"), ("name", "dtype", "shape", "size", "device"), cells)
+
+
+def _said(node: Node) -> str:
+    """A short value as it is, anything else by what it is."""
+    if isinstance(node, Tensor):
+        return f"tensor, {node.dtype} {shape(node.shape)}"
+    if isinstance(node, str):
+        return repr(node[:LONG]) + ("..." if len(node) > LONG else "")
+    if isinstance(node, int) and not isinstance(node, bool):
+        return f"{node:,}" if abs(node) >> 64 == 0 else f"an integer of {node.bit_length():,} bits"
+    if isinstance(node, (bool, float, complex, type(None))):
+        return repr(node)
+    if isinstance(node, LEAVES):
+        return type(node).__name__
+    return f"{type(node).__name__} of {sum(1 for _ in children(node)):,}"

@@ -1,0 +1,181 @@
+"""Names from a file, whatever command prints them: no control character leaves, in text, errors, JSON, CSV or SARIF."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptkit import cli
+from ckptkit.cli import render
+from tests.cli.conftest import Ckptkit
+
+NAMES = [
+    "\x1b]0;title\x07", "\x1b[2J\x1b[H", "\x1b]52;c;aGk=\x07", "\x1b]8;;http://evil\x1b\\", "a\rb", "x\n[OK] safe",
+    "\u202egnp.exe", "a\u2066b", "\x85", "\x9b31m", "\u200b", "\u2028", "nul\0nul", "\x7f", "tab\tbed", "\ud800",
+    "=cmd|' /C calc'!A0", "@SUM(1)", "+1", "-1", "<script>alert(1)</script>", "%s%n{0}", "[bold]", "größe 模型",
+]  # fmt: skip
+FOREIGN = "evil\x1b[2J"  # a module
+SILENT = {"train", "formats", "env", "completion", "browse"}  # print nothing of a file; the last has a screen
+
+
+class Given:
+    """Files in a folder, by the names that the arguments below have for them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        weights = OrderedDict((f"module.{name}.{i}", torch.ones(2, 2)) for i, name in enumerate(NAMES))
+        self.paths = {
+            name: folder / f"{name}{odd}"
+            for name, odd in (("F", "\x1b[2J\n\u202e.pth"), ("G", ".pth"), ("S", ".safetensors"))
+        }
+        self.folder = folder
+        torch.save(
+            {"model": weights, "model_ema": weights, **{f"{n}!": n for n in NAMES}, 3: self._object(monkeypatch)},
+            self.paths["F"],
+        )
+        torch.save({f"{name}2": value for name, value in weights.items()}, self.paths["G"])
+        whole = {name: value for name, value in weights.items() if "\ud800" not in name}
+        save_file(whole, self.paths["S"], metadata={name: name for name in NAMES if "\ud800" not in name})
+        self.paths["C"] = folder / "cut\x07.pth"
+        self.paths["C"].write_bytes(self.paths["F"].read_bytes()[:-3000])
+        self.paths["R"] = folder / "recipe\x07.toml"
+        self.paths["R"].write_text('[[steps]]\nadd = "\\u001b[2J"\n')
+        self.count = 0
+
+    def _object(self, monkeypatch: pytest.MonkeyPatch) -> object:
+        """One whose class is in a module with an odd name."""
+        module = types.ModuleType(FOREIGN)
+        made = type("Kl\x1b[31mass", (), {"__module__": FOREIGN})
+        setattr(module, made.__name__, made)
+        monkeypatch.setitem(sys.modules, FOREIGN, module)
+        found = made()
+        found.field = "\x1b]0;x\x07"  # type: ignore[attr-defined]
+        return found
+
+    def arguments(self, words: Sequence[str]) -> list[str]:
+        """Words with the files put in; O, OS, OD are outputs that are not there yet."""
+        self.count += 1
+        out = self.folder / f"out\x1b[{self.count}"
+        outputs = {"O": f"{out}.pth", "OS": f"{out}.safetensors", "OD": str(out), "OH": f"{out}.html"}
+        files = {name: str(path) for name, path in self.paths.items()}
+        return [{**files, **outputs}.get(word, word) for word in words]
+
+
+FIRST, SECOND = f"module.{NAMES[0]}.0", "module.\x1b[2Jmissing"
+CALLS: dict[str, list[list[str]]] = {
+    "inspect": [
+        *(["F"], ["G"], ["S"], ["C"], ["F", "--tree"], ["F", "--flat"], ["F", "--keys", "*"], ["F", "--key", SECOND]),
+        *(["G", "--sort", "name"], ["F", "--textconv"], ["G", "--textconv"], ["C", "--textconv"]),
+    ],
+    "strip-module": [["G", "O"], ["F", "O", "--key", "model"], ["F", "O", "--dry-run"], ["S", "OS"], ["F", "F"]],
+    "add-module": [["G", "O"], ["G", "O", "--prefix", "\x1b[2J"]],
+    "remap": [["F", "O", "--to", "cpu"], ["F", "O", "--map", "\x1b[2J=cpu"]],
+    "diff": [
+        *(["F", "G", "--key", "model", "--key-b", ""], ["G", "S"], ["G", "S", "--values"], ["G", "--model", "\x1b[2J"]),
+        ["G", "S", "--write-map", "O"],
+    ],
+    "convert": [
+        *(["F", "OS", "--key", "model"], ["G", "OS"], ["S", "O"], ["F", "OS", "--all"], ["G", "O", "--drop", "*\x1b*"]),
+        *(["S", "OD", "--format", "sharded", "--shard-size", "99"], ["G", "O", "--cast", "\x1b[2J"]),
+    ],
+    "rename": [["G", "O", "--sub", "module=\x1b[2J"], ["G", "O", "--sub", ".*=\x07"], ["G", "O", "--map", "\x1b.json"]],
+    "extract": [["F", "O", "--key", "model"], ["F", "O", "--key", f"{NAMES[0]}!"], ["F", "O", "--key", SECOND]],
+    "wrap": [["G", "O", "--key", "\x1b[2J"]],
+    "average": [["G", "G", "O"], ["G", "S", "O"]],
+    "merge": [["G", "S", "O"], ["G", "G", "O"]],
+    "ema": [["F", "O"]],
+    "run": [["R", "G", "O"], ["\x1b[2J", "G", "O"]],
+    "recover": [["F", "O"], ["C", "O"]],
+    "doctor": [["F"], ["G"], ["S"], ["C"]],
+    "scan": [["F"], ["F", "--strict"], ["G", "S", "C"], ["F", "--sarif"]],
+    "stats": [["G"], ["F", "--key", "model"], ["S", "--csv"], ["G", "--fold"], ["G", "--depth", "1"]],
+    "show": [["S", FIRST], ["S", SECOND], ["G", f"{FIRST}2", "--with", "S", "--name-b", FIRST]],
+    "report": [["G", "-o", "OH"], ["G", "S", "-o", "OH"], ["F", "-o", "OH", "--values"]],
+    "verify": [["F"], ["G"], ["S"], ["C"], ["G", "--values"]],
+    "digest": [["F", "--key", "model"], ["G"], ["S"], ["F", "--all"]],
+    "batch": [["strip-module", "--into", "OD", "G"], ["strip-module", "--into", "OD", "S", "F", "C"]],
+}  # fmt: skip
+
+
+OURS = 98  # a colour that no file asks for
+
+
+def unpainted(text: str) -> str:
+    """Without the colours that are ours."""
+    return re.sub(rf"\x1b\[{OURS}m(.*?)\x1b\[0m", r"\1", text)
+
+
+def test_every_command_is_tried() -> None:
+    assert {*cli.COMMANDS} - SILENT <= CALLS.keys()
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("name", [each for each in cli.COMMANDS if each in CALLS])
+def test_CL_01_CL_02_CL_03_nothing_but_text_leaves(
+    name: str, terminal: bool, tmp_path: Path, ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Given(tmp_path, monkeypatch)
+    monkeypatch.setattr(render, "is_terminal", lambda stream: terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(render, "COLOURS", dict.fromkeys(render.COLOURS, OURS))
+    monkeypatch.chdir(tmp_path)
+    worked = 0
+    for words in CALLS[name]:
+        for options in ([], ["--json"]):
+            if options and ("--sarif" in words or "--csv" in words or "--tree" in words):
+                continue
+            asked = given.arguments(words)
+            result = ckptkit(name, *([asked[0], *options, *asked[1:]] if name == "batch" else [*options, *asked]))
+            assert result.exit_code in (0, 1, 2, 3, 4), (words, result.stderr)
+            for text in map(unpainted, (result.stdout, result.stderr)):
+                odd = [
+                    line
+                    for line in text.splitlines(keepends=True)
+                    if line.rstrip("\n") != render.escape(line.rstrip("\n"))
+                ]
+                assert odd == [], (words, options)
+                assert not any(line.startswith("[OK]") for line in text.splitlines())
+            if result.stdout and (options or "--sarif" in words):
+                json.loads(result.stdout)
+            worked += result.exit_code in (0, 1)
+    assert worked
+
+
+def test_CL_01_a_name_of_a_mebibyte(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    """Is shown whole in a pipe, escaped, and in no time."""
+    name = "\x1b[2J" * (1 << 18)
+    torch.save({f"module.{name}": torch.ones(1), "module.b": torch.ones(1)}, tmp_path / "long.pth")
+    for command in ("inspect", "stats", "scan", "verify", "digest", "doctor"):
+        result = ckptkit(command, tmp_path / "long.pth")
+        assert result.exit_code in (0, 1, 3) and "\x1b" not in result.stdout + result.stderr
+    assert r"\x1b[2J" * (1 << 18) in ckptkit("inspect", tmp_path / "long.pth").stdout
+
+
+def test_CL_01_a_page_shows_names_as_text(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Given(tmp_path, monkeypatch)
+    assert ckptkit("report", *given.arguments(["G", "S", "-o", "OH"])).exit_code == 0
+    (page,) = tmp_path.glob("*.html")
+    text = page.read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in text and "alert(1)" in text
+    assert not any((ord(char) < 32 and char != "\n") or char in "\x7f\x85\x9b\u202e\u2066\u200b\u2028" for char in text)
+
+
+def test_CL_02_no_cell_is_a_formula(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a spreadsheet would compute when it opens the file."""
+    given = Given(tmp_path, monkeypatch)
+    torch.save({name: torch.ones(1) for name in NAMES}, tmp_path / "bare.pth")
+    text = ckptkit("stats", "--csv", tmp_path / "bare.pth").stdout
+    header, *rows = csv.reader(io.StringIO(text))
+    assert given and len(rows) == len(NAMES)
+    column = header.index("name")
+    assert [row[column] for row in rows if row[column][:1] in "=+-@\t\r"] == []
