@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ckptkit.loading import load_into as load_into
     from ckptkit.tensor import Storage as Storage
     from ckptkit.tensor import Tensor as Tensor
+    from ckptkit.transforms.combine import average as average
+    from ckptkit.transforms.combine import ema as ema
+    from ckptkit.transforms.combine import merge as merge
     from ckptkit.transforms.devices import remap as remap
     from ckptkit.transforms.elements import cast as cast
     from ckptkit.transforms.elements import compact as compact
@@ -38,13 +41,16 @@ _PLACES = {
     "Storage": ("tensor", "Storage"),
     "Tensor": ("tensor", "Tensor"),
     "add_prefix": ("transforms.keys", "add_prefix"),
+    "average": ("transforms.combine", "average"),
     "cast": ("transforms.elements", "cast"),
     "compact": ("transforms.elements", "compact"),
     "dequantize": ("transforms.quantized", "dequantize"),
     "diff": ("loading", "diff"),
+    "ema": ("transforms.combine", "ema"),
     "extract": ("transforms.structure", "extract"),
     "load": ("loading", "load"),
     "load_into": ("loading", "load_into"),
+    "merge": ("transforms.combine", "merge"),
     "open": ("convert", "open_checkpoint"),
     "recover": ("convert", "recover"),
     "remap": ("transforms.devices", "remap"),
@@ -63,13 +69,16 @@ __all__ = [
     "Tensor",
     "__version__",
     "add_prefix",
+    "average",
     "cast",
     "compact",
     "dequantize",
     "diff",
+    "ema",
     "extract",
     "load",
     "load_into",
+    "merge",
     "open",
     "recover",
     "remap",

@@ -13,6 +13,7 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -169,7 +170,8 @@ class LocalFile(ByteSource):
     def close(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
-            os.close(fd)
+            with suppress(OSError):  # what was read has been read
+                os.close(fd)
 
 
 def _open_regular(path: str, name: str, follow: bool) -> int:
@@ -275,6 +277,10 @@ class Folder:
         """Bytes of the files that were opened in folders inside it."""
         inside = re.compile(re.escape(self._within) + "[^/]+/")
         return sum(source.size for key, source in self._open.items() if inside.match(key))
+
+    def opened(self) -> tuple[ByteSource, ...]:
+        """The files in it that have been opened."""
+        return tuple(self._open.values())
 
     def check_unchanged(self) -> None:
         for source in self._open.values():

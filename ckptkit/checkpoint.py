@@ -9,11 +9,12 @@ from functools import cached_property
 from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.tensor import Tensor
-from ckptkit.tree import Global, Node
+from ckptkit.text import escape, plural, size
+from ckptkit.tree import Global, Node, join
 from ckptkit.weights import Weights, is_optimizer, locate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A tree of plain values with lazy tensors, and where it came from.
 
@@ -23,7 +24,7 @@ class Checkpoint:
     the format that set it; ``key`` names the entry to take as the weights instead of looking for it.
     """
 
-    root: Node = field(repr=False)
+    root: Node
     format: str = ""
     source: ByteSource | Folder | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -77,6 +78,34 @@ class Checkpoint:
     def with_key(self, key: str | None) -> Checkpoint:
         """This checkpoint with the weights taken from the entry `key`."""
         return replace(self, key=key)
+
+    def __repr__(self) -> str:
+        """What the prompt shows: a line, without an address of anything. Reads headers only, and never fails."""
+        return f"<Checkpoint {self._heading()}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the weights and what lies beside them."""
+        from ckptkit import notebook
+
+        try:
+            weights = self.selection
+        except CkptkitError:  # which the heading says
+            weights = None
+        return notebook.checkpoint(self._heading(), self.root, weights)
+
+    def _heading(self) -> str:
+        where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
+        try:
+            weights = self.selection
+        except CkptkitError as error:
+            return f"{where}: {escape(error.message)}"
+        if weights is None:
+            return f"{where}: no weights"
+        tensors = weights.tensors.values()
+        different = {(id(each.storage or each), each.offset, each.shape): each.numel for each in tensors}
+        parameters, nbytes = sum(different.values()), sum(each.nbytes for each in tensors)
+        place = f" in {escape(join(weights.path))}" if weights.path else ""
+        return f"{where}: {plural(len(tensors), 'tensor')}, {parameters:,} parameters, {size(nbytes)}{place}"
 
     def close(self) -> None:
         """Close the files that tensors are read from."""

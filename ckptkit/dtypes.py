@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptkit.errors import FormatError
+from ckptkit.text import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +107,6 @@ def parse(name: str) -> DType:
     plain = name.strip().lower().removeprefix("torch.")
     found = BY_NAME.get(ALIASES.get(plain, plain))
     if found is None:
-        raise FormatError(f"unknown dtype {name!r}", hint="known dtypes: " + ", ".join(row.name for row in TABLE[:23]))
+        known = ", ".join(row.name for row in TABLE[:23])
+        raise FormatError(f"unknown dtype {name!r}", hint=f"{meant(plain, [*BY_NAME, *ALIASES])}known dtypes: {known}")
     return found

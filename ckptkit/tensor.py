@@ -15,7 +15,7 @@ from typing import Final
 from ckptkit.bytesource import Record
 from ckptkit.dtypes import DType
 from ckptkit.errors import TensorError
-from ckptkit.limits import LIMITS
+from ckptkit.limits import LIMITS, check
 
 Shape = tuple[int, ...]
 
@@ -135,11 +135,13 @@ def contiguous_stride(shape: Shape) -> Shape:
 
 
 def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int) -> None:
-    """Raise TensorError unless every element lies inside the storage. Integers are unbounded: nothing overflows."""
+    """Raise TensorError unless every element lies inside the storage, LimitError for too many dimensions.
+
+    Integers are unbounded: nothing overflows."""
     if len(shape) != len(stride) and (storage is not None or stride):
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
     if len(shape) > LIMITS.rank:
-        raise TensorError(f"{len(shape)} dimensions, more than {LIMITS.rank}")
+        check("rank", len(shape), "dimensions of a tensor")
     if offset.__class__ is not int or offset >> 63:
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptkit.bytesource import Extent
-from ckptkit.errors import LimitError, UsageError
-from ckptkit.limits import LIMITS
+from ckptkit.errors import UsageError
+from ckptkit.limits import LIMITS, check
 from ckptkit.tensor import Tensor, TypedStorage
+from ckptkit.text import entries
 
 Node = Any
 Path = tuple[Node, ...]
@@ -85,7 +86,8 @@ class OrderedDict(dict[Node, Node]):
     __slots__ = ("state",)
 
     def __init__(self, items: Mapping[Node, Node] | Iterable[tuple[Node, Node]] = (), state: Node = None) -> None:
-        super().__init__(items)
+        if items:
+            self.update(items)
         self.state = state
 
     __hash__ = None
@@ -214,7 +216,7 @@ def walk(root: Node) -> Iterator[tuple[Path, Node]]:
                 if id(node) in open_ids or again > LIMITS.revisits:
                     continue
             if len(stack) >= LIMITS.depth:
-                raise LimitError(f"values nested more than {LIMITS.depth:,} deep (depth)")
+                check("depth", len(stack) + 1, "levels of values")
             seen.add(id(node))
             open_ids.add(id(node))
             stack.append((here, node, iter(children(node))))
@@ -234,7 +236,10 @@ def _size(node: Node) -> int:
 
 def join(path: Path) -> str:
     """A path as people write it: keys joined by dots."""
-    return ".".join(map(key_text, path))
+    try:
+        return ".".join(path)
+    except TypeError:  # not all of them are strings
+        return ".".join(map(key_text, path))
 
 
 def key_text(key: Node) -> str:
@@ -261,17 +266,17 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
     seen: set[tuple[int, int]] = set()  # cycles multiply the ways to read a path
     while waiting:
         path, node, rest = waiting.pop()
-        if (id(node), len(rest)) in seen:
+        if (place := (id(node), len(rest))) in seen:
             continue
-        seen.add((id(node), len(rest)))
+        seen.add(place)
         for key, child in children(node):
             text = key_text(key)
             if text == rest:
                 return (*path, key), child
             if rest.startswith(text + "."):
                 waiting.append(((*path, key), child, rest[len(text) + 1 :]))
-    known = [key_text(key) for key, _ in children(root)][:12]
-    raise UsageError(f"there is no entry {dotted!r}", hint="the entries are: " + ", ".join(known) if known else None)
+    hint = entries(dotted, [key_text(key) for key, _ in children(root)])
+    raise UsageError(f"there is no entry {dotted!r}", hint=hint)
 
 
 class Rebuild:
@@ -303,10 +308,10 @@ class Rebuild:
 
     def _place(self, node: Node) -> Node:
         """The copy of a node that is not to be exchanged (any more)."""
-        if node.__class__ in _PLAIN:
-            return node
         if id(node) in self._made:
             return self._made[id(node)]
+        if node.__class__ in _PLAIN:
+            return node
         if isinstance(node, tuple):
             return self._tuple(node)
         if node.__class__ is not Tensor and not isinstance(node, LEAVES):

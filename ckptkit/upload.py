@@ -32,7 +32,7 @@ def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]
     name = shown(url)
     if plan.is_folder:
         raise UsageError("a folder cannot be written to a URL", where=name, hint=_COPY)
-    fs, path = filesystem(url, skip_instance_cache=True)  # a transaction belongs to whoever has the instance
+    fs, path = filesystem(url)  # an instance for each thread, as a transaction needs
     if is_web(fs):
         raise UsageError("a web server takes no files", where=name, hint=_COPY)
     if is_local(fs):
@@ -41,6 +41,7 @@ def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]
     if any(_is_at(source, path) for source in sources):
         raise UsageError("is the file that is read", where=name, hint="name another one")
     try:
+        fs.invalidate_cache(path)
         if not force and fs.exists(path):
             raise OutputExistsError("exists already", where=name, hint="--force replaces it")
         with fs.transaction:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ckptkit.errors import AmbiguousError, LimitError, UsageError
-from ckptkit.limits import LIMITS
+from ckptkit.errors import AmbiguousError, UsageError
+from ckptkit.limits import LIMITS, check
 from ckptkit.tensor import Tensor
 from ckptkit.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
 
@@ -114,12 +114,14 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
     """Names and nodes if `node` is a state_dict by this rule, else None."""
     if isinstance(node, Object):
         return module_state(node)
-    if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
+    if not isinstance(node, dict) or not {*map(type, node)} <= {str}:
         return None
     named = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
-    tensors = [as_tensor(value) for value in named.values()]
+    tensors = [value if value.__class__ is Tensor else as_tensor(value) for value in named.values()]
     if not qualifies(tensors):
         return None
+    if None not in tensors:
+        return named
     return {key: value for (key, value), tensor in zip(named.items(), tensors, strict=True) if tensor is not None}
 
 
@@ -220,8 +222,8 @@ def read_module(node: Object) -> ModuleState | None:
     while waiting:
         prefix, path, module = waiting.pop()
         visits += 1
-        if visits > LIMITS.revisits or prefix.count(".") > LIMITS.depth:
-            raise LimitError(f"more than {LIMITS.revisits:,} submodules (revisits), or a module inside itself")
+        check("revisits", visits, "submodules, or a module inside itself")
+        check("depth", prefix.count("."), "levels of submodules, or a module inside itself")
         own, below = _parts(module)
         missed.look(prefix, module)
         for name, place, value in own:

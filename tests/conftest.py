@@ -114,5 +114,13 @@ def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(length)
         return original(source, offset, length)
 
+    original_into = LocalFile.read_into
+
+    def counted_into(source: LocalFile, offset: int, buffer: memoryview) -> None:
+        lengths.append(len(buffer))
+        original_into(source, offset, buffer)
+
     monkeypatch.setattr(LocalFile, "read", counted)
+    if hasattr(os, "preadv"):  # else it reads as above
+        monkeypatch.setattr(LocalFile, "read_into", counted_into)
     return lengths

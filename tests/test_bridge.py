@@ -65,8 +65,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (gathering, "TILE", 96),
         (gathering, "BOX", 48),
         (gathering, "CALL", 16),
+        (operations, "BUFFER", 32),
+        (tensors, "BUFFER", 32),
         (tensors, "PIECE", 32),
-        (tensors, "_WIDE", 3),
+        (tensors, "WIDE", 3),
     ):
         monkeypatch.setattr(module, name, size)
 
@@ -98,6 +100,28 @@ def test_derived_extents_pickle_by_value(tmp_path: Path) -> None:
     tensor = Tensor(Storage(Range(LocalFile(path), 0, 64)), BY_NAME["int16"], (4, 8), (1, 4))
     extent = bridge.contiguous(tensor).locate()
     assert read(pickle.loads(pickle.dumps(extent))) == read(extent)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_flow_gives_the_same_bytes_through_one_buffer(tmp_path: Path) -> None:
+    data = bytes(range(200))
+    (tmp_path / "bytes").write_bytes(data)
+    extent = Range(LocalFile(tmp_path / "bytes"), 10, 150)
+    assert b"".join(map(bytes, bridge.flow(extent))) == data[10:160]
+    assert b"".join(map(bytes, bridge.flow(extent, 3, 70))) == data[13:80]
+    first, *_ = pieces = list(bridge.flow(extent))
+    assert [len(piece) for piece in pieces] == [32] * 4 + [22]
+    assert bytes(first[:22]) == data[10 + 4 * 32 : 160]  # overwritten by the last
+    computed = Derived("byteswap", (Range(extent.source, 0, 100),), (2,), 100)
+    assert b"".join(map(bytes, bridge.flow(computed))) == read(computed)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 5), st.integers(1, 4))
+def test_aligned_cuts_between_units(pieces: list[bytes], unit: int, units: int) -> None:
+    made = [bytes(piece) for piece in operations.aligned(iter(pieces), unit, unit * units)]
+    whole = b"".join(pieces)
+    assert b"".join(made) == whole[: len(whole) // unit * unit]
+    assert all(0 < len(piece) <= unit * units and len(piece) % unit == 0 for piece in made)
 
 
 # slice, inflate, latin1
@@ -421,6 +445,8 @@ def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
 
 # compare
 
+ODD = st.one_of(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e300]), st.floats(-2, 2))
+
 
 def compared(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> bridge.Difference | None:
     return bridge.compare(described(a), described(b), **tolerance)
@@ -463,6 +489,25 @@ def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
     assert found == bridge.Difference(1, 1, math.inf)
     assert compared(torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0) == bridge.Difference(1, 0, math.inf)
     assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == bridge.Difference(1, 0, math.sqrt(2))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(ODD, ODD), min_size=1, max_size=20),
+    st.sampled_from([0.0, 1e-3, 0.5, math.inf]),
+    st.sampled_from([0.0, 1e-3, 0.5]),
+)
+def test_a_tolerance_is_that_of_torch(pairs: list[tuple[float, float]], atol: float, rtol: float) -> None:
+    a, b = (torch.tensor(each, dtype=torch.float64) for each in zip(*pairs, strict=True))
+    found = compared(a, b, atol=atol, rtol=rtol)
+    differs = ~torch.isclose(a, b, atol=atol, rtol=rtol, equal_nan=True)
+    assert (found.count if found else 0) == int(differs.sum())
+    if found is not None:
+        assert found.first == int(differs.int().argmax())
+    complex_a, complex_b = torch.complex(a, b), torch.complex(b, a)
+    differs = ~torch.isclose(complex_a, complex_b, atol=atol, rtol=rtol, equal_nan=True)
+    found = compared(complex_a, complex_b, atol=atol, rtol=rtol)
+    assert (found.count if found else 0) == int(differs.sum())
 
 
 def test_compare_refuses_other_shapes_and_dtypes() -> None:

@@ -99,8 +99,17 @@ def test_importing_the_library_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_floats_are_cast_without_torch(dtype: str, tmp_path: Path) -> None:
+    cast: list[str | Path] = ["convert", Fixture("torch-zip/none_bare_cpu.pth").path, "out.pth", "--cast", dtype]
+    (report,) = spied(tmp_path, cast)
+    assert report["code"] == report["unpicklers"] == 0
+    assert set(report["heavy"]) == {"numpy", "pickle"}  # the second imported by the first
+
+
 def test_the_spy_sees(tmp_path: Path) -> None:
-    """torch is imported where it is needed: a cast is."""
-    cast: list[str | Path] = ["convert", Fixture("torch-zip/none_bare_cpu.pth").path, "out.pth", "--cast", "float16"]
+    """torch is imported where it is needed: for types that are rarely cast to."""
+    source = Fixture("torch-zip/none_bare_cpu.pth").path
+    cast: list[str | Path] = ["convert", source, "out.pth", "--cast", "float8_e8m0fnu"]
     (report,) = spied(tmp_path, cast)
     assert "torch" in report["heavy"]

@@ -21,7 +21,7 @@ MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for p
 
 # Each layer sees those above it. The names of one line do not see each other.
 LAYERS = (
-    ("errors",),
+    ("errors", "text", "fold"),
     ("limits",),
     ("dtypes",),
     ("bytesource",),
@@ -29,16 +29,24 @@ LAYERS = (
     ("tensor",),
     ("tree",),
     ("weights", "trust"),
+    ("pickles", "notebook"),
     ("checkpoint",),
     ("plan",),
+    ("journal",),
     ("bridge",),
     ("formats", "transforms", "reports"),
-    ("copying",),
-    ("upload",),
+    ("copying", "scanning"),
+    ("upload", "temporaries", "preflight"),
     ("publish",),
+    ("patching",),
     ("convert",),
+    ("checking",),
+    ("recipes",),
     ("loading",),
     ("__init__",),
+    ("pages", "browser"),
+    ("workers",),
+    ("batch",),
     ("trainer",),
     ("cli",),
     ("__main__",),
@@ -52,14 +60,19 @@ OTHERS = {
     "tqdm": ("cli",),
     "torch": ("bridge", "loading", "trainer"),
     "sklearn": ("trainer",),
-    "matplotlib": ("trainer",),
+    "matplotlib": ("trainer", "cli", "pages"),
+    "textual": ("browser",),
+    "rich": ("browser",),
     "numpy": None,
     "fsspec": ("remote", "upload"),
     "aiohttp": ("remote",),
     "safetensors": ("bridge",),
+    "distributed": ("workers",),
     "typing_extensions": None,
+    "yaml": ("recipes",),
+    "tomli": ("recipes",),
 }
-LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "typing_extensions")
+LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed", "typing_extensions")
 TRAINER_IS_SEEN_BY = "cli.train"
 
 LONGEST_FUNCTION = 60

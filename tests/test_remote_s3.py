@@ -208,3 +208,17 @@ class TestUpload:
         with pytest.raises(UsageError, match="cannot be read back"):
             ckptkit.save(ck, f"s3://{BUCKET}/other.pth", verify=True)
         assert s3_run("remap", "--to", "cpu", url, f"s3://{BUCKET}/there.pth").code == 2
+
+
+def test_a_bucket_that_keeps_versions(store: Any, s3_run: Run, tmp_path: Path) -> None:
+    """Listings do not say which version a file is, and requests for the file do."""
+    store.mkdir("kept")
+    store.call_s3("put_bucket_versioning", Bucket="kept", VersioningConfiguration={"Status": "Enabled"})
+    torch.save(state(), tmp_path / "run.pth")
+    ckptkit.save(ckptkit.open(tmp_path / "run.pth"), tmp_path / "shards", format="sharded")
+    store.put(str(tmp_path / "shards"), "kept/shards", recursive=True)
+    store.invalidate_cache()
+    assert store.info("kept/shards/model.safetensors")["VersionId"]
+    done = s3_run("convert", "s3://kept/shards", tmp_path / "out.pth")
+    assert done.code == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "out.pth", weights_only=True)["module.bias"], state()["module.bias"])

@@ -367,7 +367,7 @@ def test_find() -> None:
 def test_find_nothing_lists_what_there_is() -> None:
     with pytest.raises(UsageError) as caught:
         find({"model": {}, "epoch": 1}, "modle")
-    assert caught.value.hint == "the entries are: model, epoch"
+    assert caught.value.hint == "did you mean model? the entries are: model, epoch"
 
 
 def test_find_in_a_cycle() -> None:

@@ -8,7 +8,7 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -134,6 +134,25 @@ def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
         for name, value in module.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def model_ties(module: nn.Module) -> list[list[str]]:
+    """Names in the module's state_dict that stand for one parameter or buffer, where there are several."""
+    names: dict[int, list[str]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of the names (module, name) of torch's own that the torch of this machine does not have.
+
+    Nothing is imported but torch, and nothing is called: modules that it did not load count as not known.
+    """
+    import torch  # noqa: F401  loads its modules
+
+    loaded = ((module, name, sys.modules.get(module)) for module, name in names)
+    return [f"{module}.{name}" for module, name, found in loaded if found and name not in vars(found)]
 
 
 def environment() -> dict[str, object]:

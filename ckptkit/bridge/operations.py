@@ -15,15 +15,17 @@ chunks    itemsize, shape, boxes          row-major elements of an array: each i
                                           element is in exactly one box; itemsize as for gather
 conj      dtype                           complex elements with the imaginary part negated
 neg       dtype                           elements negated
-cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it
+cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it:
+                                          by `floats` from one floating-point type to another, else by torch
 dequant   dtype, scale, zero_point        quantised elements of `dtype` as float32, as torch does it
           dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and a zero point for each
                                           channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
+mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``
-and ``dequant`` has one input, and is a pure function of its inputs, its parameters and the range of the output that is
-asked for.
+dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
+``dequant`` and ``mean`` has one input, and is a pure function of its inputs, its parameters and the range of the output
+that is asked for.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import dtypes
+from ckptkit.bridge.floats import FLOATS, decode, encode
 from ckptkit.bridge.gather import Read, assemble, gather
-from ckptkit.bytesource import Derived, Extent, Range
+from ckptkit.bridge.mean import ELEMENTS, Mean
+from ckptkit.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.dtypes import DType
 from ckptkit.errors import CorruptError, TensorError, UnsupportedError
 
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 4 << 20  # bytes; a multiple of every element size
+BUFFER = 256 << 10  # bytes of a local file read at a time, so that they and what is made of them stay in a core's cache
 
 Piece = bytes | memoryview
 Pieces = Iterator[Piece]
@@ -61,6 +66,34 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
         return
     for at in range(start, stop, PIECE):
         yield extent.source.read(extent.offset + at, min(PIECE, stop - at))
+
+
+def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
+    """Like `stream`, at the speed of memory: pieces of a local file share one buffer, and each overwrites the last."""
+    stop = extent.length if stop is None else stop
+    if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
+        yield from stream(extent, start, stop)
+        return
+    source, origin, _ = extent
+    buffer = memoryview(bytearray(min(BUFFER, stop - start)))
+    for at in range(start, stop, BUFFER):
+        piece = buffer[: stop - at]
+        source.read_into(origin + at, piece)
+        yield piece
+
+
+def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
+    """The same bytes in pieces of at most `size`, a multiple of `unit`, and none that ends inside of a unit.
+
+    Nothing is copied where pieces are whole numbers of units.
+    """
+    rest = b""
+    for piece in pieces:
+        view = memoryview(rest + piece if rest else piece)
+        whole = len(view) // unit * unit
+        for at in range(0, whole, size):
+            yield view[at : min(at + size, whole)]
+        rest = bytes(view[whole:])
 
 
 def regroup(pieces: Iterable[Piece], size: int) -> Pieces:
@@ -205,15 +238,20 @@ def _bytes(values: np.ndarray[Any, Any]) -> memoryview:
 
 
 def _cast(derived: Derived, start: int, stop: int) -> Pieces:
+    source, target = _dtypes(derived)
+    cast = _cast_floats if {source.name, target.name} <= FLOATS else _cast_others
+    old, new = source.itemsize, target.itemsize
+    return _elementwise(derived.inputs[0], start, stop, old, new, lambda data: cast(data, source, target))
+
+
+def _cast_floats(data: Piece, source: DType, target: DType) -> memoryview:
+    return encode(decode(data, source), target)
+
+
+def _cast_others(data: Piece, source: DType, target: DType) -> memoryview:
     import torch
 
-    source, target = _dtypes(derived)
-    new = torch_dtype(target)
-
-    def cast(data: Piece) -> memoryview:
-        return _bytes(as_torch(data, source, new).view(torch.uint8).numpy())
-
-    return _elementwise(derived.inputs[0], start, stop, source.itemsize, target.itemsize, cast)
+    return _bytes(as_torch(data, source, torch_dtype(target)).view(torch.uint8).numpy())
 
 
 def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
@@ -225,6 +263,21 @@ def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
     held = [b"".join(stream(table)) for table in tables]
     machine = Dequantizer(derived.parameters, held, start // (4 * several) * several)
     return _elementwise(data, start, stop, dtype.itemsize, 4 * several, lambda piece: _bytes(machine(piece)))
+
+
+def _mean(derived: Derived, start: int, stop: int) -> Pieces:
+    mean = Mean(derived)
+    size = mean.target.itemsize
+    first, last = start // size, -(-stop // size)
+    rows = (
+        regroup(flow(extent, first * dtype.itemsize, last * dtype.itemsize), ELEMENTS * dtype.itemsize)
+        for extent, dtype in zip(derived.inputs, mean.types, strict=True)
+    )
+    at = first * size
+    for pieces in zip(*rows, strict=True):
+        made = mean.of(pieces)
+        yield made[max(start - at, 0) : min(stop - at, len(made))]
+        at += len(made)
 
 
 def as_torch(data: Piece, source: DType, target: torch.dtype) -> torch.Tensor:
@@ -256,7 +309,7 @@ def _elementwise(
         return
     first, last = start // new, -(-stop // new)
     at = first * new
-    for piece in regroup(stream(extent, first * old, last * old), PIECE):
+    for piece in aligned(flow(extent, first * old, last * old), old, BUFFER):
         made = function(piece)
         lower, upper = max(start - at, 0), min(stop - at, len(made))
         yield made[lower:upper]
@@ -325,4 +378,5 @@ OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "neg": _neg,
     "cast": _cast,
     "dequant": _dequant,
+    "mean": _mean,
 }

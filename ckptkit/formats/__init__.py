@@ -1,4 +1,4 @@
-"""Bytes -> Checkpoint, and Checkpoint -> Plan. The tuple below is the list of formats; there is no other."""
+"""Bytes -> Checkpoint, and Checkpoint -> Plan. The table below is the list of formats; there is no other."""
 
 from __future__ import annotations
 
@@ -10,38 +10,47 @@ from importlib import import_module
 from ckptkit.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import CkptkitError, UnsupportedError, UsageError
-from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
-from ckptkit.plan import Plan
+from ckptkit.formats.format import Finding, Format, Part, Probe, Salvaged, WriteOptions
+from ckptkit.plan import Patch, Plan
 from ckptkit.remote import urls
 
 # In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in
 # which torch tries them. A plain pickle comes after the legacy stream, which begins with one; a folder that stands for
-# one of its files comes after all others.
-MODULES = (
-    "torch.torchscript",
-    "torch.zip_archive",
-    "torch.tar_archive",
-    "torch.exported",
-    "torch.legacy_stream",
-    "safetensors",
-    "dcp",
-    "deepspeed.reader",
-    "sharded.safetensors_shards",
-    "sharded.torch_shards",
-    "npz",
-    "npy",
-    "torch.plain_pickle",
-    "folder",
-)
+# one of its files comes after all others. Where each is, by its name.
+MODULES = {
+    "torchscript": "torch.torchscript",
+    "torch-zip": "torch.zip_archive",
+    "torch-tar": "torch.tar_archive",
+    "pt2": "torch.exported",
+    "torch-legacy": "torch.legacy_stream",
+    "safetensors": "safetensors",
+    "dcp": "dcp",
+    "deepspeed": "deepspeed.reader",
+    "sharded": "sharded.safetensors_shards",
+    "sharded-bin": "sharded.torch_shards",
+    "npz": "npz",
+    "npy": "npy",
+    "pickle": "torch.plain_pickle",
+    "folder": "folder",
+}
+# What `Format.suffixes` of all of them come to: the one that a suffix chooses is found without importing the others.
+SUFFIXES = {
+    **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"), "torch-zip"),
+    ".safetensors": "safetensors",
+    ".npz": "npz",
+}
 
 
 class Formats:
     """The formats in sniff order, each imported when it is reached: a .pth file does not pay for the others."""
 
     def __iter__(self) -> Iterator[Format]:
-        for module in MODULES:
-            format: Format = import_module(f"ckptkit.formats.{module}").FORMAT
-            yield format
+        return map(_imported, MODULES)
+
+
+def _imported(name: str) -> Format:
+    format: Format = import_module(f"ckptkit.formats.{MODULES[name]}").FORMAT
+    return format
 
 
 FORMATS = Formats()
@@ -57,11 +66,16 @@ def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
     return Folder(path) if os.path.isdir(path) else LocalFile(path)
 
 
+def match(probe: Probe) -> Format | None:
+    """The format that claims a file or folder. Raises what is wrong with the container that some of them share."""
+    return next((format for format in FORMATS if format.matches(probe)), None)
+
+
 def identify(probe: Probe) -> Format:
     """The format of a file or folder, by its content. Raises an InputError that says what it is instead."""
-    for format in FORMATS:
-        if format.matches(probe):
-            return format
+    found = match(probe)
+    if found is not None:
+        return found
     from ckptkit.formats import foreign
 
     refusal = foreign.refusal(probe)
@@ -77,6 +91,12 @@ def read(place: ByteSource | Folder) -> Checkpoint:
         return identify(probe).read(probe)
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
+
+
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """What can be checked beyond reading, and what is wrong; nothing where the format has no more than that."""
+    format = identify(probe)
+    return iter(()) if format.check is None else format.check(probe)
 
 
 def salvage(place: ByteSource | Folder) -> Salvaged:
@@ -99,7 +119,7 @@ def writable() -> Iterator[Format]:
 
 def by_name(name: str | None) -> Format | None:
     """The format called `name`, None if there is none."""
-    return next((format for format in FORMATS if format.name == name), None)
+    return _imported(name) if name is not None and name in MODULES else None
 
 
 def for_writing(
@@ -113,7 +133,7 @@ def for_writing(
     if name is not None:
         return _writer(name, shards)
     lower = os.fspath(path).lower()
-    by_suffix = next((format for format in writable() if lower.endswith(format.suffixes)), None)
+    by_suffix = by_name(next((each for suffix, each in SUFFIXES.items() if lower.endswith(suffix)), None))
     kept = by_name(keep)
     if shards:
         return _sharding(path, by_suffix, kept)
@@ -121,7 +141,7 @@ def for_writing(
         return by_suffix
     if kept is not None:
         return kept if kept.layout is not None else _writer(kept.rewrite_as or "torch-zip")
-    known = ", ".join(suffix for format in writable() for suffix in format.suffixes)
+    known = ", ".join(SUFFIXES)
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
@@ -136,7 +156,7 @@ def _sharding(path: str | os.PathLike[str], by_suffix: Format | None, kept: Form
             where=urls.shown(os.fspath(path)),
             hint="name a folder, or leave out --shard-size",
         )
-    return kept if kept is not None and kept.shards else next(format for format in writable() if format.shards)
+    return kept if kept is not None and kept.shards else _writer("sharded")
 
 
 def _writer(name: str, shards: bool = False) -> Format:
@@ -163,6 +183,22 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
         return format.layout(checkpoint, options)
     except CkptkitError as error:
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions) -> Patch | None:
+    """What makes of the file that `before` was read from one that holds `after`; None if that takes a new file.
+
+    Every error says which checkpoint.
+    """
+    if format.patch is None:
+        return None
+    unchanged = after.root is before.root and after.metadata == before.metadata and options == WriteOptions()
+    if unchanged and isinstance(before.source, LocalFile):
+        return Patch(before.source, None, (), None, before.source.size)
+    try:
+        return format.patch(before, after, options)
+    except CkptkitError as error:
+        raise error.at(before.name or "") from error.__cause__
 
 
 def holds_program(checkpoint: Checkpoint) -> bool:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from ckptkit import formats
-from ckptkit.bytesource import Folder
+from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.format import Finding, Format, Part, Probe
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
 SUFFIXES = (SAFETENSORS, BIN, ".pth", ".pt", ".ckpt", ".th", ".npz")
@@ -110,8 +110,25 @@ def read(probe: Probe) -> Checkpoint:
     Raises AmbiguousError where several could be meant, UnsupportedError for model-parallel parts, CorruptError for a
     cache without its revision.
     """
+    inner = _meant(probe)
+    checkpoint = formats.read(inner)
+    if isinstance(inner, Folder):
+        return checkpoint
+    name = os.path.basename(inner.name)
+    return replace(checkpoint, warnings=(*unread(probe.names, {name}), *checkpoint.warnings))
+
+
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """What there is to check in the checkpoint that the folder stands for. Raises like `read`."""
+    inner = _meant(probe)
+    within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
+    return (each if each.file else replace(each, file=within) for each in formats.check(Probe(inner)))
+
+
+def _meant(probe: Probe) -> ByteSource | Folder:
+    """The one file that is meant, or the folder of a revision."""
     if _is_cache(probe):
-        return formats.read(_snapshot(probe))
+        return _snapshot(probe)
     chosen = best(probe.names)
     if chosen is None:
         raise _ambiguous(probe)
@@ -122,8 +139,7 @@ def read(probe: Probe) -> Checkpoint:
             hint=f"convert_llama_weights_to_hf.py of transformers joins them; or name one part, e.g. {chosen.files[0]}",
         )
     (name,) = chosen.files
-    checkpoint = formats.read(probe.folder.open(name))
-    return replace(checkpoint, warnings=(*unread(probe.names, {name}), *checkpoint.warnings))
+    return probe.folder.open(name)
 
 
 def _ambiguous(probe: Probe) -> AmbiguousError:
@@ -178,5 +194,10 @@ def _main(probe: Probe) -> str | None:
 
 
 FORMAT = Format(
-    "folder", "a folder with one checkpoint in it; the Hugging Face cache of a model", matches, read, listed=True
+    name="folder",
+    title="a folder with one checkpoint in it; the Hugging Face cache of a model",
+    matches=matches,
+    read=read,
+    listed=True,
+    check=check,
 )

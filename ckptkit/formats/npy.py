@@ -17,16 +17,18 @@ from __future__ import annotations
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bytesource import Derived, Extent, Memory, Part, Range
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.dtypes import BY_NUMPY, DType
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TensorError, TruncatedError, UnsupportedError
+from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TruncatedError, UnsupportedError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.limits import LIMITS, check
+from ckptkit.pickles import NUMPY, Found, PickleStream
 from ckptkit.plan import crc32_combine
 from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.tree import Node
@@ -87,8 +89,7 @@ def read_array(extent: Extent, crc: int | None) -> Array:
     if header.descr in ("O", "|O"):
         return _pickled(extent, header.start)
     order, dtype = _dtype(header.descr)
-    if len(header.shape) > LIMITS.rank:
-        raise TensorError(f"{len(header.shape):,} dimensions, more than {LIMITS.rank}")
+    check("rank", len(header.shape), "dimensions of an array")
     _check_size(dtype.nbytes(math.prod(header.shape)), nbytes, header, dtype)
     shape = header.shape
     stride = contiguous_stride(shape[::-1])[::-1] if header.fortran else contiguous_stride(shape)
@@ -228,4 +229,16 @@ def header(dtype: DType, shape: Shape) -> bytes:
     return MAGIC + version + len(text).to_bytes(width, "little") + text.encode()
 
 
-FORMAT = Format("npy", "one array of numpy", matches, read, rewrite_as="npz")
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """The pickle that an array of objects is."""
+    if not matches(probe):
+        return None
+    source = probe.source
+    width = _LENGTH_BYTES.get(probe.head[6:8], 2)
+    start = 8 + width + int.from_bytes(probe.head[8 : 8 + width], "little")
+    text = source.read(0, min(start, source.size, LIMITS.npy_header_bytes))
+    found = re.search(rb"['\"][<>|=]?O[0-9]*['\"]", text)
+    return iter((PickleStream("", source, start, max(0, source.size - start), NUMPY),) if found else ())
+
+
+FORMAT = Format("npy", "one array of numpy", matches, read, rewrite_as="npz", pickles=pickles)

@@ -19,6 +19,7 @@ from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.npy import header, read_array
 from ckptkit.formats.plain_json import is_utf8
+from ckptkit.formats.torch import zip_extras
 from ckptkit.formats.torch.zip_members import shown
 from ckptkit.formats.torch.zip_writer import Member, lay_out
 from ckptkit.plan import OutputFile, Plan, crc32_combine
@@ -116,4 +117,7 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
     return tensor.dtype.name if tensor.dtype.numpy is None else None
 
 
-FORMAT = Format("npz", "an archive of numpy arrays", matches, read, (".npz",), layout)
+FORMAT = Format(
+    "npz", "an archive of numpy arrays", matches, read, (".npz",), layout, check=zip_extras.check,
+    pickles=zip_extras.pickles,
+)  # fmt: skip

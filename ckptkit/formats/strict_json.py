@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from ckptkit.errors import AmbiguousError, FormatError, LimitError
+from ckptkit.errors import AmbiguousError, FormatError
 from ckptkit.limits import LIMITS, check
 
 _DIGITS = 20  # of 2**64
@@ -39,7 +39,7 @@ def _check_nesting(data: bytes, what: str) -> None:
             break
         brackets = outer
     if b"[]" in brackets:
-        raise LimitError(f"{what} is nested more than {LIMITS.json_depth} deep (json_depth)")
+        check("json_depth", LIMITS.json_depth + 1, f"nesting of {what}")
     if brackets:
         raise FormatError(f"{what} is not JSON: its brackets do not match")
 

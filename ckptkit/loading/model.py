@@ -82,9 +82,9 @@ def load_into(
     """Copy the weights of a file, folder or Checkpoint into `model`, on the devices and in the dtypes that it has.
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it takes for most names
-    to meet. About 1 GiB of the file is in memory at once, more only if one module has more. Raises ModelError if
-    `strict` and anything is missing, unexpected or of another shape (before anything is copied), and for a model on
-    the meta device, which has nowhere to copy to.
+    to meet; of tied weights of the model one name is enough. About 1 GiB of the file is in memory at once, more only if
+    one module has more. Raises ModelError if `strict` and anything is missing, unexpected or of another shape (before
+    anything is copied), and for a model on the meta device, which has nowhere to copy to.
     """
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
@@ -97,11 +97,29 @@ def load_into(
     found = dict(entries(changed.required))
     versions = Values(Tensors("cpu"))(metadata.of(changed.required.node))
     unchanged = dict(zip(found, before, strict=True))
-    report = _report(found, unchanged, theirs, versions or {}, stripped, added)
+    twins = _twins(own, found)
+    needed = {name: shape for name, shape in theirs.items() if name not in twins}
+    report = _report(found, unchanged, needed, versions or {}, stripped, added)
     if strict and not report.complete:
         raise _misfit(report, model, ck)
     _copy(model, {name: found[name] for name in report.loaded}, versions)
     return report
+
+
+def _twins(own: Mapping[str, Any], found: Mapping[str, Node]) -> set[str]:
+    """The names of the model that the file lacks and whose memory another one fills: tied weights."""
+    places = {name: place for name, value in own.items() if (place := _place(value)) is not None}
+    filled = {places[name] for name in places.keys() & found.keys()}
+    return {name for name, place in places.items() if name not in found and place in filled}
+
+
+def _place(value: Any) -> tuple[int, Shape, Shape] | None:
+    """Where the elements of a plain tensor are in memory, and how."""
+    from torch import Tensor as TorchTensor
+    from torch import strided
+
+    plain = type(value) is TorchTensor and value.layout is strided and value.numel()
+    return (value.data_ptr(), tuple(value.shape), value.stride()) if plain else None
 
 
 def _changed(ck: Checkpoint, stripped: str, added: str) -> Checkpoint:
@@ -134,7 +152,7 @@ def _report(
         loaded=tuple(name for name in shapes if name not in mismatched),
         stripped=stripped,
         added=added,
-        missing=tuple(name for name in theirs if name not in found and not _is_implied(name, versions)),
+        missing=tuple(name for name in theirs if name not in found and not is_implied(name, versions)),
         unexpected=tuple(unchanged[name] for name in found if name not in theirs),
         mismatched=mismatched,
     )
@@ -145,7 +163,7 @@ def _fits(ours: Shape | None, theirs: Shape | None) -> bool:
     return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
 
 
-def _is_implied(name: str, versions: Mapping[str, Any]) -> bool:
+def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
     """Batch norm counts its batches since version 2; torch itself makes up the counter of older ones."""
     module, _, parameter = name.rpartition(".")
     known = versions.get(module)

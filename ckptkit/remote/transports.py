@@ -28,10 +28,10 @@ TRIES = 5  # attempts in a row without progress
 PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
 SILENCE = 60  # seconds without a byte before a connection counts as broken
 
-# What a file system may say about a version of a file.
+# What a file system may say about a version of a file, in a listing as well as when it is asked for the file alone.
 _VERSION = (
     "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created", "generation", "md5Hash", "checksum",
-    "blob_id", "sha", "VersionId",
+    "blob_id", "sha",
 )  # fmt: skip
 _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 

@@ -28,26 +28,42 @@ def advise(summary: Summary) -> tuple[str, ...]:
 def strip_module(path: str, prefix: str = "module.") -> str:
     """The command that removes `prefix` from the keys of the file `path`."""
     option = () if prefix == "module." else ("--prefix", prefix)
-    return _edit("strip-module", path, "stripped", *option)
+    return edit("strip-module", path, "stripped", *option)
 
 
 def add_module(path: str, prefix: str = "module.") -> str:
     """The command that puts `prefix` before the keys of the file `path`."""
     option = () if prefix == "module." else ("--prefix", prefix)
-    return _edit("add-module", path, "wrapped", *option)
+    return edit("add-module", path, "wrapped", *option)
 
 
-def _edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
+def rename(path: str, mapping: str, *options: str) -> str:
+    """The command that gives the weights in `path` the names that the file `mapping` says."""
+    return edit("rename", path, "renamed", "--map", mapping, *options)
+
+
+def recover(path: str) -> str:
+    """The command that saves what is whole of the file `path`."""
+    return edit("recover", path, "recovered")
+
+
+def fixed(path: str) -> str:
+    """The name of the file that has what `path` has, mended."""
+    return _beside(path, "fixed", None if path.lower().endswith((*TORCH, ".safetensors")) else ".pth")
+
+
+def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
+    """A command that makes ``run-<mark>.pth`` of ``run.pth``; `suffix` is that of what it makes, if it is another."""
     output = _beside(path, mark, suffix)
-    return shlex.join(("ckptkit", command, *options, *_argument(path), output))
+    return shlex.join(("ckptkit", command, *options, *argument(path), output))
 
 
-def _convert(path: str, mark: str, *options: str) -> str:
+def convert(path: str, mark: str, *options: str) -> str:
     """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a .pth."""
-    return _edit("convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth")
+    return edit("convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth")
 
 
-def _argument(path: str) -> tuple[str, ...]:
+def argument(path: str) -> tuple[str, ...]:
     """A path as arguments: after ``--`` if it looks like an option."""
     return ("--", path) if path.startswith("-") else (path,)
 
@@ -76,13 +92,13 @@ def _devices(summary: Summary, path: str) -> Iterator[str]:
     devices = Counter(row.tensor.device for row in summary.rows)
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
-        yield f"saved on {_some(away)}; to load without: {_edit('remap', path, 'cpu', '--to', 'cpu')}"
+        yield f"saved on {_some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
 
 
 def _waste(summary: Summary, path: str) -> Iterator[str]:
     unused = summary.totals.unused_nbytes
     if unused > max(WASTE, summary.totals.nbytes // 10):
-        command = _convert(path, "compact", "--compact")
+        command = convert(path, "compact", "--compact")
         yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
 
 
@@ -90,7 +106,7 @@ def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Weights that quantised layers keep out of the state_dict."""
     number = sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
     if number:
-        command = _convert(path, "float", "--dequantize")
+        command = convert(path, "float", "--dequantize")
         yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
 
 
@@ -106,9 +122,9 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
         return
     said = f"torch.load(weights_only=True) refuses {_some(refused)}"
     if summary.weights is not None and summary.is_module:
-        yield f"{said}; for the weights alone: {_edit('convert', path, 'weights', suffix='.safetensors')}"
+        yield f"{said}; for the weights alone: {edit('convert', path, 'weights', suffix='.safetensors')}"
     elif summary.objects:
-        yield f"{said}; to leave such values out: {_convert(path, 'plain', '--objects', 'drop')}"
+        yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said
 
@@ -116,7 +132,7 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
 def _others(summary: Summary, path: str) -> Iterator[str]:
     """How to choose what else could be meant by the weights."""
     for key in map(join, summary.others[:NAMED]):
-        yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *_argument(path)))}"
+        yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
 
 
 def _some(names: Iterable[str]) -> str:

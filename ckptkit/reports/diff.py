@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bridge import Difference
 from ckptkit.errors import CkptkitError
 from ckptkit.reports import advice
+from ckptkit.reports.matching import Kind as Kind
+from ckptkit.reports.matching import Matching, match
+from ckptkit.reports.matching import Renamed as Renamed
 from ckptkit.tensor import Shape, Tensor
+from ckptkit.text import escape, plural, shape
 
 LEVELS = 4  # dotted parts that a prefix may have
-
-
-class Kind(NamedTuple):
-    dtype: str
-    shape: Shape
 
 
 class Mismatch(NamedTuple):
@@ -35,11 +36,23 @@ class Changed(NamedTuple):
     difference: Difference
 
 
+class Silent(NamedTuple):
+    """What `load_state_dict(strict=False)` would not say: it would leave out `skipped` tensors of the file with so many
+    `parameters`, and `kept` tensors of the model, with `kept_parameters` of `all_parameters`, as they were."""
+
+    skipped: int
+    parameters: int
+    kept: int
+    kept_parameters: int
+    all_parameters: int
+
+
 @dataclass(frozen=True)
 class Diff:
     """What A lacks (`missing`), what it has too much (`unexpected`), what is there on both sides and differs in dtype
     or shape (`mismatched`) or in its values alone (`changed`, if they were compared). `common` counts the names that
-    both sides have; `advice` are commands that help."""
+    both sides have; `advice` are commands that help. `renamed` and `reshaped` pair what is missing with what is
+    unexpected: these names are in both lists as well. `silent` is None unless B is a model."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -48,10 +61,75 @@ class Diff:
     common: int = 0
     values_compared: bool = False
     advice: tuple[str, ...] = ()
+    matching: Matching = field(default_factory=Matching)
+    silent: Silent | None = None
+
+    @property
+    def renamed(self) -> tuple[Renamed, ...]:
+        """Keys that have another name in B, of the same shape."""
+        return self.matching.renamed
+
+    @property
+    def reshaped(self) -> tuple[Renamed, ...]:
+        """Keys that may have another name in B, and have another shape."""
+        return self.matching.reshaped
 
     @property
     def equal(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched or self.changed)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        compared = "names, dtypes, shapes and values" if self.values_compared else "names, dtypes and shapes"
+        if self.equal:
+            return f"equal: {plural(self.common, 'key')} ({compared})"
+        counts = [f"{len(self.missing):,} missing", f"{len(self.unexpected):,} unexpected"]
+        counts.append(f"{len(self.mismatched):,} mismatched")
+        if self.values_compared:
+            counts.append(f"{len(self.changed):,} changed")
+        counted = ((self.renamed, "renamed"), (self.reshaped, "renamed and reshaped"))
+        looks = [f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}" for pairs, what in counted if pairs]
+        return f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both sides{''.join(looks)}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from ckptkit import notebook
+
+        pairs = (*self.renamed, *self.reshaped)
+        old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
+        missing = [name for name in self.missing if name not in new]
+        unexpected = [name for name in self.unexpected if name not in old]
+        renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
+        kinds = [(name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}") for name, a, b in self.mismatched]
+        changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in self.changed]
+        tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
+            ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
+            ("missing (not in A)", len(missing), ("name",), notebook.folded(missing)),
+            ("unexpected (only in A)", len(unexpected), ("name",), notebook.folded(unexpected)),
+            ("mismatched", len(kinds), ("name", "A", "B"), kinds),
+            ("changed", len(changed), ("name", "elements", "largest difference"), changed),
+        )
+        shown = [
+            notebook.table(f"{title}: {count:,}", headers, rows) for title, count, headers, rows in tables if count
+        ]
+        return notebook.page(self.summary, (*shown, *(notebook.line(f"hint: {each}") for each in self.advice)))
+
+    def __str__(self) -> str:
+        """The summary, the first names of each kind, and what to type."""
+        kinds = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "mismatched": [each.name for each in self.mismatched],
+            "changed": [each.name for each in self.changed],
+        }
+        named = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        return "\n".join(map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice))))
+
+
+def _some(names: Sequence[str], shown: int = 8) -> str:
+    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
 
 
 def compare(
@@ -67,15 +145,22 @@ def compare(
     given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the advice. Raises TensorError for values that
     cannot be compared.
     """
-    mismatched, changed = [], []
+    mismatched, alike = [], []
     compare_values = values or atol is not None or rtol is not None
     for key in _common(a, b):
         ours, theirs = _kind(a[key]), _kind(b[key])
         if ours != theirs:
             mismatched.append(Mismatch(key, ours, theirs))
-        elif compare_values and (difference := _difference(key, a[key], b[key], atol, rtol)):
-            changed.append(Changed(key, difference))
-    return _names(a, b, name, mismatched=tuple(mismatched), changed=tuple(changed), values_compared=compare_values)
+        else:
+            alike.append(key)
+    changed = _changed(a, b, alike, atol, rtol) if compare_values else ()
+    kinds = ({key: _kind(side[key]) for key in side if key not in other} for side, other in ((a, b), (b, a)))
+    found: dict[str, Any] = {
+        "mismatched": tuple(mismatched),
+        "changed": tuple(changed),
+        "values_compared": compare_values,
+    }
+    return _names(a, b, name, *kinds, **found)
 
 
 def against(a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *, name: str = "A") -> Diff:
@@ -85,7 +170,24 @@ def against(a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *,
     """
     pairs = ((key, _kind(a[key]), Kind(*shapes[key])) for key in _common(a, shapes))
     mismatched = tuple(Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape)
-    return _names(a, shapes, name, mismatched=mismatched)
+    ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
+    theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
+    everything = sum(prod(shape) for _, shape in shapes.values())
+    silent = Silent(len(ours), _parameters(ours), len(theirs), _parameters(theirs), everything)
+    return _names(a, shapes, name, ours, theirs, mismatched=mismatched, silent=silent)
+
+
+def _parameters(kinds: Mapping[str, Kind]) -> int:
+    return sum(prod(kind.shape) for kind in kinds.values())
+
+
+def _changed(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], keys: list[str], atol: float | None, rtol: float | None
+) -> Iterator[Changed]:
+    """Those of the keys whose values differ; several are compared at a time."""
+    compare = partial(_difference, atol=atol, rtol=rtol)
+    found = bridge.ordered(lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes)
+    return (Changed(key, difference) for key, difference in zip(keys, found, strict=True) if difference)
 
 
 def _difference(key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None) -> Difference | None:
@@ -104,12 +206,24 @@ def _common(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
     return (key for key in a if key in b)
 
 
-def _names(a: Mapping[str, object], b: Mapping[str, object], name: str, **found: Any) -> Diff:
+def _names(
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    name: str,
+    unexpected: Mapping[str, Kind],
+    missing: Mapping[str, Kind],
+    **found: Any,
+) -> Diff:
     """What is `found` already, and how the names differ."""
-    missing = tuple(key for key in b if key not in a)
-    unexpected = tuple(key for key in a if key not in b)
-    helpful = _prefix_advice(a, b, missing, unexpected, name)
-    return Diff(missing, unexpected, common=len(a) - len(unexpected), advice=tuple(helpful), **found)
+    matching = match(unexpected, missing)
+    helpful = list(_prefix_advice(a, b, missing, unexpected, name))
+    if matching.renamed and not helpful:
+        helpful.append(
+            "if these are the same, --write-map map.json writes their names down, and this gives them to the file: "
+            + advice.rename(name, "map.json")
+        )
+    common = len(a) - len(unexpected)
+    return Diff(tuple(missing), tuple(unexpected), common=common, advice=tuple(helpful), matching=matching, **found)
 
 
 def _prefix_advice(

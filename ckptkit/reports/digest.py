@@ -9,10 +9,15 @@ ASCII text, the dtype as torch calls it, a space, the sizes joined by commas, a 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from ckptkit import bridge
-from ckptkit.errors import TensorError
+from ckptkit.errors import CkptkitError, TensorError
 from ckptkit.tensor import Tensor
+
+Named = tuple[str, Tensor]
+R = TypeVar("R")
 
 
 def sha256(tensor: Tensor) -> str | None:
@@ -29,8 +34,32 @@ def tensor_id(tensor: Tensor) -> str:
     return _hash(tensor, f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode())
 
 
+def sha256_each(tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None) -> Iterator[str | None]:
+    """`sha256` of each tensor, in order, several at a time. Errors name the tensor; `progress` gets bytes."""
+    return _each(sha256, tensors, progress)
+
+
+def tensor_id_each(tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None) -> Iterator[str]:
+    """`tensor_id` of each tensor, likewise."""
+    return _each(tensor_id, tensors, progress)
+
+
+def _each(function: Callable[[Tensor], R], tensors: Iterable[Named], progress: Callable[[int], None]) -> Iterator[R]:
+    def digest(named: Named) -> tuple[R, int]:
+        name, tensor = named
+        try:
+            return function(tensor), tensor.nbytes
+        except CkptkitError as error:
+            error.message = f"{name}: {error.message}"
+            raise
+
+    for found, nbytes in bridge.ordered(digest, tensors, lambda named: named[1].nbytes):
+        progress(nbytes)
+        yield found
+
+
 def _hash(tensor: Tensor, head: bytes) -> str:
     digest = hashlib.sha256(head)
-    for chunk in bridge.stream(bridge.contiguous(tensor).locate()):
+    for chunk in bridge.flow(bridge.contiguous(tensor).locate()):
         digest.update(chunk)
     return digest.hexdigest()

@@ -121,7 +121,8 @@ class _Survey:
         self.values: list[Value] = []
         self.objects: list[Opaque] = []
         self.harmful: dict[str, list[Path]] = {}
-        self.storages: dict[int, tuple[int, Storage]] = {}  # by id: its number, and itself so that the id stays taken
+        self.storages: list[Storage] = []
+        self.numbers: dict[int, int] = {}  # by id of the storage: its position among them
 
     def run(self, root: Node) -> None:
         """Visit every node once for each path; what is shown as a tensor or value is not entered.
@@ -174,16 +175,18 @@ class _Survey:
             yield f"loading it with pickle would call {made}, for the value at {join(first) or 'the root'}{also}"
 
     def _number(self, storage: Storage) -> int:
-        found = self.storages.get(id(storage))
-        if found is None:
-            found = self.storages[id(storage)] = (len(self.storages), storage)
-        return found[0]
+        number = self.numbers.setdefault(id(storage), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+        return number
 
     def totals(self) -> Totals:
         counted: dict[tuple[object, ...], int] = {}
-        free = [storage.nbytes for _, storage in self.storages.values()]
+        free = [storage.nbytes for storage in self.storages]
+        total, storage_nbytes = 0, sum(free)
         in_weights = any(row.name is not None for row in self.rows)
         for number, (name, _, tensor, storage, nbytes) in enumerate(self.rows):
+            total += nbytes
             if storage is not None:
                 free[storage] -= nbytes
             if name is not None or not in_weights:
@@ -192,8 +195,8 @@ class _Survey:
         return Totals(
             tensors=len(self.rows),
             parameters=sum(counted.values()),
-            nbytes=sum(row.nbytes for row in self.rows),
-            storage_nbytes=sum(storage.nbytes for _, storage in self.storages.values()),
+            nbytes=total,
+            storage_nbytes=storage_nbytes,
             unused_nbytes=sum(rest for rest in free if rest > 0),
         )
 

@@ -60,7 +60,7 @@ def _digits() -> tuple[Labelled, Labelled]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise RequestError(
-            "the digits come with scikit-learn", hint="pip install 'ckptkit[train]', or --data random"
+            "the digits come with scikit-learn", hint="pip install scikit-learn, or --data random"
         ) from error
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -69,5 +69,5 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RequestError("--plot draws with matplotlib", hint="pip install 'ckptkit[train]'") from error
+        raise RequestError("--plot draws with matplotlib", hint="pip install matplotlib") from error
     return Figure(figsize=(7, 4), layout="constrained")

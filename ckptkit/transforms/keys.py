@@ -173,6 +173,24 @@ def rename(
     return _replaced(ck, {id(target.node): new}, notes, warnings)
 
 
+def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Give weights further names: `names` maps each new name to that of the weight that it stands for as well.
+
+    Raises UsageError (a name that is not there), CollisionError (one that is).
+    """
+    (target,) = _targets(ck, ())
+    entries = dict(target.entries)
+    for new, old in names.items():
+        if old not in entries:
+            raise UsageError(f"there is no key {old!r}{target.place}", hint=nearest(old, target.names))
+        if new in entries:
+            raise CollisionError(f"{new!r} is there already{target.place}")
+        entries[new] = entries[old]
+    node = metadata.like(target.entries, entries, lambda paths: paths)
+    notes = [f"tied {new} to {old}" for new, old in names.items()]
+    return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
+
+
 def _new_names(target: Target, mapping: Mapping[str, str], substitutions: Sequence[tuple[str, str]]) -> dict[str, str]:
     known = set(target.names)
     for old, new in mapping.items():

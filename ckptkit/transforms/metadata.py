@@ -38,12 +38,12 @@ def stripped(paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str],
 
     A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` still lies below it.
     """
+    on_the_way = {each[:n] for each in prefixes for n in range(1, len(each) - 1) if each[n] == "."}
     depth: dict[str, int] = {}
     found: Paths = {}
     for path, value in paths.items():
         below = path + "."
-        on_the_way = path and any(each != below and each.startswith(below) for each in prefixes)
-        if on_the_way and not any(name.startswith(below) for name in kept):
+        if path in on_the_way and not any(name.startswith(below) for name in kept):
             continue
         short = strip(below)
         new, gone = short[:-1], len(below) - len(short)

@@ -19,7 +19,7 @@ def nodes(root: Node) -> Iterator[Node]:
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen or node.__class__ in _SCALARS:
+        if node.__class__ in _SCALARS or id(node) in seen:
             continue
         seen.add(id(node))
         yield node

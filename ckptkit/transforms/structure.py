@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import UsageError
 from ckptkit.tensor import Tensor
-from ckptkit.tree import LEAVES, Path, find, join
+from ckptkit.tree import LEAVES, Node, Path, find, join
+from ckptkit.weights import plain_state_dict
 
 
 def extract(ck: Checkpoint, key: str) -> Checkpoint:
@@ -30,9 +33,26 @@ def _key_below(ck: Checkpoint, path: Path) -> str | None:
     return join(weights[len(path) :]) if inside else None
 
 
-def wrap(ck: Checkpoint, key: str) -> Checkpoint:
-    """``{key: root}``: `key` is one plain key, dots and all. Raises UsageError if it is empty."""
+def bare(ck: Checkpoint) -> Checkpoint:
+    """The weights as a checkpoint of their own; of a pickled module, its state_dict. Raises UsageError without any."""
+    weights = ck.required
+    beside = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
+    said = f"took the weights out of {join(weights.path)!r}" if weights.path else "took the weights alone"
+    notes = [said + (f", leaving {beside:,} other entries" if beside else "")]
+    if weights.module is not None:
+        notes += [f"the pickled module ({weights.node.global_}) is now its plain state_dict", *weights.module.unread]
+    node = plain_state_dict(weights.nodes) if weights.is_module else weights.node
+    return ck.with_key(None).with_root(node, notes=notes)
+
+
+def wrap(ck: Checkpoint, key: str, beside: Mapping[str, Node] | None = None) -> Checkpoint:
+    """``{key: root, **beside}``: `key` is one plain key, dots and all. Raises UsageError if it is empty, or is one of
+    `beside`."""
     if not key:
         raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
+    others = dict(beside or {})
+    if key in others:
+        raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
     inner = ck.key if ck.key is None else f"{key}.{ck.key}" if ck.key else key
-    return ck.with_key(inner).with_root({key: ck.root}, notes=[f"wrapped as {key!r}"])
+    said = f"wrapped as {key!r}" + (f" beside {', '.join(map(repr, others))}" if others else "")
+    return ck.with_key(inner).with_root({key: ck.root, **others}, notes=[said])

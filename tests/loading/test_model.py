@@ -158,6 +158,26 @@ def test_views_of_one_buffer(tmp_path: Path) -> None:
     assert torch.equal(model.bias, source["bias"])
 
 
+def test_of_tied_weights_one_name_is_enough(tmp_path: Path) -> None:
+    """As transformers leaves them; equal bytes elsewhere are no tie, and neither is a part of the same memory."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("part", self.embedding.weight.detach()[:1])
+            self.register_buffer("twin", self.embedding.weight.detach().clone())
+
+    path, model = tmp_path / "run.pth", Tied()
+    torch.save({"embedding.weight": torch.ones(3, 2)}, path)
+    with pytest.raises(ckptkit.CkptkitError, match=r"missing in the file: part, twin$"):
+        ckptkit.load_into(model, path)
+    torch.save({"embedding.weight": torch.ones(3, 2), "part": torch.ones(1, 2), "twin": torch.ones(3, 2)}, path)
+    assert ckptkit.load_into(model, path).complete
+    assert torch.equal(model.head.weight, torch.ones(3, 2))
+
+
 def test_a_pickled_module_as_source(tmp_path: Path) -> None:
     model = Net()
     assert ckptkit.load_into(model, saved(nn.DataParallel(filled(Net())), tmp_path)).complete

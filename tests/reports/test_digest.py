@@ -11,8 +11,8 @@ import pytest
 
 from ckptkit.bytesource import Memory, Range
 from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import TensorError
-from ckptkit.reports.digest import sha256, tensor_id
+from ckptkit.errors import TensorError, TruncatedError
+from ckptkit.reports.digest import sha256, sha256_each, tensor_id, tensor_id_each
 from ckptkit.tensor import Storage, Tensor
 from tests.reports.made import tensor, view
 
@@ -66,3 +66,17 @@ def test_the_id_is_over_dtype_shape_and_elements() -> None:
     assert tensor_id(tensor(1, 2, shape=(2, 1))) == hashlib.sha256(b"float32 2,1\n" + elements).hexdigest()
     as_int = replace(tensor(1, 2), dtype=BY_NAME["int32"])
     assert tensor_id(as_int) == hashlib.sha256(b"int32 2\n" + elements).hexdigest()
+
+
+def test_digests_of_many_come_in_order_and_name_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.bridge.threads.BATCH", 64)
+    monkeypatch.setattr("ckptkit.bridge.threads._processors", lambda: 4)
+    many = [(f"w{n}", tensor(*range(n % 9 + 1))) for n in range(200)]
+    done: list[int] = []
+    assert list(sha256_each(many, done.append)) == [sha256(each) for _, each in many]
+    assert done == [each.nbytes for _, each in many]
+    assert list(tensor_id_each(many)) == [tensor_id(each) for _, each in many]
+    cut = Tensor(Storage(Range(Memory(b""), 0, 4)), BY_NAME["float32"], (1,), (1,))
+    with pytest.raises(TruncatedError, match=r"layer\.bias: ") as failure:
+        list(sha256_each([*many, ("layer.bias", cut)]))
+    assert failure.value.exit_code == 3

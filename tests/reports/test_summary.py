@@ -174,7 +174,7 @@ def test_RS_05_depth_is_an_error_of_ours() -> None:
     root: list[Node] = []
     for _ in range(5_000):
         root = [root]
-    with pytest.raises(LimitError, match="deep"):
+    with pytest.raises(LimitError, match="depth"):
         summarize(checkpoint({"deep": root}))
 
 

@@ -63,3 +63,12 @@ def test_the_chosen_weights_stay_chosen() -> None:
     assert list(extract(ck, "ema").weights) == ["a"]
     assert list(extract(ck, "ema.model").weights) == ["a"]
     assert list(extract(ck, "other").weights) == ["b"]
+
+
+def test_wrap_beside_values() -> None:
+    inner = named("w")
+    done = wrap(Checkpoint(inner), "state_dict", {"version": "2.0.0", "epoch": 3})
+    assert done.root == {"state_dict": inner, "version": "2.0.0", "epoch": 3}
+    assert done.notes == ("wrapped as 'state_dict' beside 'version', 'epoch'",)
+    with pytest.raises(UsageError, match="'epoch' cannot be"):
+        wrap(Checkpoint(inner), "epoch", {"epoch": 3})

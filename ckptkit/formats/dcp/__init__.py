@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats.dcp.metadata import NAME
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.format import Finding, Format, Part, Probe, WriteOptions
+from ckptkit.pickles import Found
 from ckptkit.plan import Plan
 
 _OURS = re.compile(
@@ -48,6 +50,30 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     return writing.layout(checkpoint, options)
 
 
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """Every item of the data files. See :mod:`checking`."""
+    from ckptkit.formats.dcp import checking
+
+    return checking.check(probe)
+
+
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """The metadata and the items of a data file. See :mod:`hidden_items`."""
+    if not os.path.basename(probe.name).endswith((NAME, ".distcp")):
+        return None
+    from ckptkit.formats.dcp import hidden_items
+
+    return hidden_items.pickles(probe)
+
+
 FORMAT = Format(
-    "dcp", "a folder of torch.distributed.checkpoint", matches, read, layout=layout, everything="nested", listed=True
+    name="dcp",
+    title="a folder of torch.distributed.checkpoint",
+    matches=matches,
+    read=read,
+    layout=layout,
+    everything="nested",
+    listed=True,
+    check=check,
+    pickles=pickles,
 )

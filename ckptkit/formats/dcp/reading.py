@@ -18,7 +18,7 @@ from ckptkit.formats.torch import legacy_stream, zip_archive
 from ckptkit.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.tree import Global, Node
 
-_EXTRA = "meta.pt"
+EXTRA = "meta.pt"
 _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 
 
@@ -27,24 +27,27 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
     What a chunk says of itself is compared with the metadata when its bytes are located.
     """
-    folder = probe.folder if probe.is_folder else _around(probe)
+    folder = folder_of(probe)
     names = frozenset(folder.list())
     tree = _Tree(folder)
-    described = covered(_described(tree.files, names))
-    tree.build(described)
-    if _EXTRA in names:
+    found = covered(described(tree.files, names))
+    tree.build(found)
+    if EXTRA in names:
         tree.add(_read_extra(folder))
-    warnings = (*described.warnings, *tree.warnings, *_noticed(described, names))
+    warnings = (*found.warnings, *tree.warnings, *_noticed(found, names))
     return Checkpoint(tree.nest.finished(), format, folder, globals=tuple(tree.globals), warnings=warnings)
 
 
-def _around(probe: Probe) -> Folder:
+def folder_of(probe: Probe) -> Folder:
+    """The folder, or the one that the `.metadata` is in."""
+    if probe.is_folder:
+        return probe.folder
     place = probe.source.beside()
     assert place is not None
     return place[0]
 
 
-def _described(files: Files, names: frozenset[str]) -> Described:
+def described(files: Files, names: frozenset[str]) -> Described:
     """What the metadata say: the one `.metadata`, those of all ranks, or the headers of safetensors files."""
     ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
     if NAME in names and ranks:
@@ -106,17 +109,17 @@ class _Tree:
 
     def add(self, extra: Checkpoint) -> None:
         """The entries of the file that Lightning keeps beside the data, at the top level as Lightning has it."""
-        root = self._root(_EXTRA, extra)
+        root = self._root(EXTRA, extra)
         if not isinstance(root, dict):
             raise FormatError("holds no dict", where=extra.name)
         for key, node in root.items():
             if key in self.nest.root:
-                raise AmbiguousError(f"the entry {key!r} is there twice, in {NAME} and in {_EXTRA}")
+                raise AmbiguousError(f"the entry {key!r} is there twice, in {NAME} and in {EXTRA}")
             self.nest.root[key] = node
 
 
 def _read_extra(folder: Folder) -> Checkpoint:
-    probe = Probe(folder.open(_EXTRA))
+    probe = Probe(folder.open(EXTRA))
     try:
         for each in (zip_archive.FORMAT, legacy_stream.FORMAT):
             if each.matches(probe):

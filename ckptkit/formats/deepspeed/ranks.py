@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ckptkit.errors import CorruptError, FormatError, LimitError, UnsupportedError
+from ckptkit.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.formats.deepspeed.partitions import Layout, Row, Shapes, by_group, by_rank
 from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.states import Fields, Reader, is_flat, own
+from ckptkit.limits import check
 from ckptkit.tensor import Tensor
 from ckptkit.tree import Node, key_text
 from ckptkit.weights import as_tensor
@@ -21,7 +22,6 @@ COUNT, STAGE, GAPS, TRIMMED = "partition_count", "zero_stage", "param_alignment_
 # What says how the state was cut, and is of no use once it is put together.
 CUT = frozenset({FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"})
 _PARTITIONS = "ds_zero_partition_groups"
-_KEYS = 64  # what an optimizer may keep for a parameter: Adam has three
 
 Named = dict[str, dict[Node, Node]]  # the state of the optimizer by name of the parameter
 
@@ -88,8 +88,7 @@ class Zero:
         else:
             states = Fields(fields.fields(key).node.get("state", {}), place).node if key in fields else {}
         found = [Fields(states.get(group, {}), place).node for group in range(groups)]
-        if any(len(state) > _KEYS for state in found):
-            raise LimitError(f"{place} has more than {_KEYS} values for a parameter")
+        check("optimizer_values", max(map(len, found), default=0), f"values for a parameter in {place}")
         return list(found)
 
     def layout(self, groups: Sequence[Shapes]) -> Layout:

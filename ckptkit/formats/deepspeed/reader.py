@@ -11,18 +11,20 @@ What says how these were cut (param_shapes, paddings, slices) is left out. Nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit.bytesource import Folder
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
+from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
 from ckptkit.formats.deepspeed import places
 from ckptkit.formats.deepspeed.module import FROZEN, FROZEN_SHAPES, MODULE, SHAPES, SHARED, Model
 from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
 from ckptkit.formats.deepspeed.states import Fields, Reader
 from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.torch import zip_check
 from ckptkit.tensor import Tensor
 from ckptkit.tree import Node
 
@@ -159,6 +161,36 @@ def _named(group: Node, names: list[list[str]]) -> Node:
     return {**group, _PARAMS: [name for number in dict.fromkeys(numbers) for name in names[number]]}
 
 
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """The records of every file of the training state. Raises what `places.find` raises."""
+    folder = places.find(probe.folder, probe.names)
+    yield from _records(folder, "")
+    if places.UNIVERSAL in folder.folders():
+        zero = folder.sub(places.UNIVERSAL)
+        yield from _records(zero, f"{places.UNIVERSAL}/")
+        for name in zero.folders():
+            yield from _records(zero.sub(name), f"{places.UNIVERSAL}/{name}/")
+
+
+def _records(folder: Folder, path: str) -> Iterator[Part | Finding]:
+    """Those of the files of torch.save in a folder, which is at `path` in that of the training state."""
+    for name in folder.list():
+        if not name.endswith(".pt"):
+            continue
+        try:
+            probe = Probe(folder.open(name))
+            if probe.zip is not None:
+                yield from zip_check.members(probe.zip, path + name)
+        except InputError as error:
+            yield Finding(error.message, path + name)
+
+
 FORMAT = Format(
-    "deepspeed", "DeepSpeed: ZeRO and universal checkpoints", matches, read, listed=True, rewrite_as="torch-zip"
+    name="deepspeed",
+    title="DeepSpeed: ZeRO and universal checkpoints",
+    matches=matches,
+    read=read,
+    listed=True,
+    rewrite_as="torch-zip",
+    check=check,
 )

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptkit.checkpoint import Checkpoint
-from ckptkit.formats import safetensors
 from ckptkit.formats.folder import SAFETENSORS
 from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import refuse_objects
+from ckptkit.formats.safetensors import writing
 from ckptkit.formats.safetensors.record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
@@ -44,15 +44,15 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     if options.objects == "error":
         refuse_objects(checkpoint)
     checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""})  # so that no tie is called so
-    tensors, metadata, notes = safetensors.prepared(checkpoint, options)
+    tensors, metadata, notes = writing.prepared(checkpoint, options)
     del metadata[shards.TOTAL]
     parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
     names = shard_names(STEM, SAFETENSORS, len(parts))
     if len(parts) == 1:
-        return Plan((replace(safetensors.file_of(tensors, metadata), name=names[0]),), tuple(notes))
+        return Plan((replace(writing.file_of(tensors, metadata), name=names[0]),), tuple(notes))
     framework = {FRAMEWORK: metadata.pop(FRAMEWORK)}
     files = [
-        replace(safetensors.file_of({each: tensors[each] for each in part}, framework), name=name)
+        replace(writing.file_of({each: tensors[each] for each in part}, framework), name=name)
         for name, part in zip(names, parts, strict=True)
     ]
     file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
@@ -71,4 +71,5 @@ FORMAT = Format(
     read=read,
     layout=layout,
     shards=True,
+    check=shards.findings,
 )

@@ -1,4 +1,4 @@
-"""Shards, read with their index or without.
+"""Shards, read with their index or without; or checked, when everything that is wrong is told and not the first alone.
 
 Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the index. Each tensor
 is in the one shard that the map names, and each shard holds nothing else, ties to its own tensors aside. ``total_size``
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -22,7 +23,7 @@ from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
-from ckptkit.formats.format import Probe
+from ckptkit.formats.format import Finding, Format, Part, Probe
 from ckptkit.formats.plain_json import dump
 from ckptkit.formats.safetensors.record import ATTRIBUTE, Restored
 from ckptkit.formats.torch import legacy_stream, zip_archive
@@ -33,9 +34,11 @@ from ckptkit.weights import as_tensor
 SHARD_FORMATS = (safetensors.FORMAT, zip_archive.FORMAT, legacy_stream.FORMAT)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
+_TOTAL_IS = "the index says"
 _FETCH = "fetch the index and the shards again, into an empty folder"
 
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
+Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
@@ -56,24 +59,49 @@ def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
 
     `restore` puts back what the texts in the metadata of the index record.
     """
+    return _read(probe, format, restore, _raise)[0]
+
+
+def findings(probe: Probe) -> Iterator[Part | Finding]:
+    """Everything that is wrong with the index and the shards, and what there is to check in the latter."""
+    wrong: list[CkptkitError] = []
+    checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
+    for error in wrong:
+        yield Finding(error.message, os.path.basename(error.where or ""), hint=error.hint)
+    if not wrong:
+        yield from (Finding(warning) for warning in checkpoint.warnings if warning.startswith(_TOTAL_IS))
+    for name, (format, each) in shards.probes.items():
+        if format.check is not None:
+            yield from (replace(found, file=name) for found in format.check(each))
+
+
+def _read(probe: Probe, format: str, restore: Restore, refuse: Refuse) -> tuple[Checkpoint, _Shards]:
+    """`refuse` is given what is wrong. If it comes back, reading goes on with what there is."""
     if not probe.is_folder:
         place = probe.source.beside()
         assert place is not None
-        return _Shards(place[0], format).with_index(place[1], restore)
+        shards = _Shards(place[0], format, refuse)
+        return shards.with_index(place[1], restore), shards
     chosen = best(probe.names)
     assert chosen is not None
-    shards = _Shards(probe.folder, format)
+    shards = _Shards(probe.folder, format, refuse)
     if chosen.form == "shards":
-        return shards.without_index(chosen, probe.names)
-    return shards.with_index(chosen.files[0], restore, probe.names)
+        return shards.without_index(chosen, probe.names), shards
+    return shards.with_index(chosen.files[0], restore, probe.names), shards
+
+
+def _raise(error: CkptkitError) -> None:
+    raise error
 
 
 class _Shards:
     """The shards in a folder, being read."""
 
-    def __init__(self, folder: Folder, format: str) -> None:
+    def __init__(self, folder: Folder, format: str, refuse: Refuse) -> None:
         self.folder = folder
         self.format = format
+        self.refuse = refuse
+        self.probes: dict[str, tuple[Format, Probe]] = {}
         self.shards: dict[str, Checkpoint] = {}
         self.held: dict[str, dict[Node, Node]] = {}  # file name -> what it holds by name
 
@@ -83,9 +111,11 @@ class _Shards:
             index = _index(self.folder, name)
             places: dict[str, str] = index["weight_map"]
             files = set(places.values())
-            _check_names(self.folder, files)
+            self._check_names(files)
             if name.removesuffix(INDEX) in names - files:
-                raise AmbiguousError(f"does not name {name.removesuffix(INDEX)}, which is beside it", hint=_FETCH)
+                self.refuse(
+                    AmbiguousError(f"does not name {name.removesuffix(INDEX)}, which is beside it", hint=_FETCH)
+                )
             self._read(files)
             return self._assembled(places, index.get("metadata") or {}, restore, unread(names, {name, *files}))
         except CkptkitError as error:
@@ -94,31 +124,53 @@ class _Shards:
 
     def without_index(self, chosen: Candidate, names: frozenset[str]) -> Checkpoint:
         """What all shards hold together."""
-        _check_numbers(chosen)
+        self._check_numbers(chosen)
         self._read(set(chosen.files))
         places: dict[str, str] = {}
         for file in chosen.files:
-            for name in self.held[file]:
+            for name in self.held.get(file, ()):
                 if name in places:
-                    raise AmbiguousError(f"{name[:80]!r} is in {places[name]} and in {file}", hint=_FETCH)
+                    self.refuse(AmbiguousError(f"{name[:80]!r} is in {places[name]} and in {file}", hint=_FETCH))
                 places[name] = file
         said = "there is no index: the shards are taken together in the order of their numbers"
         return self._assembled(places, {}, _as_it_is, (said, *unread(names, set(chosen.files))))
 
     def _read(self, files: set[str]) -> None:
         for file in sorted(files):
-            self.shards[file] = shard = _read_shard(self.folder, file)
-            weights = shard.required
-            self.held[file] = weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
+            try:
+                self.shards[file] = shard = self._read_shard(file)
+                weights = shard.required
+                self.held[file] = weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
+            except CkptkitError as error:
+                self.refuse(error)
+
+    def _read_shard(self, name: str) -> Checkpoint:
+        probe = Probe(self.folder.open(name))
+        try:
+            for each in SHARD_FORMATS:
+                if each.matches(probe):
+                    self.probes[name] = each, probe
+                    return each.read(probe)
+            pointer = probe.head.startswith(b"version https://git-lfs")
+            hint = "it is a Git LFS pointer: `git lfs pull` fetches the file" if pointer else None
+            raise FormatError("is neither a safetensors file nor one of torch", hint=hint)
+        except CkptkitError as error:
+            error.at(probe.name)
+            raise
 
     def _assembled(
         self, places: Mapping[str, str], said: Mapping[str, Any], restore: Restore, warnings: tuple[str, ...]
     ) -> Checkpoint:
         held, shards = self.held, self.shards.items()
+        root: dict[Node, Node] = {}
         for tensor, file in places.items():
-            if tensor not in held[file]:
-                raise CorruptError(f"puts {tensor[:80]!r} into {file}, which does not hold it", hint=_FETCH)
-        root = {tensor: held[file][tensor] for tensor, file in places.items()} | _ties(held, places)
+            if file not in held:  # refused already
+                continue
+            if tensor in held[file]:
+                root[tensor] = held[file][tensor]
+            else:
+                self.refuse(CorruptError(f"puts {tensor[:80]!r} into {file}, which does not hold it", hint=_FETCH))
+        root |= self._ties(places)
         texts = {key: text if isinstance(text, str) else dump(text) for key, text in said.items() if key != TOTAL}
         restored = restore(root, texts)
         return Checkpoint(
@@ -134,6 +186,57 @@ class _Shards:
                 *warnings,
             ),
         )
+
+    def _check_names(self, names: set[str]) -> None:
+        """Every shard is there, and their numbers fit: shards of two downloads are no checkpoint."""
+        missing = sorted(name for name in names if name not in self.folder)
+        if missing:
+            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            self.refuse(
+                CorruptError(
+                    f"{len(missing):,} of {len(names):,} shards are missing: {shown}",
+                    hint="fetch them from where the others came from",
+                )
+            )
+        totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
+        if totals and totals != {len(names)}:
+            said = " and ".join(map(str, sorted(totals)))
+            self.refuse(CorruptError(f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH))
+        names.difference_update(missing)
+
+    def _check_numbers(self, chosen: Candidate) -> None:
+        """All shards are there, and each once."""
+        numbers = sorted(int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name)))
+        total, first = int(chosen.total), 0 if numbers[0] == 0 else 1
+        known = set(numbers)
+        missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
+        if missing:
+            shown = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            self.refuse(
+                CorruptError(
+                    f"{total - len(known):,} of {total:,} shards are missing: number {shown}",
+                    hint="fetch them from where the others came from",
+                )
+            )
+        elif len(numbers) != total:
+            self.refuse(AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH))
+
+    def _ties(self, places: Mapping[str, str]) -> dict[Node, Node]:
+        """Names that the index leaves out because they share memory with one that it has. Any other is an error."""
+        ties: dict[Node, Node] = {}
+        for shard, nodes in self.held.items():
+            extra = [name for name in nodes if places.get(name) != shard]
+            known = {_storage(nodes[name]) for name in nodes if places.get(name) == shard} if extra else set()
+            for name in extra:
+                if name in places:
+                    self.refuse(AmbiguousError(f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH))
+                elif _storage(nodes[name]) not in known:
+                    self.refuse(
+                        CorruptError(f"{shard} holds {name[:80]!r}, which the index does not have", hint=_FETCH)
+                    )
+                else:
+                    ties[name] = nodes[name]
+        return ties
 
 
 def _as_it_is(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
@@ -151,66 +254,6 @@ def _index(folder: Folder, name: str) -> dict[str, Any]:
     if not isinstance(index.get("metadata") or {}, dict):
         raise FormatError("the metadata of the index are not an object")
     return index
-
-
-def _check_names(folder: Folder, names: set[str]) -> None:
-    """Every shard is there, and their numbers fit: shards of two downloads are no checkpoint."""
-    missing = sorted(name for name in names if name not in folder)
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise CorruptError(
-            f"{len(missing):,} of {len(names):,} shards are missing: {shown}",
-            hint="fetch them from where the others came from",
-        )
-    totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
-    if totals and totals != {len(names)}:
-        said = " and ".join(map(str, sorted(totals)))
-        raise CorruptError(f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH)
-
-
-def _check_numbers(chosen: Candidate) -> None:
-    """All shards are there, and each once."""
-    numbers = sorted(int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name)))
-    total, first = int(chosen.total), 0 if numbers[0] == 0 else 1
-    known = set(numbers)
-    missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
-    if missing:
-        shown = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
-        raise CorruptError(
-            f"{total - len(known):,} of {total:,} shards are missing: number {shown}",
-            hint="fetch them from where the others came from",
-        )
-    if len(numbers) != total:
-        raise AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH)
-
-
-def _read_shard(folder: Folder, name: str) -> Checkpoint:
-    probe = Probe(folder.open(name))
-    try:
-        for each in SHARD_FORMATS:
-            if each.matches(probe):
-                return each.read(probe)
-        pointer = probe.head.startswith(b"version https://git-lfs")
-        hint = "it is a Git LFS pointer: `git lfs pull` fetches the file" if pointer else None
-        raise FormatError("is neither a safetensors file nor one of torch", hint=hint)
-    except CkptkitError as error:
-        error.at(probe.name)
-        raise
-
-
-def _ties(held: Mapping[str, Mapping[Node, Node]], places: Mapping[str, str]) -> dict[str, Node]:
-    """Names that the index leaves out because they share memory with one that it has. Any other is an error."""
-    ties: dict[str, Node] = {}
-    for shard, nodes in held.items():
-        extra = [name for name in nodes if places.get(name) != shard]
-        known = {_storage(nodes[name]) for name in nodes if places.get(name) == shard} if extra else set()
-        for name in extra:
-            if name in places:
-                raise AmbiguousError(f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH)
-            if _storage(nodes[name]) not in known:
-                raise CorruptError(f"{shard} holds {name[:80]!r}, which the index does not have", hint=_FETCH)
-            ties[name] = nodes[name]
-    return ties
 
 
 def _storage(node: Node) -> int:
@@ -238,4 +281,4 @@ def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]
     total = said.get(TOTAL, once)
     if type(total) is int and total in (every, once, stored):
         return []
-    return [f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"]
+    return [f"{_TOTAL_IS} {str(total)[:40]} bytes in all, the tensors have {once:,}"]

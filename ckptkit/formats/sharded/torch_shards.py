@@ -107,4 +107,5 @@ FORMAT = Format(
     read=read,
     layout=layout,
     shards=True,
+    check=shards.findings,
 )

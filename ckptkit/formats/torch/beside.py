@@ -20,8 +20,13 @@ _FRAMEWORK = "format"  # the hub's word for "of torch", which goes without sayin
 
 def write(metadata: Mapping[str, str]) -> bytes | None:
     """The record, None if there is nothing to record."""
+    return record(metadata) if metadata.keys() - {_FRAMEWORK} else None
+
+
+def record(metadata: Mapping[str, str]) -> bytes:
+    """The record, even of nothing."""
     texts = {key: text for key, text in metadata.items() if key != _FRAMEWORK}
-    return dump({"version": VERSION, "metadata": texts}).encode("utf-8", "replace") if texts else None
+    return dump({"version": VERSION, "metadata": texts}).encode("utf-8", "replace")
 
 
 def read(data: bytes) -> dict[str, str]:

@@ -29,7 +29,7 @@ from ckptkit.dtypes import BY_NAME
 from ckptkit.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe
-from ckptkit.formats.torch import zip_archive
+from ckptkit.formats.torch import zip_archive, zip_extras
 from ckptkit.formats.torch.zip_archive import Archive
 from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.formats.torch.zip_members import shown
@@ -87,7 +87,7 @@ class _Archive(Archive):
         if self.pickled:
             warnings.append(f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}")
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
-        return Checkpoint(root, FORMAT.name, self.directory.source, warnings=tuple(warnings), origin=self.directory)
+        return Checkpoint(root, FORMAT.name, self.directory.source, warnings=tuple(warnings))
 
     def _names(self, before: str, after: str) -> list[str]:
         start = self.folder + before
@@ -179,4 +179,6 @@ FORMAT = Format(
     read=read,
     program=True,
     rewrite_as="torch-zip",
+    check=zip_extras.check,
+    pickles=zip_extras.pickles,
 )

@@ -24,7 +24,7 @@ _LATIN1 = ("latin1", "latin-1")
 # Plain values
 
 
-def _ordered_dict(made: Global, args: Args) -> Node:
+def ordered_dict(made: Global, args: Args) -> Node:
     """OrderedDict(), or Python 2's OrderedDict([[key, value], ...])."""
     if not args:
         return OrderedDict()
@@ -153,7 +153,7 @@ def strided(typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node
     return tensor, known and (len(args) < 6 or is_empty(args[5]))
 
 
-def _tensor_v2(made: Global, args: Args) -> Node:
+def tensor_v2(made: Global, args: Args) -> Node:
     """_rebuild_tensor(storage, offset, size, stride), _v2(.., requires_grad, hooks[, metadata])."""
     if len(args) == 6:  # the common case, spelt out: it runs once per tensor
         typed, offset, size, stride, grad, hooks = args
@@ -278,7 +278,7 @@ def dtype_of(node: Node) -> DType:
 _SIZE = Global("torch", "Size")
 
 REDUCERS: dict[tuple[str, str], Reducer] = {
-    ("collections", "OrderedDict"): _ordered_dict,
+    ("collections", "OrderedDict"): ordered_dict,
     ("builtins", "set"): _set,
     ("builtins", "frozenset"): _set,
     ("builtins", "bytes"): _bytes,
@@ -288,8 +288,8 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
     ("_codecs", "encode"): _encode,
     **{("torch.jit._pickle", f"build_{kind}list"): _same for kind in ("bool", "double", "int", "tensor")},
     ("torch.jit._pickle", "restore_type_tag"): _same,
-    ("torch._utils", "_rebuild_tensor"): _tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor"): tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,

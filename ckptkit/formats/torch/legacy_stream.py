@@ -14,6 +14,7 @@ are is known only at the end, so they are bound late. (torch/serialization.py, `
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import unpack
 
@@ -24,6 +25,7 @@ from ckptkit.formats.format import Format, Probe, Salvaged
 from ckptkit.formats.torch.module_sources import ModuleSources, endian_warning
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
+from ckptkit.pickles import TORCH_LOAD, Found, PickleStream
 from ckptkit.tensor import Storage
 from ckptkit.tree import Node
 
@@ -180,6 +182,13 @@ def _key(storage: Storage) -> str:
     return storage.record.key if isinstance(storage.record, _LegacyRecord) else ""
 
 
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """Five, one after the other; what follows are the bytes of storages."""
+    if not matches(probe):
+        return None
+    return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
+
+
 FORMAT = Format(
     name="torch-legacy",
     title="torch.save before 1.6: a stream of pickles and storages",
@@ -187,4 +196,5 @@ FORMAT = Format(
     read=read,
     rewrite_as="torch-zip",
     salvage=salvage,
+    pickles=pickles,
 )

@@ -16,7 +16,7 @@ from struct import unpack
 from ckptkit.bytesource import Extent, Memory, Range
 from ckptkit.dtypes import BY_NUMPY, DType
 from ckptkit.errors import CorruptError, FormatError
-from ckptkit.limits import LIMITS
+from ckptkit.limits import check
 from ckptkit.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.tree import Blob, ByteString, Global, Node, Object
 
@@ -77,7 +77,8 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
     kind, extent = _dtype(dtype), _extent(data)
     if kind is None or extent is None:
         return None
-    if len(shape) > LIMITS.rank or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+    check("rank", len(shape), "dimensions of an array")
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
         raise FormatError("a numpy array of impossible shape")
     if prod(shape) * kind[0].itemsize != extent.length:
         raise CorruptError(f"a numpy array of shape {shape} and {kind[0]} in {extent.length:,} bytes")

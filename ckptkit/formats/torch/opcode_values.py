@@ -14,15 +14,14 @@ from collections.abc import Callable
 from struct import Struct
 
 from ckptkit.bytesource import ByteSource, Range
-from ckptkit.errors import FormatError, LimitError, TruncatedError, UnsupportedError
+from ckptkit.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.formats.dict_keys import KeyCheck
 from ckptkit.formats.torch import globals as known
-from ckptkit.limits import LIMITS, check
+from ckptkit.limits import check
 from ckptkit.tree import Blob, ByteString, Global, Node, Pairs
 
 BLOB = 1 << 16  # byte strings from this length on stay in the source
 CUT = "the file is cut: download or copy it again"
-NOT_STORED = "pickle refers to a value that it has not stored"
 NO_TUPLE = "pickle makes a call with arguments that are no tuple"
 UNSET = object()
 _UNNAMEABLE = "[\n\r\ud800-\udfff]"
@@ -32,6 +31,13 @@ I4 = Struct("<i").unpack_from
 U2 = Struct("<H").unpack_from
 _U8 = Struct("<Q").unpack_from
 _F8 = Struct(">d").unpack_from
+
+
+class NotStoredError(FormatError):
+    """A GET of what has not been PUT."""
+
+    def __init__(self) -> None:
+        super().__init__("pickle refers to a value that it has not stored")
 
 
 class Short(Exception):
@@ -84,17 +90,19 @@ class Values:
     def _get(self, index: int) -> Node:
         value = self.memo[index] if index < len(self.memo) else self.far.get(index, UNSET)
         if value is UNSET:
-            raise FormatError(NOT_STORED)
+            raise NotStoredError
         return value
 
     # Names
 
     def _global(self, module: str, name: str) -> Global:
         """The one Global of this name. Newlines in a name would become opcodes when it is written back."""
-        if not module or not all(name.split(".")) or re.search(_UNNAMEABLE, module + name):
+        parts = name.split(".")
+        exists = bool(name) if len(parts) == 1 else all(map(str.isidentifier, parts))
+        if not module or not exists or re.search(_UNNAMEABLE, module + name):
             raise FormatError(f"pickle names a global that cannot exist: {module!r} {name!r}")
         check("name_bytes", len(module) + len(name), "characters of a global's name")
-        if "." in name and self.protocol < 4:
+        if len(parts) > 1 and self.protocol < 4:
             raise FormatError(f"pickle of protocol {self.protocol} names a nested global: {module!r} {name!r}")
         if self.protocol < 3:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -281,8 +289,7 @@ def decimal(text: str, least: int | None = None) -> int:
     digits = text[1:] if text[:1] in ("-", "+") else text
     if not (digits.isascii() and digits.isdigit()):
         raise FormatError(f"pickle holds {text[:40]!r} where an integer must be")
-    if len(digits) > 2 * LIMITS.int_bytes:
-        raise LimitError(f"integer of {len(digits):,} digits in a pickle (int_bytes)")
+    check("int_bytes", len(digits) // 2, "digits of an integer in a pickle, two to a byte")
     value = int(text)
     if least is not None and value < least:
         raise FormatError(f"pickle holds {value} where an index must be")

@@ -156,15 +156,20 @@ class Opcodes(Values):
         pos = self.op_global(data, pos)
         made = self.stack.pop()
         args = tuple(self._items())
-        self.stack.append(Object(made, args))
+        self.stack.append(self._called(made, args))
         return pos
 
     def op_obj(self, data: bytes, pos: int) -> int:
         items = self._items()
         if not items:
             raise FormatError("pickle makes an object of no class")
-        self.stack.append(Object(items[0], tuple(items[1:])))
+        self.stack.append(self._called(items[0], tuple(items[1:])))
         return pos
+
+    def _called(self, made: Node, args: tuple[Node, ...]) -> Node:
+        """As REDUCE does, which is how it is written back."""
+        reducer = self.reducers.get(id(made))
+        return Object(made, args) if reducer is None else reducer(made, args)
 
     def op_newobj(self, data: bytes, pos: int) -> int:
         args = self.stack.pop()

@@ -29,6 +29,7 @@ _META_TENSOR_NO_STORAGE = Global("torch._utils", "_rebuild_meta_tensor_no_storag
 
 _U4 = Struct("<I").pack
 _GETS = tuple(b"h%c" % index for index in range(256))
+_SMALL = tuple(b"K%c" % value for value in range(256))
 TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
@@ -47,6 +48,7 @@ class Emitter:
         self.strings: dict[str, int] = {}
         self.keep: list[Node] = []  # ids in by_id stay taken
         self.shapes: dict[tuple[int, ...], bytes] = {}
+        self.frames: dict[tuple[str, Node, bool, bool, bool], tuple[bytes, bytes, bytes]] = {}  # see _frame
         self.refused: dict[str, int] = {}  # by weights_only: name -> times
         self.leaves: dict[type, Callable[[Node], object]] = {
             str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool, type(None): self._none,
@@ -213,14 +215,32 @@ class Emitter:
             raise UnsupportedError(f"a {tensor.layout} tensor that does not say what it is made of")
         if tensor.storage is None:
             return self._meta(tensor, grad)
-        typed = tensor.dtype.storage is not None
-        made = self._global(_TENSOR_V2 if typed else _TENSOR_V3)
+        dtype = tensor.dtype
+        typed = TypedStorage(tensor.storage, dtype if dtype.storage is not None else None)
+        tag, made, key, location, numel = self.persistent_id(typed)
+        kind = dtype.name, location, grad, tensor.conj, tensor.neg
+        frame = self.frames.get(kind)
+        if frame is None:
+            before = self.count
+            frame = self._frame(tensor, tag, made, location, grad)
+            if self.count == before:  # all names are stored by now, and spelt in the same way from here on
+                self.frames[kind] = frame
+        head, middle, tail = frame
+        text = key.encode()
         return b"".join((
-            made, b"(", self._persistent(TypedStorage(tensor.storage, tensor.dtype if typed else None)),
-            _integer(tensor.offset), self._shape(tensor.shape), self._shape(tensor.stride), _flag(grad),
-            self._global(ORDERED_DICT), b")R", b"" if typed else self._global(Global("torch", tensor.dtype.name)),
-            self._metadata(tensor), b"tR",
+            head, _U4(len(text)), text, middle, _integer(numel), b"tQ",
+            _integer(tensor.offset), self._shape(tensor.shape), self._shape(tensor.stride), tail,
         ))  # fmt: skip
+
+    def _frame(self, tensor: Tensor, tag: str, made: Global, location: str, grad: bool) -> tuple[bytes, bytes, bytes]:
+        """What the code of a tensor shares with all of its kind: before the key of its storage, between that and the
+        numbers, and after these."""
+        typed = tensor.dtype.storage is not None
+        head = self._global(_TENSOR_V2 if typed else _TENSOR_V3) + b"((" + self._string(tag) + self._global(made) + b"X"
+        middle = self._string(location)
+        tail = _flag(grad) + self._global(ORDERED_DICT) + b")R"
+        dtype = b"" if typed else self._global(Global("torch", tensor.dtype.name))
+        return head, middle, tail + dtype + self._metadata(tensor) + b"tR"
 
     def _metadata(self, tensor: Tensor) -> bytes:
         bits = [self._string(name) + b"\x88s" for name in ("conj", "neg") if getattr(tensor, name)]
@@ -245,7 +265,7 @@ def _flag(value: bool) -> bytes:
 def _integer(value: int) -> bytes:
     """BININT1, BININT2, BININT, LONG1 or LONG4, the shortest that fits."""
     if 0 <= value < 256:
-        return b"K%c" % value
+        return _SMALL[value]
     if 0 <= value < 65536:
         return b"M" + pack("<H", value)
     if -(2**31) <= value < 2**31:

@@ -66,6 +66,9 @@ def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "kee
     return Pickled(pickled.data, (*notes, *pickled.notes))
 
 
+_JOINED = 1 << 15  # pieces that are joined, because a short one is mostly its header
+
+
 class _Writer(Emitter):
     def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
         super().__init__(persistent_id, protocol)
@@ -74,7 +77,11 @@ class _Writer(Emitter):
 
     def write(self, root: Node) -> Pickled:
         frames: list[Iterator[Node]] = [iter((root,))]
+        done: list[bytes] = []
         while frames:
+            if len(self.parts) > _JOINED:
+                done.append(b"".join(self.parts))
+                self.parts.clear()
             for item in frames[-1]:
                 leaf = self.leaves.get(item.__class__)
                 if leaf is not None:
@@ -88,9 +95,10 @@ class _Writer(Emitter):
                     break
             else:
                 frames.pop()
+        self.leaves.clear()  # methods of this object: with the collector off, a cycle would keep the memo for good
         if self.needed > self.protocol:  # in which names are spelt differently from the start
             return _Writer(self.persistent_id, self.needed).write(root)
-        data = b"".join((b"\x80", bytes((self.protocol,)), *self.parts, b"."))
+        data = b"".join((b"\x80", bytes((self.protocol,)), *done, *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")
         return Pickled(data, self._notes())
 
@@ -128,7 +136,7 @@ class _Writer(Emitter):
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
         self.emit(b"}" + self._put(node))
-        yield from self._items(list(node.items()))
+        return self._items(list(node.items()))
 
     def _ordered_dict(self, node: OrderedDict) -> Iterator[Node]:
         self.emit(self._global(ORDERED_DICT) + b")R" + self._put(node))
@@ -149,7 +157,7 @@ class _Writer(Emitter):
 
     def _list(self, node: list[Node]) -> Iterator[Node]:
         self.emit(b"]" + self._put(node))
-        yield from self._elements(node)
+        return self._elements(node)
 
     def _elements(self, items: list[Node]) -> Iterator[Node]:
         for start in range(0, len(items), BATCH):

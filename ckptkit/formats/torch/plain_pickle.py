@@ -7,10 +7,13 @@ Arrays stay where they are in the file, whatever their size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
+from ckptkit.pickles import Found, PickleStream
 
 TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that is tried
 _FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that a pickle of protocol 0 or 1 may begin with
@@ -57,10 +60,16 @@ def _unpickled(probe: Probe) -> Unpickled:
         raise
 
 
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """It alone; what may follow is for whoever looks for it."""
+    return iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),)) if matches(probe) else None
+
+
 FORMAT = Format(
     name="pickle",
     title="a plain pickle, such as a dict of numpy arrays",
     matches=matches,
     read=read,
     rewrite_as="torch-zip",
+    pickles=pickles,
 )

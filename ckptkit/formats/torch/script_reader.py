@@ -34,7 +34,7 @@ def read(directory: ZipDirectory, format: str) -> Checkpoint:
     if not module_state(root) and any(as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()):
         key = CONSTANTS
         warnings.append("it is frozen: its weights are constants of its code, without their names")
-    return Checkpoint(root, format, directory.source, texts, names, tuple(warnings), origin=directory, key=key)
+    return Checkpoint(root, format, directory.source, texts, names, tuple(warnings), key=key)
 
 
 def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:

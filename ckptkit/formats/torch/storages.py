@@ -21,37 +21,33 @@ from ckptkit.tree import Global, Node
 Opener = Callable[[str, int, str], Storage]
 
 
-# One way in which a storage is referred to: its class, location and numel, and what stands for it.
-_Reference = tuple[Global, Node, int, TypedStorage]
-
-
 class StorageTable:
     """The storages of one pickle, each made once, whichever way and however often it is referred to."""
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        self._references: dict[str, list[_Reference]] = {}
+        self._known: dict[str, tuple[TypedStorage, ...]] = {}  # by key; several only if one of them is untyped
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
         """The TypedStorage that a persistent id stands for; the same object each time."""
         if pid.__class__ is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
             raise FormatError("pickle refers to a storage by something other than torch's persistent ids")
-        made, key, location, numel = pid[1:5]
+        _, made, key, location, numel, *view = pid
         if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
             raise FormatError("a storage is named by something other than a class, a string and a number")
-        references = self._references.get(key)
-        if references is None:
+        known = self._known.get(key)
+        if known is None:
             typed = self._new(key, made, location, numel)
         else:
-            typed = self._again(key, references, made, location, numel)
-        return typed if len(pid) == 5 or pid[5] is None else self._view(typed, pid[5])
+            typed = self._again(key, known, made, location, numel)
+        return typed if not view or view[0] is None else self._view(typed, view[0])
 
     def itemsizes(self) -> dict[str, int]:
         """Bytes per element of each storage, 1 where it is only ever untyped."""
         return {
-            key: max(1 if typed.dtype is None else typed.dtype.itemsize for _, _, _, typed in references)
-            for key, references in self._references.items()
+            key: max(1 if typed.dtype is None else typed.dtype.itemsize for typed in known)
+            for key, known in self._known.items()
         }
 
     def _new(self, key: str, made: Global, location: Node, numel: int) -> TypedStorage:
@@ -64,26 +60,25 @@ class StorageTable:
             raise _two_ways(key)
         storage = self._opener(key, numel if dtype is None else numel * dtype.itemsize, location)
         typed = TypedStorage(storage, dtype)
-        self._references[key] = [(made, location, numel, typed)]
+        self._known[key] = (typed,)
         return typed
 
-    def _again(self, key: str, references: list[_Reference], made: Global, location: Node, numel: int) -> TypedStorage:
-        for known, place, count, typed in references:
-            if known is made:
-                if place.__class__ is not location.__class__ or place != location or count != numel:
-                    raise _two_ways(key)
-                return typed
+    def _again(
+        self, key: str, known: tuple[TypedStorage, ...], made: Global, location: Node, numel: int
+    ) -> TypedStorage:
         dtype = dtype_of_storage(made)
-        storage = references[0][3].storage
-        if storage.nbytes != (numel if dtype is None else numel * dtype.itemsize) or storage.device != location:
+        storage = known[0].storage
+        nbytes = numel if dtype is None else numel * dtype.itemsize
+        if location.__class__ is not str or location != storage.device or nbytes != storage.nbytes:
             raise _two_ways(key)
-        types = {dtype, *(typed.dtype for _, _, _, typed in references)}
-        if len(types) > 1 and types != {UINT8, None}:  # torch takes the class that it meets first for all
-            named = sorted("untyped" if each is None else each.name for each in types)
-            raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
-        typed = TypedStorage(storage, dtype)
-        references.append((made, location, numel, typed))
-        return typed
+        types = {typed.dtype: typed for typed in known}
+        if dtype not in types:
+            if {dtype, *types} != {UINT8, None}:  # torch takes the class that it meets first for all
+                named = sorted("untyped" if each is None else each.name for each in (dtype, *types))
+                raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
+            types[dtype] = TypedStorage(storage, dtype)
+            self._known[key] = tuple(types.values())
+        return types[dtype]
 
     def _view(self, root: TypedStorage, metadata: Node) -> TypedStorage:
         """A storage that is a part of another (torch 0.1 to 0.3)."""
@@ -95,7 +90,7 @@ class StorageTable:
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
         )
-        if seen[1:] != metadata[1:] or view.storage is not root.storage or key in self._references:
+        if seen[1:] != metadata[1:] or view.storage is not root.storage or key in self._known:
             raise _two_ways(key)
         return view
 
@@ -106,10 +101,10 @@ def _two_ways(key: str) -> AmbiguousError:
 
 def dtype_of_storage(made: Global) -> DType | None:
     """The element type of a storage class, None for an untyped one. Raises FormatError for anything else."""
-    name = made.module, made.name
-    if name not in _DTYPES:
-        raise FormatError(f"{made} is no storage class that ckptkit knows")
-    return _DTYPES[name]
+    try:
+        return _DTYPES[made.module, made.name]
+    except KeyError:
+        raise FormatError(f"{made} is no storage class that ckptkit knows") from None
 
 
 def storage_class(dtype: DType | None) -> Global:

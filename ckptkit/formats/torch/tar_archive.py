@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from struct import Struct
 
-from ckptkit.bytesource import ByteSource, Memory, Range
+from ckptkit.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.dtypes import BY_STORAGE, DType
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError
+from ckptkit.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError, UnsupportedError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.builders import check_class
 from ckptkit.formats.torch.globals import strided
@@ -29,11 +29,14 @@ from ckptkit.formats.torch.storages import dtype_of_storage
 from ckptkit.formats.torch.tar_container import Member, first_name, is_tar, read_members
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_members import shown
-from ckptkit.limits import LIMITS, check
+from ckptkit.formats.torch.zip_pickles import PICKLES
+from ckptkit.limits import check
+from ckptkit.pickles import TORCH_LOAD, Found, Inner, PickleStream
 from ckptkit.tensor import Storage, Tensor, TypedStorage
 from ckptkit.tree import Global, Node
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
+_NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"
 _OPTIONAL = RECORDS[:1]  # torch does not look at it
 
 
@@ -46,7 +49,7 @@ def read(probe: Probe) -> Checkpoint:
     """The tree of the record `pickle` over what the records `storages` and `tensors` describe."""
     source = probe.source
     if first_name(source) not in map(str.encode, RECORDS):
-        raise FormatError("is a tar archive", hint="unpack it first: tar -xf")
+        raise UnsupportedError("is a tar archive", hint="unpack it first: tar -xf")
     streams = {name: _Stream(source, member) for name, member in _records(read_members(source)).items()}
     system = streams["sys_info"].pickle() if "sys_info" in streams else None
     table = _Table()
@@ -164,8 +167,9 @@ class _Table:
     def read_tensors(self, stream: _Stream) -> None:
         for key, storage_key, made in stream.entries():
             (rank,) = stream.numbers("<i4x")
-            if not 0 <= rank <= LIMITS.rank:
-                raise TensorError(f"{rank} dimensions, not 0 to {LIMITS.rank}")
+            check("rank", rank, "dimensions of a tensor")
+            if rank < 0:
+                raise TensorError(f"a tensor of {rank} dimensions")
             numbers = stream.numbers(f"<{2 * rank + 1}q")
             typed = _nothing(made) if storage_key is None else self._storage(storage_key)
             check_class(made, typed.dtype)
@@ -216,10 +220,26 @@ def _nothing(made: Node) -> TypedStorage:
     return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)
 
 
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """The records, in two of which pickles and numbers alternate, and whatever else is in the file."""
+    return _pickles(probe.source, read_members(probe.source)) if matches(probe) else None
+
+
+def _pickles(source: ByteSource, members: dict[str, Member]) -> Iterator[Found]:
+    for name, member in members.items():
+        _, offset, length = member.data
+        if name in RECORDS:
+            count = None if name in RECORDS[2:] else 1
+            yield PickleStream(name, source, offset, length, TORCH_LOAD, _NOT_TRUSTED, count)
+        elif length:
+            yield Inner(name, Section(source, offset, length), name.endswith(PICKLES))
+
+
 FORMAT = Format(
     name="torch-tar",
     title="torch.save of torch 0.1.1 and before: a tar file",
     matches=matches,
     read=read,
     rewrite_as="torch-zip",
+    pickles=pickles,
 )

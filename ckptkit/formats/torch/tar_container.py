@@ -56,10 +56,10 @@ def is_tar(head: bytes) -> bool:
         return False
     rest = head[:148] + b" " * 8 + head[156:BLOCK]
     signed = sum(byte - 256 if byte > 127 else byte for byte in rest)
-    return _lenient(head[148:156]) in (sum(rest), signed)
+    return lenient_number(head[148:156]) in (sum(rest), signed)
 
 
-def _lenient(field: bytes) -> int | None:
+def lenient_number(field: bytes) -> int | None:
     """A number as tarfile takes it."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)

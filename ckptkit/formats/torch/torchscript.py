@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from ckptkit.checkpoint import Checkpoint
 from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.torch import zip_extras
 
 _TELLING = ("data.pkl", "constants.pkl", "bytecode.pkl", "model.json", "version")
 
@@ -48,4 +49,6 @@ FORMAT = Format(
     read=read,
     program=True,
     rewrite_as="torch-zip",
+    check=zip_extras.check,
+    pickles=zip_extras.pickles,
 )

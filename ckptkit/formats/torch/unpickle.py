@@ -16,13 +16,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from struct import error as StructError  # noqa: N812
 from typing import NamedTuple
 
 from ckptkit.bytesource import ByteSource
 from ckptkit.errors import FormatError, TruncatedError
-from ckptkit.formats.torch.opcode_values import CUT, I4, NO_TUPLE, NOT_STORED, U2, U4, UNSET, Short, python2_string
+from ckptkit.formats.torch.opcode_values import CUT, I4, NO_TUPLE, U2, U4, UNSET, NotStoredError, Short, python2_string
 from ckptkit.formats.torch.opcodes import OPERANDS, RARE, Opcodes
+from ckptkit.formats.torch.plain_tensor import PlainTensors
 from ckptkit.limits import check
 from ckptkit.tree import Global, Node, Object, OrderedDict, rebuild
 
@@ -62,14 +64,25 @@ def unpickle(
     `persistent_load` turns a persistent id into a node. Raises FormatError, TruncatedError, LimitError,
     UnsupportedError, and whatever `persistent_load` raises.
     """
+    machine = partial(_Machine, source, start, source.size if stop is None else stop, persistent_load)
     with collector_paused():
-        return _Machine(source, start, source.size if stop is None else stop, persistent_load).run()
+        try:
+            return machine().run(plain_tensors=True)
+        except NotStoredError:  # as what nobody refers to is left out there
+            pass
+        return machine().run(plain_tensors=False)
+
+
+def _read_none(data: bytes, pos: int, stack: list[Node]) -> int:
+    """Instead of `PlainTensors.read`."""
+    return 0
 
 
 class _Machine(Opcodes):
-    def run(self) -> Unpickled:
+    def run(self, plain_tensors: bool) -> Unpickled:
+        plain = PlainTensors(self.memo, self.reducers, self.persistent_load)
         while not self.stopped:
-            self._loop()
+            self._loop(plain.read if plain_tensors else _read_none)
         if len(self.stack) != 1 or self.marks:
             raise FormatError(
                 f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not one value"
@@ -86,7 +99,7 @@ class _Machine(Opcodes):
             root = rebuild(root, swap=swap)
         return Unpickled(root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings))
 
-    def _loop(self) -> None:
+    def _loop(self, plain_tensor: Callable[[bytes, int, list[Node]], int]) -> None:
         """Run opcodes until STOP, or until the window is used up; `base` is then where to go on."""
         data, stack, memo = self.data, self.stack, self.memo
         marks, reducers, persistent_load = self.marks, self.reducers, self.persistent_load
@@ -112,7 +125,7 @@ class _Machine(Opcodes):
                     pos += 1
                     value = memo[index] if index < len(memo) else self._get(index)
                     if value is UNSET:
-                        raise FormatError(NOT_STORED)
+                        raise NotStoredError
                     push(value)
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
@@ -124,6 +137,10 @@ class _Machine(Opcodes):
                     push(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
                     pos = end
                 elif op == 0x28:  # MARK
+                    end = plain_tensor(data, pos, stack)
+                    if end:
+                        pos = end
+                        continue
                     marks.append(stack)
                     stack = []
                     push = stack.append
@@ -185,7 +202,7 @@ class _Machine(Opcodes):
                     pos += 4
                     value = memo[index] if index < len(memo) else self._get(index)
                     if value is UNSET:
-                        raise FormatError(NOT_STORED)
+                        raise NotStoredError
                     push(value)
                 elif op == 0x87:  # TUPLE3
                     value = stack.pop()
@@ -255,9 +272,13 @@ class _Machine(Opcodes):
         if self.frame_end is not None and self.frame_end != self.base + after:
             raise FormatError("pickle ends inside a frame")
         self.base += after
+        self._check_size()
 
     def _check_limits(self) -> None:
         check("pickle_stack", len(self.stack), "values on the pickle stack")
         check("pickle_marks", len(self.marks), "open marks of a pickle")
         check("memo_entries", len(self.memo), "stored values of a pickle")
+        self._check_size()
+
+    def _check_size(self) -> None:
         check("pickle_bytes", self.base - self.start - self.skipped, "bytes of a pickle")

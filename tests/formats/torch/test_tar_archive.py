@@ -250,7 +250,7 @@ def test_other_tar_files_are_told_apart() -> None:
         archive(member("./pickle", b"N.")),
         archive(member("pickle/", b"", b"5")),
     ):
-        with pytest.raises(FormatError, match="is a tar archive") as caught:
+        with pytest.raises(UnsupportedError, match="is a tar archive") as caught:
             read(data)
         assert caught.value.hint == "unpack it first: tar -xf"
 
@@ -332,7 +332,8 @@ def test_TR_05_counts(name: str, count: Any) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 65, 2**31 - 1, -(2**31)])
 def test_TR_05_dimensions(rank: int) -> None:
-    refused(TensorError, torch_tar(ids(2), [tensor(2, 1, rank=rank)], ONE), "dimensions")
+    expected = LimitError if rank > 0 else TensorError
+    refused(expected, torch_tar(ids(2), [tensor(2, 1, rank=rank)], ONE), "dimensions")
 
 
 @pytest.mark.parametrize(

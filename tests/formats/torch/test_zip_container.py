@@ -58,9 +58,9 @@ def test_a_plain_zip() -> None:
     assert found.top == "a" and "a/1" in found and "A/1" not in found
     assert [found.read(name) for name in found.names] == [DATA, b"", DATA * 9]
     assert [found.crc(name) for name in found.names] == [zlib.crc32(DATA), 0, zlib.crc32(DATA * 9)]
-    record = found.record("a/0")
+    record, _ = found.record("a/0")
     assert isinstance(record, Range) and record.offset == 33 and record.read() == DATA
-    inflated = found.record("a/2")
+    inflated, _ = found.record("a/2")
     assert isinstance(inflated, Derived) and inflated.operation == "inflate" and inflated.length == len(DATA) * 9
     assert b"".join(stream(inflated)) == DATA * 9
 
@@ -498,9 +498,20 @@ def test_ZP_13_descriptor_lies(after: bytes) -> None:
         directory(build(described(after=after), described("a/1")))
 
 
-def test_ZP_15_attributes_are_nothing_to_us() -> None:
-    made = build(Member("a/0", b"/etc/passwd", central={"made": 0x0314, "external": 0o120777 << 16}))
+@pytest.mark.parametrize("external", [0o120777 << 16, 0o40755 << 16, 0x21, 0xFFFFFFEF])
+def test_ZP_15_attributes_are_nothing_to_us(external: int) -> None:
+    made = build(Member("a/0", b"/etc/passwd", central={"made": 0x0314, "external": external}))
     assert directory(made).read("a/0") == b"/etc/passwd"
+
+
+@pytest.mark.parametrize("deflated", [False, True])
+def test_ZP_15_a_folder_by_its_attributes(deflated: bool) -> None:
+    """torch takes such a member for empty, and gives what was in memory for its bytes."""
+    made = Member("a/0", b"/etc/passwd", deflated=deflated, central={"external": 0x10})
+    with pytest.raises(AmbiguousError, match="'a/0' is a folder by its attributes"):
+        directory(build(made))
+    folder = Member("a/", b"", central={"external": 0x10})
+    assert directory(build(folder, Member("a/0", b"x"))).names == ["a/", "a/0"]
 
 
 def test_ZP_16_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,16 +624,16 @@ def test_remote_local_headers_are_read_when_needed() -> None:
     remote = Remote(made)
     found, near = read_directory(remote), directory(made)
     assert len(remote.reads) <= 4
-    record = found.record("a/7")
+    record, _ = found.record("a/7")
     assert record.length == 9 and len(remote.reads) <= 4
-    assert record.locate().offset == near.record("a/7").offset  # type: ignore[union-attr]
+    assert record.locate().offset == near.record("a/7")[0].locate().offset  # type: ignore[union-attr]
     assert found.read("a/199") == bytes([199]) * 9
 
 
 def test_remote_local_headers_are_checked_when_read() -> None:
     remote = read_directory(Remote(build(Member("a/0", DATA, local={"name": b"a/1"}))))
     with pytest.raises(AmbiguousError, match="differ"):
-        remote.record("a/0").locate()
+        remote.record("a/0")[0].locate()
 
 
 class Counting(LocalFile):
