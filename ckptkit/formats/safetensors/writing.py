@@ -185,7 +185,7 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
         last = row[-1] if row else None
         if isinstance(last, Range) and isinstance(extent, Range) and _follows(last, extent):
             row[-1] = last._replace(length=last.length + extent.length)
-        elif extent.length:
+        else:
             row.append(extent)
     return row
 

@@ -15,6 +15,7 @@ the time of a named one.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -154,12 +155,9 @@ def _check_name(name: bytes) -> None:
 
 
 def _refuse_duplicates(names: list[bytes], folded: list[bytes]) -> NoReturn:
-    seen: dict[bytes, bytes] = {}
-    for name, key in zip(names, folded, strict=True):
-        other = seen.setdefault(key, name)
-        if other is not name:
-            raise AmbiguousError(f"two records have the same name: {shown(other)}, {shown(name)}")
-    raise AssertionError("no two names are the same")
+    twice = Counter(folded).most_common(1)[0][0]
+    one, other, *_ = (name for name, key in zip(names, folded, strict=True) if key == twice)
+    raise AmbiguousError(f"two records have the same name: {shown(one)}, {shown(other)}")
 
 
 def _check_folders(names: list[bytes], rows: list[Row], folded: set[bytes]) -> None:
