@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptkit import formats
@@ -152,6 +152,9 @@ def convert(
     checkpoint = _changed(checkpoint, steps)
     if before is not None and (patch := _patch(before, checkpoint, chosen, options)) is not None:
         return _apply(checkpoint, patch, chosen, dry_run, publishing)
+    if in_place and os.path.islink(path):
+        kept = f"was a link to {os.readlink(path)}, which stays as it was"
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
 
 

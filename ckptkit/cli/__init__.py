@@ -154,6 +154,13 @@ def _leave(code: int) -> NoReturn:
 def _failed(error: BaseException) -> int:
     """Print what is wrong and what to type next; the exit code."""
     say = partial(render.warn, colour="red")
+    if (
+        isinstance(error, click.exceptions.UsageError)
+        and error.ctx is not None
+        and error.message == error.ctx.get_help()
+    ):
+        render.emit(error.message)  # of a group that was given no command
+        return USAGE
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "ckptkit"

@@ -50,7 +50,9 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
         from ckptkit.cli import diff_text
 
         render.write(f"{line}\n" for line in diff_text.lines(found))
-    if write_map is not None:
+    if write_map is not None and not found.renamed:
+        render.warn("no key looks renamed: no map was written")
+    elif write_map is not None:
         _write_map(found, write_map, force, urls.shown(asked["a"]))
     return 0 if found.equal else DIFFERENT
 

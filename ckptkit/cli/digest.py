@@ -125,7 +125,8 @@ def _compare(path: str, digests: Digests, expected: str, matches: Matches | None
     if as_json:
         render.emit_json({"schema": SCHEMA, **_comparison(digests.ids, known, matches)})
     elif found:
-        render.emit(f"{render.escape(path)}: {len(found):,} of {len(known):,} tensors differ from the manifest")
+        number = render.plural(len(found), "difference")
+        render.emit(f"{render.escape(path)}: {number} from the {len(known):,} tensors of the manifest")
         render.write(f"  {render.escape(said(each))}\n" for each in found)
     elif not quiet:
         render.emit(f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} as in the manifest")

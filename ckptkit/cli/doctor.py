@@ -52,7 +52,7 @@ def command(file: str, spec: str | None, args: dict[str, object], key: str | Non
         render.emit_json(_facts(found, done, left))
     else:
         _say(found, done, left, fix["destination"])
-    return InputError.exit_code if not left.readable else FOUND if left.causes else 0
+    return InputError.exit_code if not left.readable else FOUND if left.causes or (done and found.lost) else 0
 
 
 def _model(spec: str | None, args: dict[str, object]) -> Any:

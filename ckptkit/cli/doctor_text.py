@@ -24,7 +24,7 @@ def lines(found: Diagnosis, done: Conversion | None, left: Diagnosis, destinatio
     yield from _causes(found)
     if done is not None:
         yield ""
-        yield from _done(done, left)
+        yield from _done(found, done, left)
     elif destination is not None and found.causes:
         yield ""
         yield "--fix can do nothing about this: nothing was written"
@@ -59,12 +59,14 @@ def _causes(found: Diagnosis) -> Iterator[str]:
             yield f"     {escape(cause.command)}"
 
 
-def _done(done: Conversion, left: Diagnosis) -> Iterator[str]:
+def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
     selection = done.checkpoint.selection
     count = plural(0 if selection is None else len(selection.nodes), "tensor")
     yield escape(f"wrote {done.path}: {'; '.join((f'{count}, {size(done.plan.size)}', *done.notes))}")
     if left.causes:
         yield f"what remains in {escape(done.path)}: {plural(len(left.causes), 'cause')}"
         yield from _causes(left)
+    elif found.lost:
+        yield f"{escape(done.path)} loads, without {plural(len(found.lost), 'entry')} that cannot be had back"
     else:
         yield f"nothing remains: {escape(done.path)} loads{' into the model' if left.options else ''}"

@@ -257,6 +257,8 @@ def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_edit(sources: tuple[str, ...], dst: str, **given: Any) -> Any:
+        if len(sources) < 2:
+            raise click.UsageError("name two SRC or more, and DST")
         common = {each.name: given.pop(each.name) for each in fields(Edit) if each.name in given}
         edit = Edit(src=sources[-1], dst=dst, in_place=False, **common)
         return command(edit=edit, sources=sources, **given)

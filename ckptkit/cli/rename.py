@@ -22,7 +22,7 @@ def command(edit: options.Edit, mapping: dict[str, str], substitutions: list[tup
              ckptkit rename run.pth new.pth --sub '^encoder\\.=backbone.'
     """
     if not mapping and not substitutions:
-        raise click.UsageError("say --map FILE or --sub REGEX=REPLACEMENT")
+        raise click.UsageError("no name is to change: say --map FILE, with names in it, or --sub REGEX=REPLACEMENT")
     from ckptkit.transforms.keys import rename
 
     edit.run(lambda ck: rename(ck, mapping, substitutions), key=key)

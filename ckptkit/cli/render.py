@@ -112,14 +112,20 @@ def _columns(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Seque
 
 
 def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-    """`rows` with the first cells shortened in the middle to what the terminal has left for them."""
+    """`rows` with the first cells shortened in the middle to what the terminal has left for them.
+
+    Where that would make two of them equal, lines that the terminal wraps are better than names that say nothing.
+    """
     if not rows or not is_terminal(sys.stdout):
         return rows
     from shutil import get_terminal_size
 
     others = sum(2 + max(map(len, column)) for column in list(zip(headers, *rows, strict=True))[1:])
     room = max(NARROWEST, get_terminal_size().columns - others - 1)
-    return [(shortened(first, room), *rest) for first, *rest in rows]
+    names = {first: shortened(first, room) for first, *_ in rows}
+    if len({*names.values()}) < len(names):
+        return rows
+    return [(names[first], *rest) for first, *rest in rows]
 
 
 def shortened(text: str, room: int) -> str:

@@ -10,6 +10,7 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.errors import InputError
+from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.reports.scan import FileVerdict
@@ -64,6 +65,8 @@ def command(
                 render.emit(*scan_text.painted(each))
         if len(outcome) > 1 and not quiet:
             render.emit(outcome.summary())
+    if not len(outcome):
+        raise InputError("there are no files to scan", where=urls.shown(files[0]))
     return outcome.code
 
 

@@ -196,7 +196,8 @@ def _heat(shown: list[Shown]) -> Iterator[str]:
 
     width = _columns(1) * CELL
     for each in shown:
-        picks, cells = each._replace(picks=spread(each.picks, width)).corner(width // 2, width)
+        spaced = (*spread(each.picks[:-1], width // 2), *spread(each.picks[-1:], width))
+        picks, cells = each._replace(picks=spaced).corner(width // 2, width)
         yield render.escape(f"{each.path}: {each.name}: {show(picks)}")
         yield from shades([[abs(v) if isinstance(v, complex) else v for v in row] for row in cells])
 

@@ -29,6 +29,13 @@ def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
     Example: ckptkit wrap plain.pth run.pth --key state_dict
              ckptkit wrap plain.pth run.ckpt --key state_dict --set 'pytorch-lightning_version="2.0.0"'
     """
+    from ckptkit import formats
+    from ckptkit.errors import UsageError
     from ckptkit.transforms.structure import wrap
 
+    shards = edit.shard_size is not None
+    chosen = formats.for_writing(edit.dst or edit.src, edit.format, keep="torch-zip", shards=shards)
+    if chosen.everything in ("never", "asked") and not edit.everything:
+        hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
+        raise UsageError(f"{chosen.name} holds weights alone, and no entry around them", where=edit.dst, hint=hint)
     edit.run(lambda ck: wrap(ck, key, beside))

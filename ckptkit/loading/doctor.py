@@ -143,7 +143,8 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     found = [refused.cause(refusal)]
     if salvaged is None:
         return Diagnosis(path, tuple(found), None, readable=False)
-    found += _content(path, salvaged.checkpoint, with_model=False)
+    # Their commands would meet the same damage: --fix is what does all of it.
+    found += [replace(cause, command=None) for cause in _content(path, salvaged.checkpoint, with_model=False)]
     return Diagnosis(path, tuple(found), salvaged.checkpoint, readable=False, lost=salvaged.lost)
 
 

@@ -184,9 +184,7 @@ def _extract(given: Any) -> Step:
             except UsageError:
                 continue
             return structure.extract(ck, key)
-        raise UsageError(
-            f"has none of the entries {', '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries"
-        )
+        raise UsageError(f"has no entry {' or '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries")
 
     return step
 

@@ -38,7 +38,7 @@ def bare(ck: Checkpoint) -> Checkpoint:
     weights = ck.required
     beside = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
     said = f"took the weights out of {join(weights.path)!r}" if weights.path else "took the weights alone"
-    notes = [said + (f", leaving {beside:,} other entries" if beside else "")]
+    notes = [said + (f", leaving {beside:,} other entr{'y' if beside == 1 else 'ies'}" if beside else "")]
     if weights.module is not None:
         notes += [f"the pickled module ({weights.node.global_}) is now its plain state_dict", *weights.module.unread]
     node = plain_state_dict(weights.nodes) if weights.is_module else weights.node

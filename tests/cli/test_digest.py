@@ -57,7 +57,7 @@ def test_a_manifest_and_its_check(ckptkit: Ckptkit, net: Path, tmp_path: Path) -
     found = ckptkit("digest", "--check", out, net)
     assert found.exit_code == 1
     assert found.stdout.splitlines() == [
-        f"{net}: 3 of 3 tensors differ from the manifest",
+        f"{net}: 3 differences from the 3 tensors of the manifest",
         "  missing: the manifest has it (odd\\nname)",
         "  not in the manifest (\\x1b[1m)",
         "  not as in the manifest (b)",

@@ -539,7 +539,9 @@ def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"module.first": torch.arange(1e5), "module.last": torch.ones(100_000)}, whole)
     (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
     result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
-    assert result.exit_code == 0, result.stdout
+    assert result.exit_code == 1, result.stdout
+    assert "new.pth loads, without 1 entry that cannot be had back" in result.stdout
+    assert "ckptkit strip-module" not in result.stdout  # which would meet the same damage
     assert "lost: module.last" in result.stderr
     assert load(tmp_path / "new.pth").keys() == {"first"}
 

@@ -167,3 +167,14 @@ def test_CL_04_a_closed_standard_error_is_none(monkeypatch: pytest.MonkeyPatch) 
 def test_CL_02_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     render.warn("run.pth: bad key 'a\n[OK] safe'", "do\nthis")
     assert capsys.readouterr().err == "ckptkit: run.pth: bad key 'a\\n[OK] safe'\nhint: do\\nthis\n"
+
+
+def test_names_that_would_become_equal_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    size = "12,345,678,901,234,567,890"
+    long = [f"layers.attention.{name}.projection.weight" for name in ("query", "values")]
+    cut = list(render.table(("name", "size"), [(long[0], size)]))
+    assert "..." in cut[1] and len(cut[1]) < 50
+    whole = list(render.table(("name", "size"), [(name, size) for name in long]))
+    assert [line.split()[0] for line in whole[1:]] == long

@@ -186,3 +186,8 @@ def test_in_processes_of_its_own(run: Run, evil: Path, fine: Path) -> None:
 
 def test_two_formats_at_once(ckptkit: Ckptkit, fine: Path) -> None:
     assert ckptkit("scan", "--json", "--sarif", fine).exit_code == 2
+
+
+def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
+    done = run("scan", tmp_path)
+    assert (done.code, "there are no files to scan" in done.stderr) == (3, True)

@@ -123,7 +123,7 @@ def test_only_weights_are_kept_and_it_is_said(tmp_path: Path, run: Run) -> None:
     done = run("average", *paths, tmp_path / "out.safetensors")
     assert done.code == 0, done.stderr
     assert "averaged 4 tensors of 2 checkpoints; took 'a.num_batches_tracked', 'mask' from the last" in done.stdout
-    assert "leaving 1 other entries" in done.stdout
+    assert "leaving 1 other entry" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A tensor as almost all are written: thirty opcodes that differ in their operands alone, recognised at once.
 
     (                                           after _rebuild_tensor_v2
-    ( tag class key [r] device numel t [r] Q    the storage
+    ( tag class key [r] device [r] numel t [r] Q    the storage; torch spells a GPU out each time
     offset  shape [r]  stride [r]  grad
     OrderedDict ) R [r]                         no hooks
     t [r] R r
@@ -26,15 +26,16 @@ from ckptkit.tensor import Tensor, TypedStorage
 from ckptkit.tree import Global, Node
 
 _GET, _PUT, _INT = rb"h(.)", rb"(?:r(....))?", rb"(?:K.|M..|J....)"
+_DEVICE = rb"(?:h(.)|X(.)\0\0\0([a-z]{1,9}:[0-9]{1,3})%b)" % _PUT
 _SIZES = rb"(%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,8}t)" % (_INT, _INT, _INT, _INT)
 _CODE = (
-    rb"\(", _GET, rb"(h.|j....)", rb"X(.)\0\0\0([0-9]{1,20})", _PUT, _GET, rb"(%b)t" % _INT, _PUT, rb"Q",
+    rb"\(", _GET, rb"(h.|j....)", rb"X(.)\0\0\0([0-9]{1,20})", _PUT, _DEVICE, rb"(%b)t" % _INT, _PUT, rb"Q",
     rb"(%b)" % _INT, _SIZES, _PUT, _SIZES, _PUT, rb"([\x88\x89])", _GET, rb"\)R", _PUT, rb"t", _PUT, rb"Rr(....)",
 )  # fmt: skip
 _match = re.compile(b"".join(_CODE), re.DOTALL).match
 _integers = re.compile(_INT, re.DOTALL).findall
 
-_SEVEN, _ONE = Struct("<7I").pack, Struct("<I").pack
+_EIGHT, _SEVEN, _ONE = Struct("<8I").pack, Struct("<7I").pack, Struct("<I").pack
 
 
 class PlainTensors:
@@ -45,6 +46,7 @@ class PlainTensors:
         self._reducers = reducers
         self._persistent_load = persistent_load
         self._values = _Values()
+        self._devices: dict[bytes, str] = {}
 
     def read(self, data: bytes, pos: int, stack: list[Node]) -> int:
         """Do what the code at `pos`, after a MARK, does; the offset after it, 0 and nothing done where it is another.
@@ -54,16 +56,20 @@ class PlainTensors:
         found = _match(data, pos)
         if found is None:
             return 0
-        (tag, kind, size, key, put_key, device, numel, put_id, offset, shape, put_shape, stride, put_stride, grad,
-         hooks, put_hooks, put_args, put) = found.groups(b"")  # fmt: skip
+        (tag, kind, size, key, put_key, known, length, spelt, put_device, numel, put_id, offset, shape, put_shape,
+         stride, put_stride, grad, hooks, put_hooks, put_args, put) = found.groups(b"")  # fmt: skip
         memo, reducers, values = self._memo, self._reducers, self._values
         n = len(memo)
-        puts = b"".join((put_key, put_id, put_shape, put_stride, put_hooks, put_args, put))
-        whole = puts == _SEVEN(n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6)
-        if not (whole or puts == _ONE(n)) or size[0] != len(key):
+        puts = b"".join((put_key, put_device, put_id, put_shape, put_stride, put_hooks, put_args, put))
+        if spelt:
+            whole = puts == _EIGHT(n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7)
+        else:
+            whole = puts == _SEVEN(n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6)
+        if not (whole or puts == _ONE(n)) or size[0] != len(key) or (spelt and length[0] != len(spelt)):
             return 0
         try:
-            made, tag, device, hooks = stack[-1], memo[tag[0]], memo[device[0]], memo[hooks[0]]
+            made, tag, hooks = stack[-1], memo[tag[0]], memo[hooks[0]]
+            device: Node = self._devices.setdefault(spelt, spelt.decode()) if spelt else memo[known[0]]
             kind = memo[kind[1]] if len(kind) == 2 else memo[U4(kind, 1)[0]]
         except IndexError:
             return 0
@@ -79,7 +85,7 @@ class PlainTensors:
         tensor = Tensor(typed.storage, typed.dtype, sizes, steps, values[offset], grad == b"\x88")
         stack[-1] = tensor
         if whole:
-            memo += (name, UNSET, sizes, steps, UNSET, UNSET, tensor)
+            memo += (name, *((device,) if spelt else ()), UNSET, sizes, steps, UNSET, UNSET, tensor)
         else:
             memo.append(tensor)
         return found.end()

@@ -94,7 +94,7 @@ def second_tensor() -> tuple[bytes, Any]:
     return data, found
 
 
-@pytest.mark.parametrize("group", [1, 2, 6, 15])
+@pytest.mark.parametrize("group", [1, 2, 6, 18])
 def test_a_tensor_of_what_the_memo_does_not_have(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused as the machine refuses it that knows opcodes alone."""
     data, found = second_tensor()
@@ -345,3 +345,18 @@ def test_an_edit_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="has no place") as found:
         formats.patch(before, replace(before, root={"a": object()}), ZIP, WriteOptions())
     assert found.value.where == str(tmp_path / "x.pt")
+
+
+def test_a_gpu_is_spelt_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a new string for each tag: none of them is fetched from the memo."""
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:" + str(storage.nbytes() // 24))
+        data = pickled(**{name: torch.zeros(2, 3) for name in "abcd"})
+    taken: list[int] = []
+    read = PlainTensors.read
+    monkeypatch.setattr(PlainTensors, "read", lambda *args: taken.append(read(*args)) or taken[-1])
+    fast = outcome(data, table().load)
+    assert sum(map(bool, taken)) == 4
+    monkeypatch.setattr(PlainTensors, "read", lambda *_: 0)
+    assert repr(fast) == repr(outcome(data, table().load))
+    assert data.count(b"cuda:1") == 4
