@@ -12,7 +12,7 @@ from ckptkit.bridge.floats import FLOATS, decode, encode, is_decoded
 from ckptkit.dtypes import BY_NAME, TABLE
 from ckptkit.errors import UnsupportedError
 
-SMALL = [name for name in FLOATS if name.startswith("float8")]
+SMALL = [name for name in sorted(FLOATS) if name.startswith("float8")]
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALVES = np.arange(1 << 16, dtype="<u4") << 16
 # Each upper half of a float32 by itself, and a little, half, and almost one of its last place above.
