@@ -114,8 +114,6 @@ class _Look:
         try:
             return found or formats.identify(self.probe)  # which says what it is instead
         except TruncatedError as error:
-            if not self.place.nbytes() if isinstance(self.place, Folder) else not self.place.size:
-                raise  # nothing that could be recovered
             self.findings.append(Finding(error.message, hint=error.hint))
             return None
 

@@ -10,7 +10,6 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.errors import InputError
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.reports.scan import FileVerdict
@@ -65,8 +64,6 @@ def command(
                 render.emit(*scan_text.painted(each))
         if len(outcome) > 1 and not quiet:
             render.emit(outcome.summary())
-    if not len(outcome):
-        raise InputError("there are no files to scan", where=urls.shown(files[0]))
     return outcome.code
 
 
@@ -104,4 +101,6 @@ class Outcome:
     @property
     def code(self) -> int:
         """A finding says more than a file that could not be read."""
+        if not len(self):
+            raise InputError("there are no files to scan")
         return FOUND if self.found else InputError.exit_code if self.failed else 0
