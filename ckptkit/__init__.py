@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint as Checkpoint
     from ckptkit.convert import open_checkpoint as open
     from ckptkit.convert import recover as recover
     from ckptkit.convert import save as save
-    from ckptkit.errors import CkptkitError as CkptkitError
+    from ckptkit.core.checkpoint import Checkpoint as Checkpoint
+    from ckptkit.core.errors import CkptkitError as CkptkitError
+    from ckptkit.core.tensor import Storage as Storage
+    from ckptkit.core.tensor import Tensor as Tensor
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
-    from ckptkit.tensor import Storage as Storage
-    from ckptkit.tensor import Tensor as Tensor
     from ckptkit.transforms.combine import average as average
     from ckptkit.transforms.combine import ema as ema
     from ckptkit.transforms.combine import merge as merge
@@ -36,10 +36,10 @@ __version__ = "0.1.0"
 
 # Public name -> where it lives, and under which name there.
 _PLACES = {
-    "Checkpoint": ("checkpoint", "Checkpoint"),
-    "CkptkitError": ("errors", "CkptkitError"),
-    "Storage": ("tensor", "Storage"),
-    "Tensor": ("tensor", "Tensor"),
+    "Checkpoint": ("core.checkpoint", "Checkpoint"),
+    "CkptkitError": ("core.errors", "CkptkitError"),
+    "Storage": ("core.tensor", "Storage"),
+    "Tensor": ("core.tensor", "Tensor"),
     "add_prefix": ("transforms.keys", "add_prefix"),
     "average": ("transforms.combine", "average"),
     "cast": ("transforms.elements", "cast"),

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptkit import formats
-from ckptkit.bytesource import ByteSource, Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
 from ckptkit.journal import SUFFIX, journal_path
-from ckptkit.plan import Patch, Plan
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:

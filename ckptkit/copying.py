@@ -17,9 +17,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import bridge
-from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
-from ckptkit.errors import InputChangedError, OutputError
-from ckptkit.plan import Deferred, Segment, Summed, crc32_combine, length
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
+from ckptkit.core.errors import InputChangedError, OutputError
+from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

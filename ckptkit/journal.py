@@ -18,8 +18,8 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ckptkit.errors import FormatError
-from ckptkit.plan import Edit, Patch
+from ckptkit.core.errors import FormatError
+from ckptkit.core.plan import Edit, Patch
 
 SUFFIX = ".ckptkit-journal"
 _MAGIC = b"ckptkit journal 1\n"

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from html import escape as escape_html
 from itertools import islice
 
-from ckptkit.fold import Item, fold
-from ckptkit.tensor import Tensor
-from ckptkit.text import escape, plural, shape, size
-from ckptkit.tree import LEAVES, Node, children, key_text
-from ckptkit.weights import Weights
+from ckptkit.core.fold import Item, fold
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import escape, plural, shape, size
+from ckptkit.core.tree import LEAVES, Node, children, key_text
+from ckptkit.core.weights import Weights
 
 ROWS = 200  # of a table
 LONG = 80  # characters of a value

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource
-from ckptkit.tree import Global
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.tree import Global
 
 TORCH_LOAD = "torch.load"
 PICKLE = "pickle.load"

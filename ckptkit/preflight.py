@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, Folder, LocalFile, Range
-from ckptkit.errors import InputChangedError, LimitError, OutputError, OutputExistsError, UsageError
-from ckptkit.limits import LIMITS
-from ckptkit.plan import Plan, Segment, Summed
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, LocalFile, Range
+from ckptkit.core.errors import InputChangedError, LimitError, OutputError, OutputExistsError, UsageError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.plan import Plan, Segment, Summed
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:

@@ -16,11 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.copying import execute, in_order
-from ckptkit.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
+from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.journal import journal_path
-from ckptkit.plan import OutputFile, Plan
 from ckptkit.preflight import (
     check_destination,
     check_size,

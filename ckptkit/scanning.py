@@ -12,10 +12,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from ckptkit import formats
-from ckptkit.bytesource import ByteSource, Folder
-from ckptkit.errors import CkptkitError, InputError
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.limits import check
 from ckptkit.formats import hidden
-from ckptkit.limits import check
 from ckptkit.remote import urls
 from ckptkit.reports.scan import FileVerdict, Trusted, judge_file
 

@@ -11,8 +11,8 @@ import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
 
-from ckptkit.dtypes import TABLE
-from ckptkit.tree import Global, Node, Object
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.tree import Global, Node, Object
 
 _STORAGES = tuple(row.storage for row in TABLE if row.storage)
 _TENSORS = tuple(f"{kind}Tensor" for kind in (

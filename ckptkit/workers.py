@@ -17,7 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit import __version__
-from ckptkit.errors import CkptkitError, OutputError, UsageError
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.remote.urls import shown
 
 if TYPE_CHECKING:

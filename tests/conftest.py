@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ckptkit.bytesource import LocalFile
+from ckptkit.core.bytesource import LocalFile
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "ckptkit"]

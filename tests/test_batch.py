@@ -22,8 +22,8 @@ from ckptkit import batch, cli, workers
 from ckptkit.batch import manifest
 from ckptkit.batch.attempt import same
 from ckptkit.convert import convert
-from ckptkit.errors import OutputError, PathError, UsageError
-from ckptkit.plan import Plan
+from ckptkit.core.errors import OutputError, PathError, UsageError
+from ckptkit.core.plan import Plan
 from tests.batches import deadly, make, noted, slow, strip, suicidal, without_sum
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
 

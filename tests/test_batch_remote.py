@@ -15,7 +15,7 @@ import torch
 
 from ckptkit import batch, workers
 from ckptkit.batch import manifest
-from ckptkit.errors import PathError, UsageError
+from ckptkit.core.errors import PathError, UsageError
 from tests.batches import Dask, dask, make, strip
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 

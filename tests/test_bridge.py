@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from ckptkit import bridge
 from ckptkit.bridge import gather as gathering
 from ckptkit.bridge import operations, tensors
-from ckptkit.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
-from ckptkit.dtypes import BY_NAME, TABLE
-from ckptkit.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
-from ckptkit.tensor import Storage, Tensor
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
+from ckptkit.core.dtypes import BY_NAME, TABLE
+from ckptkit.core.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
+from ckptkit.core.tensor import Storage, Tensor
 
 
 def record(data: bytes) -> Range:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckptkit.bridge.floats import FLOATS, decode, encode, is_decoded
-from ckptkit.dtypes import BY_NAME, TABLE
-from ckptkit.errors import UnsupportedError
+from ckptkit.core.dtypes import BY_NAME, TABLE
+from ckptkit.core.errors import UnsupportedError
 
 SMALL = [name for name in sorted(FLOATS) if name.startswith("float8")]
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ckptkit import bridge
 from ckptkit.bridge import quantized
-from ckptkit.bytesource import Memory, Pending, Range, Record
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import TensorError
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.bytesource import Memory, Pending, Range, Record
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 
 SCHEMES = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 

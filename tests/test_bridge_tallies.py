@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ckptkit.bridge import BINS, Histogram, Tally, ordered, parts, tallies, tally
 from ckptkit.bridge.tallies import bin_exponent
-from ckptkit.bytesource import Memory, Range
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import TensorError
-from ckptkit.tensor import Storage, Tensor
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Storage, Tensor
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit import copying
-from ckptkit.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.copying import ReadAhead, Task, crc32_combine, cut, execute, in_memory, run
-from ckptkit.errors import CorruptError, InputChangedError, OutputError
-from ckptkit.plan import Deferred, Segment, Summed, length
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
+from ckptkit.core.plan import Deferred, Segment, Summed, length
 
 
 @pytest.fixture(autouse=True)

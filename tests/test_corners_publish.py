@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit import publish as publishing
-from ckptkit.errors import OutputError
+from ckptkit.core.errors import OutputError
+from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.journal import journal_path
-from ckptkit.plan import OutputFile, Plan
 from ckptkit.publish import publish
 
 PLAN = Plan((OutputFile("", (b"new",)),))

@@ -17,10 +17,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.cli import main
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.errors import TensorError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import TensorError
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import cast, compact
 from ckptkit.transforms.keys import add_prefix, rename, select, strip_prefix

@@ -24,13 +24,13 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit import formats
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import convert
-from ckptkit.dtypes import BY_NAME, BY_STORAGE
-from ckptkit.errors import AmbiguousError, TensorError
-from ckptkit.tensor import Tensor
-from ckptkit.tree import join, walk
-from ckptkit.weights import as_tensor
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME, BY_STORAGE
+from ckptkit.core.errors import AmbiguousError, TensorError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import join, walk
+from ckptkit.core.weights import as_tensor
 from fixtures.making import reading
 from tests.conftest import SAFE, Corpus, tags
 from tests.formats.conformance import elements, elements_of, sharing, storage_bytes

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.dtypes import TABLE
-from ckptkit.errors import AmbiguousError, UnsupportedError
-from ckptkit.tensor import Tensor
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.errors import AmbiguousError, UnsupportedError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import join
+from ckptkit.core.weights import as_tensor
 from ckptkit.transforms.scan import nodes
-from ckptkit.tree import join
-from ckptkit.weights import as_tensor
 from fixtures.make import FIXTURES, KEPT, kept, versions
 from fixtures.making import reading, training
 from tests.conftest import ROOT, Run

@@ -16,7 +16,7 @@ from torch.serialization import skip_data
 
 import ckptkit
 from ckptkit.convert import convert
-from ckptkit.errors import AmbiguousError, CollisionError
+from ckptkit.core.errors import AmbiguousError, CollisionError
 from ckptkit.formats.format import WriteOptions
 from tests.conftest import Corpus
 from tests.formats.conformance import elements_of

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit import patching
 from ckptkit.convert import Conversion, convert
-from ckptkit.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
+from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
+from ckptkit.core.plan import Edit, Patch
 from ckptkit.journal import journal_of, journal_path, parse
-from ckptkit.plan import Edit, Patch
 from tests.conftest import ENVIRONMENT, Run
 
 Maker = Callable[[Path], Path]

@@ -17,8 +17,8 @@ import pytest
 
 from ckptkit import preflight
 from ckptkit import publish as publishing
-from ckptkit.bytesource import Derived, LocalFile, Memory, Range
-from ckptkit.errors import (
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.errors import (
     InputChangedError,
     LimitError,
     OutputError,
@@ -27,7 +27,7 @@ from ckptkit.errors import (
     UsageError,
     VerifyError,
 )
-from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.publish import publish
 from ckptkit.temporaries import temporary_name
 

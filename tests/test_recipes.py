@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit import recipes
-from ckptkit.errors import UsageError
+from ckptkit.core.errors import UsageError
 from tests.conftest import ROOT, Run
 
 Loaded = dict[str, torch.Tensor]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ckptkit
-from ckptkit.errors import CorruptError, FormatError, InputChangedError, InputError, PathError, UsageError
+from ckptkit.core.errors import CorruptError, FormatError, InputChangedError, InputError, PathError, UsageError
 from ckptkit.formats import open_place
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.remote_servers import NGINX, Answer, Nginx, nginx

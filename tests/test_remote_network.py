@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.bytesource import ByteSource
-from ckptkit.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
 from ckptkit.formats import open_place
 from ckptkit.remote import files, transports
 from tests.conftest import ENVIRONMENT

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.errors import InputChangedError, InputError, OutputError, OutputExistsError, PathError, UsageError
+from ckptkit.core.errors import InputChangedError, InputError, OutputError, OutputExistsError, PathError, UsageError
 from tests.conftest import Run
 
 s3fs = pytest.importorskip("s3fs")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptkit import formats
-from ckptkit.bytesource import Memory
-from ckptkit.errors import FormatError
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.errors import FormatError
 from ckptkit.remote.urls import behind_page, beside, is_url, shown, split
 
 

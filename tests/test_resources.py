@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.errors import CkptkitError, PathError
+from ckptkit.core.errors import CkptkitError, PathError
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.formats.torch.archives import archive, pickle_of
 from tests.formats.torch.zips import Member, build

@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ckptkit.tree import Global, Node, Object
+from ckptkit.core.tree import Global, Node, Object
 from ckptkit.trust import WEIGHTS_ONLY, describe, is_harmful, refused_by_weights_only
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from ckptkit import batch, copying, workers
 from ckptkit.convert import Step, convert
-from ckptkit.errors import OutputError, UsageError
+from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.transforms.elements import cast
 from ckptkit.transforms.keys import strip_prefix
 from tests.batches import Dask, dask, deadly, make, noted, slow, strip

@@ -21,7 +21,7 @@ from ckptkit.batch.attempt import Outcome, Task, Work, attempt
 from ckptkit.batch.inputs import find
 from ckptkit.batch.jobs import Job, plan
 from ckptkit.batch.manifest import Manifest, Record
-from ckptkit.errors import OutputError
+from ckptkit.core.errors import OutputError
 from ckptkit.remote import urls
 from ckptkit.workers import Pool
 

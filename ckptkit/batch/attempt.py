@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 from ckptkit import __version__, formats
 from ckptkit.batch.inputs import Mark, mark
-from ckptkit.bytesource import Folder
 from ckptkit.convert import Conversion
 from ckptkit.copying import checksums, in_order
-from ckptkit.errors import CkptkitError, InputError, OutputError, OutputExistsError
-from ckptkit.plan import Plan
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.errors import CkptkitError, InputError, OutputError, OutputExistsError
+from ckptkit.core.plan import Plan
 from ckptkit.remote import urls
 
 BUG = 5  # exit code

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptkit.errors import PathError, UsageError
+from ckptkit.core.errors import PathError, UsageError
 from ckptkit.remote import urls
 
 Mark = tuple[int, int | str]  # see remote.listing

@@ -10,7 +10,7 @@ from functools import cache
 
 from ckptkit import __version__, formats
 from ckptkit.batch.inputs import Input
-from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.remote import urls
 

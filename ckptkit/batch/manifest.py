@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from ckptkit.batch.inputs import Mark, mark
 from ckptkit.copying import write_all
-from ckptkit.errors import OutputError, UsageError
+from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.remote import urls
 
 NAME = ".ckptkit-batch.jsonl"

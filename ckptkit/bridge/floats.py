@@ -20,8 +20,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.dtypes import DType
-from ckptkit.errors import UnsupportedError
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.bytesource import Derived
+from ckptkit.core.bytesource import Derived
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import dtypes
 from ckptkit.bridge.floats import decode, encode, is_decoded
-from ckptkit.bytesource import Derived, Pending, Record
-from ckptkit.dtypes import DType
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Derived, Pending, Record
+from ckptkit.core.dtypes import DType
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ckptkit.errors import ModelError
+from ckptkit.core.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptkit.bridge.floats import decode, is_decoded
 from ckptkit.bridge.operations import BUFFER, aligned, flow
 from ckptkit.bridge.tensors import contiguous
-from ckptkit.tensor import Tensor
+from ckptkit.core.tensor import Tensor
 
 
 def nonfinite(tensor: Tensor) -> tuple[int, int]:

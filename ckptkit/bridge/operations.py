@@ -35,13 +35,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import dtypes
 from ckptkit.bridge.floats import FLOATS, decode, encode
 from ckptkit.bridge.gather import Read, assemble, gather
 from ckptkit.bridge.mean import ELEMENTS, Mean
-from ckptkit.bytesource import Derived, Extent, LocalFile, Range
-from ckptkit.dtypes import DType
-from ckptkit.errors import CorruptError, TensorError, UnsupportedError
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CorruptError, TensorError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np

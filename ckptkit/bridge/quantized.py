@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import dtypes
+from ckptkit.core import dtypes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptkit.bridge.floats import decode, is_decoded
 from ckptkit.bridge.operations import aligned, flow
 from ckptkit.bridge.tensors import contiguous
-from ckptkit.bytesource import Extent, Range
-from ckptkit.dtypes import DType
-from ckptkit.errors import TensorError
-from ckptkit.tensor import Tensor
+from ckptkit.core.bytesource import Extent, Range
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Tensor
 
 if TYPE_CHECKING:
     import numpy as np

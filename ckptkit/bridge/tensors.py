@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.bridge.floats import decode, is_decoded
 from ckptkit.bridge.operations import BUFFER, PIECE, Piece, aligned, flow, regroup, stream, torch_dtype
-from ckptkit.bytesource import Extent, LocalFile, Part, Pending, Range, Record
-from ckptkit.dtypes import DType
-from ckptkit.errors import DeviceError, TensorError, UnsupportedError
-from ckptkit.tensor import Storage, Tensor
+from ckptkit.core.bytesource import Extent, LocalFile, Part, Pending, Range, Record
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError
+from ckptkit.core.tensor import Storage, Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bridge import Tally
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tree import join
 from ckptkit.reports.advice import argument
 from ckptkit.reports.shares import Branch, Share, grown, joined, shares
 from ckptkit.reports.slices import Picks, parse, plane, select
 from ckptkit.reports.summary import Summary, summarize
-from ckptkit.tree import join
 
 ROWS = 16  # of a grid
 COUNTED = 1 << 20  # elements that are read for statistics

@@ -9,10 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from ckptkit.browser.contents import Contents, Listed, Values
+from ckptkit.core.text import escape, plural, shape, size
 from ckptkit.reports.doctor.cause import ERROR, WARNING, Cause
 from ckptkit.reports.shares import OPTIMIZER, Branch
 from ckptkit.reports.slices import show
-from ckptkit.text import escape, plural, shape, size
 
 LISTED = 200
 LONG = 200

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptkit.bridge.threads import ordered
-from ckptkit.bytesource import Folder
 from ckptkit.checking.sums import summed
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import PathLike, open_checkpoint, open_place
-from ckptkit.errors import CkptkitError, CollisionError, CorruptError, FormatError, TensorError
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CollisionError, CorruptError, FormatError, TensorError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import join, walk
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Finding, Part
-from ckptkit.limits import check
 from ckptkit.reports import manifest
 from ckptkit.reports.digest import tensor_id
-from ckptkit.tensor import Tensor
-from ckptkit.tree import join, walk
-from ckptkit.weights import as_tensor
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
 Matches = Callable[[str], bool]

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bridge.threads import ordered
-from ckptkit.bytesource import Derived, Extent, Memory, Range, Section
-from ckptkit.errors import AmbiguousError, FormatError, InputError, TensorError
+from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Section
+from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
+from ckptkit.core.plan import crc32_combine
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Finding, Part
-from ckptkit.plan import crc32_combine
-from ckptkit.tensor import Tensor
 
 PIECE = 64 << 20  # bytes of a part that one thread sums up
 DAMAGE = (FormatError, AmbiguousError, TensorError)  # what is wrong with a file; other errors are about reading it

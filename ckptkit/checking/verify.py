@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.bridge.nonfinite import nonfinite
 from ckptkit.bridge.threads import ordered
-from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.checking.digests import Matches, Progress, differences, digest
 from ckptkit.checking.sums import DAMAGE, summed, with_tensors
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import PathLike, open_place
-from ckptkit.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import join, walk
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Finding, Format, Part, Probe
-from ckptkit.tensor import Tensor
-from ckptkit.tree import join, walk
-from ckptkit.weights import as_tensor
 
 COMPARED = 1_000  # findings of which none is said twice; more are told as they are
 

@@ -21,7 +21,7 @@ import click
 
 from ckptkit import __version__
 from ckptkit.cli import render
-from ckptkit.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, InputError
 
 COMMANDS = (
     "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap",

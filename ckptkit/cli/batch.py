@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.errors import InputError
+from ckptkit.core.errors import InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:

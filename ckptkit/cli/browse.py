@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.errors import UsageError
+from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.core.checkpoint import Checkpoint
 
 SECONDS = 2.0
 MOST = 500  # candidates; of more, their common beginnings
@@ -77,7 +77,7 @@ def _formats(_: click.Context, __: click.Parameter, incomplete: str) -> list[Com
 
 
 def _dtypes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.dtypes import TABLE
+    from ckptkit.core.dtypes import TABLE
 
     return _matching(((row.name, None) for row in TABLE if row.kind == "float"), incomplete)
 
@@ -95,7 +95,7 @@ def _tags(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The names of the weights."""
-    from ckptkit.text import shape
+    from ckptkit.core.text import shape
 
     with _opened(ctx, parameter) as checkpoint:
         named = ((name, f"{each.dtype} {shape(each.shape)}") for name, each in checkpoint.weights.items())
@@ -104,7 +104,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> l
 
 def _entries(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The paths of mappings and lists, two levels of them."""
-    from ckptkit.tree import children, key_text
+    from ckptkit.core.tree import children, key_text
 
     def below(node: object, before: str, levels: int) -> Iterator[tuple[str, str | None]]:
         for key, child in children(node):

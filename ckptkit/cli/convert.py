@@ -10,7 +10,7 @@ import click
 from ckptkit.cli import options
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.core.checkpoint import Checkpoint
 
 
 @click.command("convert")

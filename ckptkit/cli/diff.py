@@ -61,7 +61,7 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     """The names of the renamed keys as JSON, old to new, and what to do with them."""
     from json import dumps
 
-    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish import publish
     from ckptkit.reports.advice import rename
 

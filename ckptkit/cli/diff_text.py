@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckptkit.cli.fold_pairs import fold_pairs
 from ckptkit.cli.render import escape, is_terminal, labelled, plural, shape, table
-from ckptkit.fold import Item, fold
+from ckptkit.core.fold import Item, fold
 from ckptkit.reports.diff import Diff, Kind, Renamed, Silent
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
 
 
 def _write(digests: Digests, path: str, force: bool) -> None:
-    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish import publish
 
     data = "".join(f"{line}\n" for line in _lines(digests)).encode()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.errors import InputError
+from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
     from ckptkit.convert import Conversion

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.reports.summary import Row, Summary
 
 SCHEMA = "ckptkit.inspect/1"

@@ -15,10 +15,10 @@ from ckptkit.cli import render
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint
     from ckptkit.convert import Conversion
+    from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Loss
-    from ckptkit.plan import Patch, Plan
     from ckptkit.workers import Pool
 
 SCHEMA = "ckptkit.edit/1"
@@ -135,7 +135,7 @@ class Edit:
 
 
 def _verb(plan: Plan | Patch, dry_run: bool) -> str:
-    from ckptkit.plan import Patch
+    from ckptkit.core.plan import Patch
 
     if isinstance(plan, Patch):
         return "would change" if dry_run else "changed" if plan.seal is not None else "kept"
@@ -143,7 +143,7 @@ def _verb(plan: Plan | Patch, dry_run: bool) -> str:
 
 
 def _sizes(plan: Plan | Patch) -> str:
-    from ckptkit.plan import Plan
+    from ckptkit.core.plan import Plan
 
     if isinstance(plan, Plan):
         return render.size(plan.size)
@@ -157,7 +157,7 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
 
 def _tensors(checkpoint: Checkpoint) -> int:
     """The weights, or every tensor where it is not clear which they are."""
-    from ckptkit.errors import AmbiguousError
+    from ckptkit.core.errors import AmbiguousError
 
     try:
         if checkpoint.selection is not None:

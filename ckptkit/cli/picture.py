@@ -6,11 +6,11 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.cli import render
-from ckptkit.errors import UsageError
+from ckptkit.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptkit.core.tensor import Tensor
     from ckptkit.reports.slices import Picks
-    from ckptkit.tensor import Tensor
 
 
 def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, force: bool) -> None:
@@ -20,7 +20,7 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("--png draws with matplotlib", hint="pip install matplotlib") from error
-    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish import publish
     from ckptkit.reports.slices import show
 

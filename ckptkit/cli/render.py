@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TextIO
 
-from ckptkit.errors import OutputError
-from ckptkit.text import escape as escape
-from ckptkit.text import plural as plural
-from ckptkit.text import shape as shape
-from ckptkit.text import size as size
+from ckptkit.core.errors import OutputError
+from ckptkit.core.text import escape as escape
+from ckptkit.core.text import plural as plural
+from ckptkit.core.text import shape as shape
+from ckptkit.core.text import size as size
 
 STDOUT = "standard output"
 COLOURS = {"red": 31, "green": 32, "yellow": 33, "cyan": 36}

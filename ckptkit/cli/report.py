@@ -13,7 +13,7 @@ from ckptkit.cli.progress import Progress
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.pages.seen import Seen
 
 SCHEMA = "ckptkit.report/1"
@@ -129,7 +129,7 @@ def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> t
 
 
 def _publish(data: bytes, path: str, *, force: bool) -> None:
-    from ckptkit.plan import OutputFile, Plan
+    from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish import publish
 
     publish(Plan((OutputFile("", (data,)),)), path, force=force)

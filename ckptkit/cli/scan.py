@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import render
-from ckptkit.errors import InputError
+from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
     from ckptkit.reports.scan import FileVerdict

@@ -10,13 +10,13 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.cli.stats import facts_of, short
-from ckptkit.errors import UsageError
+from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.bridge import Tally
+    from ckptkit.core.tensor import Tensor
     from ckptkit.reports.slices import Picks
-    from ckptkit.tensor import Tensor
 
 SCHEMA = "ckptkit.show/1"
 ROWS = 12

@@ -15,7 +15,7 @@ from ckptkit.cli.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.bridge import Histogram, Tally
-    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.reports import summary
     from ckptkit.reports.stats import Row, Statistics
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ckptkit.cli.render import json_number
+from ckptkit.core.tree import join
 from ckptkit.reports.summary import Opaque, Row, Summary, Value
 from ckptkit.reports.values import key_list, number
-from ckptkit.tree import join
 
 
 def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ckptkit.cli.render import escape, shape
-from ckptkit.errors import CkptkitError
-from ckptkit.tree import join
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint import Checkpoint
+    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.reports.values import Plain
 
 HEX = 16  # characters of a digest: enough to see that it is another

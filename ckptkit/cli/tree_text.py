@@ -11,11 +11,11 @@ from typing import Any
 from ckptkit.cli.bars import lying
 from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, shortened
 from ckptkit.cli.summary_text import LONG, value_text
+from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
+from ckptkit.core.weights import as_tensor
 from ckptkit.reports.shares import Share, parts
 from ckptkit.reports.values import plain
-from ckptkit.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
 from ckptkit.trust import describe
-from ckptkit.weights import as_tensor
 
 BAR, SHORT_BAR = 20, 10  # characters
 WIDE, MEDIUM = 110, 72  # characters of a terminal from which on there are such bars

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.errors import CkptkitError, InputError, UsageError
+from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
              ckptkit wrap plain.pth run.ckpt --key state_dict --set 'pytorch-lightning_version="2.0.0"'
     """
     from ckptkit import formats
-    from ckptkit.errors import UsageError
+    from ckptkit.core.errors import UsageError
     from ckptkit.transforms.structure import wrap
 
     shards = edit.shard_size is not None

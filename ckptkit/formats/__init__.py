@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
-from ckptkit.bytesource import ByteSource, Folder, LocalFile
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.format import Finding, Format, Part, Probe, Salvaged, WriteOptions
-from ckptkit.plan import Patch, Plan
 from ckptkit.remote import urls
 
 # In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptkit.limits import check
-from ckptkit.tree import Blob, Node, Pairs, SetNode
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Blob, Node, Pairs, SetNode
 
 _UNHASHABLE = (list, dict, SetNode, Pairs, Blob, bytearray)
 

@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckptkit import formats
-from ckptkit.bytesource import ByteSource, Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
 from ckptkit.formats.format import Finding, Format, Part, Probe
 
 SAFETENSORS, BIN = ".safetensors", ".bin"

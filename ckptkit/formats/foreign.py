@@ -7,7 +7,7 @@ import struct
 from codecs import getincrementaldecoder
 from typing import NamedTuple
 
-from ckptkit.errors import FormatError, InputError, TruncatedError, UnsupportedError
+from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.formats.torch.zip_members import shown

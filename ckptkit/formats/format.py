@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckptkit.bytesource import ByteSource, Folder, Record
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.bytesource import ByteSource, Folder, Record
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.torch.zip_container import MAGIC, ZipDirectory, read_directory
-from ckptkit.plan import Patch, Plan
 
 if TYPE_CHECKING:
     from ckptkit.pickles import Found

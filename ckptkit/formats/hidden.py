@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ckptkit import formats
-from ckptkit.bytesource import ByteSource, Memory, Section
-from ckptkit.errors import CkptkitError, LimitError
+from ckptkit.core.bytesource import ByteSource, Memory, Section
+from ckptkit.core.errors import CkptkitError, LimitError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tree import Global
 from ckptkit.formats import hidden_tar, hidden_zip
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch.tar_container import is_tar
@@ -20,9 +22,7 @@ from ckptkit.formats.torch.trace_signs import looks_like_a_file, looks_like_a_pi
 from ckptkit.formats.torch.zip_container import MAGIC
 from ckptkit.formats.torch.zip_pickles import PICKLES
 from ckptkit.formats.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
-from ckptkit.limits import LIMITS, check
 from ckptkit.pickles import Found, Inner, PickleStream, Program, Remark, Trace, Traced
-from ckptkit.tree import Global
 
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.bytesource import ByteSource, Section
+from ckptkit.core.bytesource import ByteSource, Section
+from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch.tar_container import BLOCK, is_tar, lenient_number
 from ckptkit.formats.torch.zip_pickles import PICKLES
-from ckptkit.limits import LIMITS
 from ckptkit.pickles import Found, Inner, Remark
 
 

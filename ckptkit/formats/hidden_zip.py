@@ -13,10 +13,10 @@ from dataclasses import replace
 from struct import Struct
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource, Section
+from ckptkit.core.bytesource import ByteSource, Section
+from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch.zip_container import MAGIC
 from ckptkit.formats.torch.zip_pickles import METHODS, member
-from ckptkit.limits import LIMITS
 from ckptkit.pickles import Found, Remark
 
 _END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\5\6"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UnsafeGlobalError, UnsupportedError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
+from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats.plain_json import encode, is_plain, is_utf8
 from ckptkit.formats.torch.zip_members import shown
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
 from ckptkit.trust import refused_by_weights_only
-from ckptkit.weights import Weights, as_tensor
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))

@@ -21,17 +21,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import bridge
-from ckptkit.bytesource import Derived, Extent, Memory, Part, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NUMPY, DType
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.bytesource import Derived, Extent, Memory, Part, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NUMPY, DType
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.plan import crc32_combine
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Node
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.limits import LIMITS, check
 from ckptkit.pickles import NUMPY, Found, PickleStream
-from ckptkit.plan import crc32_combine
-from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.tree import Node
 
 MAGIC = b"\x93NUMPY"
 ALIGNMENT = 64  # of the elements, in bytes

@@ -12,9 +12,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 from ckptkit import bridge
-from ckptkit.bytesource import Derived, Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, TensorError
+from ckptkit.core.bytesource import Derived, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, TensorError
+from ckptkit.core.plan import OutputFile, Plan, crc32_combine
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Global, Node, OrderedDict
 from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.npy import header, read_array
@@ -22,9 +25,6 @@ from ckptkit.formats.plain_json import is_utf8
 from ckptkit.formats.torch import zip_extras
 from ckptkit.formats.torch.zip_members import shown
 from ckptkit.formats.torch.zip_writer import Member, lay_out
-from ckptkit.plan import OutputFile, Plan, crc32_combine
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Global, Node, OrderedDict
 
 SUFFIX = ".npy"
 _NAME_BYTES = (1 << 16) - 1 - len(SUFFIX)

@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ckptkit.errors import FormatError
-from ckptkit.tree import Node, Object, children
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tree import Node, Object, children
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _DEPTH = 32

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.tree import Node, Object, Path, children, join, rebuild, walk
-from ckptkit.weights import as_tensor, plain_state_dict
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tree import Node, Object, Path, children, join, rebuild, walk
+from ckptkit.core.weights import as_tensor, plain_state_dict
 
 
 def without_program(checkpoint: Checkpoint) -> Checkpoint:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ckptkit.limits import check
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, rebuild
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, rebuild
 
 _JUDGED = (Object, Global, SetNode, Tensor, TypedStorage)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CorruptError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CorruptError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Node, Object, join, walk
+from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Salvaged
 from ckptkit.formats.pruning import parts, without
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Node, Object, join, walk
-from ckptkit.weights import Weights, as_tensor, plain_state_dict
 
 Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are whole
 

@@ -11,8 +11,8 @@ import math
 from collections import Counter
 from typing import Any
 
-from ckptkit.errors import AmbiguousError, FormatError
-from ckptkit.limits import LIMITS, check
+from ckptkit.core.errors import AmbiguousError, FormatError
+from ckptkit.core.limits import LIMITS, check
 
 _DIGITS = 20  # of 2**64
 _SQUARE = bytes.maketrans(b"{}", b"[]")

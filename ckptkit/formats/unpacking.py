@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ckptkit.bytesource import ByteSource
+from ckptkit.core.bytesource import ByteSource
 
 _PIECE = 1 << 18
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import bridge, formats
-from ckptkit.bytesource import ByteSource, Folder
 from ckptkit.checking.verify import verify
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import Conversion, PathLike, convert, open_place
-from ckptkit.errors import (
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -24,6 +24,8 @@ from ckptkit.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.tree import Global, children, key_text
+from ckptkit.core.weights import locate
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
 from ckptkit.loading.model import is_implied, prefixes
@@ -38,8 +40,6 @@ from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import compact
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix, tie
 from ckptkit.transforms.structure import bare
-from ckptkit.tree import Global, children, key_text
-from ckptkit.weights import locate
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,17 +12,17 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import bridge
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import open_checkpoint
-from ckptkit.errors import ModelError, UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import ModelError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Node
+from ckptkit.core.weights import as_tensor
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
 from ckptkit.reports import diff as reports
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.transforms import metadata
 from ckptkit.transforms.keys import add_prefix, strip_prefix
-from ckptkit.tree import Node
-from ckptkit.weights import as_tensor
 
 if TYPE_CHECKING:
     from torch import nn

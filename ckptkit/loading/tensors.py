@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import bridge
-from ckptkit.dtypes import BY_NAME, UINT8, DType
-from ckptkit.errors import DeviceError, TensorError, UnsupportedError, UsageError
-from ckptkit.tensor import Storage, Tensor, TypedStorage, check_geometry
-from ckptkit.tree import Global, Node, Object
-from ckptkit.weights import as_tensor
+from ckptkit.core.dtypes import BY_NAME, UINT8, DType
+from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, check_geometry
+from ckptkit.core.tree import Global, Node, Object
+from ckptkit.core.weights import as_tensor
 
 if TYPE_CHECKING:
     import torch

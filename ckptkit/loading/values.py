@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckptkit import bridge
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import open_checkpoint
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
+from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.loading.tensors import MapLocation, Tensors, dtype_of, typed_storage
-from ckptkit.tensor import Tensor, TypedStorage
 from ckptkit.transforms import metadata
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
-from ckptkit.weights import Weights, as_tensor
 
 PathLike = str | os.PathLike[str]
 

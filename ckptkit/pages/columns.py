@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ckptkit.core.text import escape, shape, size
 from ckptkit.pages.seen import Seen
 from ckptkit.reports.shares import Share
-from ckptkit.text import escape, shape, size
 
 if TYPE_CHECKING:
     from ckptkit.bridge import Tally

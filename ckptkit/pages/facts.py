@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import __version__
+from ckptkit.core.text import escape
+from ckptkit.core.tree import join
 from ckptkit.pages.columns import MOST, Columns
 from ckptkit.pages.differences import differences
 from ckptkit.pages.seen import Seen
@@ -13,8 +15,6 @@ from ckptkit.reports.doctor import content
 from ckptkit.reports.doctor.facts import Facts
 from ckptkit.reports.shares import OPTIMIZER
 from ckptkit.reports.summary import Summary
-from ckptkit.text import escape
-from ckptkit.tree import join
 
 if TYPE_CHECKING:
     from ckptkit.reports.diff import Diff

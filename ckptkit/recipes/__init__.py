@@ -22,11 +22,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import Step, open_checkpoint
-from ckptkit.errors import UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tree import find
 from ckptkit.transforms import combine, devices, elements, keys, quantized, structure
-from ckptkit.tree import find
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ckptkit.bytesource import ByteSource, Folder, Identity, LocalFile, plain_name
-from ckptkit.errors import InputChangedError, PathError
+from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile, plain_name
+from ckptkit.core.errors import InputChangedError, PathError
 from ckptkit.remote.refusals import MissingError, presentable, refused, unknown
 from ckptkit.remote.transports import Http, Stored, Transport, information
 from ckptkit.remote.urls import beside, shown, split, without_query

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ckptkit.errors import PathError
+from ckptkit.core.errors import PathError
 from ckptkit.remote.files import filesystem, is_web
 from ckptkit.remote.refusals import not_written, presentable, refused
 from ckptkit.remote.urls import beside, shown

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from ckptkit.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
+from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
 from ckptkit.remote.urls import shown, without_query
 
 # What to install for a scheme; what fsspec says about others names a package too.

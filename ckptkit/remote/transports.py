@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from ckptkit.bytesource import Identity
-from ckptkit.errors import InputChangedError, InputError
+from ckptkit.core.bytesource import Identity
+from ckptkit.core.errors import InputChangedError, InputError
 from ckptkit.remote.refusals import Status, passing, presentable, refused
 from ckptkit.remote.urls import shown
 

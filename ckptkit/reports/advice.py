@@ -7,8 +7,8 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from ckptkit.core.tree import join
 from ckptkit.reports.summary import Summary
-from ckptkit.tree import join
 from ckptkit.trust import refused_by_weights_only
 
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.

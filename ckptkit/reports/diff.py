@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from ckptkit import bridge
 from ckptkit.bridge import Difference
-from ckptkit.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.text import escape, plural, shape
 from ckptkit.reports import advice
 from ckptkit.reports.matching import Kind as Kind
 from ckptkit.reports.matching import Matching, match
 from ckptkit.reports.matching import Renamed as Renamed
-from ckptkit.tensor import Shape, Tensor
-from ckptkit.text import escape, plural, shape
 
 LEVELS = 4  # dotted parts that a prefix may have
 

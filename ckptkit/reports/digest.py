@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ckptkit import bridge
-from ckptkit.errors import CkptkitError, TensorError
-from ckptkit.tensor import Tensor
+from ckptkit.core.errors import CkptkitError, TensorError
+from ckptkit.core.tensor import Tensor
 
 Named = tuple[str, Tensor]
 R = TypeVar("R")

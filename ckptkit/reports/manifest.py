@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ckptkit.errors import CorruptError, FormatError
+from ckptkit.core.errors import CorruptError, FormatError
 
 SCHEMA = "ckptkit.digest/1"
 _FIRST = re.compile(rf"# {SCHEMA} tensors=([0-9]{{1,9}}) sha256=([0-9a-f]{{64}})")

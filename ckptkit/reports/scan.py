@@ -22,8 +22,8 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from ckptkit import trust
+from ckptkit.core.tree import Global
 from ckptkit.pickles import TORCHSCRIPT, Call, Program, Remark, Traced
-from ckptkit.tree import Global
 
 NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
 LABELS = {

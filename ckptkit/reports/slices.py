@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptkit.errors import TensorError, UsageError
-from ckptkit.tensor import Shape, Tensor
+from ckptkit.core.errors import TensorError, UsageError
+from ckptkit.core.tensor import Shape, Tensor
 
 _NUMBER = r"-?[0-9]{1,18}"
 _ITEM = re.compile(rf"(?P<at>{_NUMBER})|(?P<start>{_NUMBER})?:(?P<stop>{_NUMBER})?(?::(?P<step>[0-9]{{1,18}})?)?")

@@ -15,9 +15,9 @@ from itertools import groupby
 
 from ckptkit import bridge
 from ckptkit.bridge import Part, Tally
-from ckptkit.errors import CkptkitError, TensorError
+from ckptkit.core.errors import CkptkitError, TensorError
+from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.reports import summary
-from ckptkit.tensor import Shape, Tensor
 
 Key = tuple[object, ...]
 

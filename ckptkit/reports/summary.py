@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object, Path, join, walk
+from ckptkit.core.weights import Weights
 from ckptkit.reports.values import Plain, plain
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Global, Node, Object, Path, join, walk
 from ckptkit.trust import describe, is_harmful
-from ckptkit.weights import Weights
 
 
 class Row(NamedTuple):

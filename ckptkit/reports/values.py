@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptkit import dtypes
-from ckptkit.limits import LIMITS
-from ckptkit.tensor import TypedStorage
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, Path, key_text
+from ckptkit.core import dtypes
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Path, key_text
 
 Plain = bool | int | float | str | None
 Key = str | int

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckptkit.bridge import contiguous, has_mean, mean_record
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CollisionError, UsageError
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Node, OrderedDict, find, join, rebuild
+from ckptkit.core.weights import Weights, as_tensor, locate
 from ckptkit.transforms.scan import count, some
 from ckptkit.transforms.structure import bare, extract
-from ckptkit.tree import Node, OrderedDict, find, join, rebuild
-from ckptkit.weights import Weights, as_tensor, locate
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics, diffusers, Lightning...).
 AVERAGED = (

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
-from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object, join, rebuild, walk
 from ckptkit.transforms.scan import count, moved, nodes, some
-from ckptkit.tree import Global, Node, Object, join, rebuild, walk
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (

@@ -13,16 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckptkit import dtypes as table
 from ckptkit.bridge import cast_record
-from ckptkit.bytesource import Part
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import DType
-from ckptkit.errors import FormatError, UsageError
-from ckptkit.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core import dtypes as table
+from ckptkit.core.bytesource import Part
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import FormatError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Node, Object, rebuild
+from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.transforms.scan import count, nearest, nodes, on, some
-from ckptkit.tree import Node, Object, rebuild
-from ckptkit.weights import Weights, as_tensor
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",

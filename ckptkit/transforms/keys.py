@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from fnmatch import translate
 from glob import escape
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CollisionError, UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
+from ckptkit.core.weights import Weights, module_state, plain_state_dict, read_module
 from ckptkit.transforms import metadata
 from ckptkit.transforms.scan import count, nearest, some
-from ckptkit.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
-from ckptkit.weights import Weights, module_state, plain_state_dict, read_module
 
 Paths = dict[str, Node]
 

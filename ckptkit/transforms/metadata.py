@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from ckptkit.tree import Node, OrderedDict
+from ckptkit.core.tree import Node, OrderedDict
 
 Paths = dict[str, Node]
 

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ckptkit.bridge import dequantized_record
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import CollisionError, TensorError
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CollisionError, TensorError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Global, Node, Object, Path, key_text, rebuild, walk
+from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.transforms import metadata
 from ckptkit.transforms.scan import count, nodes, some
-from ckptkit.tree import Global, Node, Object, Path, key_text, rebuild, walk
-from ckptkit.weights import Weights, as_tensor, plain_state_dict
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
-from ckptkit.dtypes import DType
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.dtypes import DType
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Node, Object, OrderedDict, Pairs, SetNode
 
 _SCALARS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
-from ckptkit.tensor import Tensor
-from ckptkit.tree import LEAVES, Node, Path, find, join
-from ckptkit.weights import plain_state_dict
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import LEAVES, Node, Path, find, join
+from ckptkit.core.weights import plain_state_dict
 
 
 def extract(ck: Checkpoint, key: str) -> Checkpoint:

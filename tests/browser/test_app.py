@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptkit.convert import open_checkpoint
-from ckptkit.errors import InputError
+from ckptkit.core.errors import InputError
 from ckptkit.reports.doctor.cause import ERROR, Cause
 from tests.cli.conftest import Ckptkit, ckptkit
 from tests.pages import made

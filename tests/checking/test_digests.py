@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit.checking.digests import differences, digest, read_manifest
-from ckptkit.errors import CkptkitError, CollisionError, FormatError, UsageError
+from ckptkit.core.errors import CkptkitError, CollisionError, FormatError, UsageError
 from ckptkit.reports import manifest
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State

@@ -13,7 +13,7 @@ import torch
 
 import ckptkit as package
 from ckptkit import cli
-from ckptkit.errors import CkptkitError, OutputError, UsageError
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from tests.cli.conftest import Ckptkit
 from tests.conftest import Run
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.cli import render
-from ckptkit.errors import OutputError
+from ckptkit.core.errors import OutputError
 
 
 class Terminal(StringIO):

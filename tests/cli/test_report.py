@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.bytesource import LocalFile
+from ckptkit.core.bytesource import LocalFile
 from tests.cli.conftest import Ckptkit
 from tests.matrix import NAMES, Fixture
 from tests.pages import made

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import bridge, bytesource, formats
-from ckptkit.bytesource import Folder, LocalFile, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import CkptkitError
+from ckptkit import bridge, formats
+from ckptkit.core import bytesource
+from ckptkit.core.bytesource import Folder, LocalFile, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Format, WriteOptions
-from ckptkit.tensor import Tensor
 
 State = dict[str, torch.Tensor]
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.checking.verify import Verdict, verify
-from ckptkit.errors import CkptkitError, FormatError, InputChangedError, PathError
+from ckptkit.core.errors import CkptkitError, FormatError, InputChangedError, PathError
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State, files_of
 from tests.formats.dcp.test_reading import TestDcp as Dcp

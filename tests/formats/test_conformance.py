@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
+from ckptkit.core.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
 from ckptkit.formats.format import WriteOptions
 from tests.formats.conformance import FormatConformance, State
 from tests.formats.torch import scripts, tars

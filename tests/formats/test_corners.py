@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.bytesource import Derived, Memory, Range
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, LimitError, UnsupportedError, UsageError
+from ckptkit.core.bytesource import Derived, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError, UnsupportedError, UsageError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats import hidden
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch import beside, tar_container
@@ -25,9 +28,6 @@ from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.script_code import _text
 from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch.zip_container import read_directory
-from ckptkit.limits import LIMITS
-from ckptkit.plan import OutputFile, Plan
-from ckptkit.tensor import Tensor
 from tests.formats.torch import tars
 from tests.formats.torch.archives import archive, pickle_of, storage, tensor, text
 from tests.formats.torch.pickles import machine

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from ckptkit import formats
-from ckptkit.bytesource import Folder, LocalFile
 from ckptkit.checking.verify import verify
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import convert
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError
+from ckptkit.core.bytesource import Folder, LocalFile
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
 from ckptkit.formats import hidden
 from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.dcp.nesting import Flat

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.bytesource import LocalFile, Memory, Range
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import open_checkpoint, recover
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, InputError, UnsafeGlobalError
+from ckptkit.core.bytesource import LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, InputError, UnsafeGlobalError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import hidden, hidden_tar
 from ckptkit.formats.format import Loss
 from ckptkit.formats.leftovers import refuse_objects
 from ckptkit.formats.salvaging import salvaged
-from ckptkit.limits import LIMITS
 from ckptkit.pickles import Inner, Remark, Traced
-from ckptkit.tensor import Storage, Tensor
 from tests.formats.torch import tars
 from tests.formats.torch.archives import pickle_of
 from tests.formats.torch.zips import Member, build

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError, UnsupportedError
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError, UnsupportedError
 from ckptkit.formats.folder import best, candidates
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

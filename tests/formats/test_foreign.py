@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.errors import CkptkitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 
 GOOD = pickle.dumps({"a": 1}) * 100
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
-from ckptkit.errors import UnsupportedError
+from ckptkit.core.errors import UnsupportedError
 from ckptkit.formats.format import WriteOptions
 from tests.formats.dcp.making import alone
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.bytesource import Memory, Range
-from ckptkit.errors import (
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -24,9 +24,9 @@ from ckptkit.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Object
 from ckptkit.formats.npy import header, read_array
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Object
 from tests.formats.conformance import elements_of, storage_bytes
 
 ARRAYS = {

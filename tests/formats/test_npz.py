@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.bytesource import LocalFile
 from ckptkit.convert import Conversion
-from ckptkit.errors import (
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -27,9 +27,9 @@ from ckptkit.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
+from ckptkit.core.tree import Object
 from ckptkit.formats import npz
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.tree import Object
 from tests.formats.test_npy import ARRAYS
 from tests.torch_equality import bits
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.errors import FormatError
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tree import Global, Object
 from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import decode, dump, encode, is_plain
-from ckptkit.tree import Global, Object
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["$float", "$dict", "$", ""])
 INTEGERS = st.integers(-(10**19) + 1, 10**19 - 1)

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.convert import convert
-from ckptkit.errors import UsageError
+from ckptkit.core.errors import UsageError
 from ckptkit.transforms.structure import extract
 from tests.conftest import Run
 from tests.formats.torch.scripts import QUIET, by_torch, constants_by_torch, export, module_of, quantized, script

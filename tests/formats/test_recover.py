@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.bytesource import LocalFile
 from ckptkit.cli import main
 from ckptkit.convert import convert, recover
-from ckptkit.errors import CkptkitError, CorruptError, UnsupportedError
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run
 from tests.formats.safetensors.test_whole import Other
 from tests.formats.torch.zips import Member

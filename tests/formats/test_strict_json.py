@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, LimitError
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError
+from ckptkit.core.limits import LIMITS
 from ckptkit.formats import strict_json
-from ckptkit.limits import LIMITS
 
 
 def parse(data: bytes) -> object:

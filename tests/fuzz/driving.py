@@ -10,18 +10,18 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from ckptkit import formats
-from ckptkit.bytesource import ByteSource, Folder, Memory
 from ckptkit.checking.sums import summed
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.cli import inspect, render, scan_json, scan_text
 from ckptkit.copying import checksums, in_order
-from ckptkit.errors import CkptkitError
+from ckptkit.core.bytesource import ByteSource, Folder, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.plan import Plan
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Path, join, walk
 from ckptkit.formats import hidden
 from ckptkit.formats.format import Part, Probe, WriteOptions
-from ckptkit.plan import Plan
 from ckptkit.reports.scan import Trusted, judge_file
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Path, join, walk
 from tests.formats.conformance import storage_bytes
 
 P = ParamSpec("P")

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from ckptkit.convert import open_checkpoint, save
+from ckptkit.core.plan import Edit
 from ckptkit.formats.format import WriteOptions
 from ckptkit.journal import Journal, Span
-from ckptkit.plan import Edit
 from tests.conftest import ROOT
 from tests.formats.dcp import making
 from tests.formats.torch import archives, tars

@@ -18,18 +18,18 @@ from typing import NamedTuple
 
 from ckptkit import formats, journal, patching
 from ckptkit.bridge import stream
-from ckptkit.bytesource import Folder, Memory, Range, plain_name
 from ckptkit.cli import render
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import CkptkitError, InputError
+from ckptkit.core.bytesource import Folder, Memory, Range, plain_name
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.plan import Segment
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import Node
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.plan import Segment
-from ckptkit.tensor import Storage, Tensor
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.keys import strip_prefix
-from ckptkit.tree import Node
 from tests.formats.torch import tars
 from tests.formats.torch.zips import Member, build
 from tests.fuzz import seeds

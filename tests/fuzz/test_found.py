@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ckptkit import formats, journal, patching
-from ckptkit.bytesource import Memory
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core.tree import SetNode
 from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.tree import SetNode
 from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
 from tests.formats.torch.pickles import machine
 from tests.formats.torch.zips import Member, build

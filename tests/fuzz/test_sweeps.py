@@ -12,10 +12,10 @@ from functools import partial
 import pytest
 
 from ckptkit import formats
-from ckptkit.bytesource import Memory
 from ckptkit.checking.sums import summed
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.format import Part, Probe
 from ckptkit.formats.torch.unpickle import unpickle
 from tests.fuzz import seeds

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit import bridge
-from ckptkit.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError
 from ckptkit.loading.doctor import cure, examine
 from tests.conftest import Corpus
 from tests.matrix import NAMES, Fixture

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, ModelError, UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, ModelError, UsageError
 from ckptkit.loading import model as loading
 from ckptkit.loading.model import prefixes
 

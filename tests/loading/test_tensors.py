@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit import dtypes
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Global, Object
 from ckptkit.loading.tensors import Tensors
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Global, Object
 
 Cuda = Callable[..., AbstractContextManager[None]]
 

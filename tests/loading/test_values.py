@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, FormatError, PathError
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, FormatError, PathError
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 
 
 def both(value: Any, folder: Path) -> tuple[Any, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.tree import Global, Node, Object
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Global, Node, Object
 
 
 def storage(values: tuple[float, ...], device: str = "cpu") -> Storage:

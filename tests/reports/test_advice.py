@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from ckptkit.core.tree import Global, Node
 from ckptkit.reports.advice import advise, strip_module
 from ckptkit.reports.summary import summarize
-from ckptkit.tree import Global, Node
 from tests.reports.made import checkpoint, module, opaque, tensor, view
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import TensorError
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Tensor
 from ckptkit.reports.diff import Kind, against, compare
-from ckptkit.tensor import Tensor
 from tests.reports.made import tensor, view
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import TensorError, TruncatedError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError, TruncatedError
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.reports.digest import sha256, sha256_each, tensor_id, tensor_id_each
-from ckptkit.tensor import Storage, Tensor
 from tests.reports.made import tensor, view
 
 

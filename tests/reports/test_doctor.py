@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from ckptkit.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.tree import Node
 from ckptkit.reports.doctor import content, fit, refused
 from ckptkit.reports.doctor.cause import Cause, Fix, together
 from ckptkit.reports.doctor.facts import Facts
 from ckptkit.reports.matching import Kind
 from ckptkit.reports.summary import summarize
-from ckptkit.tree import Node
 from tests.reports.made import checkpoint, tensor
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.limits import LIMITS
+from ckptkit.core.limits import LIMITS
 from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, NONE, SAFE, UNKNOWN, FileVerdict, counts, findings
 from ckptkit.scanning import Failure, scan, scan_all
 from tests.conftest import ENVIRONMENT, Corpus

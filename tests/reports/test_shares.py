@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tree import Pairs
 from ckptkit.reports.shares import LEVELS, OPTIMIZER, OTHER, WEIGHTS, Share, grown, joined, shares
 from ckptkit.reports.summary import summarize
-from ckptkit.tree import Pairs
 from tests.matrix import NAMES, Fixture
 from tests.reports.made import checkpoint, module, tensor, view
 

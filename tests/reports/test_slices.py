@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit import bridge
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import TensorError, UsageError
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError, UsageError
+from ckptkit.core.tensor import Tensor
 from ckptkit.reports.slices import Pick, parse, plane, select, show, spread
-from ckptkit.tensor import Tensor
 from tests.reports.made import tensor, view
 
 WHOLE = torch.arange(2 * 3 * 5, dtype=torch.float32).reshape(2, 3, 5)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ckptkit import convert
+from ckptkit.core.tree import Node
 from ckptkit.reports.stats import Row, Statistics, depth, family
 from ckptkit.reports.summary import summarize
-from ckptkit.tree import Node
 from tests.matrix import NAMES, Fixture
 from tests.reports.made import checkpoint, tensor, view
 
@@ -106,10 +106,10 @@ def test_tensors_with_odd_values_are_listed() -> None:
 
 
 def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path) -> None:
-    from ckptkit.bytesource import Memory, Range
-    from ckptkit.dtypes import BY_NAME
-    from ckptkit.errors import TruncatedError
-    from ckptkit.tensor import Storage, Tensor
+    from ckptkit.core.bytesource import Memory, Range
+    from ckptkit.core.dtypes import BY_NAME
+    from ckptkit.core.errors import TruncatedError
+    from ckptkit.core.tensor import Storage, Tensor
 
     cut = Tensor(Storage(Range(Memory(bytes(8)), 0, 16)), BY_NAME["float32"], (4,), (1,))
     with pytest.raises(TruncatedError, match=r"layer\.w: "):

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import LimitError, UsageError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import LimitError, UsageError
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.reports.summary import Summary, summarize
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from tests.reports.made import checkpoint, module, opaque, storage, tensor, view
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.convert import convert
-from ckptkit.errors import OutputError
+from ckptkit.core.errors import OutputError
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.safety.injection import calls, injected, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, outcomes

@@ -18,7 +18,7 @@ import torch
 import ckptkit
 from ckptkit import patching
 from ckptkit.convert import convert
-from ckptkit.errors import InputChangedError, UsageError, VerifyError
+from ckptkit.core.errors import InputChangedError, UsageError, VerifyError
 from ckptkit.formats.format import WriteOptions
 from ckptkit.journal import journal_path
 from tests.conftest import COMMAND, Run

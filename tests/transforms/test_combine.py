@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.convert import convert
-from ckptkit.errors import CollisionError, UsageError
+from ckptkit.core.errors import CollisionError, UsageError
 from tests.conftest import Run
 from tests.torch_equality import bits
 

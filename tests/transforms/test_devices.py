@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit import dtypes
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
-from ckptkit.tensor import Tensor, TypedStorage
+from ckptkit.core import dtypes
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, SetNode
 from ckptkit.transforms.devices import DEVICES, remap
-from ckptkit.tree import Global, Node, Object, OrderedDict, SetNode
 from tests.transforms.trees import from_torch, lines, storage, tensor
 
 FLOAT32 = dtypes.BY_NAME["float32"]

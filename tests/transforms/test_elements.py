@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit import dtypes
 from ckptkit.bridge import stream
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
-from ckptkit.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tree import Global, Node, Object, OrderedDict
 from ckptkit.transforms.elements import cast, compact
-from ckptkit.tree import Global, Node, Object, OrderedDict
 from tests.transforms.trees import from_torch, lines, storage, tensor
 
 FLOAT32 = dtypes.BY_NAME["float32"]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CollisionError, UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.tree import Global, OrderedDict
 from ckptkit.transforms.keys import add_prefix, rename, select, strip_prefix
-from ckptkit.tree import Global, OrderedDict
 from tests.transforms.trees import checkpoint, from_torch, lines, metadata, module, named, tensor
 
 

@@ -11,10 +11,10 @@ import torch.ao.quantization as quantization
 from torch import nn
 
 import ckptkit
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CollisionError, TensorError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CollisionError, TensorError
+from ckptkit.core.tree import Global, Object
 from ckptkit.transforms.quantized import dequantize
-from ckptkit.tree import Global, Object
 from tests.conftest import Corpus
 from tests.formats.conformance import elements, elements_of
 from tests.formats.torch.scripts import QUIET, Layers, by_torch, quantized, script
@@ -167,8 +167,8 @@ def test_other_tuples_stay(tmp_path: Path) -> None:
 
 def quantised(*scheme: Any) -> Object:
     """A call that makes a tensor of two qint8."""
-    from ckptkit.dtypes import BY_NAME
-    from ckptkit.tensor import Tensor
+    from ckptkit.core.dtypes import BY_NAME
+    from ckptkit.core.tensor import Tensor
 
     made = Tensor(storage(b"\1\2"), BY_NAME["qint8"], (2,), (1,))
     return Object(QTENSOR, (None, 0, (2,), (1,), scheme, False, None), tensor=made)

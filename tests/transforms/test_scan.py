@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.transforms.scan import count, moved, nearest, nodes, some
-from ckptkit.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
 from tests.transforms.trees import tensor
 
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tree import Global, Object
 from ckptkit.transforms.structure import extract, wrap
-from ckptkit.tree import Global, Object
 from tests.transforms.trees import checkpoint, named, tensor
 
 

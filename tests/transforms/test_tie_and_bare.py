@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CollisionError, UsageError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.transforms import metadata
 from ckptkit.transforms.keys import tie
 from ckptkit.transforms.structure import bare

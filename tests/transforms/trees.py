@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ckptkit import dtypes
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.tensor import Storage, Tensor
-from ckptkit.tree import Node, Object, OrderedDict
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import Node, Object, OrderedDict
 
 
 def storage(data: bytes, device: str = "cpu") -> Storage:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from math import prod
 
-from ckptkit.errors import CorruptError
-from ckptkit.limits import check
-from ckptkit.tensor import Shape
+from ckptkit.core.errors import CorruptError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Shape
 
 Box = tuple[Shape, Shape]  # offsets and sizes, in elements
 Region = tuple[tuple[int, int], ...]  # begin and end in each dimension

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import basename
 
-from ckptkit.bytesource import Section
-from ckptkit.errors import CkptkitError, InputError
+from ckptkit.core.bytesource import Section
+from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.metadata import Chunk, Place, Whole, shown
 from ckptkit.formats.dcp.reading import EXTRA, described, folder_of, places

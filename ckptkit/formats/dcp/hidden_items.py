@@ -9,8 +9,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from ckptkit.bytesource import Section
-from ckptkit.errors import CkptkitError
+from ckptkit.core.bytesource import Section
+from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.reading import described, places
 from ckptkit.formats.format import Probe

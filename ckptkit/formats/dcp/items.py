@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptkit import bridge
-from ckptkit.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import DType
-from ckptkit.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.tree import Node
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.dcp.metadata import Chunk, Place, shown
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import zip_archive
 from ckptkit.formats.torch.zip_container import MAGIC
-from ckptkit.tensor import Shape, Tensor, contiguous_stride
-from ckptkit.tree import Node
-from ckptkit.weights import as_tensor
 
 _SHARDING = "DCP_SHARDING_INFO"
 _SAVED = "saved_offsets"

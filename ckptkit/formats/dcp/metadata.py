@@ -18,15 +18,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource
-from ckptkit.dtypes import DType
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Shape
+from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.formats.torch.globals import dtype_of
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.limits import check
-from ckptkit.tensor import Shape
-from ckptkit.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.trust import is_harmful
 
 NAME = ".metadata"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ckptkit.errors import AmbiguousError, CollisionError, FormatError
-from ckptkit.limits import LIMITS, check
-from ckptkit.tree import Node, OrderedDict, Path, join, key_text
-from ckptkit.weights import as_tensor
+from ckptkit.core.errors import AmbiguousError, CollisionError, FormatError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tree import Node, OrderedDict, Path, join, key_text
+from ckptkit.core.weights import as_tensor
 
 
 class _Places(dict[Node, Node]):

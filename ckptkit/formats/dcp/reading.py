@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterator
 from math import prod
 
-from ckptkit.bytesource import Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Global, Node
 from ckptkit.formats.dcp import hub
 from ckptkit.formats.dcp.items import Assembled, Files
 from ckptkit.formats.dcp.metadata import NAME, Described, Place, Whole, covered, merged, read_metadata
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream, zip_archive
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.tree import Global, Node
 
 EXTRA = "meta.pt"
 _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptkit import bridge
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Global, Node, Object, Path, join
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.dcp.metadata import METADATA, NAME, STORAGE, Place
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import WriteOptions
@@ -19,10 +23,6 @@ from ckptkit.formats.leftovers import leftovers, refuse_pieces
 from ckptkit.formats.torch import zip_layout
 from ckptkit.formats.torch.objects import without_objects
 from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.plan import Deferred, OutputFile, Plan, Segment, Summed
-from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.tree import Global, Node, Object, Path, join
-from ckptkit.weights import as_tensor
 
 DATA = "__0_0.distcp"
 VERSION = "1.0.0"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from ckptkit import dtypes
 from ckptkit.bridge import cast_record
-from ckptkit.errors import CorruptError
+from ckptkit.core import dtypes
+from ckptkit.core.errors import CorruptError
+from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.deepspeed.partitions import Row, Slot
 from ckptkit.formats.deepspeed.places import listed
 from ckptkit.formats.deepspeed.states import Fields, is_flat
-from ckptkit.tensor import Shape, Storage, Tensor
-from ckptkit.tree import Node, OrderedDict
-from ckptkit.weights import as_tensor
 
 MODULE, BUFFERS, SHAPES, SHARED = "module", "buffer_names", "param_shapes", "shared_params"
 FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"

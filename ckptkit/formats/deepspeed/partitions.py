@@ -10,10 +10,10 @@ from math import prod
 from typing import NamedTuple
 
 from ckptkit.bridge import contiguous
-from ckptkit.bytesource import Derived, Part, Pending, Range, Record
-from ckptkit.dtypes import DType
-from ckptkit.errors import AmbiguousError, CorruptError
-from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.bytesource import Derived, Part, Pending, Range, Record
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import AmbiguousError, CorruptError
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 
 Shapes = Mapping[str, Shape]
 

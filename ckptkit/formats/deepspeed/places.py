@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from itertools import count, islice
 
-from ckptkit.bytesource import ByteSource, Folder
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, UnsupportedError
 
 POINTERS = ("latest", "latest_universal")
 UNIVERSAL = "zero"

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ckptkit.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Node, key_text
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.deepspeed.partitions import Layout, Row, Shapes, by_group, by_rank
 from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.states import Fields, Reader, is_flat, own
-from ckptkit.limits import check
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Node, key_text
-from ckptkit.weights import as_tensor
 
 FLATS = "single_partition_of_fp32_groups"  # of stages 1 and 2
 FLATS_3 = "fp32_flat_groups"

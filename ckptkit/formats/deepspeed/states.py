@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ckptkit.bytesource import Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.tree import Global, Node, Object
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream, zip_archive
-from ckptkit.limits import check
-from ckptkit.tensor import Shape, Storage, Tensor
-from ckptkit.tree import Global, Node, Object
-from ckptkit.weights import as_tensor
 
 FORMATS = (zip_archive.FORMAT, legacy_stream.FORMAT)
 _SIZE = Global("torch", "Size")

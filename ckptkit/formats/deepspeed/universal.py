@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from ckptkit.bytesource import Folder
-from ckptkit.errors import CorruptError, FormatError
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.errors import CorruptError, FormatError
+from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.tree import Node
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.deepspeed.ranks import Named
 from ckptkit.formats.deepspeed.states import Reader, is_flat, own
-from ckptkit.tensor import Shape, Tensor, contiguous_stride
-from ckptkit.tree import Node
-from ckptkit.weights import as_tensor
 
 SETTINGS = "optimizer_state.pt"
 _WEIGHTS = "fp32.pt"

@@ -20,11 +20,11 @@ the tensors in the order of the state_dict. What else a header cannot say stands
 
 from __future__ import annotations
 
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.safetensors.header import matches, read_header, read_tensors
 from ckptkit.formats.safetensors.record import WHOLE, restore
-from ckptkit.plan import Patch, Plan
 
 
 def read(probe: Probe) -> Checkpoint:

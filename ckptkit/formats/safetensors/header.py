@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ckptkit.bytesource import ByteSource, Range
-from ckptkit.dtypes import BY_SAFETENSORS, DType
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
+from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.dtypes import BY_SAFETENSORS, DType
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
-from ckptkit.limits import LIMITS, check
-from ckptkit.tensor import Shape, Storage, Tensor, contiguous_stride
 
 _WHITE = b" \t\r\n"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})

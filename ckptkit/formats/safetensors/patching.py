@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckptkit import bridge
-from ckptkit.bytesource import LocalFile, Range
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.bytesource import LocalFile, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.plan import Edit, Patch
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.safetensors.writing import Contents, contents, header_text
-from ckptkit.limits import LIMITS
-from ckptkit.plan import Edit, Patch
-from ckptkit.tensor import Tensor
 
 _MOVED = 16 << 20  # bytes of tensors that may move; a copy of the file is the better way to move more
 _ALIGNMENT = 8  # bytes

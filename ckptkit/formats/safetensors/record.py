@@ -21,13 +21,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptkit.errors import CkptkitError, FormatError
+from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Global, Node, OrderedDict, children, key_text
+from ckptkit.core.weights import Weights
 from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import decode, dump, encode, is_plain
-from ckptkit.limits import LIMITS
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Global, Node, OrderedDict, children, key_text
-from ckptkit.weights import Weights
 
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ckptkit.bytesource import ByteSource, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, TruncatedError
+from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, TruncatedError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.formats.format import Loss, Probe, Salvaged
 from ckptkit.formats.safetensors.header import matches, read_entry, read_header
 from ckptkit.formats.safetensors.record import restore
 from ckptkit.formats.salvaging import nothing
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
 
 
 def salvage(probe: Probe) -> Salvaged | None:

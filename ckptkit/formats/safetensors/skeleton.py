@@ -34,12 +34,12 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ckptkit.dtypes import DType
-from ckptkit.errors import AmbiguousError, FormatError, UnsupportedError
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.plain_json import is_utf8
-from ckptkit.limits import check
-from ckptkit.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 
 Statement = list[Any]
 _INT = 10**19  # more digits are not read alike everywhere

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ckptkit import dtypes
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core import dtypes
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, SetNode
 from ckptkit.formats.dict_keys import KeyCheck
 from ckptkit.formats.safetensors.skeleton import FLAGS, Skeleton, Statement
 from ckptkit.formats.torch import globals as known
 from ckptkit.formats.torch.builders import built
-from ckptkit.limits import check
-from ckptkit.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, SetNode
 
 
 class Read(NamedTuple):

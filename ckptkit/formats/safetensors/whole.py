@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ckptkit.bytesource import Record
-from ckptkit.dtypes import UINT8
-from ckptkit.errors import FormatError
+from ckptkit.core.bytesource import Record
+from ckptkit.core.dtypes import UINT8
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Blob, Node, join, walk
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.plain_json import is_utf8
 from ckptkit.formats.safetensors import skeleton, skeleton_reader
 from ckptkit.formats.safetensors.skeleton import Entry, Skeleton
 from ckptkit.formats.safetensors.skeleton_reader import Read
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.tree import Blob, Node, join, walk
-from ckptkit.weights import as_tensor
 
 Obstacle = Callable[[str, Tensor], str | None]
 

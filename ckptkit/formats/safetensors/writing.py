@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit import bridge
-from ckptkit.bytesource import Extent, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME, BY_SAFETENSORS
-from ckptkit.errors import TensorError, UnsafeGlobalError
+from ckptkit.core.bytesource import Extent, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS
+from ckptkit.core.errors import TensorError, UnsafeGlobalError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.plain_json import dump, is_utf8
@@ -23,9 +26,6 @@ from ckptkit.formats.safetensors.record import (
     record,
     values,
 )
-from ckptkit.limits import LIMITS, check
-from ckptkit.plan import OutputFile, Plan
-from ckptkit.tensor import Tensor
 
 # High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned without padding.
 _CODES = (

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Plan
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Node
 from ckptkit.formats.folder import SAFETENSORS
 from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import refuse_objects
@@ -17,9 +20,6 @@ from ckptkit.formats.safetensors import writing
 from ckptkit.formats.safetensors.record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
-from ckptkit.plan import Plan
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Node
 
 STEM = "model"
 

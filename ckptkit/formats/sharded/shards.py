@@ -18,18 +18,18 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from ckptkit.bytesource import Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.format import Finding, Format, Part, Probe
 from ckptkit.formats.plain_json import dump
 from ckptkit.formats.safetensors.record import ATTRIBUTE, Restored
 from ckptkit.formats.torch import legacy_stream, zip_archive
-from ckptkit.limits import LIMITS, check
-from ckptkit.tree import Node, OrderedDict
-from ckptkit.weights import as_tensor
 
 SHARD_FORMATS = (safetensors.FORMAT, zip_archive.FORMAT, legacy_stream.FORMAT)
 TOTAL = "total_size"

@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ckptkit.errors import TensorError
+from ckptkit.core.errors import TensorError
+from ckptkit.core.limits import check
+from ckptkit.core.plan import OutputFile
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.plain_json import is_utf8
-from ckptkit.limits import check
-from ckptkit.plan import OutputFile
 
 DEFAULT_SIZE = 5 * 10**9  # bytes
 

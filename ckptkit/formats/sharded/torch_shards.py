@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Plan
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Node, OrderedDict, rebuild
+from ckptkit.core.weights import Weights
 from ckptkit.formats.folder import BIN
 from ckptkit.formats.format import Format, Probe, WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_objects
@@ -17,10 +21,6 @@ from ckptkit.formats.safetensors.record import FRAMEWORK, of_values, restore_tie
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
 from ckptkit.formats.torch import zip_archive
-from ckptkit.plan import Plan
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Node, OrderedDict, rebuild
-from ckptkit.weights import Weights
 
 STEM = "pytorch_model"
 

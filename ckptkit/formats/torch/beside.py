@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptkit.errors import FormatError
+from ckptkit.core.errors import FormatError
 from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import dump
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.dtypes import DType
-from ckptkit.errors import FormatError
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.torch import ndarray
 from ckptkit.formats.torch.globals import flag, is_empty, strided, with_grad
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Global, Node, Object
-from ckptkit.weights import as_tensor
 
 State = tuple[Node, ...]
 Builder = Callable[[Object, State], bool]

@@ -23,19 +23,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.bytesource import Range, Section
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.bytesource import Range, Section
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import Node, OrderedDict
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch import zip_archive, zip_extras
 from ckptkit.formats.torch.zip_archive import Archive
 from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.formats.torch.zip_members import shown
-from ckptkit.limits import check
-from ckptkit.tensor import Storage, Tensor
-from ckptkit.tree import Node, OrderedDict
 
 _GRAPH = "serialized_exported_program.json"  # before 2.8
 _DTYPES = dict(enumerate((

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.dtypes import BY_NAME, DType
-from ckptkit.errors import FormatError, TensorError, UnsupportedError
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Blob, Global, Node, Object, OrderedDict, SetNode
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.torch import ndarray
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Blob, Global, Node, Object, OrderedDict, SetNode
-from ckptkit.weights import as_tensor
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]

@@ -18,16 +18,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import unpack
 
-from ckptkit.bytesource import ByteSource, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.core.tensor import Storage
+from ckptkit.core.tree import Node
 from ckptkit.formats.format import Format, Probe, Salvaged
 from ckptkit.formats.torch.module_sources import ModuleSources, endian_warning
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.pickles import TORCH_LOAD, Found, PickleStream
-from ckptkit.tensor import Storage
-from ckptkit.tree import Node
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

@@ -7,9 +7,9 @@ the same after ``'module'`` in legacy streams. Both texts are None where Python 
 from __future__ import annotations
 
 from ckptkit import bridge
-from ckptkit.errors import FormatError
-from ckptkit.limits import check
-from ckptkit.tree import Blob, ByteString, Global, Node
+from ckptkit.core.errors import FormatError
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Blob, ByteString, Global, Node
 
 
 class ModuleSources:

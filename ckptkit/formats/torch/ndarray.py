@@ -13,12 +13,12 @@ from dataclasses import replace
 from math import prod
 from struct import unpack
 
-from ckptkit.bytesource import Extent, Memory, Range
-from ckptkit.dtypes import BY_NUMPY, DType
-from ckptkit.errors import CorruptError, FormatError
-from ckptkit.limits import check
-from ckptkit.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.tree import Blob, ByteString, Global, Node, Object
+from ckptkit.core.bytesource import Extent, Memory, Range
+from ckptkit.core.dtypes import BY_NUMPY, DType
+from ckptkit.core.errors import CorruptError, FormatError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object
 
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
 _STRUCT = {"float16": "e", "float32": "f", "float64": "d", "bool": "?", "complex64": "ff", "complex128": "dd"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ckptkit.core.tree import Global, Node, Object, SetNode, join
 from ckptkit.formats.pruning import parts, without
-from ckptkit.tree import Global, Node, Object, SetNode, join
 from ckptkit.trust import describe, refused_by_weights_only
 
 SHOWN = 8  # names in a note

@@ -13,12 +13,12 @@ from codecs import escape_decode
 from collections.abc import Callable
 from struct import Struct
 
-from ckptkit.bytesource import ByteSource, Range
-from ckptkit.errors import FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Pairs
 from ckptkit.formats.dict_keys import KeyCheck
 from ckptkit.formats.torch import globals as known
-from ckptkit.limits import check
-from ckptkit.tree import Blob, ByteString, Global, Node, Pairs
 
 BLOB = 1 << 16  # byte strings from this length on stay in the source
 CUT = "the file is cut: download or copy it again"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.torch.builders import built
 from ckptkit.formats.torch.opcode_values import NO_TUPLE, U4, Short, Values, decimal
-from ckptkit.limits import check
-from ckptkit.tree import Node, Object, OrderedDict, Pairs, SetNode
 
 _DROPPED = "pickle drops a value that it made: what that did would be lost"
 

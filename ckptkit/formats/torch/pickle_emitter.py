@@ -9,10 +9,10 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING,
 from collections.abc import Callable
 from struct import Struct, pack
 
-from ckptkit.errors import FormatError, UnsupportedError
-from ckptkit.limits import check
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Blob, ByteString, Global, Node
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node
 from ckptkit.trust import refused_by_weights_only
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]

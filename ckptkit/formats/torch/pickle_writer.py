@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptkit.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.torch.objects import without_objects
 from ckptkit.formats.torch.pickle_emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
-from ckptkit.limits import LIMITS, check
-from ckptkit.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.trust import describe, is_harmful
 
 BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does

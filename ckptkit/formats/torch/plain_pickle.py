@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.pickles import Found, PickleStream

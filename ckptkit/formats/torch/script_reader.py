@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, FormatError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, FormatError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tree import Global, Node, Object, walk
+from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.torch import script_json
 from ckptkit.formats.torch.script_code import Code, Declared
 from ckptkit.formats.torch.zip_archive import Archive
 from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.formats.torch.zip_members import shown
-from ckptkit.limits import LIMITS
-from ckptkit.tree import Global, Node, Object, walk
-from ckptkit.weights import as_tensor, module_state
 
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.dtypes import BY_STORAGE, TABLE, UINT8, DType
-from ckptkit.errors import AmbiguousError, FormatError, TensorError
-from ckptkit.limits import LIMITS, check
-from ckptkit.tensor import Storage, TypedStorage
-from ckptkit.tree import Global, Node
+from ckptkit.core.dtypes import BY_STORAGE, TABLE, UINT8, DType
+from ckptkit.core.errors import AmbiguousError, FormatError, TensorError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Storage, TypedStorage
+from ckptkit.core.tree import Global, Node
 
 # Makes the Storage of a key: key, bytes, device.
 Opener = Callable[[str, int, str], Storage]

@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from struct import Struct
 
-from ckptkit.bytesource import ByteSource, Memory, Range, Section
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_STORAGE, DType
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_STORAGE, DType
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch.builders import check_class
 from ckptkit.formats.torch.globals import strided
@@ -30,10 +33,7 @@ from ckptkit.formats.torch.tar_container import Member, first_name, is_tar, read
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_members import shown
 from ckptkit.formats.torch.zip_pickles import PICKLES
-from ckptkit.limits import check
 from ckptkit.pickles import TORCH_LOAD, Found, Inner, PickleStream
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Global, Node
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"

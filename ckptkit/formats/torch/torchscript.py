@@ -18,7 +18,7 @@ A frozen module has no other weights: they are taken for its weights then.
 
 from __future__ import annotations
 
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch import zip_extras
 

@@ -14,15 +14,15 @@ from pickletools import opcodes
 from typing import Any
 
 from ckptkit import trust
-from ckptkit.bytesource import ByteSource
-from ckptkit.errors import CkptkitError
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tree import Global, Object
 from ckptkit.formats.torch.trace_notes import Notes
 from ckptkit.formats.torch.trace_signs import HOOKS, WEIGHTS_ONLY_OPCODES, Sign, class_of, hook_of, number, text_of
 from ckptkit.formats.torch.trace_window import Stop
 from ckptkit.formats.torch.unpickle import collector_paused
-from ckptkit.limits import LIMITS, check
 from ckptkit.pickles import Call, Trace
-from ckptkit.tree import Global, Object
 
 LARGE = 1 << 16  # byte strings from this length on are not read
 

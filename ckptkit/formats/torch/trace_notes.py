@@ -6,12 +6,12 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import Any
 
 from ckptkit import trust
-from ckptkit.bytesource import ByteSource, Memory
+from ckptkit.core.bytesource import ByteSource, Memory
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Global, Object
 from ckptkit.formats.torch.trace_signs import Sign, brief, looks_like_a_file
 from ckptkit.formats.torch.trace_window import Stop, Window
-from ckptkit.limits import check
 from ckptkit.pickles import Nested
-from ckptkit.tree import Global, Object
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptkit.bytesource import ByteSource, Section
-from ckptkit.limits import check
+from ckptkit.core.bytesource import ByteSource, Section
+from ckptkit.core.limits import check
 
 WINDOW = 1 << 20
 FIRST_WINDOW = 1 << 14

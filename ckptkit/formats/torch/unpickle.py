@@ -20,13 +20,13 @@ from functools import partial
 from struct import error as StructError  # noqa: N812
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource
-from ckptkit.errors import FormatError, TruncatedError
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.errors import FormatError, TruncatedError
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, rebuild
 from ckptkit.formats.torch.opcode_values import CUT, I4, NO_TUPLE, U2, U4, UNSET, NotStoredError, Short, python2_string
 from ckptkit.formats.torch.opcodes import OPERANDS, RARE, Opcodes
 from ckptkit.formats.torch.plain_tensor import PlainTensors
-from ckptkit.limits import check
-from ckptkit.tree import Global, Node, Object, OrderedDict, rebuild
 
 WINDOW = 1 << 20  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
 FIRST_WINDOW = 1 << 14

@@ -16,17 +16,17 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.tensor import Storage
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.torch import beside, zip_extras
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.formats.torch.zip_members import REPLACED, shown
-from ckptkit.plan import Patch, Plan
-from ckptkit.tensor import Storage
 
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)

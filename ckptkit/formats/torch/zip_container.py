@@ -20,10 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, Range, Record
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, Record
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.core.limits import check
 from ckptkit.formats.torch.zip_members import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows, shown
-from ckptkit.limits import check
 
 __all__ = ["MAGIC", "Entry", "ZipDirectory", "read_directory"]
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.bytesource import Derived, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import UINT8, DType
-from ckptkit.errors import TensorError, UnsupportedError
+from ckptkit.core.bytesource import Derived, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import UINT8, DType
+from ckptkit.core.errors import TensorError, UnsupportedError
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tensor import Storage, TypedStorage
+from ckptkit.core.tree import Node
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch import beside
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.storages import storage_class
 from ckptkit.formats.torch.zip_writer import Member, lay_out
-from ckptkit.plan import OutputFile, Plan
-from ckptkit.tensor import Storage, TypedStorage
-from ckptkit.tree import Node
 
 TOP = "archive"
 

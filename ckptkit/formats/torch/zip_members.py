@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ckptkit.bytesource import ByteSource
-from ckptkit.errors import AmbiguousError, CorruptError, FormatError, PathError, UnsupportedError
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, UnsupportedError
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8

@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ckptkit.bytesource import Extent
-from ckptkit.plan import Deferred, Segment, Summed
+from ckptkit.core.bytesource import Extent
+from ckptkit.core.plan import Deferred, Segment, Summed
 
 ALIGNMENT = 64  # bytes
 

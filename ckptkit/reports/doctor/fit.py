@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 
-from ckptkit.dtypes import BY_NAME
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.reports.advice import argument, convert, edit
 from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.reports.matching import Kind, match

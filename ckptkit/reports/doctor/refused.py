@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckptkit.errors import AmbiguousError, CkptkitError, LimitError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.errors import AmbiguousError, CkptkitError, LimitError, UnsafeGlobalError, UnsupportedError
 from ckptkit.reports.advice import convert, recover
 from ckptkit.reports.doctor.cause import ERROR, Cause, Fix
 

@@ -13,9 +13,9 @@ from safetensors.torch import save, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ckptkit import formats
-from ckptkit.bytesource import Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, CorruptError, FormatError
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError
 from tests.formats.conformance import elements_of
 from tests.formats.dcp.making import DATA, Crafted
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import ckptkit
 from ckptkit import formats
-from ckptkit.bytesource import Derived, Folder, LocalFile, Range, runs
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import TABLE
+from ckptkit.core.bytesource import Derived, Folder, LocalFile, Range, runs
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import TABLE
 from ckptkit.formats.format import Probe
 from tests.conftest import ENVIRONMENT, ROOT, Corpus
 from tests.formats.conformance import FormatConformance, State, elements

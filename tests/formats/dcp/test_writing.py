@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
-from ckptkit.errors import CollisionError, LimitError, OutputExistsError, UnsafeGlobalError, UsageError
+from ckptkit.core.errors import CollisionError, LimitError, OutputExistsError, UnsafeGlobalError, UsageError
+from ckptkit.core.tree import Global, Object
 from ckptkit.formats.format import WriteOptions
-from ckptkit.tree import Global, Object
 from tests.conftest import ENVIRONMENT, ROOT, Run
 from tests.formats.conformance import elements
 from tests.formats.dcp.making import alone, whole

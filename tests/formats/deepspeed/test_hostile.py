@@ -13,9 +13,9 @@ import torch
 
 import ckptkit
 from ckptkit import formats
-from ckptkit.bytesource import Folder
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import (
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.bytesource import Derived, Folder, Range
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.bytesource import Derived, Folder, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tree import Object, OrderedDict
 from ckptkit.formats.deepspeed import reader
 from ckptkit.formats.format import Probe
-from ckptkit.tree import Object, OrderedDict
 from tests.formats.conformance import check_equal, elements, elements_of, reading, sharing
 from tests.formats.deepspeed.making import MOMENTS, TAG, Run, State, load
 

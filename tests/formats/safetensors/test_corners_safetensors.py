@@ -14,20 +14,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckptkit.bytesource import LocalFile, Memory, Range
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import FormatError, UnsupportedError
+from ckptkit.core.bytesource import LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.plan import Patch
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Global, Object
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors import patching, skeleton, skeleton_reader
 from ckptkit.formats.safetensors.salvaging import salvage
 from ckptkit.formats.safetensors.skeleton import Skeleton, Statement
-from ckptkit.limits import LIMITS
-from ckptkit.plan import Patch
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Global, Object
 from tests.formats.torch.pickles import isomorphic
 
 F32 = BY_NAME["float32"]

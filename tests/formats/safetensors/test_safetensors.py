@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
-from ckptkit import bridge, tree
-from ckptkit.bytesource import LocalFile, Memory, Range
-from ckptkit.checkpoint import Checkpoint
+from ckptkit import bridge
 from ckptkit.convert import open_checkpoint
-from ckptkit.dtypes import BY_NAME, TABLE
-from ckptkit.errors import (
+from ckptkit.core import tree
+from ckptkit.core.bytesource import LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME, TABLE
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -36,12 +37,12 @@ from ckptkit.errors import (
     UnsafeGlobalError,
     UsageError,
 )
+from ckptkit.core.limits import Limits
+from ckptkit.core.plan import Deferred, Plan, Summed
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch import zip_archive
-from ckptkit.limits import Limits
-from ckptkit.plan import Deferred, Plan, Summed
-from ckptkit.tensor import Storage, Tensor
 
 State = dict[str, torch.Tensor]
 SHARED = [row.name for row in TABLE if row.safetensors and hasattr(torch, row.name)]

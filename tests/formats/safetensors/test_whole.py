@@ -15,18 +15,18 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
 from ckptkit.cli import main
 from ckptkit.convert import convert, open_checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import AmbiguousError, UnsafeGlobalError, UnsupportedError, UsageError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousError, UnsafeGlobalError, UnsupportedError, UsageError
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import walk
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.plain_json import dump
 from ckptkit.formats.safetensors import FORMAT
 from ckptkit.formats.safetensors.record import RESERVED
-from ckptkit.tensor import Storage, Tensor
-from ckptkit.tree import walk
 from tests.matrix import NAMES, Fixture
 from tests.random_checkpoints import make
 from tests.torch_equality import same

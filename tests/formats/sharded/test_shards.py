@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.bytesource import Folder, LocalFile, Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError, PathError
+from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError, PathError
 from ckptkit.formats.format import Probe
 from ckptkit.formats.sharded import safetensors_shards, torch_shards
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.errors import LimitError, TensorError
+from ckptkit.core.errors import LimitError, TensorError
+from ckptkit.core.limits import LIMITS
 from ckptkit.formats.sharded.split import DEFAULT_SIZE, index_file, shard_names, split
-from ckptkit.limits import LIMITS
 
 
 @pytest.mark.parametrize(

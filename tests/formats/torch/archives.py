@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Plan
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch.zip_archive import FORMAT
-from ckptkit.plan import Plan
 from tests.formats.torch.zips import Member, build, execute
 
 FLOATS = struct.pack("<4f", 0, 1, 2, 3)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from ckptkit.bridge import stream
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.checkpoint import Checkpoint
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import zip_archive
 from ckptkit.formats.torch.pickle_writer import Pickled, write_pickle
 from ckptkit.formats.torch.storages import storage_class
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 
 
 def machine(data: bytes) -> Node:

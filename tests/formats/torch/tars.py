@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.dtypes import BY_NAME
+from ckptkit.core.dtypes import BY_NAME
 
 BLOCK = 512
 SYSTEM = {

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.bytesource import LocalFile, Memory
 from ckptkit.convert import convert
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.core.tree import Pairs
 from ckptkit.formats import read as read_any
-from ckptkit.tree import Pairs
 from tests.formats.conformance import elements_of
 from tests.formats.torch.archives import (
     FLOATS,

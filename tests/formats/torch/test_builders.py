@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ckptkit.bridge import stream
-from ckptkit.errors import CkptkitError, FormatError, TensorError
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Node, Object
-from ckptkit.weights import as_tensor
+from ckptkit.core.errors import CkptkitError, FormatError, TensorError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Node, Object
+from ckptkit.core.weights import as_tensor
 from tests.formats.torch.pickles import Written
 from tests.formats.torch.test_legacy_stream import legacy, pid, read_bytes
 from tests.formats.torch.test_pickle_writer import agree

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.bytesource import Derived, LocalFile, Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, LimitError
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.plan import Patch
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Node
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch import tar_archive, zip_patch
 from ckptkit.formats.torch.legacy_stream import FORMAT as LEGACY
@@ -30,11 +34,7 @@ from ckptkit.formats.torch.zip_archive import salvage
 from ckptkit.formats.torch.zip_container import read_directory
 from ckptkit.formats.torch.zip_members import MAGIC, REPLACED
 from ckptkit.formats.torch.zip_pickles import pickles
-from ckptkit.limits import LIMITS
 from ckptkit.pickles import Inner, PickleStream
-from ckptkit.plan import Patch
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import Node
 from tests.formats.torch import scripts, tars, test_script_json, test_torchscript
 from tests.formats.torch.archives import FLOATS, archive, pickle_of, saved, storage, tensor, text
 from tests.formats.torch.pickles import machine

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import exported
 from tests.formats.conformance import check_equal, elements, elements_of

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.errors import CkptkitError, FormatError, TensorError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.errors import CkptkitError, FormatError, TensorError
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import Global, Node, Object, OrderedDict
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.tensor import Storage, Tensor
-from ckptkit.tree import Global, Node, Object, OrderedDict
-from ckptkit.weights import as_tensor
 from tests.formats.torch.pickles import Written, read_saved
 
 NAMES = {

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from ckptkit.bridge import stream
-from ckptkit.bytesource import LocalFile
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import TABLE
-from ckptkit.errors import (
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -27,14 +27,14 @@ from ckptkit.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Global, Object, OrderedDict, walk
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream
 from ckptkit.formats.torch.legacy_stream import FORMAT, MAGIC_NUMBER
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.storages import storage_class
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Global, Object, OrderedDict, walk
-from ckptkit.weights import as_tensor
 from tests.conftest import Corpus
 from tests.formats.torch.pickles import Written, saved
 from tests.formats.torch.test_pickle_writer import MULTIPLE, TENSORS, agree

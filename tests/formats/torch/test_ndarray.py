@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ckptkit.bridge import stream
-from ckptkit.dtypes import TABLE
-from ckptkit.errors import CorruptError, FormatError, LimitError
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.errors import CorruptError, FormatError, LimitError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Blob, Node, Object
 from ckptkit.formats.torch import opcode_values
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Blob, Node, Object
 from tests.formats.torch.pickles import emit, machine, same
 
 PLAIN = [row.numpy for row in TABLE if row.numpy]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.errors import LimitError
+from ckptkit.core.errors import LimitError
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, SetNode, walk
 from ckptkit.formats.torch.objects import SHOWN, without_objects
-from ckptkit.tree import Global, Node, Object, OrderedDict, SetNode, walk
 from tests.formats.torch.pickles import Written, emit, isomorphic, machine, read_saved
 
 SYSTEM = Object(Global("os", "system"), ("touch canary",))

@@ -18,13 +18,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.dtypes import TABLE
-from ckptkit.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, rebuild
+from ckptkit.core.weights import as_tensor
 from ckptkit.formats.torch import opcode_values
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, rebuild
-from ckptkit.weights import as_tensor
 from tests.formats.torch.pickles import Written, emit, isomorphic, machine, read_file, read_saved, same, to_python
 from tests.formats.torch.test_unpickle import (
     Outer,
@@ -230,7 +230,7 @@ def test_other_spellings_become_the_usual_ones() -> None:
     from ckptkit.formats.torch.unpickle import unpickle
 
     def load(pid: Node) -> Node:
-        from ckptkit.dtypes import BY_NAME
+        from ckptkit.core.dtypes import BY_NAME
 
         return TypedStorage(storage, BY_NAME["float32"])
 

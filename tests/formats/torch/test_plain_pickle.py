@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
+from ckptkit.core.tree import Global
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream, plain_pickle
 from ckptkit.formats.torch.plain_pickle import FORMAT
-from ckptkit.tree import Global
 from tests.conftest import Corpus
 from tests.formats.torch.pickles import emit, same, to_python
 from tests.formats.torch.test_ndarray import array_of, tensor_of

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.errors import CkptkitError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.tensor import Storage, TypedStorage
+from ckptkit.core.tree import Node
 from ckptkit.formats.torch import unpickle as module
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.plain_tensor import PlainTensors
 from ckptkit.formats.torch.storages import StorageTable, storage_class
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.tensor import Storage, TypedStorage
-from ckptkit.tree import Node
 from tests.formats.torch.pickles import isomorphic, saved
 
 PADDING = [f"{n}" for n in range(300)]  # fills the part of the memo that one byte addresses

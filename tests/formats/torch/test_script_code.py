@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.bytesource import Memory
-from ckptkit.errors import FormatError
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tree import Global
 from ckptkit.formats.torch.script_code import Code, Declared, parse
 from ckptkit.formats.torch.zip_container import read_directory
-from ckptkit.tree import Global
 from tests.formats.torch.scripts import QUIET, script
 from tests.formats.torch.zips import Member, build
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ckptkit.bridge import stream
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import CkptkitError, CorruptError, FormatError, LimitError, TensorError, UnsupportedError
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitError, TensorError, UnsupportedError
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import torchscript
 from ckptkit.transforms.quantized import dequantize

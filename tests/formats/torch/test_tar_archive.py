@@ -16,9 +16,9 @@ from torch import nn
 
 from ckptkit import formats
 from ckptkit.bridge import stream
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import (
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -28,11 +28,11 @@ from ckptkit.errors import (
     TensorError,
     UnsupportedError,
 )
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Global, Object
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream
 from ckptkit.formats.torch.tar_archive import FORMAT
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.tree import Global, Object
 from tests.formats.torch.pickles import Written
 from tests.formats.torch.tars import (
     BLOCK,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.errors import (
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -20,8 +20,8 @@ from ckptkit.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch.tar_container import first_name, is_tar, read_members
-from ckptkit.limits import LIMITS
 from tests.conftest import Corpus
 from tests.formats.torch.tars import BLOCK, archive, header, member, padded, record, records
 

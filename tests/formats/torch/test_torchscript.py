@@ -14,13 +14,13 @@ from torch import nn
 from torch.package import PackageExporter
 
 import ckptkit
-from ckptkit.bytesource import LocalFile, Memory
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, LimitError, UnsupportedError
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, LimitError, UnsupportedError
+from ckptkit.core.tree import Node, Object, join, walk
+from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import torchscript, zip_archive
-from ckptkit.tree import Node, Object, join, walk
-from ckptkit.weights import as_tensor, module_state
 from tests.conftest import Corpus
 from tests.formats.conformance import check_equal, elements, elements_of
 from tests.formats.torch.scripts import QUIET, by_torch, constants_by_torch, quantized, rezipped, script

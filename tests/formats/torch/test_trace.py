@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ckptkit.bytesource import Memory
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tree import Global
 from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch.trace_signs import WEIGHTS_ONLY_OPCODES
-from ckptkit.limits import LIMITS
 from ckptkit.pickles import Trace
-from ckptkit.tree import Global
 from tests.hostile_pickles import CALLS, SYSTEM, TOUCH, UNCLEAR, call, name, pickle2, pickle4, raw, short, text
 
 

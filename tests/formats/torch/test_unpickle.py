@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptkit.bytesource import Memory
-from ckptkit.errors import FormatError, LimitError, UnsupportedError
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tree import Blob, ByteString, Global, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.torch import opcode_values, opcodes
 from ckptkit.formats.torch import unpickle as module
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.limits import LIMITS
-from ckptkit.tree import Blob, ByteString, Global, Object, OrderedDict, Pairs, SetNode
 from tests.formats.torch.pickles import machine, same, to_python
 
 PROTOCOLS = range(6)

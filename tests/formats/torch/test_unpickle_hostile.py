@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ckptkit.bytesource import Memory, Range
-from ckptkit.errors import (
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     FormatError,
@@ -31,13 +31,13 @@ from ckptkit.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Storage
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, rebuild, walk
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import plain_pickle
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.limits import LIMITS
-from ckptkit.tensor import Storage
-from ckptkit.tree import ByteString, Global, Node, Object, OrderedDict, rebuild, walk
 from tests.conftest import ROOT
 from tests.formats.torch.pickles import emit, machine, saved, to_python
 from tests.formats.torch.test_unpickle import frame
@@ -65,11 +65,11 @@ CHILD = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-from ckptkit.bytesource import LocalFile
-from ckptkit.errors import CkptkitError
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.tree import rebuild, walk
+from ckptkit.core.tree import rebuild; from ckptkit.core.tree import walk
 
 def attempt(call):
     try:
@@ -377,7 +377,7 @@ def test_PK_13_bytes_after_the_pickle(tmp_path: Path) -> None:
     path = tmp_path / "two.pkl"
     data = pickle.dumps({"a": 1}, 2)
     path.write_bytes(data + b"cos\nsystem\n(Vtouch canary\ntR.")
-    from ckptkit.bytesource import LocalFile
+    from ckptkit.core.bytesource import LocalFile
 
     assert unpickle(LocalFile(path)).stop == len(data)
     with pytest.raises(AmbiguousError, match="follow"):

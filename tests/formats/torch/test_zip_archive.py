@@ -16,9 +16,9 @@ import torch
 from torch.serialization import set_crc32_options, skip_data
 from torch.utils.serialization import config
 
-from ckptkit import tree
-from ckptkit.bytesource import Derived, LocalFile, Memory
-from ckptkit.errors import (
+from ckptkit.core import tree
+from ckptkit.core.bytesource import Derived, LocalFile, Memory
+from ckptkit.core.errors import (
     AmbiguousError,
     CorruptError,
     FormatError,
@@ -27,9 +27,9 @@ from ckptkit.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch.zip_archive import FORMAT
-from ckptkit.tensor import Tensor
 from tests.conftest import Corpus
 from tests.formats.conformance import check_equal, elements_of
 from tests.formats.torch.archives import (

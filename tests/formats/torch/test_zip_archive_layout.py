@@ -15,16 +15,13 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.bytesource import Derived, LocalFile, Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.dtypes import BY_NAME
-from ckptkit.errors import (
-    TensorError,
-    UnsupportedError,
-)
-from ckptkit.plan import Deferred, Summed
-from ckptkit.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.tree import Rebuild
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError, UnsupportedError
+from ckptkit.core.plan import Deferred, Summed
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tree import Rebuild
 from tests.formats.conformance import check_equal, elements
 from tests.formats.torch.archives import (
     archive,

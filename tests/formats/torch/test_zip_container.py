@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ckptkit import limits
 from ckptkit.bridge.operations import stream
-from ckptkit.bytesource import ByteSource, Derived, LocalFile, Memory, Range
-from ckptkit.errors import (
+from ckptkit.core import limits
+from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range
+from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptkit.bridge.operations import stream
-from ckptkit.bytesource import Range
-from ckptkit.plan import Deferred, Segment, Summed
+from ckptkit.core.bytesource import Range
+from ckptkit.core.plan import Deferred, Segment, Summed
 
 LOCAL = ("magic", "version", "flags", "method", "time", "date", "crc", "stored", "size", "n", "x")
 CENTRAL = (

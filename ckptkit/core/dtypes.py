@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptkit.errors import FormatError
-from ckptkit.text import meant
+from ckptkit.core.errors import FormatError
+from ckptkit.core.text import meant
 
 
 @dataclass(frozen=True, slots=True)

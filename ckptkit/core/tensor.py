@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ckptkit.bytesource import Record
-from ckptkit.dtypes import DType
-from ckptkit.errors import TensorError
-from ckptkit.limits import LIMITS, check
+from ckptkit.core.bytesource import Record
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import TensorError
+from ckptkit.core.limits import LIMITS, check
 
 Shape = tuple[int, ...]
 

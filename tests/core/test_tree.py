@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit import dtypes
-from ckptkit.bytesource import Memory, Range
-from ckptkit.errors import LimitError, UsageError
-from ckptkit.limits import LIMITS
-from ckptkit.tensor import Storage, Tensor, TypedStorage
-from ckptkit.tree import (
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.errors import LimitError, UsageError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import (
     Blob,
     ByteString,
     Global,

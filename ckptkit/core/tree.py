@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptkit.bytesource import Extent
-from ckptkit.errors import UsageError
-from ckptkit.limits import LIMITS, check
-from ckptkit.tensor import Tensor, TypedStorage
-from ckptkit.text import entries
+from ckptkit.core.bytesource import Extent
+from ckptkit.core.errors import UsageError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import entries
 
 Node = Any
 Path = tuple[Node, ...]

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ckptkit.bytesource import ByteSource, Folder
-from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.tensor import Tensor
-from ckptkit.text import escape, plural, size
-from ckptkit.tree import Global, Node, join
-from ckptkit.weights import Weights, is_optimizer, locate
+from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import escape, plural, size
+from ckptkit.core.tree import Global, Node, join
+from ckptkit.core.weights import Weights, is_optimizer, locate
 
 
 @dataclass(frozen=True, repr=False)

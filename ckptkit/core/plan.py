@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ckptkit.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 
 
 class Summed(NamedTuple):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from ckptkit.errors import InputChangedError, InputError, PathError, TruncatedError
+from ckptkit.core.errors import InputChangedError, InputError, PathError, TruncatedError
 
 Identity = tuple[int | str, ...]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.fold import Folded, Item, fold, unfolded
+from ckptkit.core.fold import Folded, Item, fold, unfolded
 
 
 def labels(names: list[str]) -> list[str]:

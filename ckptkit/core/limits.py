@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from ckptkit.errors import LimitError, UsageError
+from ckptkit.core.errors import LimitError, UsageError
 
 PREFIX = "CKPTKIT_LIMIT_"
 

@@ -19,19 +19,19 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import formats
-from ckptkit.bytesource import Folder, LocalFile, Memory, Range
-from ckptkit.errors import LimitError, UsageError
+from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
+from ckptkit.core.errors import LimitError, UsageError
+from ckptkit.core.limits import CEILINGS, LIMITS, MOST, PREFIX, Limits, check, from_environment
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tree import key_text
 from ckptkit.formats import strict_json
 from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.torch.tar_container import read_members
 from ckptkit.formats.torch.unpickle import FIRST_WINDOW, unpickle
 from ckptkit.formats.torch.zip_container import read_directory
-from ckptkit.limits import CEILINGS, LIMITS, MOST, PREFIX, Limits, check, from_environment
-from ckptkit.plan import OutputFile, Plan
 from ckptkit.publish import publish
 from ckptkit.reports.summary import summarize
-from ckptkit.tree import key_text
 from tests.conftest import Run as Command
 from tests.formats.deepspeed.making import Run
 from tests.formats.deepspeed.test_hostile import edit_optims, small

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit import dtypes
-from ckptkit.bytesource import Memory, Range
-from ckptkit.checkpoint import Checkpoint
-from ckptkit.errors import AmbiguousError, LimitError, UsageError
-from ckptkit.limits import LIMITS
-from ckptkit.tensor import Storage, Tensor
-from ckptkit.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.weights import WELL_KNOWN, Weights, as_tensor, locate, module_state
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, LimitError, UsageError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.weights import WELL_KNOWN, Weights, as_tensor, locate, module_state
 
 
 def tensor(kind: str = "tensor") -> Tensor:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ckptkit.errors import AmbiguousError, UsageError
-from ckptkit.limits import LIMITS, check
-from ckptkit.tensor import Tensor
-from ckptkit.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
+from ckptkit.core.errors import AmbiguousError, UsageError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
