@@ -15,7 +15,7 @@ import tarfile
 import zlib
 from typing import NamedTuple
 
-from tests.formats.torch.zips import Member, build
+from tests.containers.zips import Member, build
 
 TOUCH = "touch canary"
 WRITE = "open('canary','w')"

@@ -19,11 +19,11 @@ from ckptkit.convert import convert
 from ckptkit.core.errors import AmbiguousError, CollisionError
 from ckptkit.formats.format import WriteOptions
 from tests.conftest import Corpus
+from tests.containers import tars
+from tests.containers.zips import Member, build
 from tests.formats.conformance import elements_of
 from tests.formats.dcp import making
-from tests.formats.torch import tars
 from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
-from tests.formats.torch.zips import Member, build
 from tests.random_checkpoints import NUMBERS
 from tests.torch_equality import bits, same
 

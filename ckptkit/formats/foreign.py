@@ -7,10 +7,10 @@ import struct
 from codecs import getincrementaldecoder
 from typing import NamedTuple
 
+from ckptkit.containers.zip_entries import shown
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch.zip_container import ZipDirectory
-from ckptkit.formats.torch.zip_members import shown
 
 
 class Signature(NamedTuple):

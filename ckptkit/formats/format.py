@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ckptkit.containers.zip_reader import MAGIC, ZipDirectory, read_directory
 from ckptkit.core.bytesource import ByteSource, Folder, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.torch.zip_container import MAGIC, ZipDirectory, read_directory
 
 if TYPE_CHECKING:
     from ckptkit.pickles import Found

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ckptkit import formats
+from ckptkit.containers.tar import is_tar
+from ckptkit.containers.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
+from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Memory, Section
 from ckptkit.core.errors import CkptkitError, LimitError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global
 from ckptkit.formats import hidden_tar, hidden_zip
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch.tar_container import is_tar
 from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch.trace_signs import looks_like_a_file, looks_like_a_pickle
-from ckptkit.formats.torch.zip_container import MAGIC
 from ckptkit.formats.torch.zip_pickles import PICKLES
-from ckptkit.formats.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
 from ckptkit.pickles import Found, Inner, PickleStream, Program, Remark, Trace, Traced
 
 Seen = Traced | Remark | Program

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.containers.tar import BLOCK, is_tar, lenient_number
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.torch.tar_container import BLOCK, is_tar, lenient_number
 from ckptkit.formats.torch.zip_pickles import PICKLES
 from ckptkit.pickles import Found, Inner, Remark
 

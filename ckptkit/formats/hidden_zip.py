@@ -13,9 +13,9 @@ from dataclasses import replace
 from struct import Struct
 from typing import NamedTuple
 
+from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.torch.zip_container import MAGIC
 from ckptkit.formats.torch.zip_pickles import METHODS, member
 from ckptkit.pickles import Found, Remark
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptkit.containers.zip_entries import shown
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats.plain_json import encode, is_plain, is_utf8
-from ckptkit.formats.torch.zip_members import shown
 from ckptkit.trust import refused_by_weights_only
 
 _EXTRA_STATE = "_extra_state"

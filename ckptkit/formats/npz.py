@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 from ckptkit import bridge
+from ckptkit.containers.zip_entries import shown
+from ckptkit.containers.zip_writer import Member, lay_out
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
@@ -23,8 +25,6 @@ from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, 
 from ckptkit.formats.npy import header, read_array
 from ckptkit.formats.plain_json import is_utf8
 from ckptkit.formats.torch import zip_extras
-from ckptkit.formats.torch.zip_members import shown
-from ckptkit.formats.torch.zip_writer import Member, lay_out
 
 SUFFIX = ".npy"
 _NAME_BYTES = (1 << 16) - 1 - len(SUFFIX)

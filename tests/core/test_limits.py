@@ -19,23 +19,23 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import formats
+from ckptkit.containers import strict_json
+from ckptkit.containers.tar import read_members
+from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import CEILINGS, LIMITS, MOST, PREFIX, Limits, check, from_environment
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
-from ckptkit.formats import strict_json
 from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
-from ckptkit.formats.torch.tar_container import read_members
 from ckptkit.formats.torch.unpickle import FIRST_WINDOW, unpickle
-from ckptkit.formats.torch.zip_container import read_directory
 from ckptkit.publish import publish
 from ckptkit.reports.summary import summarize
 from tests.conftest import Run as Command
+from tests.containers.tars import archive, header, member, record, records
 from tests.formats.deepspeed.making import Run
 from tests.formats.deepspeed.test_hostile import edit_optims, small
-from tests.formats.torch.tars import archive, header, member, record, records
 
 Case = Callable[[Path], object]  # reads something that needs exactly as much as its table says
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from ckptkit import formats
+from ckptkit.containers import tar
+from ckptkit.containers.zip_reader import read_directory
 from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -23,15 +25,14 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats import hidden
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch import beside, tar_container
+from ckptkit.formats.torch import beside
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.script_code import _text
 from ckptkit.formats.torch.trace import trace
-from ckptkit.formats.torch.zip_container import read_directory
-from tests.formats.torch import tars
+from tests.containers import tars
+from tests.containers.zips import Member, build
 from tests.formats.torch.archives import archive, pickle_of, storage, tensor, text
 from tests.formats.torch.pickles import machine
-from tests.formats.torch.zips import Member, build
 
 F32 = BY_NAME["float32"]
 
@@ -111,7 +112,7 @@ def test_an_archive_of_nothing() -> None:
 
 def test_a_tar_file_of_records_alone() -> None:
     data = b"".join(tars.records((b"mtime", b"1")) for _ in range(4)) + bytes(1024)
-    assert tar_container.first_name(Memory(data)) == b""
+    assert tar.first_name(Memory(data)) == b""
     with pytest.raises(UnsupportedError, match="tar archive"):
         read(data)
 

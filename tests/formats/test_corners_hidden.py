@@ -23,9 +23,9 @@ from ckptkit.formats.format import Loss
 from ckptkit.formats.leftovers import refuse_objects
 from ckptkit.formats.salvaging import salvaged
 from ckptkit.pickles import Inner, Remark, Traced
-from tests.formats.torch import tars
+from tests.containers import tars
+from tests.containers.zips import Member, build
 from tests.formats.torch.archives import pickle_of
-from tests.formats.torch.zips import Member, build
 
 U32 = 0xFFFFFFFF
 F32 = BY_NAME["float32"]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.containers import strict_json
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import decode, dump, encode, is_plain
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["$float", "$dict", "$", ""])

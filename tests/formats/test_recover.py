@@ -20,8 +20,8 @@ from ckptkit.convert import convert, recover
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run
+from tests.containers.zips import Member
 from tests.formats.safetensors.test_whole import Other
-from tests.formats.torch.zips import Member
 from tests.matrix import Fixture
 
 State = dict[str, torch.Tensor]

@@ -23,9 +23,10 @@ from ckptkit.core.plan import Edit
 from ckptkit.formats.format import WriteOptions
 from ckptkit.journal import Journal, Span
 from tests.conftest import ROOT
+from tests.containers import tars
+from tests.containers.zips import Member, build
 from tests.formats.dcp import making
-from tests.formats.torch import archives, tars
-from tests.formats.torch.zips import Member, build
+from tests.formats.torch import archives
 from tests.hostile_pickles import CASES
 
 FIXTURES = ROOT / "fixtures"

@@ -30,8 +30,8 @@ from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.unpickle import unpickle
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.keys import strip_prefix
-from tests.formats.torch import tars
-from tests.formats.torch.zips import Member, build
+from tests.containers import tars
+from tests.containers.zips import Member, build
 from tests.fuzz import seeds
 from tests.fuzz.driving import LARGE, check_lines, elements, look, output, quietly, rewrite, scan, show, tensors
 from tests.fuzz.oracle import Oracle

@@ -16,9 +16,9 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.tree import SetNode
 from ckptkit.formats.torch.pickle_writer import write_pickle
+from tests.containers.zips import Member, build
 from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
 from tests.formats.torch.pickles import machine
-from tests.formats.torch.zips import Member, build
 from tests.fuzz import seeds
 from tests.fuzz.driving import scan
 

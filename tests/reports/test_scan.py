@@ -22,7 +22,7 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, NONE, SAFE, UNKNOWN, FileVerdict, counts, findings
 from ckptkit.scanning import Failure, scan, scan_all
 from tests.conftest import ENVIRONMENT, Corpus
-from tests.formats.torch.zips import Member, build
+from tests.containers.zips import Member, build
 from tests.hostile_pickles import CASES, EVIL, PLAIN, archive, call, legacy, name, pickle2, pickle4, raw, text
 from tests.matrix import FOLDER
 

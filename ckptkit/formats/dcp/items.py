@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptkit import bridge
+from ckptkit.containers import strict_json
+from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
@@ -24,11 +26,10 @@ from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, Unsuppo
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import safetensors, strict_json
+from ckptkit.formats import safetensors
 from ckptkit.formats.dcp.metadata import Chunk, Place, shown
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import zip_archive
-from ckptkit.formats.torch.zip_container import MAGIC
 
 _SHARDING = "DCP_SHARDING_INFO"
 _SAVED = "saved_offsets"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.dtypes import BY_SAFETENSORS, DType
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
 
 _WHITE = b" \t\r\n"

@@ -21,12 +21,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ckptkit.containers import strict_json
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Node, OrderedDict, children, key_text
 from ckptkit.core.weights import Weights
-from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import decode, dump, encode, is_plain
 
 RESERVED = "ckptkit"

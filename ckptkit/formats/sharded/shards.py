@@ -18,13 +18,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, OrderedDict
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import safetensors, strict_json
+from ckptkit.formats import safetensors
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.format import Finding, Format, Part, Probe
 from ckptkit.formats.plain_json import dump

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptkit.containers import strict_json
 from ckptkit.core.errors import FormatError
-from ckptkit.formats import strict_json
 from ckptkit.formats.plain_json import dump
 
 NAME = ".data/ckptkit.json"

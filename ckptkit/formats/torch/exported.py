@@ -23,6 +23,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptkit.containers import strict_json
+from ckptkit.containers.zip_entries import shown
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
@@ -30,12 +33,9 @@ from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node, OrderedDict
-from ckptkit.formats import strict_json
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.torch import zip_archive, zip_extras
 from ckptkit.formats.torch.zip_archive import Archive
-from ckptkit.formats.torch.zip_container import ZipDirectory
-from ckptkit.formats.torch.zip_members import shown
 
 _GRAPH = "serialized_exported_program.json"  # before 2.8
 _DTYPES = dict(enumerate((

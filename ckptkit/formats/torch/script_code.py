@@ -19,9 +19,9 @@ import re
 from ast import literal_eval
 from dataclasses import dataclass, field
 
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global
-from ckptkit.formats.torch.zip_container import ZipDirectory
 
 _CLASS = re.compile(r"class (\w+)(?:\((\w*)\))?:")
 _STRING = r'"(?:[^"\\]|\\.)*"'

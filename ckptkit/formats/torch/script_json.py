@@ -20,14 +20,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ckptkit.containers import strict_json
+from ckptkit.containers.zip_entries import shown
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedDict
-from ckptkit.formats import strict_json
 from ckptkit.formats.torch.zip_archive import Archive
-from ckptkit.formats.torch.zip_members import shown
 
 _DTYPES = {
     "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT32": "int32", "INT64": "int64",

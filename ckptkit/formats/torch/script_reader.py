@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from ckptkit.containers.zip_entries import shown
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS
@@ -12,8 +14,6 @@ from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.torch import script_json
 from ckptkit.formats.torch.script_code import Code, Declared
 from ckptkit.formats.torch.zip_archive import Archive
-from ckptkit.formats.torch.zip_container import ZipDirectory
-from ckptkit.formats.torch.zip_members import shown
 
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from struct import Struct
 
+from ckptkit.containers.tar import Member, first_name, is_tar, read_members
+from ckptkit.containers.zip_entries import shown
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
@@ -29,9 +31,7 @@ from ckptkit.formats.torch.builders import check_class
 from ckptkit.formats.torch.globals import strided
 from ckptkit.formats.torch.module_sources import ModuleSources, endian_warning
 from ckptkit.formats.torch.storages import dtype_of_storage
-from ckptkit.formats.torch.tar_container import Member, first_name, is_tar, read_members
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.formats.torch.zip_members import shown
 from ckptkit.formats.torch.zip_pickles import PICKLES
 from ckptkit.pickles import TORCH_LOAD, Found, Inner, PickleStream
 

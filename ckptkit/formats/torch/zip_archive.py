@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
+from ckptkit.containers.zip_entries import REPLACED, shown
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
@@ -25,8 +27,6 @@ from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.torch import beside, zip_extras
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.formats.torch.zip_container import ZipDirectory
-from ckptkit.formats.torch.zip_members import REPLACED, shown
 
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)

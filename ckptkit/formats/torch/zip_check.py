@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.containers.zip_entries import shown
+from ckptkit.containers.zip_reader import Unlocated, ZipDirectory
 from ckptkit.formats.format import Part, Probe
-from ckptkit.formats.torch.zip_container import Unlocated, ZipDirectory
-from ckptkit.formats.torch.zip_members import shown
 
 
 def check(probe: Probe) -> Iterator[Part]:

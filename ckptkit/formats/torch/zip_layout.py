@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.containers.zip_writer import Member, lay_out
 from ckptkit.core.bytesource import Derived, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import UINT8, DType
@@ -20,7 +21,6 @@ from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch import beside
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.storages import storage_class
-from ckptkit.formats.torch.zip_writer import Member, lay_out
 
 TOP = "archive"
 

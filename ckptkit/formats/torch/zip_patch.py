@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import struct
 
+from ckptkit.containers.zip_entries import REPLACED
+from ckptkit.containers.zip_reader import ZipDirectory, read_directory
+from ckptkit.containers.zip_writer import END_BYTES, ends, record
 from ckptkit.core.bytesource import LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Edit, Patch
@@ -23,10 +26,7 @@ from ckptkit.core.tensor import Storage
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch import beside
 from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.zip_container import ZipDirectory, read_directory
 from ckptkit.formats.torch.zip_layout import Numbering
-from ckptkit.formats.torch.zip_members import REPLACED
-from ckptkit.formats.torch.zip_writer import END_BYTES, ends, record
 
 _LENGTHS = struct.Struct("<HHH").unpack_from  # of name, extra fields and comment, at byte 28 of a directory entry
 _NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a local header

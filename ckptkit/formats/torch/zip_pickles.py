@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import ByteSource, Range, Section
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch.zip_container import ZipDirectory
 from ckptkit.pickles import NOT_TORCH, PICKLE, TORCH_LOAD, TORCHSCRIPT, Found, Inner, PickleStream, Program, Remark
 
 PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".dill")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptkit import bridge
+from ckptkit.containers.zip_entries import MAGIC
+from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError
@@ -22,8 +24,6 @@ from ckptkit.formats.format import Probe, Salvaged
 from ckptkit.formats.salvaging import salvaged
 from ckptkit.formats.torch.storages import StorageTable
 from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.formats.torch.zip_container import ZipDirectory
-from ckptkit.formats.torch.zip_members import MAGIC
 
 _LOCAL = struct.Struct("<4s2xHH4xLLLHH")
 _DIRECTORY, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"

@@ -13,7 +13,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch.zip_archive import FORMAT
-from tests.formats.torch.zips import Member, build, execute
+from tests.containers.zips import Member, build, execute
 
 FLOATS = struct.pack("<4f", 0, 1, 2, 3)
 

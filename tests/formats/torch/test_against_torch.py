@@ -17,6 +17,7 @@ from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
 from ckptkit.core.tree import Pairs
 from ckptkit.formats import read as read_any
+from tests.containers.zips import Member, build
 from tests.formats.conformance import elements_of
 from tests.formats.torch.archives import (
     FLOATS,
@@ -31,7 +32,6 @@ from tests.formats.torch.archives import (
     text,
     untyped,
 )
-from tests.formats.torch.zips import Member, build
 
 PICKLE = pickle_of(tensor(storage()))
 VERSION = Member("a/version", b"3\n")

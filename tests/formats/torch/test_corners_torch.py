@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from ckptkit import formats
+from ckptkit.containers.zip_entries import MAGIC, REPLACED
+from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
@@ -31,15 +33,14 @@ from ckptkit.formats.torch.trace_window import FIRST_WINDOW, WINDOW
 from ckptkit.formats.torch.unpickle import unpickle
 from ckptkit.formats.torch.zip_archive import FORMAT as ZIP
 from ckptkit.formats.torch.zip_archive import salvage
-from ckptkit.formats.torch.zip_container import read_directory
-from ckptkit.formats.torch.zip_members import MAGIC, REPLACED
 from ckptkit.formats.torch.zip_pickles import pickles
 from ckptkit.pickles import Inner, PickleStream
-from tests.formats.torch import scripts, tars, test_script_json, test_torchscript
+from tests.containers import tars
+from tests.containers.zips import Member, build
+from tests.formats.torch import scripts, test_script_json, test_torchscript
 from tests.formats.torch.archives import FLOATS, archive, pickle_of, saved, storage, tensor, text
 from tests.formats.torch.pickles import machine
 from tests.formats.torch.test_plain_tensor import pickled, table
-from tests.formats.torch.zips import Member, build
 
 U8 = BY_NAME["uint8"]
 NOT_UTF8 = "a string of Python 2 that is not UTF-8 (SHORT_BINSTRING at byte 2)"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global
 from ckptkit.formats.torch.script_code import Code, Declared, parse
-from ckptkit.formats.torch.zip_container import read_directory
+from tests.containers.zips import Member, build
 from tests.formats.torch.scripts import QUIET, script
-from tests.formats.torch.zips import Member, build
 
 pytestmark = QUIET
 

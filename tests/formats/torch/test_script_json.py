@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitEr
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import torchscript
 from ckptkit.transforms.quantized import dequantize
-from tests.formats.torch.zips import Member, build
+from tests.containers.zips import Member, build
 
 FLOATS = struct.pack("<6f", *range(6))
 LONGS = struct.pack("<q", 7)

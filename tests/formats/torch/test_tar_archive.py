@@ -33,20 +33,8 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream
 from ckptkit.formats.torch.tar_archive import FORMAT
+from tests.containers.tars import BLOCK, SYSTEM, archive, entry, header, ids, member, save, storage, tensor, torch_tar
 from tests.formats.torch.pickles import Written
-from tests.formats.torch.tars import (
-    BLOCK,
-    SYSTEM,
-    archive,
-    entry,
-    header,
-    ids,
-    member,
-    save,
-    storage,
-    tensor,
-    torch_tar,
-)
 from tests.formats.torch.test_pickle_writer import agree
 
 

@@ -22,9 +22,9 @@ from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import torchscript, zip_archive
 from tests.conftest import Corpus
+from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements, elements_of
 from tests.formats.torch.scripts import QUIET, by_torch, constants_by_torch, quantized, rezipped, script
-from tests.formats.torch.zips import Member, build
 
 pytestmark = QUIET
 EMPTY = b"\x80\x02)."  # a pickled tuple of nothing

@@ -69,7 +69,7 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.unpickle import unpickle
-from ckptkit.core.tree import rebuild; from ckptkit.core.tree import walk
+from ckptkit.core.tree import rebuild
 
 def attempt(call):
     try:

@@ -31,6 +31,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch.zip_archive import FORMAT
 from tests.conftest import Corpus
+from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements_of
 from tests.formats.torch.archives import (
     FLOATS,
@@ -47,7 +48,6 @@ from tests.formats.torch.archives import (
     untyped,
     write,
 )
-from tests.formats.torch.zips import Member, build
 
 
 def test_the_hand_writes_what_torch_reads(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import Deferred, Summed
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Rebuild
+from tests.containers.zips import Member, execute
 from tests.formats.conformance import check_equal, elements
 from tests.formats.torch.archives import (
     archive,
@@ -36,7 +37,6 @@ from tests.formats.torch.archives import (
     untyped,
     write,
 )
-from tests.formats.torch.zips import Member, execute
 
 Cuda = Callable[..., AbstractContextManager[None]]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.containers.tar import first_name, is_tar, read_members
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -21,9 +22,8 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.torch.tar_container import first_name, is_tar, read_members
 from tests.conftest import Corpus
-from tests.formats.torch.tars import BLOCK, archive, header, member, padded, record, records
+from tests.containers.tars import BLOCK, archive, header, member, padded, record, records
 
 DATA = b"hello"
 

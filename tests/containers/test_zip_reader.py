@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ckptkit.bridge.operations import stream
+from ckptkit.containers.zip_reader import ZipDirectory, read_directory
 from ckptkit.core import limits
 from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
@@ -28,9 +29,8 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptkit.formats.torch.zip_container import ZipDirectory, read_directory
 from tests.conftest import Corpus
-from tests.formats.torch.zips import LOCAL, Member, build, deflate
+from tests.containers.zips import LOCAL, Member, build, deflate
 
 DATA = b"0123456789abcdef"
 DESCRIPTOR = 0x0008
