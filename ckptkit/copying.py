@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
@@ -201,7 +201,7 @@ class _Writer:
             elif isinstance(extent, Deferred):
                 data = extent.template
             elif isinstance(extent, Derived) and extent.length < SHORT:
-                data = b"".join(bridge.stream(extent))
+                data = b"".join(compute.stream(extent))
             else:
                 self._flush()
                 for each in runs(extent):
@@ -280,7 +280,7 @@ def _read_and_write(fd: int, source: LocalFile, offset: int, count: int) -> int:
 def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
     """The bytes of an extent; those of a local file through one buffer that stays in the processor's cache."""
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
-        yield from bridge.stream(extent)
+        yield from compute.stream(extent)
         return
     buffer = memoryview(bytearray(min(PIECE, extent.length)))
     for at in range(0, extent.length, PIECE):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptkit import bridge
-from ckptkit.bridge import Tally
+from ckptkit import compute
+from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import join
 from ckptkit.reports.advice import argument
@@ -115,12 +115,12 @@ def values(share: Share, index: str = "", columns: int = 8) -> Values:
     tensor = share.row.tensor
     picks = parse(index, tensor.shape)
     corner = plane(picks, ROWS, columns)
-    cells = bridge.numbers(select(tensor, corner))
+    cells = compute.numbers(select(tensor, corner))
     chosen = select(tensor, picks)
     tally = None
     if chosen.numel <= COUNTED:
         tally = Tally()
-        for part in bridge.parts(chosen):
-            tally.add(bridge.tally(part))
+        for part in compute.parts(chosen):
+            tally.add(compute.tally(part))
     rows = next((pick.size for pick in corner if not pick.single), 1) if cells.ndim > 1 else 1
     return Values(picks, corner, cells.reshape(rows, -1).tolist() if cells.size else [], tally)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckptkit.bridge.threads import ordered
 from ckptkit.checking.sums import summed
+from ckptkit.compute.threads import ordered
 from ckptkit.convert import PathLike, open_checkpoint, open_place
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ckptkit import bridge
-from ckptkit.bridge.threads import ordered
+from ckptkit import compute
+from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Section
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
 from ckptkit.core.plan import crc32_combine
@@ -75,7 +75,7 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
         return piece, piece.error
     total = 0
     try:
-        for data in bridge.flow(piece.extent, piece.start, piece.stop):
+        for data in compute.flow(piece.extent, piece.start, piece.stop):
             total = zlib.crc32(data, total)
     except InputError as error:
         if any(source.remote for source, _, _ in _ranges(piece.extent)) and not isinstance(error, DAMAGE):

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptkit import formats
-from ckptkit.bridge.nonfinite import nonfinite
-from ckptkit.bridge.threads import ordered
 from ckptkit.checking.digests import Matches, Progress, differences, digest
 from ckptkit.checking.sums import DAMAGE, summed, with_tensors
+from ckptkit.compute.nonfinite import nonfinite
+from ckptkit.compute.threads import ordered
 from ckptkit.convert import PathLike, open_place
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint

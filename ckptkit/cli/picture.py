@@ -40,11 +40,11 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
 
 
 def _plane(tensor: Tensor, picks: Picks, most: int) -> tuple[Picks, Any]:
-    from ckptkit import bridge
+    from ckptkit import compute
     from ckptkit.reports.slices import plane, select, spread
 
     chosen = plane(spread(picks, most), most, most)
-    values = bridge.numbers(select(tensor, chosen))
+    values = compute.numbers(select(tensor, chosen))
     values = abs(values) if values.dtype.kind == "c" else values.astype("f8")
     return chosen, values.reshape(values.shape if values.ndim == 2 else (1, -1))
 

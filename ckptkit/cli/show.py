@@ -14,7 +14,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.bridge import Tally
+    from ckptkit.compute import Tally
     from ckptkit.core.tensor import Tensor
     from ckptkit.reports.slices import Picks
 
@@ -43,11 +43,11 @@ class Shown(NamedTuple):
 
     def corner(self, rows: int, columns: int) -> tuple[Picks, list[list[Any]]]:
         """The indices of a table of it, and its cells."""
-        from ckptkit import bridge
+        from ckptkit import compute
         from ckptkit.reports.slices import plane, select
 
         picks = plane(self.picks, rows, columns)
-        cells = bridge.numbers(select(self.tensor, picks))
+        cells = compute.numbers(select(self.tensor, picks))
         many = [pick for pick in picks if not pick.single]
         return picks, cells.reshape(many[0].size if len(many) > 1 else 1, -1).tolist() if cells.size else []
 
@@ -204,13 +204,13 @@ def _heat(shown: list[Shown]) -> Iterator[str]:
 
 def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tally, bool]:
     """The statistics, and whether they are of the whole part."""
-    from ckptkit import bridge
+    from ckptkit import compute
     from ckptkit.reports.slices import plane, select
 
     whole = counted or shown.part.numel <= COUNTED
     part = shown.part if whole else select(shown.tensor, plane(shown.picks, rows, columns))
-    found = bridge.Tally()
-    for each in bridge.ordered(bridge.tally, bridge.parts(part), lambda one: one.nbytes):
+    found = compute.Tally()
+    for each in compute.ordered(compute.tally, compute.parts(part), lambda one: one.nbytes):
         found.add(each)
     return found, whole
 
@@ -235,7 +235,7 @@ def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool
 
 
 def _difference(a: Shown, b: Shown) -> Iterator[str]:
-    from ckptkit import bridge
+    from ckptkit import compute
 
     ours, theirs = a.part, b.part
     yield ""
@@ -243,7 +243,7 @@ def _difference(a: Shown, b: Shown) -> Iterator[str]:
         yield f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
     elif max(ours.numel, theirs.numel) > COUNTED:
         yield "not compared as a whole: `ckptkit diff --values` does that"
-    elif (found := bridge.compare(ours, theirs, atol=0.0)) is None:
+    elif (found := compute.compare(ours, theirs, atol=0.0)) is None:
         yield "equal in all values"
     else:
         largest = f"{found.largest:.3g}" if found.largest is not None else ""
@@ -255,7 +255,7 @@ def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
 
 
 def _json(shown: Shown, counted: bool) -> dict[str, Any]:
-    from ckptkit import bridge
+    from ckptkit import compute
     from ckptkit.reports.slices import show
 
     part = shown.part
@@ -272,7 +272,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
         "device": shown.tensor.device,
         "slice": show(shown.picks),
         "selected": list(part.shape),
-        "values": _listed(bridge.numbers(part).tolist()),
+        "values": _listed(compute.numbers(part).tolist()),
         "stats": {name: _listed(value) for name, value in facts_of(tally, part.dtype.kind).items()},
     }
 

@@ -14,7 +14,7 @@ from ckptkit.cli.bars import bars
 from ckptkit.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from ckptkit.bridge import Histogram, Tally
+    from ckptkit.compute import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.reports import summary
     from ckptkit.reports.stats import Row, Statistics

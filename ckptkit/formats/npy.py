@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.bytesource import Derived, Extent, Memory, Part, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NUMPY, DType
@@ -129,7 +129,7 @@ def _head(extent: Extent, length: int) -> bytes:
     (stored,) = extent.inputs  # of what inflates to so few bytes, no more is looked at than that can take
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
-    return b"".join(bridge.stream(Derived("inflate", (few,), (), extent.length), 0, length))
+    return b"".join(compute.stream(Derived("inflate", (few,), (), extent.length), 0, length))
 
 
 def _parse(text: str) -> tuple[str, bool, Shape]:
@@ -197,7 +197,7 @@ def _text(header: Header, extent: Extent) -> str | bytes:
     check("string_bytes", nbytes, "bytes of a text")
     if extent.length - header.start != nbytes:
         raise CorruptError(f"a text of {nbytes:,} bytes is {extent.length - header.start:,} bytes long")
-    data = b"".join(bridge.stream(extent, header.start, extent.length))
+    data = b"".join(compute.stream(extent, header.start, extent.length))
     if kind == "S":
         return data.rstrip(b"\0")
     try:
@@ -211,7 +211,7 @@ def _pickled(extent: Extent, start: int) -> Array:
     length = extent.length - start
     if isinstance(extent, Derived):
         check("record_bytes", length, "bytes of a compressed pickle")
-        data = b"".join(bridge.stream(extent, start, extent.length))
+        data = b"".join(compute.stream(extent, start, extent.length))
         extent, start = Range(Memory(data, next(extent.sources()).name), 0, length), 0
     first = extent.offset + start
     pickled = unpickle(extent.source, first, first + length)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_writer import Member, lay_out
 from ckptkit.core.bytesource import Derived, Memory, Range
@@ -85,7 +85,7 @@ def _member(name: str, tensor: Tensor) -> Member:
     if not tensor.nbytes:
         return Member(name + SUFFIX, before)
     assert tensor.storage is not None
-    record = bridge.contiguous(tensor)
+    record = compute.contiguous(tensor)
     extent = record.locate()
     known = tensor.storage.crc32 if isinstance(extent, Range) and record is tensor.storage.record else None
     crc = None if known is None else crc32_combine(zlib.crc32(before), known, extent.length)

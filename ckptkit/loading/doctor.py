@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import bridge, formats
+from ckptkit import compute, formats
 from ckptkit.checking.verify import verify
 from ckptkit.convert import Conversion, PathLike, convert, open_place
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -200,7 +200,7 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
 def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:
     summary = summarize(checkpoint)
     tags = {row.tensor.device for row in summary.rows} - {"cpu", "meta"}
-    devices: Any = bridge.environment()["devices"] if tags else ("cpu",)
+    devices: Any = compute.environment()["devices"] if tags else ("cpu",)
     source = checkpoint.source
     facts = Facts(
         path,
@@ -224,7 +224,7 @@ def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
         return is_torch and name.name not in _OLD and not name.name.endswith("Storage")
 
     names = [(name.module, name.name) for name in checkpoint.globals if may_be_new(name)]
-    return tuple(bridge.torch_lacks(names)) if names else ()
+    return tuple(compute.torch_lacks(names)) if names else ()
 
 
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -249,7 +249,7 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
     weights = checkpoint.selection
     if weights is None:
         return [Cause("no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it.")]
-    theirs = {name: Kind(*kind) for name, kind in bridge.model_shapes(model).items()}
+    theirs = {name: Kind(*kind) for name, kind in compute.model_shapes(model).items()}
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
     strip, add = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
     versions: Mapping[str, Any] = metadata.of(weights.node) or {}
@@ -263,5 +263,5 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
         other = wanted.get(add + name.removeprefix(strip))
         if kind.shape == (1,) and other is not None and other.shape == ():
             ours[name] = Kind(kind.dtype, ())
-    ties = [[name for name in same if name in wanted] for same in bridge.model_ties(model)]
+    ties = [[name for name in same if name in wanted] for same in compute.model_ties(model)]
     return fit.causes(fit.Fitting(path, ours, wanted, strip, add, ties, options))

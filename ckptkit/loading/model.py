@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.convert import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import ModelError, UsageError
@@ -218,7 +218,7 @@ def _alone(node: Node) -> Node:
         or node.dtype.bits % 8
     ):
         return node
-    return Tensor(Storage(bridge.contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape))
+    return Tensor(Storage(compute.contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape))
 
 
 def prefixes(ours: Shapes, theirs: Shapes) -> tuple[str, str]:
@@ -278,10 +278,10 @@ def diff(
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
-        other = bridge.model_from(other)
+        other = compute.model_from(other)
     if isinstance(other, (str, os.PathLike, Checkpoint)):
         weights = open_checkpoint(other, key=key).weights
         return reports.compare(ck.weights, weights, values=values, atol=atol, rtol=rtol, name=name)
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
-    return reports.against(ck.weights, bridge.model_shapes(other), name=name)
+    return reports.against(ck.weights, compute.model_shapes(other), name=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.dtypes import BY_NAME, UINT8, DType
 from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, check_geometry
@@ -52,8 +52,8 @@ class Tensors:
 
         where = self._map_location
         if not callable(where):
-            return bridge.to_torch_storage(storage, self.device(storage.device), component)
-        memory = bridge.to_torch_storage(storage, "cpu", component)
+            return compute.to_torch_storage(storage, self.device(storage.device), component)
+        memory = compute.to_torch_storage(storage, "cpu", component)
         given = where(memory, storage.device)
         if given is None:
             return _restored(memory, storage.device)
@@ -85,8 +85,8 @@ class Tensors:
         import torch
 
         if tensor.storage is not None:
-            return bridge.rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
-        dtype = bridge.torch_dtype(tensor.dtype)
+            return compute.rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
+        dtype = compute.torch_dtype(tensor.dtype)
         made = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
         return _parameter(made, tensor) if tensor.kind == "parameter" else made.requires_grad_(tensor.requires_grad)
 
@@ -151,7 +151,7 @@ def _from_type(tensors: Tensors, node: Object) -> torch.Tensor:
 def _on_device(tensors: Tensors, node: Object) -> torch.Tensor:
     """(data, dtype, device, requires_grad)"""
     data, dtype, device, grad = node.args
-    made = tensors.tensor(data).to(device=tensors.device(device), dtype=bridge.torch_dtype(BY_NAME[dtype.name]))
+    made = tensors.tensor(data).to(device=tensors.device(device), dtype=compute.torch_dtype(BY_NAME[dtype.name]))
     return made.requires_grad_(bool(grad))
 
 
@@ -178,7 +178,7 @@ def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
     like, scheme = node.tensor, node.args[4]
     assert like is not None and like.storage is not None
     memory = tensors.storage(like.storage, like.dtype)
-    dtype = bridge.torch_dtype(like.dtype)
+    dtype = compute.torch_dtype(like.dtype)
     if scheme[0].name == "per_tensor_affine":
         made = torch._empty_affine_quantized(
             (0,), scale=scheme[1], zero_point=scheme[2], dtype=dtype, device=memory.device
@@ -237,11 +237,11 @@ def typed_storage(tensors: Tensors, node: TypedStorage) -> torch.TypedStorage:
     import torch
 
     memory = tensors.storage(node.storage, node.dtype)
-    dtype = bridge.torch_dtype(node.dtype or UINT8)
+    dtype = compute.torch_dtype(node.dtype or UINT8)
     return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def dtype_of(node: Global) -> object:
     """``torch.float16`` for a Global of that name, the Global itself for any other."""
     known = node.module == "torch" and node.name in BY_NAME
-    return bridge.torch_dtype(BY_NAME[node.name]) if known else node
+    return compute.torch_dtype(BY_NAME[node.name]) if known else node

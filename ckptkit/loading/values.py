@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.convert import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
@@ -108,7 +108,7 @@ class Values:
         if isinstance(node, Global):
             return dtype_of(node)
         if isinstance(node, Blob):
-            data = b"".join(bridge.stream(node.extent))
+            data = b"".join(compute.stream(node.extent))
             return bytearray(data) if node.kind == "bytearray" else data
         return node.data if isinstance(node, ByteString) else node
 

@@ -14,7 +14,7 @@ from ckptkit.pages.seen import Seen
 from ckptkit.reports.shares import Share
 
 if TYPE_CHECKING:
-    from ckptkit.bridge import Tally
+    from ckptkit.compute import Tally
 
 BINS = 32
 LARGEST = 1e300  # what is above becomes none: a browser does arithmetic with it

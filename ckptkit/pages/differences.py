@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.errors import TensorError
 from ckptkit.core.text import escape, shape
 from ckptkit.pages.columns import Columns, numbers
@@ -48,12 +48,12 @@ def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float |
     def one(pair: tuple[int, int]) -> float | None:
         ours, theirs = a.shares[pair[0]].row.tensor, b.shares[pair[1]].row.tensor
         try:
-            found = bridge.compare(ours, theirs, atol=0.0)
+            found = compute.compare(ours, theirs, atol=0.0)
         except TensorError:
             return None
         return found.largest if found is not None and found.largest is not None and isfinite(found.largest) else None
 
-    return bridge.ordered(one, pairs, lambda pair: 2 * a.shares[pair[0]].row.nbytes)
+    return compute.ordered(one, pairs, lambda pair: 2 * a.shares[pair[0]].row.nbytes)
 
 
 def _states(diff: Diff) -> dict[str, str]:

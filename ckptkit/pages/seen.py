@@ -11,7 +11,7 @@ from ckptkit.reports.shares import Share, shares
 from ckptkit.reports.summary import Summary, summarize
 
 if TYPE_CHECKING:
-    from ckptkit.bridge import Tally
+    from ckptkit.compute import Tally
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptkit import bridge
-from ckptkit.bridge import Difference
+from ckptkit import compute
+from ckptkit.compute import Difference
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, shape
@@ -186,13 +186,13 @@ def _changed(
 ) -> Iterator[Changed]:
     """Those of the keys whose values differ; several are compared at a time."""
     compare = partial(_difference, atol=atol, rtol=rtol)
-    found = bridge.ordered(lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes)
+    found = compute.ordered(lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes)
     return (Changed(key, difference) for key, difference in zip(keys, found, strict=True) if difference)
 
 
 def _difference(key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None) -> Difference | None:
     try:
-        return bridge.compare(a, b, atol=atol, rtol=rtol)
+        return compute.compare(a, b, atol=atol, rtol=rtol)
     except CkptkitError as error:
         error.message = f"{key}: {error.message}"
         raise

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Tensor
 
@@ -53,13 +53,13 @@ def _each(function: Callable[[Tensor], R], tensors: Iterable[Named], progress: C
             error.message = f"{name}: {error.message}"
             raise
 
-    for found, nbytes in bridge.ordered(digest, tensors, lambda named: named[1].nbytes):
+    for found, nbytes in compute.ordered(digest, tensors, lambda named: named[1].nbytes):
         progress(nbytes)
         yield found
 
 
 def _hash(tensor: Tensor, head: bytes) -> str:
     digest = hashlib.sha256(head)
-    for chunk in bridge.flow(bridge.contiguous(tensor).locate()):
+    for chunk in compute.flow(compute.contiguous(tensor).locate()):
         digest.update(chunk)
     return digest.hexdigest()

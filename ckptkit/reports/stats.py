@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ckptkit import bridge
-from ckptkit.bridge import Part, Tally
+from ckptkit import compute
+from ckptkit.compute import Part, Tally
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.reports import summary
@@ -136,7 +136,7 @@ def _place(number: int, tensor: Tensor) -> Key:
 
 def _tallies(rows: list[tuple[int, summary.Row]], progress: Callable[[int], None]) -> Iterator[Tally | str]:
     """The statistics of each tensor, or why it has none."""
-    found = bridge.ordered(_work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0)
+    found = compute.ordered(_work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0)
     for _, same in groupby(found, key=lambda result: result[0]):
         whole = Tally()
         for _, tally, nbytes in same:
@@ -156,7 +156,7 @@ def _tasks(rows: list[tuple[int, summary.Row]]) -> Iterator[Task]:
     """The parts of each tensor; None for one of no elements; a text for one that has no numbers."""
     for number, row in rows:
         try:
-            parts = list(bridge.parts(row.tensor))
+            parts = list(compute.parts(row.tensor))
         except TensorError as error:
             yield number, row, error.message
             continue
@@ -169,7 +169,7 @@ def _work(task: Task) -> tuple[int, Tally | str, int]:
     if part is None or isinstance(part, str):
         return number, Tally() if part is None else part, 0
     try:
-        return number, bridge.tally(part), part.nbytes
+        return number, compute.tally(part), part.nbytes
     except CkptkitError as error:
         error.message = f"{_name(row)}: {error.message}"
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckptkit.bridge import contiguous, has_mean, mean_record
+from ckptkit.compute import contiguous, has_mean, mean_record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckptkit.bridge import cast_record
+from ckptkit.compute import cast_record
 from ckptkit.core import dtypes as table
 from ckptkit.core.bytesource import Part
 from ckptkit.core.checkpoint import Checkpoint

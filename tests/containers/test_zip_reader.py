@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.bridge.operations import stream
+from ckptkit.compute.operations import stream
 from ckptkit.containers.zip_reader import ZipDirectory, read_directory
 from ckptkit.core import limits
 from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range

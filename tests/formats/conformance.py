@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import bridge, formats
+from ckptkit import compute, formats
 from ckptkit.core import bytesource
 from ckptkit.core.bytesource import Folder, LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -211,7 +211,7 @@ def storage_bytes(tensor: Tensor) -> bytes:
     """The bytes of its whole storage."""
     assert tensor.storage is not None
     extent = tensor.storage.record.locate()
-    return extent.read() if isinstance(extent, Range) else b"".join(bridge.stream(extent))
+    return extent.read() if isinstance(extent, Range) else b"".join(compute.stream(extent))
 
 
 def elements(tensor: torch.Tensor) -> bytes:

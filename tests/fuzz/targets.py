@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit import formats, journal, patching
-from ckptkit.bridge import stream
 from ckptkit.cli import render
+from ckptkit.compute import stream
 from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.bytesource import Folder, Memory, Range, plain_name
 from ckptkit.core.dtypes import BY_NAME

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.containers import strict_json
 from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
@@ -154,7 +154,7 @@ class Assembled:
         held = [self._tensor(chunk) for chunk in self.chunks]
         if not _is_row(self.shape, self.chunks):
             return self._arranged(held)
-        extents = [_outside(bridge.contiguous(tensor).locate()) for tensor in held]
+        extents = [_outside(compute.contiguous(tensor).locate()) for tensor in held]
         return extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
 
     def _tensor(self, chunk: Chunk) -> Tensor:
@@ -182,7 +182,7 @@ def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
     """Bytes that hold the elements as they are meant, strides in elements, and the byte of the first element."""
     storage = tensor.storage
     if storage is None or tensor.conj or tensor.neg or storage.big_endian:
-        return bridge.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
+        return compute.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
     return storage.record.locate(), tensor.stride, tensor.offset * tensor.dtype.itemsize
 
 

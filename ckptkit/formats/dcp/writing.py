@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -103,7 +103,7 @@ class _Data:
 
 def _plain(tensor: Tensor) -> Tensor:
     """The elements in row-major order, in a storage of their own on the CPU."""
-    record, storage = bridge.contiguous(tensor), tensor.storage
+    record, storage = compute.contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
     return Tensor(Storage(record, crc32=crc), tensor.dtype, tensor.shape, contiguous_stride(tensor.shape))
 

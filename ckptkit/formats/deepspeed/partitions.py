@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.bridge import contiguous
+from ckptkit.compute import contiguous
 from ckptkit.core.bytesource import Derived, Part, Pending, Range, Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import AmbiguousError, CorruptError

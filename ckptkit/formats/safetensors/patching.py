@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.bytesource import LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.limits import LIMITS
@@ -73,7 +73,7 @@ def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] 
     """Where in `source` the bytes of each tensor begin; None if some are elsewhere, or must be computed."""
     places = {}
     for name, tensor in tensors.items():
-        extent = bridge.contiguous(tensor).locate()
+        extent = compute.contiguous(tensor).locate()
         if not isinstance(extent, Range) or extent.source is not source:
             return None
         places[name] = extent.offset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS
@@ -97,7 +97,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
     """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype], name))
-    extents = _joined(bridge.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
+    extents = _joined(compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
     return OutputFile("", (_header_bytes(tensors, order, metadata), *extents))
 
 

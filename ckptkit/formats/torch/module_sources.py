@@ -6,7 +6,7 @@ the same after ``'module'`` in legacy streams. Both texts are None where Python 
 
 from __future__ import annotations
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.core.errors import FormatError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Blob, ByteString, Global, Node
@@ -24,7 +24,7 @@ class ModuleSources:
             raise FormatError("a module's source is recorded for something that is not a class")
         if isinstance(text, Blob):  # a str of Python 2
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
-            text = ByteString(b"".join(bridge.stream(text.extent)))
+            text = ByteString(b"".join(compute.stream(text.extent)))
         if not isinstance(text, (str, ByteString, type(None))):
             raise FormatError(f"the source of {made} is no text")
         self._texts[str(made)] = "" if text is None else str(text)

@@ -118,7 +118,7 @@ class Emitter:
         self._once(value, lambda: _python2(value.data))
 
     def _blob(self, blob: Blob) -> None:
-        from ckptkit.bridge import stream
+        from ckptkit.compute import stream
 
         check("record_bytes", blob.extent.length, "bytes of a byte string inside a pickle")
         data = b"".join(stream(blob.extent))

@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.containers.zip_entries import MAGIC
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range
@@ -272,7 +272,7 @@ def _crc32(place: Extent) -> int | None:
     """None where the bytes cannot be computed."""
     crc = 0
     try:
-        for piece in bridge.stream(place):
+        for piece in compute.stream(place):
             crc = zlib.crc32(piece, crc)
     except CkptkitError:
         return None

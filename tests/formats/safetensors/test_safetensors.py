@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
-from ckptkit import bridge
+from ckptkit import compute
 from ckptkit.convert import open_checkpoint
 from ckptkit.core import tree
 from ckptkit.core.bytesource import LocalFile, Memory, Range
@@ -101,7 +101,7 @@ def executed(plan: Plan) -> bytes:
             parts.append(segment)
             continue
         extent = segment.extent if isinstance(segment, Summed) else segment
-        parts.append(b"".join(map(bytes, bridge.stream(extent))))
+        parts.append(b"".join(map(bytes, compute.stream(extent))))
         if isinstance(segment, Summed):
             sums[segment.number] = zlib.crc32(parts[-1], sums.get(segment.number, 0))
     data = b"".join(part.render(sums) if isinstance(part, Deferred) else part for part in parts)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.bridge import stream
+from ckptkit.compute import stream
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import CorruptError, FormatError, LimitError
 from ckptkit.core.tensor import Tensor

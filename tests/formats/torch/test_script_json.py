@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.bridge import stream
+from ckptkit.compute import stream
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitError, TensorError, UnsupportedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.bridge.floats import decode, encode, is_decoded
+from ckptkit.compute.floats import decode, encode, is_decoded
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Pending, Record
 from ckptkit.core.dtypes import DType

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.bridge.floats import FLOATS, decode, encode, is_decoded
+from ckptkit.compute.floats import FLOATS, decode, encode, is_decoded
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import UnsupportedError
 

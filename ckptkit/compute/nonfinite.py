@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptkit.bridge.floats import decode, is_decoded
-from ckptkit.bridge.operations import BUFFER, aligned, flow
-from ckptkit.bridge.tensors import contiguous
+from ckptkit.compute.floats import decode, is_decoded
+from ckptkit.compute.operations import BUFFER, aligned, flow
+from ckptkit.compute.tensors import contiguous
 from ckptkit.core.tensor import Tensor
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.bridge import BINS, Histogram, Tally, ordered, parts, tallies, tally
-from ckptkit.bridge.tallies import bin_exponent
+from ckptkit.compute import BINS, Histogram, Tally, ordered, parts, tallies, tally
+from ckptkit.compute.tallies import bin_exponent
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
@@ -203,8 +203,8 @@ def test_a_histogram_in_fewer_bins() -> None:
 
 
 def test_results_come_in_order_and_few_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.bridge.threads.BATCH", 10)
-    monkeypatch.setattr("ckptkit.bridge.threads._processors", lambda: 3)
+    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 10)
+    monkeypatch.setattr("ckptkit.compute.threads._processors", lambda: 3)
     begun: list[int] = []
     asked = ordered(lambda n: begun.append(n) or n * n, iter(range(1000)), lambda n: 5)
     assert [next(asked) for _ in range(4)] == [0, 1, 4, 9]
@@ -214,8 +214,8 @@ def test_results_come_in_order_and_few_are_under_way(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("processors", [1, 4])
 def test_the_first_failure_is_raised_and_the_rest_left(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.bridge.threads.BATCH", 1)
-    monkeypatch.setattr("ckptkit.bridge.threads._processors", lambda: processors)
+    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 1)
+    monkeypatch.setattr("ckptkit.compute.threads._processors", lambda: processors)
     begun: list[int] = []
 
     def work(n: int) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.bridge.floats import decode, is_decoded
-from ckptkit.bridge.operations import BUFFER, PIECE, Piece, aligned, flow, regroup, stream, torch_dtype
+from ckptkit.compute.floats import decode, is_decoded
+from ckptkit.compute.operations import BUFFER, PIECE, Piece, aligned, flow, regroup, stream, torch_dtype
 from ckptkit.core.bytesource import Extent, LocalFile, Part, Pending, Range, Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import bridge
-from ckptkit.bridge import gather as gathering
-from ckptkit.bridge import operations, tensors
+from ckptkit import compute
+from ckptkit.compute import gather as gathering
+from ckptkit.compute import operations, tensors
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
@@ -31,7 +31,7 @@ def record(data: bytes) -> Range:
 
 
 def read(what: Record, start: int = 0, stop: int | None = None) -> bytes:
-    return b"".join(bytes(piece) for piece in bridge.stream(what.locate(), start, stop))
+    return b"".join(bytes(piece) for piece in compute.stream(what.locate(), start, stop))
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -78,9 +78,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stream_gives_a_range_in_bounded_pieces() -> None:
     data = bytes(range(256)) * (10 << 12)
-    pieces = [bytes(piece) for piece in bridge.stream(Range(Memory(data), 5, len(data) - 9))]
+    pieces = [bytes(piece) for piece in compute.stream(Range(Memory(data), 5, len(data) - 9))]
     assert b"".join(pieces) == data[5:-4]
-    assert max(map(len, pieces)) == bridge.PIECE
+    assert max(map(len, pieces)) == compute.PIECE
     assert read(Range(Memory(data), 5, 100), 10, 20) == data[15:25]
 
 
@@ -91,14 +91,14 @@ def test_stream_of_a_source_that_is_too_short() -> None:
 
 def test_every_operation_is_in_the_table_of_the_docstring() -> None:
     rows = [line.split()[0] for line in (operations.__doc__ or "").splitlines() if line[:1].isalpha()]
-    assert set(bridge.OPERATIONS) <= set(rows)
+    assert set(compute.OPERATIONS) <= set(rows)
 
 
 def test_derived_extents_pickle_by_value(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(64)))
     tensor = Tensor(Storage(Range(LocalFile(path), 0, 64)), BY_NAME["int16"], (4, 8), (1, 4))
-    extent = bridge.contiguous(tensor).locate()
+    extent = compute.contiguous(tensor).locate()
     assert read(pickle.loads(pickle.dumps(extent))) == read(extent)
 
 
@@ -107,13 +107,13 @@ def test_flow_gives_the_same_bytes_through_one_buffer(tmp_path: Path) -> None:
     data = bytes(range(200))
     (tmp_path / "bytes").write_bytes(data)
     extent = Range(LocalFile(tmp_path / "bytes"), 10, 150)
-    assert b"".join(map(bytes, bridge.flow(extent))) == data[10:160]
-    assert b"".join(map(bytes, bridge.flow(extent, 3, 70))) == data[13:80]
-    first, *_ = pieces = list(bridge.flow(extent))
+    assert b"".join(map(bytes, compute.flow(extent))) == data[10:160]
+    assert b"".join(map(bytes, compute.flow(extent, 3, 70))) == data[13:80]
+    first, *_ = pieces = list(compute.flow(extent))
     assert [len(piece) for piece in pieces] == [32] * 4 + [22]
     assert bytes(first[:22]) == data[10 + 4 * 32 : 160]  # overwritten by the last
     computed = Derived("byteswap", (Range(extent.source, 0, 100),), (2,), 100)
-    assert b"".join(map(bytes, bridge.flow(computed))) == read(computed)
+    assert b"".join(map(bytes, compute.flow(computed))) == read(computed)
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 5), st.integers(1, 4))
@@ -146,7 +146,7 @@ def test_concat_of_ranges_and_computed_extents() -> None:
     whole = b"23456badcfeabcdef"
     joined = Derived("concat", (Derived("concat", (first, empty, swapped), (), 11), second), (), 17)
     for start, stop in itertools.combinations(range(len(whole) + 1), 2):
-        assert b"".join(bridge.stream(joined, start, stop)) == whole[start:stop]
+        assert b"".join(compute.stream(joined, start, stop)) == whole[start:stop]
     assert list(runs(joined)) == [first, empty, swapped, second]
 
 
@@ -160,8 +160,8 @@ def test_inflate_any_part() -> None:
 
 def test_inflate_is_bounded() -> None:
     data = deflated(bytes(64 << 20))
-    pieces = [len(piece) for piece in bridge.stream(Derived("inflate", (record(data),), (), 64 << 20))]
-    assert (sum(pieces), max(pieces)) == (64 << 20, bridge.PIECE)
+    pieces = [len(piece) for piece in compute.stream(Derived("inflate", (record(data),), (), 64 << 20))]
+    assert (sum(pieces), max(pieces)) == (64 << 20, compute.PIECE)
 
 
 @pytest.mark.parametrize(
@@ -217,19 +217,19 @@ def test_conj_and_neg_bits_are_carried_out(dtype: torch.dtype) -> None:
     values = torch.tensor([complex(x, y) for x in AWKWARD for y in AWKWARD], dtype=dtype).reshape(7, 7)
     for view in (values.conj(), values.conj().t(), values.conj()[1:, ::2], values.conj().imag):
         assert view.is_conj() or view.is_neg()
-        assert read(bridge.contiguous(described(view))) == raw(view)
+        assert read(compute.contiguous(described(view))) == raw(view)
 
 
 def test_negation_flips_the_sign_of_zero_in_both_parts() -> None:
     view = torch._neg_view(torch.tensor([complex(0.0, -0.0), complex(1.0, -2.0)]))
     want = np.array([complex(-0.0, 0.0), complex(-1.0, 2.0)], np.complex64)  # torch gives +0 for some lengths
-    assert read(bridge.contiguous(described(view))) == want.tobytes()
+    assert read(compute.contiguous(described(view))) == want.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64])
 def test_neg_of_other_dtypes(dtype: torch.dtype) -> None:
     view = torch._neg_view(torch.tensor([0, 1, -2, 100], dtype=dtype))
-    assert read(bridge.contiguous(described(view))) == raw(view)
+    assert read(compute.contiguous(described(view))) == raw(view)
 
 
 @pytest.mark.parametrize(("operation", "dtype"), [("neg", "bool"), ("neg", "float8_e4m3fnuz"), ("conj", "float32")])
@@ -245,7 +245,7 @@ FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOATS, [*FLOATS, "int32", "complex64"])))
 def test_cast_is_what_torch_makes_of_it(source: str, target: str) -> None:
     values = torch.linspace(-200, 200, 101).to(getattr(torch, source))
-    cast = bridge.cast_record(record(raw(values)), BY_NAME[source], BY_NAME[target], big_endian=False)
+    cast = compute.cast_record(record(raw(values)), BY_NAME[source], BY_NAME[target], big_endian=False)
     want = raw(values.to(getattr(torch, target)))
     assert (cast.length, read(cast)) == (len(want), want)
     assert read(cast, 7, 50) == want[7:50]
@@ -256,7 +256,7 @@ def test_cast_of_a_big_endian_record() -> None:
     swapped = np.frombuffer(raw(values), "u4").byteswap().tobytes()
     for target in (torch.float32, torch.float16):
         name = str(target).removeprefix("torch.")
-        cast = bridge.cast_record(record(swapped), BY_NAME["float32"], BY_NAME[name], big_endian=True)
+        cast = compute.cast_record(record(swapped), BY_NAME["float32"], BY_NAME[name], big_endian=True)
         assert read(cast) == raw(values.to(target))
 
 
@@ -266,24 +266,24 @@ def test_cast_of_a_big_endian_record() -> None:
 )
 def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str) -> None:
     with pytest.raises(TensorError):
-        bridge.cast_record(record(bytes(16)), BY_NAME[source], BY_NAME[target], big_endian=False)
+        compute.cast_record(record(bytes(16)), BY_NAME[source], BY_NAME[target], big_endian=False)
 
 
 def test_cast_refuses_a_fraction_of_an_element() -> None:
     with pytest.raises(TensorError):
-        bridge.cast_record(record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False)
+        compute.cast_record(record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False)
 
 
 def test_cast_that_torch_cannot_do() -> None:
     if not hasattr(torch, "int4"):
         pytest.skip("this torch has no int4")
     with pytest.raises(UnsupportedError):
-        read(bridge.cast_record(record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False))
+        read(compute.cast_record(record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False))
 
 
 def test_a_dtype_that_torch_does_not_have() -> None:
     with pytest.raises(UnsupportedError):
-        bridge.torch_dtype(BY_NAME["float6_e2m3"])
+        compute.torch_dtype(BY_NAME["float6_e2m3"])
 
 
 # contiguous
@@ -292,10 +292,10 @@ def test_a_dtype_that_torch_does_not_have() -> None:
 def test_contiguous_costs_nothing_where_nothing_is_to_be_done() -> None:
     source = record(bytes(64))
     storage = Storage(source)
-    assert bridge.contiguous(Tensor(storage, BY_NAME["float32"], (4, 4), (4, 1))) is source
-    part = bridge.contiguous(Tensor(storage, BY_NAME["float32"], (2, 4), (4, 1), 4)).locate()
+    assert compute.contiguous(Tensor(storage, BY_NAME["float32"], (4, 4), (4, 1))) is source
+    part = compute.contiguous(Tensor(storage, BY_NAME["float32"], (2, 4), (4, 1), 4)).locate()
     assert part == Range(source.source, 16, 32)
-    assert bridge.contiguous(Tensor(storage, BY_NAME["float32"], (0, 4), (1, 9), 4)).locate().length == 0
+    assert compute.contiguous(Tensor(storage, BY_NAME["float32"], (0, 4), (1, 9), 4)).locate().length == 0
 
 
 @pytest.mark.parametrize("dtype", [row for row in TABLE if row.storage and row.bits >= 8 and row.kind != "quantized"])
@@ -304,23 +304,23 @@ def test_every_dtype_transposed_and_big_endian(dtype: object) -> None:
     values = (numbers % 2 if str(dtype) == "bool" else numbers).view(getattr(torch, str(dtype)))
     matrix = values[: len(values) // 6 * 6].reshape(6, -1)
     for view in (matrix, matrix.t(), matrix[1:4], matrix[:, 1:3], matrix[::2, ::2]):
-        assert read(bridge.contiguous(described(view))) == raw(view)
-        assert read(bridge.contiguous(described(view, big_endian=True))) == raw(view)
+        assert read(compute.contiguous(described(view))) == raw(view)
+        assert read(compute.contiguous(described(view, big_endian=True))) == raw(view)
 
 
 def test_elements_smaller_than_a_byte() -> None:
     storage = Storage(record(b"\x12\x34\x56"))
     half = BY_NAME["quint4x2"]
-    assert read(bridge.contiguous(Tensor(storage, half, (4,), (1,), 2))) == b"\x34\x56"
+    assert read(compute.contiguous(Tensor(storage, half, (4,), (1,), 2))) == b"\x34\x56"
     for shape, stride, offset in (((2,), (2,), 0), ((4,), (1,), 1)):
         with pytest.raises(TensorError):
-            bridge.contiguous(Tensor(storage, half, shape, stride, offset))
+            compute.contiguous(Tensor(storage, half, shape, stride, offset))
 
 
 @pytest.mark.parametrize("layout", ["strided", "sparse_coo"])
 def test_a_tensor_without_bytes_of_its_own(layout: str) -> None:
     with pytest.raises(TensorError):
-        bridge.contiguous(
+        compute.contiguous(
             Tensor(None, BY_NAME["float32"], (2, 2), (2, 1) if layout == "strided" else (), layout=layout)
         )
 
@@ -345,7 +345,7 @@ def test_TM_05_any_strides(
     data = np.random.default_rng(elements).integers(0, 256, elements * itemsize, np.uint8).tobytes()
     name = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}[itemsize]
     where = Pending("inflate", (record(deflated(data)),), (), len(data)) if inflated else record(data)
-    made = bridge.contiguous(Tensor(Storage(where), BY_NAME[name], shape, stride, offset))
+    made = compute.contiguous(Tensor(Storage(where), BY_NAME[name], shape, stride, offset))
     strides = tuple(s * itemsize for s in stride)
     want = np.ndarray(shape, f"V{itemsize}", data, offset * itemsize, strides).tobytes()
     assert read(made) == want
@@ -354,9 +354,9 @@ def test_TM_05_any_strides(
 
 
 def test_an_expanded_tensor_is_read_once_for_each_tile() -> None:
-    extent = bridge.contiguous(Tensor(Storage(record(b"ab")), BY_NAME["int16"], (1 << 40,), (0,))).locate()
+    extent = compute.contiguous(Tensor(Storage(record(b"ab")), BY_NAME["int16"], (1 << 40,), (0,))).locate()
     assert extent.length == 2 << 40
-    first = next(iter(bridge.stream(extent)))
+    first = next(iter(compute.stream(extent)))
     assert bytes(first[:4]) == b"abab"
     assert len(first) <= gathering.TILE
     assert read(extent, (2 << 40) - 3) == b"bab"
@@ -374,7 +374,7 @@ def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
     values = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     source = Counting(values.tobytes())
     tensor = Tensor(Storage(Range(source, 0, source.size)), BY_NAME["float32"], shape[::-1], (1, shape[1]))
-    assert read(bridge.contiguous(tensor)) == values.T.tobytes()
+    assert read(compute.contiguous(tensor)) == values.T.tobytes()
     assert source.calls < 200
 
 
@@ -437,7 +437,7 @@ def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
     described = tuple(((0, at), (4000, 500), (500, 1), 0) for at in range(0, 2000, 500))
     inputs = tuple(Range(source, 0, source.size) for source in sources)
     made = Derived("chunks", inputs, (4, (4000, 2000), described), values.nbytes)
-    pieces = [bytes(piece) for piece in bridge.stream(made)]
+    pieces = [bytes(piece) for piece in compute.stream(made)]
     assert b"".join(pieces) == values.tobytes()
     assert max(map(len, pieces)) <= gathering.TILE
     assert sum(source.calls for source in sources) < 100
@@ -448,8 +448,8 @@ def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
 ODD = st.one_of(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e300]), st.floats(-2, 2))
 
 
-def compared(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> bridge.Difference | None:
-    return bridge.compare(described(a), described(b), **tolerance)
+def compared(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> compute.Difference | None:
+    return compute.compare(described(a), described(b), **tolerance)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -458,7 +458,7 @@ def test_compare_by_bytes() -> None:
     b = a.clone()
     assert compared(a, b) is None
     b[[17, 60, 99]] += 1
-    assert compared(a, b) == bridge.Difference(3, 17)
+    assert compared(a, b) == compute.Difference(3, 17)
     assert compared(a.reshape(10, 10).t(), a.reshape(10, 10).t().contiguous()) is None
 
 
@@ -466,8 +466,8 @@ def test_DS_27_equality_is_of_bytes() -> None:
     nan = torch.tensor([math.nan])
     odd = (nan.view(torch.int32) + 1).view(torch.float32)
     assert compared(nan, nan.clone()) is None
-    assert compared(nan, odd) == bridge.Difference(1, 0)
-    assert compared(torch.tensor([0.0]), torch.tensor([-0.0])) == bridge.Difference(1, 0)
+    assert compared(nan, odd) == compute.Difference(1, 0)
+    assert compared(torch.tensor([0.0]), torch.tensor([-0.0])) == compute.Difference(1, 0)
     assert compared(torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0]))) is not None
 
 
@@ -486,9 +486,9 @@ def test_compare_within_a_tolerance() -> None:
 
 def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
     found = compared(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), atol=1.0)
-    assert found == bridge.Difference(1, 1, math.inf)
-    assert compared(torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0) == bridge.Difference(1, 0, math.inf)
-    assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == bridge.Difference(1, 0, math.sqrt(2))
+    assert found == compute.Difference(1, 1, math.inf)
+    assert compared(torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0) == compute.Difference(1, 0, math.inf)
+    assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == compute.Difference(1, 0, math.sqrt(2))
 
 
 @settings(deadline=None)
@@ -541,7 +541,7 @@ def test_rebuild(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -
     source = LocalFile(path)
     tensor = described(want)
     storage = Storage(Range(source, 0, source.size))
-    made = bridge.rebuild(tensor, bridge.to_torch_storage(storage))
+    made = compute.rebuild(tensor, compute.to_torch_storage(storage))
     assert torch.equal(made, want)
     assert (made.stride(), made.storage_offset()) == (want.stride(), want.storage_offset())
     assert (made.is_conj(), made.is_neg()) == (want.is_conj(), want.is_neg())
@@ -549,10 +549,10 @@ def test_rebuild(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -
 
 def test_rebuild_keeps_parameters_and_gradients_apart() -> None:
     storage = Storage(record(bytes(8)))
-    untyped = bridge.to_torch_storage(storage)
+    untyped = compute.to_torch_storage(storage)
     dtype = BY_NAME["float32"]
     for kind, grad in itertools.product(("tensor", "parameter"), (True, False)):
-        made = bridge.rebuild(Tensor(storage, dtype, (2,), (1,), requires_grad=grad, kind=kind), untyped)
+        made = compute.rebuild(Tensor(storage, dtype, (2,), (1,), requires_grad=grad, kind=kind), untyped)
         assert (isinstance(made, torch.nn.Parameter), made.requires_grad) == (kind == "parameter", grad)
         assert made.untyped_storage().data_ptr() == untyped.data_ptr()
 
@@ -560,39 +560,39 @@ def test_rebuild_keeps_parameters_and_gradients_apart() -> None:
 def test_rebuild_refuses_quantized_tensors() -> None:
     storage = Storage(record(bytes(8)))
     with pytest.raises(UnsupportedError):
-        bridge.rebuild(Tensor(storage, BY_NAME["quint8"], (8,), (1,)), bridge.to_torch_storage(storage))
+        compute.rebuild(Tensor(storage, BY_NAME["quint8"], (8,), (1,)), compute.to_torch_storage(storage))
 
 
 def test_a_big_endian_storage_is_swapped() -> None:
     values = torch.arange(6, dtype=torch.int32)
     tensor = described(values, big_endian=True)
     assert tensor.storage is not None
-    made = bridge.rebuild(tensor, bridge.to_torch_storage(tensor.storage, component=tensor.dtype.component))
+    made = compute.rebuild(tensor, compute.to_torch_storage(tensor.storage, component=tensor.dtype.component))
     assert torch.equal(made, values)
 
 
 def test_a_computed_storage_is_filled() -> None:
     data = bytes(range(256)) * 100
     storage = Storage(Pending("inflate", (record(deflated(data)),), (), len(data)))
-    assert bytes(bridge.to_torch_storage(storage)) == data
+    assert bytes(compute.to_torch_storage(storage)) == data
 
 
 def test_the_meta_device_reads_nothing() -> None:
-    made = bridge.to_torch_storage(Storage(Range(Memory(b""), 0, 1 << 50)), "meta")
+    made = compute.to_torch_storage(Storage(Range(Memory(b""), 0, 1 << 50)), "meta")
     assert (made.device.type, made.nbytes()) == ("meta", 1 << 50)
 
 
 def test_a_device_that_is_not_there() -> None:
     absent = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(DeviceError) as caught:
-        bridge.to_torch_storage(Storage(record(bytes(8))), absent)
+        compute.to_torch_storage(Storage(record(bytes(8))), absent)
     assert "map_location='cpu'" in (caught.value.hint or "")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_a_cuda_device_is_filled_piece_by_piece() -> None:
     data = np.random.default_rng(0).integers(0, 256, (80 << 20) + 5, np.uint8).tobytes()
-    made = bridge.to_torch_storage(Storage(record(data)), "cuda:0")
+    made = compute.to_torch_storage(Storage(record(data)), "cuda:0")
     assert made.device.type == "cuda"
     assert bytes(made.to(device=torch.device("cpu"))) == data
 
@@ -636,26 +636,26 @@ def model_file(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_model_from_a_file_is_built_on_the_meta_device(model_file: Path) -> None:
     path = list(sys.path)
-    model = bridge.model_from(f"{model_file}:Net", {"width": 1 << 20})
+    model = compute.model_from(f"{model_file}:Net", {"width": 1 << 20})
     assert {each.device.type for each in model.parameters()} == {"meta"}
-    assert bridge.model_shapes(model)["layers.1.weight"] == ("float32", (1 << 20, 1 << 20))
-    assert list(bridge.model_shapes(model)) == list(model.state_dict())
+    assert compute.model_shapes(model)["layers.1.weight"] == ("float32", (1 << 20, 1 << 20))
+    assert list(compute.model_shapes(model)) == list(model.state_dict())
     assert sys.path == path
 
 
 def test_a_model_that_needs_numbers_is_built_on_the_cpu(model_file: Path) -> None:
-    model = bridge.model_from(f"{model_file}:Stubborn")
+    model = compute.model_from(f"{model_file}:Stubborn")
     assert {each.device.type for each in model.parameters()} == {"cpu"}
 
 
 def test_a_model_from_a_module() -> None:
-    shapes = bridge.model_shapes(bridge.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3}))
+    shapes = compute.model_shapes(compute.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3}))
     assert shapes == {"weight": ("float32", (3, 2)), "bias": ("float32", (3,))}
 
 
 def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model_file.parent)
-    assert bridge.model_shapes(bridge.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})) == {}
+    assert compute.model_shapes(compute.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})) == {}
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytes
 )
 def test_models_that_cannot_be_had(spec: str, args: dict[str, object], said: str, hint: str, model_file: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        bridge.model_from(spec.format(file=model_file), args)
+        compute.model_from(spec.format(file=model_file), args)
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -683,12 +683,12 @@ def test_models_that_cannot_be_had(spec: str, args: dict[str, object], said: str
 def test_a_module_that_ends_the_process_does_not(tmp_path: Path) -> None:
     (tmp_path / "script_of_the_user.py").write_text("raise SystemExit(3)")
     with pytest.raises(ModelError, match="SystemExit"):
-        bridge.model_from(f"{tmp_path}/script_of_the_user.py:Net")
+        compute.model_from(f"{tmp_path}/script_of_the_user.py:Net")
     sys.modules.pop("script_of_the_user", None)
 
 
 def test_the_environment_is_plain_data() -> None:
-    found = bridge.environment()
+    found = compute.environment()
     assert (found["torch"], found["numpy"]) == (torch.__version__, np.__version__)
     devices = found["devices"]
     assert isinstance(devices, dict)

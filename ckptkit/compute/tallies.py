@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.bridge.floats import decode, is_decoded
-from ckptkit.bridge.operations import aligned, flow
-from ckptkit.bridge.tensors import contiguous
+from ckptkit.compute.floats import decode, is_decoded
+from ckptkit.compute.operations import aligned, flow
+from ckptkit.compute.tensors import contiguous
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError

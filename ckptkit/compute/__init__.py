@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptkit.bridge.mean import has_mean, mean_record
     from ckptkit.bridge.models import environment, model_from, model_shapes, model_ties, torch_lacks
-    from ckptkit.bridge.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
-    from ckptkit.bridge.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
-    from ckptkit.bridge.tensors import (
+    from ckptkit.compute.mean import has_mean, mean_record
+    from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
+    from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
+    from ckptkit.compute.tensors import (
         Difference,
         cast_record,
         compare,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         rebuild,
         to_torch_storage,
     )
-    from ckptkit.bridge.threads import ordered
+    from ckptkit.compute.threads import ordered
 
 __all__ = [
     "BINS",

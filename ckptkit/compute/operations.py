@@ -35,9 +35,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.bridge.floats import FLOATS, decode, encode
-from ckptkit.bridge.gather import Read, assemble, gather
-from ckptkit.bridge.mean import ELEMENTS, Mean
+from ckptkit.compute.floats import FLOATS, decode, encode
+from ckptkit.compute.gather import Read, assemble, gather
+from ckptkit.compute.mean import ELEMENTS, Mean
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.core.dtypes import DType
@@ -255,7 +255,7 @@ def _cast_others(data: Piece, source: DType, target: DType) -> memoryview:
 
 
 def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
-    from ckptkit.bridge.quantized import Dequantizer
+    from ckptkit.compute.quantized import Dequantizer
 
     data, *tables = derived.inputs
     dtype = dtypes.BY_NAME[str(derived.parameters[0])]
