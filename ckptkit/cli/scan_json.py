@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.pickles import Call
+from ckptkit.pickles.streams import Call
 from ckptkit.reports.scan import LABELS, FileVerdict, PickleVerdict
 from ckptkit.scanning import Failure
 

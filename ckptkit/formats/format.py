@@ -13,7 +13,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Patch, Plan
 
 if TYPE_CHECKING:
-    from ckptkit.pickles import Found
+    from ckptkit.pickles.streams import Found
 
 
 class Probe:

@@ -22,7 +22,7 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch.trace_signs import looks_like_a_file, looks_like_a_pickle
 from ckptkit.formats.torch.zip_pickles import PICKLES
-from ckptkit.pickles import Found, Inner, PickleStream, Program, Remark, Trace, Traced
+from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
 
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))

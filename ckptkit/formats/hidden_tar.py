@@ -8,7 +8,7 @@ from ckptkit.containers.tar import BLOCK, is_tar, lenient_number
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch.zip_pickles import PICKLES
-from ckptkit.pickles import Found, Inner, Remark
+from ckptkit.pickles.streams import Found, Inner, Remark
 
 
 def pickles(source: ByteSource) -> Iterator[Found]:

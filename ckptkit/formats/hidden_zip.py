@@ -17,7 +17,7 @@ from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch.zip_pickles import METHODS, member
-from ckptkit.pickles import Found, Remark
+from ckptkit.pickles.streams import Found, Remark
 
 _END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\5\6"
 _END64, _LOCATOR = Struct("<4sQ2H2L4Q"), Struct("<4sLQL")

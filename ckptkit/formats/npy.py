@@ -30,8 +30,8 @@ from ckptkit.core.plan import crc32_combine
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 from ckptkit.formats.format import Format, Probe
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.pickles import NUMPY, Found, PickleStream
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.streams import NUMPY, Found, PickleStream
 
 MAGIC = b"\x93NUMPY"
 ALIGNMENT = 64  # of the elements, in bytes

@@ -11,7 +11,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, Object, join, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Salvaged
-from ckptkit.formats.pruning import parts, without
+from ckptkit.pickles.pruning import parts, without
 
 Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are whole
 

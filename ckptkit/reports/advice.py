@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ckptkit.core.tree import join
+from ckptkit.pickles.allowlist import refused_by_weights_only
 from ckptkit.reports.summary import Summary
-from ckptkit.trust import refused_by_weights_only
 
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
 WRAPPERS = ("module.", "_orig_mod.")

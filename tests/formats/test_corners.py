@@ -26,13 +26,13 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.formats import hidden
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch import beside
-from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.script_code import _text
 from ckptkit.formats.torch.trace import trace
+from ckptkit.pickles.writer import write_pickle
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch.archives import archive, pickle_of, storage, tensor, text
-from tests.formats.torch.pickles import machine
+from tests.pickles.making import machine
 
 F32 = BY_NAME["float32"]
 

@@ -21,7 +21,7 @@ from ckptkit.formats import hidden
 from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.pickles import Traced
+from ckptkit.pickles.streams import Traced
 from tests.formats.conformance import elements_of
 from tests.formats.dcp.making import DATA, Crafted, archive, save
 from tests.formats.deepspeed.making import Run, State

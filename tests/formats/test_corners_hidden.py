@@ -22,7 +22,7 @@ from ckptkit.formats import hidden, hidden_tar
 from ckptkit.formats.format import Loss
 from ckptkit.formats.leftovers import refuse_objects
 from ckptkit.formats.salvaging import salvaged
-from ckptkit.pickles import Inner, Remark, Traced
+from ckptkit.pickles.streams import Inner, Remark, Traced
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch.archives import pickle_of

@@ -26,8 +26,8 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node
-from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.unpickle import unpickle
+from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.writer import write_pickle
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.keys import strip_prefix
 from tests.containers import tars

@@ -15,12 +15,12 @@ from ckptkit import formats, journal, patching
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.tree import SetNode
-from ckptkit.formats.torch.pickle_writer import write_pickle
+from ckptkit.pickles.writer import write_pickle
 from tests.containers.zips import Member, build
 from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
-from tests.formats.torch.pickles import machine
 from tests.fuzz import seeds
 from tests.fuzz.driving import scan
+from tests.pickles.making import machine
 
 
 def rewritten(data: bytes) -> Any:

@@ -22,7 +22,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.formats.dcp.metadata import NAME
 from ckptkit.formats.format import Finding, Format, Part, Probe, WriteOptions
-from ckptkit.pickles import Found
+from ckptkit.pickles.streams import Found
 
 _OURS = re.compile(
     r"(__[0-9]{1,9})?\.metadata(\.tmp)?|.*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors"

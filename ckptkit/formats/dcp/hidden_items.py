@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.reading import described, places
 from ckptkit.formats.format import Probe
-from ckptkit.pickles import NOT_TORCH, Found, Inner, PickleStream
+from ckptkit.pickles.streams import NOT_TORCH, Found, Inner, PickleStream
 
 _METADATA = re.compile(r"(__[0-9]{1,9})?\.metadata")
 

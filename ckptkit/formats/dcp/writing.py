@@ -21,8 +21,8 @@ from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.leftovers import leftovers, refuse_pieces
 from ckptkit.formats.torch import zip_layout
-from ckptkit.formats.torch.objects import without_objects
-from ckptkit.formats.torch.pickle_writer import write_pickle
+from ckptkit.pickles.objects import without_objects
+from ckptkit.pickles.writer import write_pickle
 
 DATA = "__0_0.distcp"
 VERSION = "1.0.0"

@@ -14,10 +14,10 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, SetNode
-from ckptkit.formats.dict_keys import KeyCheck
 from ckptkit.formats.safetensors.skeleton import FLAGS, Skeleton, Statement
-from ckptkit.formats.torch import globals as known
-from ckptkit.formats.torch.builders import built
+from ckptkit.pickles import globals as known
+from ckptkit.pickles.builders import built
+from ckptkit.pickles.dict_keys import KeyCheck
 
 
 class Read(NamedTuple):

@@ -81,7 +81,7 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     """The whole tree: see :mod:`whole`. Raises what cannot be written to a .pth either."""
     from ckptkit.formats.safetensors.whole import Whole, said
-    from ckptkit.formats.torch.objects import without_objects
+    from ckptkit.pickles.objects import without_objects
 
     root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
     if notes and options.objects == "error":

@@ -31,10 +31,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import Node
 from ckptkit.formats.format import Format, Probe, Salvaged
-from ckptkit.formats.torch.module_sources import ModuleSources, endian_warning
-from ckptkit.formats.torch.storages import StorageTable
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.pickles import TORCH_LOAD, Found, PickleStream
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.module_sources import ModuleSources, endian_warning
+from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.streams import TORCH_LOAD, Found, PickleStream
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

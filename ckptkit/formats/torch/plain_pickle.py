@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.formats.format import Format, Probe
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
-from ckptkit.pickles import Found, PickleStream
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.streams import Found, PickleStream
 
 TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that is tried
 _FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that a pickle of protocol 0 or 1 may begin with

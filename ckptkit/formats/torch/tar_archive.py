@@ -27,13 +27,13 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.format import Format, Probe
-from ckptkit.formats.torch.builders import check_class
-from ckptkit.formats.torch.globals import strided
-from ckptkit.formats.torch.module_sources import ModuleSources, endian_warning
-from ckptkit.formats.torch.storages import dtype_of_storage
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
 from ckptkit.formats.torch.zip_pickles import PICKLES
-from ckptkit.pickles import TORCH_LOAD, Found, Inner, PickleStream
+from ckptkit.pickles.builders import check_class
+from ckptkit.pickles.globals import strided
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.module_sources import ModuleSources, endian_warning
+from ckptkit.pickles.storages import dtype_of_storage
+from ckptkit.pickles.streams import TORCH_LOAD, Found, Inner, PickleStream
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pickletools import opcodes
 from typing import Any
 
-from ckptkit import trust
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS, check
@@ -21,8 +20,9 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats.torch.trace_notes import Notes
 from ckptkit.formats.torch.trace_signs import HOOKS, WEIGHTS_ONLY_OPCODES, Sign, class_of, hook_of, number, text_of
 from ckptkit.formats.torch.trace_window import Stop
-from ckptkit.formats.torch.unpickle import collector_paused
-from ckptkit.pickles import Call, Trace
+from ckptkit.pickles import allowlist
+from ckptkit.pickles.machine import collector_paused
+from ckptkit.pickles.streams import Call, Trace
 
 LARGE = 1 << 16  # byte strings from this length on are not read
 
@@ -353,9 +353,11 @@ class Tracer(Notes):
         parts = state if isinstance(state, tuple) else (state,)
         hook = next((each.hook for each in parts if isinstance(each, Sign) and each.hook), None)
         if isinstance(target, Global):
-            self.note(f"{target} (changed)", trust.HARMFUL, state)
+            self.note(f"{target} (changed)", allowlist.HARMFUL, state)
         elif hook is not None:
-            self.note(f"{trust.describe(getattr(target, 'callable', None))}.{hook} (replaced)", trust.HARMFUL, state)
+            self.note(
+                f"{allowlist.describe(getattr(target, 'callable', None))}.{hook} (replaced)", allowlist.HARMFUL, state
+            )
         if not (isinstance(target, Object) and isinstance(target.callable, Global)):
             self.refuse("sets the state of what has none")
 

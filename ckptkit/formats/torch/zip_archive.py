@@ -25,8 +25,8 @@ from ckptkit.core.plan import Patch, Plan
 from ckptkit.core.tensor import Storage
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.torch import beside, zip_extras
-from ckptkit.formats.torch.storages import StorageTable
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.storages import StorageTable
 
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptkit.formats.format import Part, Probe
 
 if TYPE_CHECKING:
-    from ckptkit.pickles import Found
+    from ckptkit.pickles.streams import Found
 
 
 def check(probe: Probe) -> Iterator[Part]:

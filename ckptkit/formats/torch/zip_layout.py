@@ -19,8 +19,8 @@ from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import Node
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch import beside
-from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.storages import storage_class
+from ckptkit.pickles.storages import storage_class
+from ckptkit.pickles.writer import write_pickle
 
 TOP = "archive"
 

@@ -25,8 +25,8 @@ from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.tensor import Storage
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch import beside
-from ckptkit.formats.torch.pickle_writer import write_pickle
 from ckptkit.formats.torch.zip_layout import Numbering
+from ckptkit.pickles.writer import write_pickle
 
 _LENGTHS = struct.Struct("<HHH").unpack_from  # of name, extra fields and comment, at byte 28 of a directory entry
 _NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a local header

@@ -12,7 +12,17 @@ from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import ByteSource, Range, Section
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.format import Probe
-from ckptkit.pickles import NOT_TORCH, PICKLE, TORCH_LOAD, TORCHSCRIPT, Found, Inner, PickleStream, Program, Remark
+from ckptkit.pickles.streams import (
+    NOT_TORCH,
+    PICKLE,
+    TORCH_LOAD,
+    TORCHSCRIPT,
+    Found,
+    Inner,
+    PickleStream,
+    Program,
+    Remark,
+)
 
 PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".dill")
 METHODS = {0: None, 8: "deflate", 12: "bzip2"}

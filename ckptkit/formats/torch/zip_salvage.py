@@ -22,8 +22,8 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage
 from ckptkit.formats.format import Probe, Salvaged
 from ckptkit.formats.salvaging import salvaged
-from ckptkit.formats.torch.storages import StorageTable
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.storages import StorageTable
 
 _LOCAL = struct.Struct("<4s2xHH4xLLLHH")
 _DIRECTORY, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"

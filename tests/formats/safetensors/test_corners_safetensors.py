@@ -28,7 +28,7 @@ from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors import patching, skeleton, skeleton_reader
 from ckptkit.formats.safetensors.salvaging import salvage
 from ckptkit.formats.safetensors.skeleton import Skeleton, Statement
-from tests.formats.torch.pickles import isomorphic
+from tests.pickles.making import isomorphic
 
 F32 = BY_NAME["float32"]
 LONG = "a very long prefix that does not fit. " * 9

@@ -27,20 +27,20 @@ from ckptkit.core.tree import Node
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.torch import tar_archive, zip_patch
 from ckptkit.formats.torch.legacy_stream import FORMAT as LEGACY
-from ckptkit.formats.torch.plain_tensor import PlainTensors, _match
 from ckptkit.formats.torch.trace import LARGE, trace
 from ckptkit.formats.torch.trace_window import FIRST_WINDOW, WINDOW
-from ckptkit.formats.torch.unpickle import unpickle
 from ckptkit.formats.torch.zip_archive import FORMAT as ZIP
 from ckptkit.formats.torch.zip_archive import salvage
 from ckptkit.formats.torch.zip_pickles import pickles
-from ckptkit.pickles import Inner, PickleStream
+from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.plain_tensor import PlainTensors, _match
+from ckptkit.pickles.streams import Inner, PickleStream
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch import scripts, test_script_json, test_torchscript
 from tests.formats.torch.archives import FLOATS, archive, pickle_of, saved, storage, tensor, text
-from tests.formats.torch.pickles import machine
-from tests.formats.torch.test_plain_tensor import pickled, table
+from tests.pickles.making import machine
+from tests.pickles.test_plain_tensor import pickled, table
 
 U8 = BY_NAME["uint8"]
 NOT_UTF8 = "a string of Python 2 that is not UTF-8 (SHORT_BINSTRING at byte 2)"

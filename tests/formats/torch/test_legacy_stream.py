@@ -33,11 +33,11 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream
 from ckptkit.formats.torch.legacy_stream import FORMAT, MAGIC_NUMBER
-from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.storages import storage_class
+from ckptkit.pickles.storages import storage_class
+from ckptkit.pickles.writer import write_pickle
 from tests.conftest import Corpus
-from tests.formats.torch.pickles import Written, saved
-from tests.formats.torch.test_pickle_writer import MULTIPLE, TENSORS, agree
+from tests.pickles.making import Written, saved
+from tests.pickles.test_writer import MULTIPLE, TENSORS, agree
 
 Tagger = Callable[..., AbstractContextManager[None]]
 

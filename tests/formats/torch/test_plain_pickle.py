@@ -16,8 +16,8 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream, plain_pickle
 from ckptkit.formats.torch.plain_pickle import FORMAT
 from tests.conftest import Corpus
-from tests.formats.torch.pickles import emit, same, to_python
-from tests.formats.torch.test_ndarray import array_of, tensor_of
+from tests.pickles.making import emit, same, to_python
+from tests.pickles.test_ndarray import array_of, tensor_of
 
 VALUES: list[Any] = [
     {"a": [1, 2.5, "é"]},

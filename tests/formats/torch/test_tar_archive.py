@@ -34,8 +34,8 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import legacy_stream
 from ckptkit.formats.torch.tar_archive import FORMAT
 from tests.containers.tars import BLOCK, SYSTEM, archive, entry, header, ids, member, save, storage, tensor, torch_tar
-from tests.formats.torch.pickles import Written
-from tests.formats.torch.test_pickle_writer import agree
+from tests.pickles.making import Written
+from tests.pickles.test_writer import agree
 
 
 @pytest.fixture(autouse=True)

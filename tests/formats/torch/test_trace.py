@@ -18,7 +18,7 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import Global
 from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch.trace_signs import WEIGHTS_ONLY_OPCODES
-from ckptkit.pickles import Trace
+from ckptkit.pickles.streams import Trace
 from tests.hostile_pickles import CALLS, SYSTEM, TOUCH, UNCLEAR, call, name, pickle2, pickle4, raw, short, text
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.formats.torch.builders import built
-from ckptkit.formats.torch.opcode_values import NO_TUPLE, U4, Short, Values, decimal
+from ckptkit.pickles.builders import built
+from ckptkit.pickles.opcode_values import NO_TUPLE, U4, Short, Values, decimal
 
 _DROPPED = "pickle drops a value that it made: what that did would be lost"
 

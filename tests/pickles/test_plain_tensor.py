@@ -15,12 +15,12 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import Node
-from ckptkit.formats.torch import unpickle as module
-from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.plain_tensor import PlainTensors
-from ckptkit.formats.torch.storages import StorageTable, storage_class
-from ckptkit.formats.torch.unpickle import unpickle
-from tests.formats.torch.pickles import isomorphic, saved
+from ckptkit.pickles import machine as module
+from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.plain_tensor import PlainTensors
+from ckptkit.pickles.storages import StorageTable, storage_class
+from ckptkit.pickles.writer import write_pickle
+from tests.pickles.making import isomorphic, saved
 
 PADDING = [f"{n}" for n in range(300)]  # fills the part of the memo that one byte addresses
 

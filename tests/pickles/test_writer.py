@@ -24,16 +24,9 @@ from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, 
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, rebuild
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.torch import opcode_values
-from tests.formats.torch.pickles import Written, emit, isomorphic, machine, read_file, read_saved, same, to_python
-from tests.formats.torch.test_unpickle import (
-    Outer,
-    recursive_deep,
-    recursive_dict,
-    recursive_list,
-    recursive_tuple,
-    values,
-)
+from ckptkit.pickles import opcode_values
+from tests.pickles.making import Written, emit, isomorphic, machine, read_file, read_saved, same, to_python
+from tests.pickles.test_machine import Outer, recursive_deep, recursive_dict, recursive_list, recursive_tuple, values
 
 # What torch/_weights_only_unpickler.py has a branch for.
 ACCEPTED = {
@@ -227,7 +220,7 @@ def test_ties_and_views_hold_one_storage(tmp_path: Path) -> None:
 
 def test_other_spellings_become_the_usual_ones() -> None:
     storage = Storage(Range(Memory(bytes(16)), 0, 16))
-    from ckptkit.formats.torch.unpickle import unpickle
+    from ckptkit.pickles.machine import unpickle
 
     def load(pid: Node) -> Node:
         from ckptkit.core.dtypes import BY_NAME

@@ -1,6 +1,6 @@
 """What a pickle writer emits at once: scalars, names, storages and tensors, and the memo that they share.
 
-`ckptkit.formats.torch.pickle_writer` adds what holds other values.
+`ckptkit.pickles.writer` adds what holds other values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node
-from ckptkit.trust import refused_by_weights_only
+from ckptkit.pickles.allowlist import refused_by_weights_only
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
 

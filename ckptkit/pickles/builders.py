@@ -13,8 +13,8 @@ from ckptkit.core.errors import FormatError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.torch import ndarray
-from ckptkit.formats.torch.globals import flag, is_empty, strided, with_grad
+from ckptkit.pickles import ndarray
+from ckptkit.pickles.globals import flag, is_empty, strided, with_grad
 
 State = tuple[Node, ...]
 Builder = Callable[[Object, State], bool]

@@ -13,9 +13,9 @@ from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node, Object, OrderedDict
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.torch.storages import StorageTable
-from ckptkit.formats.torch.unpickle import unpickle
-from tests.formats.torch.pickles import Written, read_saved
+from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.storages import StorageTable
+from tests.pickles.making import Written, read_saved
 
 NAMES = {
     "tensor": b"ctorch._utils\n_rebuild_tensor_v2\n", "v3": b"ctorch._utils\n_rebuild_tensor_v3\n",
@@ -180,7 +180,7 @@ def test_nested_classes_by_getattr() -> None:
 
 def test_nothing_but_our_errors() -> None:
     """Every call that is known, with arguments of every other kind."""
-    from ckptkit.formats.torch.globals import REDUCERS
+    from ckptkit.pickles.globals import REDUCERS
 
     odd = [
         b"N",

@@ -13,8 +13,8 @@ from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import CorruptError, FormatError, LimitError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Blob, Node, Object
-from ckptkit.formats.torch import opcode_values
-from tests.formats.torch.pickles import emit, machine, same
+from ckptkit.pickles import opcode_values
+from tests.pickles.making import emit, machine, same
 
 PLAIN = [row.numpy for row in TABLE if row.numpy]
 PROTOCOLS = range(6)

@@ -22,8 +22,8 @@ from typing import Any
 
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node
-from ckptkit.formats.torch.globals import Reducer, ordered_dict, tensor_v2
-from ckptkit.formats.torch.opcode_values import U4, UNSET
+from ckptkit.pickles.globals import Reducer, ordered_dict, tensor_v2
+from ckptkit.pickles.opcode_values import U4, UNSET
 
 _GET, _PUT, _INT = rb"h(.)", rb"(?:r(....))?", rb"(?:K.|M..|J....)"
 _DEVICE = rb"(?:h(.)|X(.)\0\0\0([a-z]{1,9}:[0-9]{1,3})%b)" % _PUT

@@ -9,8 +9,8 @@ import torch
 
 from ckptkit.core.errors import LimitError
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, SetNode, walk
-from ckptkit.formats.torch.objects import SHOWN, without_objects
-from tests.formats.torch.pickles import Written, emit, isomorphic, machine, read_saved
+from ckptkit.pickles.objects import SHOWN, without_objects
+from tests.pickles.making import Written, emit, isomorphic, machine, read_saved
 
 SYSTEM = Object(Global("os", "system"), ("touch canary",))
 PATH = Object(Global("pathlib", "PosixPath"), ("a",))

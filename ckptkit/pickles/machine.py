@@ -2,13 +2,13 @@
 
 A pickle is a program for a stack machine (CPython's Lib/pickletools.py describes every opcode). This one runs
 protocols 0 to 5 and builds the nodes of `ckptkit.tree`: containers and scalars become themselves, a class or function
-becomes a Global, a call becomes what `ckptkit.formats.torch.globals` knows it to mean, or else an Object.
+becomes a Global, a call becomes what `ckptkit.pickles.globals` knows it to mean, or else an Object.
 
 The stream is read through a window, so that a pickle without a known length (legacy checkpoints) and long byte
 strings (numpy arrays) cost no more memory than they must: byte strings of 64 KiB and more stay in the source, as a
 Blob. The machine has one loop with the frequent opcodes inline, most frequent first; it is the hottest code of
 ckptkit (4 million opcodes for 100,000 tensors), and longer than style allows for that reason. All others are methods
-in a table (`ckptkit.formats.torch.opcodes`, `opcode_values`).
+in a table (`ckptkit.pickles.opcodes`, `opcode_values`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, rebuild
-from ckptkit.formats.torch.opcode_values import CUT, I4, NO_TUPLE, U2, U4, UNSET, NotStoredError, Short, python2_string
-from ckptkit.formats.torch.opcodes import OPERANDS, RARE, Opcodes
-from ckptkit.formats.torch.plain_tensor import PlainTensors
+from ckptkit.pickles.opcode_values import CUT, I4, NO_TUPLE, U2, U4, UNSET, NotStoredError, Short, python2_string
+from ckptkit.pickles.opcodes import OPERANDS, RARE, Opcodes
+from ckptkit.pickles.plain_tensor import PlainTensors
 
 WINDOW = 1 << 20  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
 FIRST_WINDOW = 1 << 14

@@ -36,11 +36,11 @@ from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, rebuild, walk
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import plain_pickle
-from ckptkit.formats.torch.storages import StorageTable
-from ckptkit.formats.torch.unpickle import Unpickled, unpickle
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.storages import StorageTable
 from tests.conftest import ROOT
-from tests.formats.torch.pickles import emit, machine, saved, to_python
-from tests.formats.torch.test_unpickle import frame
+from tests.pickles.making import emit, machine, saved, to_python
+from tests.pickles.test_machine import frame
 
 TOUCH = b"X\x0c\0\0\0touch canary"
 SYSTEM = b"cos\nsystem\n"
@@ -67,8 +67,8 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.torch.pickle_writer import write_pickle
-from ckptkit.formats.torch.unpickle import unpickle
+from ckptkit.pickles.writer import write_pickle
+from ckptkit.pickles.machine import unpickle
 from ckptkit.core.tree import rebuild
 
 def attempt(call):
@@ -437,8 +437,8 @@ def test_PK_15_every_bit_flipped(data: bytes) -> None:
 
 
 def emit_with_storages(root: Node) -> None:
-    from ckptkit.formats.torch.pickle_writer import write_pickle
-    from ckptkit.formats.torch.storages import storage_class
+    from ckptkit.pickles.storages import storage_class
+    from ckptkit.pickles.writer import write_pickle
 
     write_pickle(root, lambda typed: ("storage", storage_class(typed.dtype), "0", typed.storage.device, 1))
 
@@ -733,7 +733,7 @@ def test_PK_27_lines_without_end(code: bytes, tmp_path: Path) -> None:
 
 def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
     for window in (1 << 16, 1 << 20, 1 << 22):
-        monkeypatch.setattr("ckptkit.formats.torch.unpickle.WINDOW", window)
+        monkeypatch.setattr("ckptkit.pickles.machine.WINDOW", window)
         with pytest.raises(FormatError, match="where a number"):
             machine(b"F" + b"a" * LIMITS.line_bytes + b"\n.")
         with pytest.raises(LimitError):

@@ -13,9 +13,9 @@ from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, Object
 from ckptkit.core.weights import as_tensor
-from tests.formats.torch.pickles import Written
 from tests.formats.torch.test_legacy_stream import legacy, pid, read_bytes
-from tests.formats.torch.test_pickle_writer import agree
+from tests.pickles.making import Written
+from tests.pickles.test_writer import agree
 
 VIEW = b"K\x00K\x02K\x02\x86K\x02K\x01\x86"
 FLOATS = b"(" + pid() + VIEW + b"t"

@@ -17,8 +17,8 @@ from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Pairs
-from ckptkit.formats.dict_keys import KeyCheck
-from ckptkit.formats.torch import globals as known
+from ckptkit.pickles import globals as known
+from ckptkit.pickles.dict_keys import KeyCheck
 
 BLOB = 1 << 16  # byte strings from this length on stay in the source
 CUT = "the file is cut: download or copy it again"

@@ -18,10 +18,10 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import Blob, ByteString, Global, Object, OrderedDict, Pairs, SetNode
-from ckptkit.formats.torch import opcode_values, opcodes
-from ckptkit.formats.torch import unpickle as module
-from ckptkit.formats.torch.unpickle import unpickle
-from tests.formats.torch.pickles import machine, same, to_python
+from ckptkit.pickles import machine as module
+from ckptkit.pickles import opcode_values, opcodes
+from ckptkit.pickles.machine import unpickle
+from tests.pickles.making import machine, same, to_python
 
 PROTOCOLS = range(6)
 

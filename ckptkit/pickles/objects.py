@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptkit.core.tree import Global, Node, Object, SetNode, join
-from ckptkit.formats.pruning import parts, without
-from ckptkit.trust import describe, refused_by_weights_only
+from ckptkit.pickles.allowlist import describe, refused_by_weights_only
+from ckptkit.pickles.pruning import parts, without
 
 SHOWN = 8  # names in a note
 

@@ -18,9 +18,9 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch import zip_archive
-from ckptkit.formats.torch.pickle_writer import Pickled, write_pickle
-from ckptkit.formats.torch.storages import storage_class
-from ckptkit.formats.torch.unpickle import unpickle
+from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.storages import storage_class
+from ckptkit.pickles.writer import Pickled, write_pickle
 
 
 def machine(data: bytes) -> Node:

@@ -14,7 +14,7 @@ from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, Global, Node, Object, OrderedDict, SetNode
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.torch import ndarray
+from ckptkit.pickles import ndarray
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
