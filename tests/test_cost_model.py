@@ -28,7 +28,7 @@ import ckptkit
 from ckptkit.convert import convert
 from tests.conftest import ENVIRONMENT
 from tests.formats.dcp.making import save
-from tests.remote_servers import Misbehaving, misbehaving
+from tests.remote.servers import Misbehaving, misbehaving
 
 KIB, MIB = 1 << 10, 1 << 20
 TAIL = 64 * KIB  # where a zip file's end record may be

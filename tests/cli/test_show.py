@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.conftest import Ckptkit
-from tests.remote_servers import NGINX, nginx
+from tests.remote.servers import NGINX, nginx
 
 
 @pytest.fixture

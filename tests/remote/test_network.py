@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, Out
 from ckptkit.formats import open_place
 from ckptkit.remote import files, transports
 from tests.conftest import ENVIRONMENT
-from tests.remote_servers import Misbehaving, Reply, Request, misbehaving
+from tests.remote.servers import Misbehaving, Reply, Request, misbehaving
 
 pytest.importorskip("aiohttp")
 

@@ -20,7 +20,7 @@ import ckptkit
 from ckptkit.core.errors import CorruptError, FormatError, InputChangedError, InputError, PathError, UsageError
 from ckptkit.formats import open_place
 from tests.conftest import COMMAND, ENVIRONMENT, Run
-from tests.remote_servers import NGINX, Answer, Nginx, nginx
+from tests.remote.servers import NGINX, Answer, Nginx, nginx
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
