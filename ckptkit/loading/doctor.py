@@ -35,7 +35,7 @@ from ckptkit.reports.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.reports.doctor.facts import Facts
 from ckptkit.reports.matching import Kind
 from ckptkit.reports.summary import summarize
-from ckptkit.transforms import metadata
+from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import compact
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix, tie
@@ -252,7 +252,7 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
     theirs = {name: Kind(*kind) for name, kind in compute.model_shapes(model).items()}
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
     strip, add = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
-    versions: Mapping[str, Any] = metadata.of(weights.node) or {}
+    versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
     there = {add + name.removeprefix(strip) for name in ours}
     wanted = {
         name: kind

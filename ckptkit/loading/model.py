@@ -21,7 +21,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
 from ckptkit.reports import diff as reports
-from ckptkit.transforms import metadata
+from ckptkit.transforms import module_versions
 from ckptkit.transforms.keys import add_prefix, strip_prefix
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def load_into(
     stripped, added = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
     changed = _changed(ck, stripped, added)
     found = dict(entries(changed.required))
-    versions = Values(Tensors("cpu"))(metadata.of(changed.required.node))
+    versions = Values(Tensors("cpu"))(module_versions.of(changed.required.node))
     unchanged = dict(zip(found, before, strict=True))
     twins = _twins(own, found)
     needed = {name: shape for name, shape in theirs.items() if name not in twins}

@@ -15,7 +15,7 @@ from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.loading.tensors import MapLocation, Tensors, dtype_of, typed_storage
-from ckptkit.transforms import metadata
+from ckptkit.transforms import module_versions
 
 PathLike = str | os.PathLike[str]
 
@@ -46,7 +46,7 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
     if weights.is_module:
         yield from weights.nodes.items()
         return
-    complete = metadata.of(weights.node) is not None
+    complete = module_versions.of(weights.node) is not None
     for name, node in weights.node.items():
         if isinstance(name, str) and (complete or name in weights.nodes or name.endswith("_extra_state")):
             yield name, node

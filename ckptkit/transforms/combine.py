@@ -10,7 +10,7 @@ from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node, OrderedDict, find, join, rebuild
 from ckptkit.core.weights import Weights, as_tensor, locate
-from ckptkit.transforms.scan import count, some
+from ckptkit.transforms.nodes import count, some
 from ckptkit.transforms.structure import bare, extract
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics, diffusers, Lightning...).

@@ -16,7 +16,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, join, rebuild, walk
-from ckptkit.transforms.scan import count, moved, nodes, some
+from ckptkit.transforms.nodes import count, moved, nodes, some
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (

@@ -22,7 +22,7 @@ from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, Object, rebuild
 from ckptkit.core.weights import Weights, as_tensor
-from ckptkit.transforms.scan import count, nearest, nodes, on, some
+from ckptkit.transforms.nodes import count, nearest, nodes, on, some
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",

@@ -1,7 +1,7 @@
 """Names: strip and add prefixes, rename, select.
 
 All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on a state_dict
-(:mod:`ckptkit.transforms.metadata`). A whole pickled module is replaced by its plain state_dict: its own names are
+(:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its plain state_dict: its own names are
 attributes of classes that are not ours to change.
 """
 
@@ -19,8 +19,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
 from ckptkit.core.weights import Weights, module_state, plain_state_dict, read_module
-from ckptkit.transforms import metadata
-from ckptkit.transforms.scan import count, nearest, some
+from ckptkit.transforms import module_versions
+from ckptkit.transforms.nodes import count, nearest, some
 
 Paths = dict[str, Node]
 
@@ -55,7 +55,7 @@ class Target:
                     hint=f"leave one of them out first: ckptkit convert SRC DST --drop {shlex.quote(escape(other))}",
                 )
             new[name] = value
-        return metadata.like(self.entries, new, edit_metadata)
+        return module_versions.like(self.entries, new, edit_metadata)
 
 
 def strip_prefix(ck: Checkpoint, *prefixes: str, keys: Sequence[str] = ()) -> Checkpoint:
@@ -102,7 +102,7 @@ class _Stripping:
 
     def _edited(self, target: Target, names: dict[str, str]) -> Node:
         kept = [name for name in target.names if name not in names]
-        return target.renamed(names, lambda paths: metadata.stripped(paths, self, self.prefixes, kept))
+        return target.renamed(names, lambda paths: module_versions.stripped(paths, self, self.prefixes, kept))
 
     def _notes(self, target: Target, names: dict[str, str]) -> list[str]:
         gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
@@ -148,7 +148,7 @@ def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()
     notes: list[str] = []
     for target in _targets(ck, keys):
         names = {name: prefix + name for name in target.names}
-        swap[id(target.node)] = target.renamed(names, lambda paths: metadata.prefixed(paths, prefix))
+        swap[id(target.node)] = target.renamed(names, lambda paths: module_versions.prefixed(paths, prefix))
         notes += [f"added {prefix!r} to {count(len(names), 'key')}{target.place}", *_as_plain(target)]
     return _replaced(ck, swap, notes, ())
 
@@ -167,7 +167,7 @@ def rename(
         return ck.with_root(ck.root, warnings=[f"nothing{target.place} is renamed"])
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
-    new = target.renamed(names, lambda paths: metadata.renamed(paths, whole, lost))
+    new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
     warnings = [f"dropped {count(len(lost), '_metadata entry')}: no new name follows for {some(lost)}"] if lost else []
     notes = [f"renamed {count(len(names), 'key')}{target.place}", *_as_plain(target)]
     return _replaced(ck, {id(target.node): new}, notes, warnings)
@@ -186,7 +186,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         if new in entries:
             raise CollisionError(f"{new!r} is there already{target.place}")
         entries[new] = entries[old]
-    node = metadata.like(target.entries, entries, lambda paths: paths)
+    node = module_versions.like(target.entries, entries, lambda paths: paths)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
     return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
 
@@ -240,7 +240,7 @@ def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -
         return ck.with_root(ck.root, warnings=["every weight is selected: nothing is left out"])
     dropped = set(target.names) - kept
     entries = {key: value for key, value in target.entries.items() if key not in dropped}
-    new = metadata.like(target.entries, entries, lambda paths: metadata.pruned(paths, kept))
+    new = module_versions.like(target.entries, entries, lambda paths: module_versions.pruned(paths, kept))
     notes = [f"left out {count(gone, 'key')}{target.place}, kept {len(kept):,}", *_as_plain(target)]
     return _replaced(ck, {id(target.node): new}, notes, ())
 
@@ -276,7 +276,7 @@ def _target(weights: Weights) -> Target:
     node = weights.node
     if weights.is_module:
         return Target(weights.path, node, plain_state_dict(weights.nodes), list(weights.nodes))
-    is_state_dict = metadata.of(node) is not None
+    is_state_dict = module_versions.of(node) is not None
     names = [
         key for key in _strings(node) if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
     ]

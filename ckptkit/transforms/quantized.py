@@ -18,8 +18,8 @@ from ckptkit.core.errors import CollisionError, TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
-from ckptkit.transforms import metadata
-from ckptkit.transforms.scan import count, nodes, some
+from ckptkit.transforms import module_versions
+from ckptkit.transforms.nodes import count, nodes, some
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
@@ -174,7 +174,7 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
             pairs += [pair for layer in by_key[key] for pair in layer.named()]
         elif key not in dtypes or not isinstance(node, Global):
             pairs.append((key, node))
-    return metadata.like(weights.node, _unique(pairs), lambda paths: paths)
+    return module_versions.like(weights.node, _unique(pairs), lambda paths: paths)
 
 
 def _unique(pairs: list[tuple[str, Node]]) -> dict[str, Node]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.transforms.scan import count, moved, nearest, nodes, some
+from ckptkit.transforms.nodes import count, moved, nearest, nodes, some
 from tests.transforms.trees import tensor
 
 
