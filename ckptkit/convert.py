@@ -13,7 +13,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
-from ckptkit.journal import SUFFIX, journal_path
+from ckptkit.publish.journal import SUFFIX, journal_path
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ckptkit.publish import Published
+    from ckptkit.publish.write import Published
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def recover(path: PathLike) -> Salvaged:
 def open_place(path: PathLike) -> ByteSource | Folder:
     """The file or folder at `path`, whole: an edit in place that was interrupted there is undone. Raises PathError."""
     if not urls.is_url(path) and _has_journal(path):
-        from ckptkit import patching
+        from ckptkit.publish import patching
 
         patching.settle(os.fspath(path))
     return formats.open_place(path)
@@ -173,7 +173,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
 
 def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None) -> Patch | None:
     """What becomes of the file itself, None if it must be written anew."""
-    from ckptkit.patching import can_patch
+    from ckptkit.publish.patching import can_patch
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
         return None
@@ -181,7 +181,7 @@ def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Write
 
 
 def _apply(checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing) -> Conversion:
-    from ckptkit import patching
+    from ckptkit.publish import patching
 
     done = None
     if not dry_run:
@@ -216,7 +216,7 @@ def _publish(
     plan = formats.layout(checkpoint, format, options or WriteOptions())
     published = None
     if not dry_run:
-        from ckptkit.publish import publish  # not needed by those who only read
+        from ckptkit.publish.write import publish  # not needed by those who only read
 
         if replace_source:
             publishing["force"] = True

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.batch import manifest
 from ckptkit.convert import Conversion, convert
-from ckptkit.publish import temporary_name
+from ckptkit.publish.write import temporary_name
 from ckptkit.transforms.keys import strip_prefix
 from tests.conftest import ENVIRONMENT
 

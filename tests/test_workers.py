@@ -21,9 +21,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit import batch, copying, workers
+from ckptkit import batch, workers
 from ckptkit.convert import Step, convert
 from ckptkit.core.errors import OutputError, UsageError
+from ckptkit.publish import copying
 from ckptkit.transforms.elements import cast
 from ckptkit.transforms.keys import strip_prefix
 from tests.batches import Dask, dask, deadly, make, noted, slow, strip

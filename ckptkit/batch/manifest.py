@@ -15,8 +15,8 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from ckptkit.batch.inputs import Mark, mark
-from ckptkit.copying import write_all
 from ckptkit.core.errors import OutputError, UsageError
+from ckptkit.publish.copying import write_all
 from ckptkit.remote import urls
 
 NAME = ".ckptkit-batch.jsonl"

@@ -107,7 +107,7 @@ def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
 
 def _write(digests: Digests, path: str, force: bool) -> None:
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish import publish
+    from ckptkit.publish.write import publish
 
     data = "".join(f"{line}\n" for line in _lines(digests)).encode()
     publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)

@@ -21,7 +21,7 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
     except ImportError as error:
         raise UsageError("--png draws with matplotlib", hint="pip install matplotlib") from error
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish import publish
+    from ckptkit.publish.write import publish
     from ckptkit.reports.slices import show
 
     drawn = [(title, *_plane(tensor, picks, most)) for title, tensor, picks in pictures]

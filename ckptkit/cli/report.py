@@ -130,6 +130,6 @@ def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> t
 
 def _publish(data: bytes, path: str, *, force: bool) -> None:
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish import publish
+    from ckptkit.publish.write import publish
 
     publish(Plan((OutputFile("", (data,)),)), path, force=force)

@@ -30,7 +30,7 @@ from ckptkit.core.tree import key_text
 from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
-from ckptkit.publish import publish
+from ckptkit.publish.write import publish
 from ckptkit.reports.summary import summarize
 from tests.conftest import Run as Command
 from tests.containers.tars import archive, header, member, record, records

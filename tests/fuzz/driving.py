@@ -12,7 +12,6 @@ import numpy as np
 from ckptkit import formats
 from ckptkit.checking.sums import summed
 from ckptkit.cli import inspect, render, scan_json, scan_text
-from ckptkit.copying import checksums, in_order
 from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -21,6 +20,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Path, join, walk
 from ckptkit.formats import hidden
 from ckptkit.formats.format import Part, Probe, WriteOptions
+from ckptkit.publish.copying import checksums, in_order
 from ckptkit.reports.scan import Trusted, judge_file
 from tests.formats.conformance import storage_bytes
 

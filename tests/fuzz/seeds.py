@@ -21,7 +21,7 @@ import torch
 from ckptkit.convert import open_checkpoint, save
 from ckptkit.core.plan import Edit
 from ckptkit.formats.format import WriteOptions
-from ckptkit.journal import Journal, Span
+from ckptkit.publish.journal import Journal, Span
 from tests.conftest import ROOT
 from tests.containers import tars
 from tests.containers.zips import Member, build

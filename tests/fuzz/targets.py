@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit import formats, journal, patching
+from ckptkit import formats
 from ckptkit.cli import render
 from ckptkit.compute import stream
 from ckptkit.convert import convert, open_checkpoint
@@ -28,6 +28,7 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.writer import write_pickle
+from ckptkit.publish import journal, patching
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.keys import strip_prefix
 from tests.containers import tars

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import formats, journal, patching
+from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.tree import SetNode
 from ckptkit.pickles.writer import write_pickle
+from ckptkit.publish import journal, patching
 from tests.containers.zips import Member, build
 from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
 from tests.fuzz import seeds

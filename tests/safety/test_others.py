@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import patching
 from ckptkit.convert import convert
 from ckptkit.core.errors import InputChangedError, UsageError, VerifyError
 from ckptkit.formats.format import WriteOptions
-from ckptkit.journal import journal_path
+from ckptkit.publish import patching
+from ckptkit.publish.journal import journal_path
 from tests.conftest import COMMAND, Run
 from tests.safety.injection import ALIKE, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, make_source, outcomes
@@ -211,7 +211,7 @@ def test_DS_21_readers_see_one_file_or_the_other(tmp_path: Path) -> None:
 
 
 def test_DS_29_what_killed_runs_have_left(small: Path, tmp_path: Path) -> None:
-    from ckptkit import temporaries
+    from ckptkit.publish import temporaries
 
     out, gone = tmp_path / "out.pth", gone_process()
     here = temporaries._where() or pytest.skip("no telling here which process is alive")
@@ -236,7 +236,7 @@ def test_DS_29_what_killed_runs_have_left(small: Path, tmp_path: Path) -> None:
 
 
 def test_DS_29_a_folder_that_a_killed_run_has_left(small: Path, tmp_path: Path) -> None:
-    from ckptkit import temporaries
+    from ckptkit.publish import temporaries
 
     here = temporaries._where() or pytest.skip("no telling here which process is alive")
     left = tmp_path / f".out.ckptkit-{gone_process()}-{here}00000001.tmp"
@@ -251,7 +251,7 @@ def test_DS_29_a_folder_that_a_killed_run_has_left(small: Path, tmp_path: Path) 
 
 
 def test_DS_29_what_belongs_to_others_stays(small: Path, tmp_path: Path) -> None:
-    from ckptkit import temporaries
+    from ckptkit.publish import temporaries
 
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 
-from ckptkit.copying import write_all
 from ckptkit.core.bytesource import Identity, LocalFile
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
 from ckptkit.core.plan import Edit, Patch
-from ckptkit.journal import SUFFIX, Journal, Span, file_of, journal_of, journal_path, parse
-from ckptkit.preflight import check_space
-from ckptkit.publish import Published, reported, sync_folder
-from ckptkit.temporaries import NAME_MAX, new_file, sweep, temporary_name
+from ckptkit.publish.copying import write_all
+from ckptkit.publish.journal import SUFFIX, Journal, Span, file_of, journal_of, journal_path, parse
+from ckptkit.publish.preflight import check_space
+from ckptkit.publish.temporaries import NAME_MAX, new_file, sweep, temporary_name
+from ckptkit.publish.write import Published, reported, sync_folder
 
 try:
     import fcntl

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckptkit.copying import checksums, in_order
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import Plan
+from ckptkit.publish.copying import checksums, in_order
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
 from ckptkit.remote.refusals import not_written, presentable
 from ckptkit.remote.urls import shown

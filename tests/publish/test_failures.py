@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptkit import publish as publishing
 from ckptkit.core.errors import OutputError
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.journal import journal_path
-from ckptkit.publish import publish
+from ckptkit.publish import write as publishing
+from ckptkit.publish.journal import journal_path
+from ckptkit.publish.write import publish
 
 PLAN = Plan((OutputFile("", (b"new",)),))
 

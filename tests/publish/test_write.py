@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from ckptkit import preflight
-from ckptkit import publish as publishing
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
     InputChangedError,
@@ -28,8 +26,10 @@ from ckptkit.core.errors import (
     VerifyError,
 )
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
-from ckptkit.publish import publish
-from ckptkit.temporaries import temporary_name
+from ckptkit.publish import preflight
+from ckptkit.publish import write as publishing
+from ckptkit.publish.temporaries import temporary_name
+from ckptkit.publish.write import publish
 
 DATA = bytes(range(256)) * 400  # 100 KiB
 OLD = b"what was there before"

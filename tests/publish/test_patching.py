@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit import patching
 from ckptkit.convert import Conversion, convert
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
 from ckptkit.core.plan import Edit, Patch
-from ckptkit.journal import journal_of, journal_path, parse
+from ckptkit.publish import patching
+from ckptkit.publish.journal import journal_of, journal_path, parse
 from tests.conftest import ENVIRONMENT, Run
 
 Maker = Callable[[Path], Path]
@@ -277,7 +277,7 @@ def torn(path: Path, change: str, scratch: Path) -> Torn:
 KILLED = """
 import os, signal, sys
 import ckptkit
-from ckptkit import patching
+from ckptkit.publish import patching
 from ckptkit.convert import convert
 path, prefix, last, half = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "half"
 calls = 0

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import copying
-from ckptkit.copying import ReadAhead, Task, crc32_combine, cut, execute, in_memory, run
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.core.plan import Deferred, Segment, Summed, length
+from ckptkit.publish import copying
+from ckptkit.publish.copying import ReadAhead, Task, crc32_combine, cut, execute, in_memory, run
 
 
 @pytest.fixture(autouse=True)

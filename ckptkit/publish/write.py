@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit.copying import execute, in_order
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.journal import journal_path
-from ckptkit.preflight import (
+from ckptkit.publish.copying import execute, in_order
+from ckptkit.publish.journal import journal_path
+from ckptkit.publish.preflight import (
     check_destination,
     check_size,
     check_sources,
@@ -30,8 +30,8 @@ from ckptkit.preflight import (
     files_of,
     free,
 )
+from ckptkit.publish.temporaries import new_file, sweep, temporary_name
 from ckptkit.remote import urls
-from ckptkit.temporaries import new_file, sweep, temporary_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -121,7 +121,7 @@ def _upload(
     progress: Callable[[int, int], None] | None,
 ) -> Published:
     """The same for a destination on another machine."""
-    from ckptkit.upload import upload
+    from ckptkit.publish.upload import upload
 
     size = plan.size
     check_size(plan, size, allow_expand)

@@ -17,7 +17,7 @@ import zlib
 from contextlib import suppress
 from functools import lru_cache
 
-from ckptkit.journal import SUFFIX
+from ckptkit.publish.journal import SUFFIX
 
 NAME_MAX = 255  # bytes of a file name
 SETTLED = 3600  # seconds without a write, after which nobody seems to be at work
