@@ -23,7 +23,7 @@ from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.conformance import elements_of
 from tests.formats.dcp import making
-from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
+from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor
 from tests.random_checkpoints import NUMBERS
 from tests.torch_equality import bits, same
 

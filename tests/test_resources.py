@@ -21,7 +21,7 @@ from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.errors import CkptkitError, PathError
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.containers.zips import Member, build
-from tests.formats.torch.archives import archive, pickle_of
+from tests.formats.torch_zip.archives import archive, pickle_of
 from tests.hostile_pickles import CASES
 
 resource = pytest.importorskip("resource", reason="this system limits no processes")

@@ -18,11 +18,11 @@ from ckptkit.remote import urls
 # which torch tries them. A plain pickle comes after the legacy stream, which begins with one; a folder that stands for
 # one of its files comes after all others. Where each is, by its name.
 MODULES = {
-    "torchscript": "torch.torchscript",
-    "torch-zip": "torch.zip_archive",
-    "torch-tar": "torch.tar_archive",
-    "pt2": "torch.exported",
-    "torch-legacy": "torch.legacy_stream",
+    "torchscript": "torchscript.reader",
+    "torch-zip": "torch_zip.reader",
+    "torch-tar": "torch_tar",
+    "pt2": "pt2",
+    "torch-legacy": "torch_legacy",
     "safetensors": "safetensors",
     "dcp": "dcp",
     "deepspeed": "deepspeed.reader",
@@ -30,7 +30,7 @@ MODULES = {
     "sharded-bin": "sharded.torch_shards",
     "npz": "npz",
     "npy": "npy",
-    "pickle": "torch.plain_pickle",
+    "pickle": "plain_pickle",
     "folder": "folder",
 }
 # What `Format.suffixes` of all of them come to: the one that a suffix chooses is found without importing the others.
@@ -76,7 +76,7 @@ def identify(probe: Probe) -> Format:
     found = match(probe)
     if found is not None:
         return found
-    from ckptkit.formats import foreign
+    from ckptkit.formats.common import foreign
 
     refusal = foreign.refusal(probe)
     if elsewhere := urls.behind_page(probe.name):
@@ -208,7 +208,7 @@ def holds_program(checkpoint: Checkpoint) -> bool:
 
 
 def _layout_weights(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
-    from ckptkit.formats.programs import notes, without_program
+    from ckptkit.formats.common.programs import notes, without_program
 
     assert format.layout is not None
     plain = without_program(checkpoint)

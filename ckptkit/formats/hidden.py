@@ -18,10 +18,10 @@ from ckptkit.core.errors import CkptkitError, LimitError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global
 from ckptkit.formats import hidden_tar, hidden_zip
+from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch.trace_signs import looks_like_a_file, looks_like_a_pickle
-from ckptkit.formats.torch.zip_pickles import PICKLES
 from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
 
 Seen = Traced | Remark | Program

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptkit.containers.tar import BLOCK, is_tar, lenient_number
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.torch.zip_pickles import PICKLES
+from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.pickles.streams import Found, Inner, Remark
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.torch.zip_pickles import METHODS, member
+from ckptkit.formats.common.zip_pickles import METHODS, member
 from ckptkit.pickles.streams import Found, Remark
 
 _END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\5\6"

@@ -20,11 +20,11 @@ from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import OutputFile, Plan, crc32_combine
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Node, OrderedDict
+from ckptkit.formats.common import zip_extras
+from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
+from ckptkit.formats.common.plain_json import is_utf8
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.npy import header, read_array
-from ckptkit.formats.plain_json import is_utf8
-from ckptkit.formats.torch import zip_extras
 
 SUFFIX = ".npy"
 _NAME_BYTES = (1 << 16) - 1 - len(SUFFIX)

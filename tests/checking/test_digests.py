@@ -14,7 +14,7 @@ from ckptkit.reports import manifest
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State
 from tests.formats.dcp.test_reading import TestDcp as Dcp
-from tests.formats.torch import scripts
+from tests.formats.torchscript import scripts
 
 pytestmark = scripts.QUIET
 

@@ -19,7 +19,7 @@ from ckptkit.core.errors import CkptkitError, FormatError, InputChangedError, Pa
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State, files_of
 from tests.formats.dcp.test_reading import TestDcp as Dcp
-from tests.formats.torch import scripts
+from tests.formats.torchscript import scripts
 from tests.matrix import ENTRIES, NAMES, Fixture
 
 pytestmark = scripts.QUIET

@@ -21,7 +21,7 @@ from ckptkit.core.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
 from ckptkit.formats.format import WriteOptions
 from tests.containers import tars
 from tests.formats.conformance import FormatConformance, State
-from tests.formats.torch import scripts
+from tests.formats.torchscript import scripts
 
 TYPED = [row.name for row in TABLE if row.storage]
 NUMPY = [row.name for row in BY_NUMPY.values()]

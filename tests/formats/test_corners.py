@@ -25,13 +25,13 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats import hidden
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch import beside
-from ckptkit.formats.torch.script_code import _text
 from ckptkit.formats.torch.trace import trace
+from ckptkit.formats.torch_zip import extra_records
+from ckptkit.formats.torchscript.code import _text
 from ckptkit.pickles.writer import write_pickle
 from tests.containers import tars
 from tests.containers.zips import Member, build
-from tests.formats.torch.archives import archive, pickle_of, storage, tensor, text
+from tests.formats.torch_zip.archives import archive, pickle_of, storage, tensor, text
 from tests.pickles.making import machine
 
 F32 = BY_NAME["float32"]
@@ -120,7 +120,7 @@ def test_a_tar_file_of_records_alone() -> None:
 @pytest.mark.parametrize("said", [b"[]", b'{"version":1,"metadata":{"a":1}}', b'{"version":99,"metadata":{}}', b"{"])
 def test_a_record_of_ours_that_is_none(said: bytes) -> None:
     with pytest.raises(FormatError):
-        beside.read(said)
+        extra_records.read(said)
 
 
 def test_a_package_of_code() -> None:

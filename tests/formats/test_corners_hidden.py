@@ -19,13 +19,13 @@ from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, Input
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import hidden, hidden_tar
+from ckptkit.formats.common.dropped import refuse_objects
+from ckptkit.formats.common.recovering import salvaged
 from ckptkit.formats.format import Loss
-from ckptkit.formats.leftovers import refuse_objects
-from ckptkit.formats.salvaging import salvaged
 from ckptkit.pickles.streams import Inner, Remark, Traced
 from tests.containers import tars
 from tests.containers.zips import Member, build
-from tests.formats.torch.archives import pickle_of
+from tests.formats.torch_zip.archives import pickle_of
 
 U32 = 0xFFFFFFFF
 F32 = BY_NAME["float32"]

@@ -26,7 +26,7 @@ from tests.conftest import ROOT
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.dcp import making
-from tests.formats.torch import archives
+from tests.formats.torch_zip import archives
 from tests.hostile_pickles import CASES
 
 FIXTURES = ROOT / "fixtures"

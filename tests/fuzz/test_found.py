@@ -18,7 +18,7 @@ from ckptkit.core.tree import SetNode
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.publish import journal, patching
 from tests.containers.zips import Member, build
-from tests.formats.torch.archives import FLOATS, pickle_of, storage, tensor
+from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor
 from tests.fuzz import seeds
 from tests.fuzz.driving import scan
 from tests.pickles.making import machine

@@ -17,7 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch import zip_archive
+from ckptkit.formats.torch_zip import reader as zip_archive
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.storages import storage_class
 from ckptkit.pickles.writer import Pickled, write_pickle

@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, Object
 from ckptkit.core.weights import as_tensor
-from tests.formats.torch.test_legacy_stream import legacy, pid, read_bytes
+from tests.formats.test_torch_legacy import legacy, pid, read_bytes
 from tests.pickles.making import Written
 from tests.pickles.test_writer import agree
 

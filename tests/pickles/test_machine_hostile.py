@@ -34,8 +34,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, rebuild, walk
+from ckptkit.formats import plain_pickle
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch import plain_pickle
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
 from tests.conftest import ROOT

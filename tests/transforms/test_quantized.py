@@ -17,7 +17,7 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.transforms.quantized import dequantize
 from tests.conftest import Corpus
 from tests.formats.conformance import elements, elements_of
-from tests.formats.torch.scripts import QUIET, Layers, by_torch, quantized, script
+from tests.formats.torchscript.scripts import QUIET, Layers, by_torch, quantized, script
 from tests.transforms.trees import lines, storage, tensor
 
 pytestmark = QUIET

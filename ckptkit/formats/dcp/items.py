@@ -29,7 +29,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
 from ckptkit.formats.dcp.metadata import Chunk, Place, shown
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch import zip_archive
+from ckptkit.formats.torch_zip import reader as zip_archive
 
 _SHARDING = "DCP_SHARDING_INFO"
 _SAVED = "saved_offsets"

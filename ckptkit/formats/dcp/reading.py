@@ -11,12 +11,13 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Global, Node
+from ckptkit.formats import torch_legacy
 from ckptkit.formats.dcp import hub
 from ckptkit.formats.dcp.items import Assembled, Files
 from ckptkit.formats.dcp.metadata import NAME, Described, Place, Whole, covered, merged, read_metadata
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch import legacy_stream, zip_archive
+from ckptkit.formats.torch_zip import reader as zip_archive
 
 EXTRA = "meta.pt"
 _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -121,7 +122,7 @@ class _Tree:
 def _read_extra(folder: Folder) -> Checkpoint:
     probe = Probe(folder.open(EXTRA))
     try:
-        for each in (zip_archive.FORMAT, legacy_stream.FORMAT):
+        for each in (zip_archive.FORMAT, torch_legacy.FORMAT):
             if each.matches(probe):
                 return each.read(probe)
         raise FormatError("is no file of torch.save")

@@ -19,6 +19,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
+from ckptkit.formats.common import zip_check
 from ckptkit.formats.deepspeed import places
 from ckptkit.formats.deepspeed.module import FROZEN, FROZEN_SHAPES, MODULE, SHAPES, SHARED, Model
 from ckptkit.formats.deepspeed.places import RankFiles
@@ -26,7 +27,6 @@ from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
 from ckptkit.formats.deepspeed.states import Fields, Reader
 from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
 from ckptkit.formats.format import Finding, Format, Part, Probe
-from ckptkit.formats.torch import zip_check
 
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"

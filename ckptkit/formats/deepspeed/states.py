@@ -9,10 +9,11 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch import legacy_stream, zip_archive
+from ckptkit.formats.torch_zip import reader as zip_archive
 
-FORMATS = (zip_archive.FORMAT, legacy_stream.FORMAT)
+FORMATS = (zip_archive.FORMAT, torch_legacy.FORMAT)
 _SIZE = Global("torch", "Size")
 
 

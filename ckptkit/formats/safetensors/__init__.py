@@ -57,7 +57,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
 
 def salvage(probe: Probe) -> Salvaged | None:
     """See :mod:`salvaging`."""
-    from ckptkit.formats.safetensors import salvaging
+    from ckptkit.formats.safetensors import recovering as salvaging
 
     return salvaging.salvage(probe)
 

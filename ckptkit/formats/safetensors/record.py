@@ -27,7 +27,7 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Node, OrderedDict, children, key_text
 from ckptkit.core.weights import Weights
-from ckptkit.formats.plain_json import decode, dump, encode, is_plain
+from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
 
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt

@@ -39,7 +39,7 @@ from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.formats.plain_json import is_utf8
+from ckptkit.formats.common.plain_json import is_utf8
 
 Statement = list[Any]
 _INT = 10**19  # more digits are not read alike everywhere

@@ -19,7 +19,7 @@ from ckptkit.core.errors import FormatError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Blob, Node, join, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.plain_json import is_utf8
+from ckptkit.formats.common.plain_json import is_utf8
 from ckptkit.formats.safetensors import skeleton, skeleton_reader
 from ckptkit.formats.safetensors.skeleton import Entry, Skeleton
 from ckptkit.formats.safetensors.skeleton_reader import Read

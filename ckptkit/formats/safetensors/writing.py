@@ -13,9 +13,9 @@ from ckptkit.core.errors import TensorError, UnsafeGlobalError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
+from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
+from ckptkit.formats.common.plain_json import dump, is_utf8
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects, refuse_pieces, shared_bytes
-from ckptkit.formats.plain_json import dump, is_utf8
 from ckptkit.formats.safetensors.header import METADATA, shown
 from ckptkit.formats.safetensors.record import (
     FRAMEWORK,

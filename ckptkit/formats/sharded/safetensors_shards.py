@@ -13,9 +13,9 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
+from ckptkit.formats.common.dropped import refuse_objects
 from ckptkit.formats.folder import SAFETENSORS
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import refuse_objects
 from ckptkit.formats.safetensors import writing
 from ckptkit.formats.safetensors.record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.sharded import shards

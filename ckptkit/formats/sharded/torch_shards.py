@@ -14,13 +14,13 @@ from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedDict, rebuild
 from ckptkit.core.weights import Weights
+from ckptkit.formats.common.dropped import leftovers, refuse_objects
 from ckptkit.formats.folder import BIN
 from ckptkit.formats.format import Format, Probe, WriteOptions
-from ckptkit.formats.leftovers import leftovers, refuse_objects
 from ckptkit.formats.safetensors.record import FRAMEWORK, of_values, restore_ties, values
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
-from ckptkit.formats.torch import zip_archive
+from ckptkit.formats.torch_zip import reader as zip_archive
 
 STEM = "pytorch_model"
 

@@ -26,7 +26,7 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors import patching, skeleton, skeleton_reader
-from ckptkit.formats.safetensors.salvaging import salvage
+from ckptkit.formats.safetensors.recovering import salvage
 from ckptkit.formats.safetensors.skeleton import Skeleton, Statement
 from tests.pickles.making import isomorphic
 

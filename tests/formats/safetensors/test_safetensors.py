@@ -42,7 +42,7 @@ from ckptkit.core.plan import Deferred, Plan, Summed
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch import zip_archive
+from ckptkit.formats.torch_zip import reader as zip_archive
 
 State = dict[str, torch.Tensor]
 SHARED = [row.name for row in TABLE if row.safetensors and hasattr(torch, row.name)]

@@ -23,8 +23,8 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError, UnsafeGlobalError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import walk
+from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.plain_json import dump
 from ckptkit.formats.safetensors import FORMAT
 from ckptkit.formats.safetensors.record import RESERVED
 from tests.matrix import NAMES, Fixture

@@ -1,0 +1,139 @@
+"""What a format of weights alone leaves out of a checkpoint, and what of it is plain enough to be kept as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptkit.containers.zip_entries import shown
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
+from ckptkit.core.weights import Weights, as_tensor
+from ckptkit.formats.common.plain_json import encode, is_plain, is_utf8
+from ckptkit.pickles.allowlist import refused_by_weights_only
+
+_EXTRA_STATE = "_extra_state"
+_PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
+_NO_STATE: tuple[Node, ...] = (None, {}, {"_has_been_cloned": True})  # the last marks what FSDP1 gathered
+_KINDS = {SetNode: "set", Pairs: "dict", Blob: "bytes", ByteString: "str", TypedStorage: "storage"}
+
+
+def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """Plain values beside the weights, as JSON by dotted path, and a line for each other entry that stays behind.
+
+    `inside`: the same for entries of the weights that are no tensors.
+    """
+    weights = checkpoint.required
+    values: dict[str, Any] = {}
+    left: list[str] = []
+    states = 0
+    for path, node in _beside(checkpoint.root, weights, inside):
+        if str(path[-1]).endswith(_EXTRA_STATE):
+            states += 1
+        elif is_plain(node) and is_utf8(join(path)):
+            values[join(path)] = encode(node)
+        else:
+            left.append(f"left out: {join(path) or '(no name)'} ({_size(node)})")
+    if states:
+        left.append(f"left out: {states:,} entries of the weights called {_EXTRA_STATE}")
+    left += _more_than_elements(weights)
+    if isinstance(weights.node, Object):
+        left.append(f"left out: the module itself ({_kind(weights.node)}); written as its state_dict")
+        left += weights.module.unread if weights.module is not None else ()
+    return values, left
+
+
+def _more_than_elements(weights: Weights) -> Iterator[str]:
+    """A line on tensors that Python gave a class or attributes, of which a format of weights has the elements alone."""
+    names = [name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)]
+    if names:
+        some = ", ".join(shown(name) for name in names[:4]) + (f" and {len(names) - 4:,} more" if names[4:] else "")
+        yield f"left out: what Python adds to the elements of tensors (a class, attributes): {some}"
+
+
+def _has_more(node: Object) -> bool:
+    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` with a class that is not
+    torch's or with state, or by ``_rebuild_parameter_with_state(tensor, requires_grad, hooks, state)``."""
+    made, args = node.global_, node.args
+    if made is None or not isinstance(args, tuple) or len(args) != 4:
+        return False
+    if made.name == "_rebuild_parameter_with_state":
+        return bool(args[3])
+    return made.name == "_rebuild_from_type_v2" and (args[3] not in _NO_STATE or args[1] not in _PLAIN)
+
+
+def refuse_objects(checkpoint: Checkpoint) -> None:
+    """Raise UnsafeGlobalError for the first value that only its own code could make."""
+    for path, node in walk(checkpoint.root):
+        if not isinstance(node, Object) or node.tensor is not None or node.value is not None:
+            continue
+        if node.global_ is None or refused_by_weights_only(node.global_):
+            raise UnsafeGlobalError(
+                f"{join(path) or 'the root'} is an object ({_kind(node)}) and would be left out",
+                hint="--objects drop leaves such values out",
+            )
+
+
+def refuse_pieces(nodes: Mapping[str, Node]) -> None:
+    """Raise UnsupportedError for tensors of which each rank saved a piece: in one file there is but one of these."""
+    names = [name for name, node in nodes.items() if isinstance(node, Object) and _is_piece(node)]
+    if names:
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        raise UnsupportedError(
+            f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or ShardedTensor",
+            hint="in training, save with torch.distributed.checkpoint, or gather them first: "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+        )
+
+
+def _is_piece(node: Object) -> bool:
+    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` and of one of two classes."""
+    made = node.args[1] if node.tensor is not None and isinstance(node.args, tuple) and len(node.args) > 1 else None
+    if not isinstance(made, Global) or not made.module.startswith("torch.distributed."):
+        return False
+    return made.name in ("DTensor", "ShardedTensor")
+
+
+def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
+    """A note on tensors that share bytes, which a format without views writes for each."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors.values():
+        by_storage.setdefault(id(tensor.storage), []).append(tensor)
+    count = 0
+    for sharing in by_storage.values():
+        reached = 0
+        for start, length in sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else ():
+            count += start < reached
+            reached = max(reached, start + length)
+    return [f"tensors that share memory with others: {count:,}; their bytes are written for each"] if count else []
+
+
+def _beside(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
+    """The outermost nodes that do not belong to the weights."""
+    node = root
+    for depth, key in enumerate(weights.path):
+        inner = None
+        for other, child in children(node):
+            if inner is None and other == key:
+                inner = child
+            else:
+                yield (*weights.path[:depth], other), child
+        node = inner
+    if inside and not weights.is_module:
+        yield from (((*weights.path, key), child) for key, child in children(node) if key not in weights.nodes)
+
+
+def _size(node: Node) -> str:
+    tensors = {id(tensor): tensor for _, each in walk(node) if (tensor := as_tensor(each)) is not None}
+    if not tensors:
+        return _kind(node)
+    plural = "" if len(tensors) == 1 else "s"
+    return f"{len(tensors):,} tensor{plural}, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes"
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, Object):
+        return str(node.global_ or "object")
+    return str(node) if isinstance(node, Global) else _KINDS.get(type(node), type(node).__name__)

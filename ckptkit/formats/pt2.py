@@ -1,0 +1,185 @@
+"""torch.export.save (.pt2): an ExportedProgram, a graph with its weights. The weights and constants are read.
+
+Since about torch 2.8, in the container of zip_archive:
+
+    <top>/archive_format                             "pt2"
+    <top>/models/<model>.json                        the graph; most archives have one, called model
+    <top>/data/weights/<model>_weights_config.json   {"config": {name: {"path_name": "weight_0", "use_pickle": false,
+                                                     "is_param": true, "tensor_meta": META}...}}
+    <top>/data/weights/weight_0                      the bytes of a storage, which several tensors may share
+    <top>/data/constants/<model>_constants_config.json, tensor_0...        likewise
+    META    {"dtype": 7, "layout": 7, "sizes": [{"as_int": 4}...], "strides": [...], "storage_offset": {"as_int": 0},
+            "device": {"type": "cuda", "index": 1}, "requires_grad": true}; strides and offset are in elements
+
+Before, in a plain zip file:
+
+    serialized_exported_program.json, version        the graph
+    serialized_state_dict.pt, serialized_constants.pt        files of torch.save
+
+(torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptkit.containers import strict_json
+from ckptkit.containers.zip_entries import shown
+from ckptkit.containers.zip_reader import ZipDirectory
+from ckptkit.core.bytesource import Range, Section
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.formats.common import zip_extras
+from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.torch_zip.reader import Archive
+
+_GRAPH = "serialized_exported_program.json"  # before 2.8
+_DTYPES = dict(enumerate((
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+    "complex128", "bool", "bfloat16",
+), 1)) | dict(enumerate((
+    "uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "uint32",
+    "uint64",
+), 28))  # fmt: skip
+_STRIDED = 7
+Json = dict[str, Any]
+
+
+def matches(probe: Probe) -> bool:
+    archive = probe.zip
+    return archive is not None and (f"{archive.top}/archive_format" in archive or _GRAPH in archive)
+
+
+def read(probe: Probe) -> Checkpoint:
+    """``{"state_dict": {...}, "constants": {...}}``, for each model under its name if there are several.
+
+    Raises FormatError, CorruptError, UnsupportedError, and what zip_archive raises.
+    """
+    directory = probe.zip
+    assert directory is not None
+    if _GRAPH in directory:
+        return _read_parts(directory)
+    return _Archive(directory).read()
+
+
+class _Archive(Archive):
+    """An archive since 2.8."""
+
+    def __init__(self, directory: ZipDirectory) -> None:
+        super().__init__(directory)
+        self.storages: dict[str, Storage] = {}
+        self.pickled: list[str] = []
+
+    def read(self) -> Checkpoint:
+        warnings = self.check()
+        kind = self.directory.read(f"{self.folder}archive_format")
+        if kind != b"pt2":
+            raise UnsupportedError(f"is an archive of format {kind[:40]!r}, not pt2")
+        models = self._names("models/", ".json")
+        roots = {model: self._model(model) for model in models}
+        if not any(roots.values()):
+            raise UnsupportedError("is a .pt2 archive without weights of an exported program")
+        warnings += self.unverified()
+        if self.pickled:
+            warnings.append(f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}")
+        root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
+        return Checkpoint(root, FORMAT.name, self.directory.source, warnings=tuple(warnings))
+
+    def _names(self, before: str, after: str) -> list[str]:
+        start = self.folder + before
+        found = (name for name in self.directory.entries if name.startswith(start) and name.endswith(after))
+        return [name[len(start) : len(name) - len(after)] for name in found]
+
+    def _model(self, model: str) -> dict[Node, Node]:
+        parts = {
+            "state_dict": self._tensors("data/weights/", f"{model}_weights_config.json"),
+            "constants": self._tensors("data/constants/", f"{model}_constants_config.json"),
+        }
+        return {name: tensors for name, tensors in parts.items() if tensors is not None}
+
+    def _tensors(self, folder: str, config: str) -> OrderedDict | None:
+        """The tensors that a configuration lists, None if it is not there."""
+        name = self.folder + folder + config
+        if name not in self.directory:
+            return None
+        check("index_bytes", self.directory.entries[name].size, f"bytes of {config}")
+        said = strict_json.parse(self.directory.read(name), config)
+        entries = _field(said, "config", dict)
+        made = OrderedDict()
+        for tensor, entry in entries.items():
+            place = f"{self.folder}{folder}{_field(entry, 'path_name', str)}"
+            if entry.get("use_pickle"):
+                self.pickled.append(tensor)
+            else:
+                made[tensor] = self._tensor(place, _field(entry, "tensor_meta", dict), entry.get("is_param") is True)
+        return made
+
+    def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
+        dtype = _DTYPES.get(_field(meta, "dtype", int))
+        if dtype is None or meta.get("layout") != _STRIDED:
+            raise UnsupportedError(f"the tensor in {shown(place)} has a dtype or a layout that ckptkit does not know")
+        if place not in self.directory:
+            raise CorruptError(f"there is no record {shown(place)}, though a tensor lies in it")
+        if place not in self.storages:
+            self.storages[place] = self.storage(place, _device(_field(meta, "device", dict)))
+        shape, stride = (tuple(map(_integer, _field(meta, key, list))) for key in ("sizes", "strides"))
+        grad, kind = meta.get("requires_grad") is True, "parameter" if is_parameter else "tensor"
+        offset = _integer(meta.get("storage_offset"))
+        return Tensor(self.storages[place], BY_NAME[dtype], shape, stride, offset, grad, kind)
+
+
+def _field(said: Any, key: str, kind: type) -> Any:
+    found = said.get(key) if isinstance(said, dict) else None
+    if type(found) is not kind:
+        raise FormatError(f"a configuration of tensors has no {key!r} where one must be")
+    return found
+
+
+def _integer(said: Any) -> int:
+    """``{"as_int": 4}``; a size that the graph computes has no place in a stored tensor."""
+    found: int = _field(said, "as_int", int)
+    return found
+
+
+def _device(said: Json) -> str:
+    kind, index = _field(said, "type", str), said.get("index")
+    return kind if index is None else f"{kind}:{_field(said, 'index', int)}"
+
+
+def _read_parts(directory: ZipDirectory) -> Checkpoint:
+    """An archive before 2.8: its files of torch.save, each read as such."""
+    held = {}
+    for part in ("state_dict", "constants"):
+        name = f"serialized_{part}.pt"
+        place = directory.locate(name) if name in directory else None
+        if isinstance(place, Range) and place.length:
+            probe = Probe(Section(place.source, place.offset, place.length))
+            if not zip_archive.matches(probe):
+                raise FormatError(f"{name} is not a file of torch.save")
+            held[part] = zip_archive.read(probe)
+    if not held:
+        raise UnsupportedError("is an exported program whose weights are not where torch.export.save puts them")
+    return Checkpoint(
+        {part: each.root for part, each in held.items()},
+        FORMAT.name,
+        directory.source,
+        globals=tuple(dict.fromkeys(name for each in held.values() for name in each.globals)),
+        warnings=tuple(warning for each in held.values() for warning in each.warnings),
+    )
+
+
+FORMAT = Format(
+    name="pt2",
+    title="torch.export.save: the weights of an exported program (.pt2)",
+    matches=matches,
+    read=read,
+    program=True,
+    rewrite_as="torch-zip",
+    check=zip_extras.check,
+    pickles=zip_extras.pickles,
+)

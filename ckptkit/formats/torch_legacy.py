@@ -1,0 +1,207 @@
+"""torch.save before 1.6 (and `_use_new_zipfile_serialization=False` since): one flat stream.
+
+    pickle: 0x1950A86A20F9469CFC6C         the magic number, a literal
+    pickle: 1001                           the protocol version
+    pickle: {'protocol_version', 'little_endian', 'type_sizes'}
+    pickle: the object; persistent ids ('storage', ...) and ('module', class, source file, source text)
+    pickle: [storage key, ...]
+    per key, in that order: int64 numel, numel * itemsize bytes
+
+Nothing is aligned, nothing has a checksum, integers and payloads are little-endian on every host. Where the storages
+are is known only at the end, so they are bound late. (torch/serialization.py, `_legacy_load`.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from struct import unpack
+
+from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.core.tensor import Storage
+from ckptkit.core.tree import Node
+from ckptkit.formats.format import Format, Probe, Salvaged
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.module_sources import ModuleSources, endian_warning
+from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.streams import TORCH_LOAD, Found, PickleStream
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+
+# The magic number as protocols 0 to 5 spell it: LONG1, or the decimal LONG of protocols 0 and 1; perhaps framed.
+_BINARY = MAGIC_NUMBER.to_bytes(10, "little")
+_DECIMAL = str(MAGIC_NUMBER).encode()
+_MAGIC = (
+    rb"(?s)(\x80[\x02-\x05])?(\x95.{8})?(\x8a\x0a" + re.escape(_BINARY) + rb"|L" + _DECIMAL + rb"L?\n)\."
+)  # fmt: skip
+
+
+def matches(probe: Probe) -> bool:
+    head = probe.head[:64]
+    return (_BINARY in head or _DECIMAL in head) and re.match(_MAGIC, head) is not None
+
+
+def read(probe: Probe) -> Checkpoint:
+    """Five pickles, then the storages."""
+    return parse(probe.source)
+
+
+def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
+    """The checkpoint of a stream. With `lost`, storages that are not whole are put there, by key, with the reason."""
+    magic = unpickle(source)
+    version = unpickle(source, magic.stop)
+    if type(version.root) is not int or version.root != PROTOCOL_VERSION:
+        raise UnsupportedError(f"legacy stream of a protocol version other than {PROTOCOL_VERSION}")
+    system = unpickle(source, version.stop)
+    if not isinstance(system.root, dict):
+        raise FormatError("the third pickle of a legacy stream does not describe a system")
+    stream = _Stream(source, lost)
+    table = StorageTable(stream.open)
+    sources = ModuleSources()
+
+    def persistent_load(pid: Node) -> Node:
+        if pid.__class__ is tuple and len(pid) == 4 and pid[0] == "module":
+            return sources.load(pid[1], pid[3])
+        return table.load(pid)
+
+    tree = unpickle(source, system.stop, persistent_load=persistent_load)
+    keys = unpickle(source, tree.stop)
+    end = stream.bind(keys, table.itemsizes())
+    left = max(0, source.size - end)
+    return Checkpoint(
+        tree.root, FORMAT.name, source, sources.metadata,
+        globals=(*system.globals, *tree.globals, *keys.globals),
+        warnings=(
+            *tree.warnings, *endian_warning(system.root), *sources.warnings,
+            *((f"{left:,} bytes after the last storage belong to nothing",) if left else ()),
+        ),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _LegacyRecord:
+    """The bytes of a storage, whose place is known once the whole stream has been read."""
+
+    places: dict[str, Range]
+    itemsizes: dict[str, int]
+    key: str
+    length: int
+
+    def locate(self) -> Range:
+        place = self.places[self.key]
+        if place.source.remote:
+            _check_count(place, self.key, self.itemsizes[self.key])
+        return place
+
+
+class _Stream:
+    """The storages behind the pickles."""
+
+    def __init__(self, source: ByteSource, lost: dict[str, str] | None) -> None:
+        self.source = source
+        self.lost = lost
+        self.places: dict[str, Range] = {}
+        self.lengths: dict[str, int] = {}
+        self.itemsizes: dict[str, int] = {}
+
+    def open(self, key: str, nbytes: int, location: str) -> Storage:
+        if nbytes > self.source.size and self.lost is None:
+            raise TruncatedError(
+                f"storage {key!r} has {nbytes:,} bytes, the whole file {self.source.size:,}",
+                hint="download or copy it again; `ckptkit recover` saves what is whole",
+            )
+        self.lengths[key] = nbytes
+        return Storage(_LegacyRecord(self.places, self.itemsizes, key, nbytes), location)
+
+    def bind(self, keys: Unpickled, itemsizes: dict[str, int]) -> int:
+        """Find every storage; the offset of the end."""
+        if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
+            raise FormatError("the list of storage keys is no list of strings")
+        if len(set(keys.root)) != len(keys.root):
+            raise AmbiguousError("a storage is listed twice")
+        if set(keys.root) != set(self.lengths):
+            odd = min(set(keys.root) ^ set(self.lengths))
+            raise CorruptError(f"storage {odd!r} is {'not ' if odd in self.lengths else ''}among the storages listed")
+        self.itemsizes.update(itemsizes)
+        at = keys.stop
+        for key in keys.root:
+            try:
+                self._place(key, at)
+            except FormatError as error:
+                if self.lost is None:
+                    raise
+                self.lost[key] = error.message
+            at += 8 + self.lengths[key]
+        return at
+
+    def _place(self, key: str, at: int) -> None:
+        length = self.lengths[key]
+        if at + 8 + length > self.source.size:
+            raise TruncatedError(
+                f"ends inside storage {key!r}: {at + 8 + length - self.source.size:,} bytes are missing",
+                hint="download or copy it again; `ckptkit recover` saves what is whole",
+            )
+        self.places[key] = Range(self.source, at + 8, length)
+        if not self.source.remote:  # where that would be a request for each, it is done when the bytes are needed
+            _check_count(self.places[key], key, self.itemsizes[key])
+
+
+def _check_count(place: Range, key: str, itemsize: int) -> None:
+    """The number of elements before the bytes of a storage is what its tensors expect."""
+    (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
+    if numel * itemsize != place.length:
+        raise CorruptError(f"storage {key!r} has {numel} elements, its tensors expect {place.length // itemsize}")
+
+
+def salvage(probe: Probe) -> Salvaged | None:
+    """The tensors whose storages are there. Nothing has a checksum: damage to bytes cannot be seen, but a number of
+    elements that is wrong can.
+
+    Raises CorruptError where one of the pickles is cut: the storages come after them.
+    """
+    if probe.is_folder or not matches(probe):
+        return None
+    from ckptkit.formats.common.recovering import salvaged  # reading does not pay for it
+
+    reasons: dict[str, str] = {}
+    try:
+        checkpoint = parse(probe.source, reasons)
+    except CkptkitError as error:
+        raise CorruptError(
+            f"the pickles before its tensors are not whole: {error.message}",
+            hint="fetch it again from where it came from",
+        ) from error
+    return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
+
+
+def _key(storage: Storage) -> str:
+    return storage.record.key if isinstance(storage.record, _LegacyRecord) else ""
+
+
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """Five, one after the other; what follows are the bytes of storages."""
+    if not matches(probe):
+        return None
+    return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
+
+
+FORMAT = Format(
+    name="torch-legacy",
+    title="torch.save before 1.6: a stream of pickles and storages",
+    matches=matches,
+    read=read,
+    rewrite_as="torch-zip",
+    salvage=salvage,
+    pickles=pickles,
+)

@@ -1,0 +1,210 @@
+"""torch.save since 1.6: a zip archive of stored records under one top folder.
+
+    <top>/data.pkl               pickle; persistent ids ('storage', class, key, location, numel)
+    <top>/data/<key>             the bytes of one storage
+    <top>/version                a number, 1 to 10 ("3\\n")
+    <top>/byteorder              "little" or "big"; little where it is missing
+    <top>/.format_version, .storage_alignment, .data/serialization_id        since about 2.7; not needed to read
+    <top>/.data/ckptkit.json     ours: :mod:`beside`
+
+<top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`; caffe2/serialize.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+
+from ckptkit.containers.zip_entries import REPLACED, shown
+from ckptkit.containers.zip_reader import ZipDirectory
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.tensor import Storage
+from ckptkit.formats.common import zip_extras
+from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
+from ckptkit.formats.torch_zip import extra_records
+from ckptkit.pickles.machine import Unpickled, unpickle
+from ckptkit.pickles.storages import StorageTable
+
+VERSIONS = range(1, 11)
+ALIGNMENTS = range(1, 1 << 16 | 1)
+_CONTROL_BYTES = 64  # what version and its like may have
+_READ_ONCE = 32 << 20  # bytes of a remote pickle that are kept, rather than read for its checksum and again
+_KNOWN = (
+    "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
+    ".data/serialization_id", extra_records.NAME,
+)  # fmt: skip
+
+
+def matches(probe: Probe) -> bool:
+    archive = probe.zip
+    if archive is None:
+        return False
+    return {name for name in ("data", "constants", "bytecode") if f"{archive.top}/{name}.pkl" in archive} == {"data"}
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The pickle and the places of the storages. Raises CorruptError, AmbiguousError, FormatError, UnsupportedError,
+    LimitError, and what the pickle machine raises."""
+    archive = probe.zip
+    assert archive is not None
+    return _read(Archive(archive))
+
+
+def _read(archive: Archive) -> Checkpoint:
+    warnings = archive.check()
+    tree = archive.unpickle("data")
+    warnings += [*archive.unverified(), *archive.unused(_KNOWN)]
+    source, metadata = archive.directory.source, _metadata(archive)
+    return Checkpoint(tree.root, FORMAT.name, source, metadata, tree.globals, (*tree.warnings, *warnings))
+
+
+def _metadata(archive: Archive) -> dict[str, str]:
+    """What another format kept beside the tree, and ckptkit in a record of its own."""
+    name = archive.folder + extra_records.NAME
+    return extra_records.read(archive.directory.read(name)) if name in archive.directory else {}
+
+
+class Archive:
+    """One archive being read: its control records, and pickles with their storages."""
+
+    def __init__(self, directory: ZipDirectory) -> None:
+        self.directory = directory
+        self.folder = directory.top + "/"
+        self.big_endian = False
+        self._unsummed = 0  # storages without a checksum
+        self._used: set[str] = set()
+
+    def check(self) -> list[str]:
+        """The control records, and that all records are in one folder; what is worth a warning.
+
+        Raises AmbiguousError, FormatError, UnsupportedError.
+        """
+        for name in self.directory.entries:
+            if not name.startswith(self.folder):
+                raise AmbiguousError(f"record {shown(name)} is outside the folder {shown(self.folder)}")
+        self._number(".format_version")
+        alignment = self._number(".storage_alignment")
+        if alignment is not None and alignment not in ALIGNMENTS:
+            raise FormatError(f"storages are aligned to {alignment:,} bytes, not 1 to {ALIGNMENTS[-1]:,}")
+        order = self._control("byteorder")
+        if order not in (None, b"little", b"big"):
+            raise FormatError(f"byteorder is {order!r}, neither little nor big")
+        self.big_endian = order == b"big"
+        return self._check_version()
+
+    def _check_version(self) -> list[str]:
+        versions = {self._number("version"), self._number(".data/version")} - {None}
+        if not versions:
+            return ["it has no version record: torch refuses it; a copy written by ckptkit has one"]
+        if len(versions) > 1:
+            raise AmbiguousError("the records version and .data/version contradict each other")
+        if not versions <= set(VERSIONS):
+            raise UnsupportedError(f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}")
+        return []
+
+    def _control(self, name: str) -> bytes | None:
+        """The whole of a small record, None if there is none."""
+        entry = self.directory.entries.get(self.folder + name)
+        if entry is None:
+            return None
+        if entry.size > _CONTROL_BYTES:
+            raise FormatError(f"record {name} has {entry.size:,} bytes, it should hold a word or a number")
+        return self.directory.read(self.folder + name)
+
+    def _number(self, name: str) -> int | None:
+        text = self._control(name)
+        if text is not None and not re.fullmatch(rb"[0-9]{1,9}\n?", text):
+            raise FormatError(f"record {name} is {text!r}, not a number")
+        return None if text is None else int(text)
+
+    def unpickle(self, name: str) -> Unpickled:
+        """The pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
+
+        Raises CorruptError, AmbiguousError, and what the pickle machine raises.
+        """
+        record = f"{self.folder}{name}.pkl"
+        if record not in self.directory:
+            raise CorruptError(f"there is no record {shown(record)}")
+        place = self.directory.locate(record)
+        if isinstance(place, Range) and not (place.source.remote and place.length <= _READ_ONCE):
+            self.directory.verify(record)
+        else:
+            data = self.directory.read(record)
+            place = Range(Memory(data, self.directory.source.name), 0, len(data))
+        stop = place.offset + place.length
+        storages = StorageTable(partial(self._open, f"{self.folder}{name}/"))
+        tree = unpickle(place.source, place.offset, stop, persistent_load=storages.load)
+        if tree.stop != stop:
+            raise AmbiguousError(f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended")
+        return tree
+
+    def _open(self, folder: str, key: str, nbytes: int, location: str) -> Storage:
+        name = folder + key
+        entry = self.directory.entries.get(name)
+        if entry is None:
+            raise CorruptError(f"storage {shown(key)} has no record {shown(name)}")
+        if entry.size != nbytes:
+            raise CorruptError(f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}")
+        return self.storage(name, location)
+
+    def storage(self, name: str, location: str) -> Storage:
+        """The bytes of the record `name`, which the caller knows to be there."""
+        self._used.add(name)
+        record, crc = self.directory.record(name)
+        self._unsummed += crc is None
+        return Storage(record, location, crc, self.big_endian)
+
+    def unverified(self) -> list[str]:
+        """A warning, if some of the storages that were opened have no checksum."""
+        if not self._unsummed:
+            return []
+        return [f"{self._unsummed:,} of its storages have no checksum: damage to them cannot be seen"]
+
+    def unused(self, known: Iterable[str]) -> list[str]:
+        """A warning, if there are records besides the storages that were opened and the `known` ones."""
+        used = self._used | {self.folder + name for name in known}
+        unused = [name for name in self.directory.entries if name not in used and not name.endswith(("/", *REPLACED))]
+        if not unused:
+            return []
+        some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
+        return [f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"]
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """One file with the whole tree and the storages that it refers to. See :mod:`zip_layout`."""
+    from ckptkit.formats.torch_zip import writer as zip_layout  # reading does not pay for writing
+
+    return zip_layout.layout(checkpoint, options)
+
+
+def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+    """See :mod:`zip_patch`."""
+    from ckptkit.formats.torch_zip import patching as zip_patch
+
+    return zip_patch.patch(before, after, options)
+
+
+def salvage(probe: Probe) -> Salvaged | None:
+    """See :mod:`zip_salvage`."""
+    from ckptkit.formats.torch_zip import recovering as zip_salvage
+
+    return zip_salvage.salvage(probe)
+
+
+FORMAT = Format(
+    name="torch-zip",
+    title="torch.save since 1.6: a zip archive",
+    matches=matches,
+    read=read,
+    suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
+    layout=layout,
+    everything="always",
+    salvage=salvage,
+    check=zip_extras.check,
+    patch=patch,
+    pickles=zip_extras.pickles,
+)

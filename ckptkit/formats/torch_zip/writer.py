@@ -1,0 +1,97 @@
+"""Lays a checkpoint out as a torch zip archive, as every torch since 1.6 reads it and 2.1 and later map it.
+
+<top> is ``archive``; data.pkl, byteorder, the storages in the order in which the pickle meets them, version, and a
+record of ours for what torch has no place for. No .format_version: with it torch computes where the storages are
+instead of looking them up. A storage keeps the checksum that its source had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptkit.containers.zip_writer import Member, lay_out
+from ckptkit.core.bytesource import Derived, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import UINT8, DType
+from ckptkit.core.errors import TensorError, UnsupportedError
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tensor import Storage, TypedStorage
+from ckptkit.core.tree import Node
+from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.torch_zip import extra_records
+from ckptkit.pickles.storages import storage_class
+from ckptkit.pickles.writer import write_pickle
+
+TOP = "archive"
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """One file with the whole tree and the storages that it refers to. Raises what the pickle writer raises, and
+    TensorError for a storage that torch could not read back."""
+    numbering = Numbering()
+    pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
+    big_endian = numbering.all_big_endian()
+    members = [
+        Member(f"{TOP}/data.pkl", pickled.data),
+        Member(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
+        *numbering.members(big_endian),
+        Member(f"{TOP}/version", b"3\n"),
+    ]
+    if (record := extra_records.write(checkpoint.metadata)) is not None:
+        members.append(Member(f"{TOP}/{extra_records.NAME}", record))
+    return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes)
+
+
+class Numbering:
+    """Gives storages their keys, in the order in which the pickle meets them."""
+
+    def __init__(self) -> None:
+        self.storages: list[Storage] = []
+        self.dtypes: list[DType | None] = []  # of each storage, as its persistent ids say; None: untyped
+        self._numbers: dict[int, int] = {}  # by id of the storage
+
+    def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
+        made = storage_class(typed.dtype)
+        storage = typed.storage
+        dtype = None if made is storage_class(None) else typed.dtype
+        number = self._number(storage, dtype)
+        numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
+        if rest:
+            raise TensorError(f"a storage of {storage.nbytes:,} bytes is no whole number of {dtype} elements")
+        if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
+            raise UnsupportedError("a part of a storage is a value of its own, which torch cannot save since 0.4")
+        return "storage", made, self.key(number), storage.device, numel
+
+    def key(self, number: int) -> str:
+        """What the record of a storage is called in its folder."""
+        return str(number)
+
+    def _number(self, storage: Storage, dtype: DType | None) -> int:
+        number = self._numbers.setdefault(id(storage), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+            self.dtypes.append(dtype)
+        elif self.dtypes[number] is not dtype:
+            if {self.dtypes[number], dtype} != {UINT8, None}:
+                raise TensorError(f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}")
+            self.dtypes[number] = None
+        return number
+
+    def _units(self) -> Iterator[tuple[Storage, int]]:
+        """Each storage with the bytes of the unit that byte order applies to: 1 for none, 0 for unknown."""
+        for storage, dtype in zip(self.storages, self.dtypes, strict=True):
+            yield storage, 1 if not storage.nbytes else 0 if dtype is None else dtype.component
+
+    def all_big_endian(self) -> bool:
+        """Whether all storages whose bytes have an order are big-endian: then they stay so."""
+        return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
+
+    def members(self, big_endian: bool) -> Iterator[Member]:
+        for number, (storage, unit) in enumerate(self._units()):
+            extent = storage.record.locate()
+            crc = storage.crc32 if isinstance(extent, Range) else None
+            if storage.big_endian and not big_endian and unit != 1:
+                if not unit:
+                    raise UnsupportedError("big-endian bytes of an unknown element type, among little-endian ones")
+                extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
+            yield Member(f"{TOP}/data/{self.key(number)}", extent, crc)

@@ -1,0 +1,91 @@
+"""Plain values survive as JSON, types and signs of zero included."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.containers import strict_json
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tree import Global, Object
+from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["$float", "$dict", "$", ""])
+INTEGERS = st.integers(-(10**19) + 1, 10**19 - 1)
+SCALARS = st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | TEXTS
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(SCALARS, inner) | st.dictionaries(TEXTS, inner)
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_there_and_back(value: Any) -> None:
+    assert is_plain(value)
+    text = dump(encode(value))
+    assert repr(decode(strict_json.parse(text.encode(), "it"))) == repr(value)
+
+
+def test_what_json_has_is_itself() -> None:
+    value = {"lr": 0.1, "steps": [1, None, True, "é"], "": {}}
+    assert dump(encode(value)) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def test_what_json_lacks() -> None:
+    assert encode(math.nan) == {"$float": "nan"}
+    assert encode((1, -math.inf)) == {"$tuple": [1, {"$float": "-inf"}]}
+    assert encode({1: "a"}) == {"$dict": [[1, "a"]]}
+    assert encode({"$a": 1}) == {"$dict": [["$a", 1]]}
+
+
+def test_scalars_of_numpy_are_scalars() -> None:
+    scalar = Object(Global("numpy", "float64"))
+    scalar.value = 0.5
+    assert is_plain([scalar]) and encode([scalar]) == [0.5]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**19, -(10**19), b"", 1j, {1}, "\udc80", {"\udc80": 1}, {(1,): 2}, {b"k": 1}, Global("os", "system")],
+)
+def test_what_is_not_plain(value: object) -> None:
+    assert not is_plain(value)
+    assert not is_plain({"inside": [value]})
+
+
+def test_numbers_that_python_will_not_spell_are_not_plain() -> None:
+    assert not is_plain(10**5000)
+
+
+def test_depth_and_size() -> None:
+    value: object = 1
+    for _ in range(32):
+        value = (value,)
+    assert is_plain(value) and not is_plain([value])
+    assert is_plain("x" * 100, room=101) and not is_plain("x" * 101, room=101)
+    assert not is_plain({"x" * 101: 1}, room=101)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$float": 1},
+        {"$float": []},
+        {"$tuple": {}},
+        {"$dict": [[1]]},
+        {"$dict": [[[1], 2]]},
+        {"$x": 1},
+        {"$tuple": [], "a": 1},
+    ],
+)
+def test_what_nobody_wrote(value: object) -> None:
+    with pytest.raises(FormatError):
+        decode(value)

@@ -1,0 +1,144 @@
+"""Copies of programs: the plain state_dict, and a word about what stays behind. The program itself is never touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptkit
+from ckptkit.convert import convert
+from ckptkit.core.errors import UsageError
+from ckptkit.transforms.structure import extract
+from tests.conftest import Run
+from tests.formats.torchscript.scripts import QUIET, by_torch, constants_by_torch, export, module_of, quantized, script
+from tests.test_imports import spied
+
+pytestmark = QUIET
+BEHIND = "left out: the program, and what it has besides its state_dict"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return script(net(), tmp_path / "net.pt")
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Path:
+    torch.jit.save(torch.jit.freeze(torch.jit.script(net())), tmp_path / "frozen.pt")
+    return tmp_path / "frozen.pt"
+
+
+def check(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(want)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def test_a_copy_is_a_plain_state_dict(program: Path, tmp_path: Path) -> None:
+    """Which today's torch takes as it is, and into a model of the same class."""
+    before = program.read_bytes()
+    done = convert(program, tmp_path / "out.pth")
+    check(load(tmp_path / "out.pth"), by_torch(program))
+    assert done.plan.notes == (BEHIND,)
+    net().load_state_dict(load(tmp_path / "out.pth"))
+    assert program.read_bytes() == before
+    assert not any(tensor.requires_grad for tensor in load(tmp_path / "out.pth").values())
+
+
+def test_safetensors(program: Path, tmp_path: Path) -> None:
+    done = convert(program, tmp_path / "out.safetensors")
+    stored = load_file(tmp_path / "out.safetensors")
+    want = by_torch(program)
+    check({name: stored[name] for name in want}, want)
+    assert BEHIND in done.plan.notes
+
+
+def test_remap_and_add_module(program: Path, tmp_path: Path) -> None:
+    ckptkit.save(ckptkit.remap(ckptkit.open(program), "cuda:1"), tmp_path / "away.pth")
+    assert {each.device for each in ckptkit.open(tmp_path / "away.pth").weights.values()} == {"cuda:1"}
+    ckptkit.save(ckptkit.add_prefix(ckptkit.open(program)), tmp_path / "added.pth")
+    check(load(tmp_path / "added.pth"), {f"module.{name}": each for name, each in by_torch(program).items()})
+
+
+def test_frozen(frozen: Path, tmp_path: Path) -> None:
+    want = constants_by_torch(frozen)
+    convert(frozen, tmp_path / "out.pth")
+    got = load(tmp_path / "out.pth")
+    check({name: got[name] for name in want}, want)
+
+
+def test_wrapped_and_extracted(program: Path, frozen: Path, tmp_path: Path) -> None:
+    for path in (program, frozen):
+        checkpoint = ckptkit.wrap(ckptkit.open(path), "model")
+        ckptkit.save(
+            checkpoint,
+            tmp_path / "wrapped.pth",
+        )
+        got = load(tmp_path / "wrapped.pth")
+        assert list(got) == ["model"] and list(got["model"]) == list(checkpoint.weights)
+        (tmp_path / "wrapped.pth").unlink()
+    ckptkit.save(extract(ckptkit.open(frozen), "CONSTANTS"), tmp_path / "constants.pth")
+    assert set(constants_by_torch(frozen)) <= set(load(tmp_path / "constants.pth"))
+
+
+def test_packed_weights_are_named(tmp_path: Path) -> None:
+    path = script(quantized(), tmp_path / "net.pt")
+    done = convert(path, tmp_path / "out.pth")
+    assert list(load(tmp_path / "out.pth")) == list(by_torch(path))
+    assert any("2 packed quantized tensors" in note and "--dequantize" in note for note in done.plan.notes)
+
+
+def test_exported(tmp_path: Path) -> None:
+    """Its constants are tensors like others, and stay."""
+    path = export(module_of({"a.weight": torch.ones(2), "b": torch.zeros(3)}), tmp_path / "net.pt2")
+    done = convert(path, tmp_path / "out.pth")
+    check(load(tmp_path / "out.pth")["state_dict"], dict(torch.export.load(path).state_dict))
+    assert done.plan.notes == ("left out: the program",)
+
+
+def test_not_in_place(program: Path) -> None:
+    before = program.read_bytes()
+    with pytest.raises(UsageError, match="is a program"):
+        convert(program, None, lambda ck: ckptkit.add_prefix(ck), in_place=True)
+    assert program.read_bytes() == before
+
+
+def test_nothing_to_write(tmp_path: Path) -> None:
+    path = script(nn.ReLU(), tmp_path / "net.pt")
+    convert(path, tmp_path / "out.pth")
+    assert load(tmp_path / "out.pth") == {}
+
+
+def test_commands(run: Run, tmp_path: Path) -> None:
+    """inspect names what helps, and that does."""
+    path = script(quantized(), tmp_path / "net.pt")
+    seen = json.loads(run("inspect", "--json", "--digest", path).stdout)["files"][0]
+    assert (seen["format"], seen["weights"]) == ("torchscript", "")
+    assert [each["name"] for each in seen["tensors"] if each["name"]] == list(by_torch(path))
+    assert {"path": "_modules.fc.out_features", "type": "int", "value": 2} in [
+        {key: each[key] for key in ("path", "type", "value")} for each in seen["values"]
+    ]
+    hint = next(line for line in run("inspect", path).stdout.splitlines() if "--dequantize" in line)
+    assert run(*hint.partition("ckptkit ")[2].split()).code == 0
+    assert {"conv.weight", "fc.bias"} <= set(load(tmp_path / "net-float.pt"))
+
+
+def test_without_torch(program: Path, tmp_path: Path) -> None:
+    """Neither reading nor copying imports it, and nothing unpickles."""
+    commands: list[list[str | Path]] = [["inspect", "--json", program], ["convert", program, "out.pth"]]
+    for report in spied(tmp_path, *commands):
+        assert report == {"code": 0, "heavy": [], "unpicklers": 0}

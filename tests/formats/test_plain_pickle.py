@@ -1,0 +1,117 @@
+"""Pickles that are no torch files."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
+from ckptkit.core.tree import Global
+from ckptkit.formats import plain_pickle, torch_legacy
+from ckptkit.formats.format import Probe
+from ckptkit.formats.plain_pickle import FORMAT
+from tests.conftest import Corpus
+from tests.pickles.making import emit, same, to_python
+from tests.pickles.test_ndarray import array_of, tensor_of
+
+VALUES: list[Any] = [
+    {"a": [1, 2.5, "é"]},
+    [1],
+    (1, 2),
+    (),
+    "text",
+    5,
+    -1,
+    2**40,
+    None,
+    1.5,
+    {"k": {1, 2}},
+    b"\xff",
+    True,
+    [],
+    {},
+]
+
+
+def probe(data: bytes) -> Probe:
+    return Probe(Memory(data, "x.pkl"))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_plain_values(value: Any, protocol: int) -> None:
+    data = pickle.dumps(value, protocol)
+    if len(data) < 2 or (protocol == 1 and value == ()):
+        return  # nothing to know it by
+    assert FORMAT.matches(probe(data))
+    assert same(to_python(FORMAT.read(probe(data)).root), value)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_weights_of_numpy(protocol: int, tmp_path: Path) -> None:
+    state = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "fc.bias": np.zeros(3)}
+    path = tmp_path / "weights.pkl"
+    path.write_bytes(pickle.dumps(state, protocol))
+    checkpoint = FORMAT.read(Probe(LocalFile(path)))
+    assert {name: tensor.shape for name, tensor in checkpoint.weights.items()} == {"fc.weight": (2, 3), "fc.bias": (3,)}
+    for name, array in state.items():
+        assert array_of(tensor_of(checkpoint.root[name])).tolist() == array.tolist()
+    assert checkpoint.format == "pickle"
+
+
+def test_names_are_listed() -> None:
+    assert FORMAT.read(probe(b"\x80\x02cos\nsystem\n.")).globals == (Global("os", "system"),)
+
+
+@pytest.mark.parametrize("tail", [b"N.", b"\n", b"\0" * 100, pickle.dumps(1)])
+def test_PK_13_what_follows(tail: bytes) -> None:
+    with pytest.raises(AmbiguousError, match=f"{len(tail)} bytes follow"):
+        FORMAT.read(probe(pickle.dumps({"a": 1}, 2) + tail))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b".", b"hello world.", b"(not a pickle.", b"{}", b"[1, 2]", b"{\"a\": 1}.", b"c.",
+        b"PK\x03\x04", b"\x80\x06N.",
+        b"\x80\x01N.", b"I5\nN.", b"]N.", b"c\xff\n\n.", b"import os\n.", b"Lorem ipsum dolor sit amet.", b"\x93NUMPY",
+    ],
+)  # fmt: skip
+def test_what_is_none_is_not_mine(data: bytes) -> None:
+    assert not FORMAT.matches(probe(data))
+
+
+def test_text_that_is_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(["a"] * 50, 0)
+    assert FORMAT.matches(probe(data))
+    monkeypatch.setattr(plain_pickle, "TEXT_LIMIT", len(data) - 1)
+    assert not FORMAT.matches(probe(data))
+
+
+def test_a_cut_file_is_an_error_with_advice() -> None:
+    data = pickle.dumps({"a": [1, 2, 3]}, 2)
+    for length in range(2, len(data)):
+        with pytest.raises(FormatError) as caught:
+            FORMAT.read(probe(data[:length]))
+        assert caught.value.hint
+    assert isinstance(caught.value, TruncatedError)
+
+
+def test_persistent_ids_are_refused() -> None:
+    with pytest.raises(CkptkitError, match="persistent"):
+        FORMAT.read(probe(b"\x80\x02K\x01Q."))
+
+
+def test_a_real_array_saved_by_torch(corpus: Corpus) -> None:
+    """torch.save of a numpy array, before 1.6: a legacy stream without storages, its fourth pickle."""
+    path = corpus / "allennlp__2019-06_elmo_es_align.pth"
+    checkpoint = torch_legacy.FORMAT.read(Probe(LocalFile(path)))
+    array = array_of(tensor_of(checkpoint.root))
+    again = pickle.loads(emit(checkpoint.root).data, encoding="latin1")
+    assert again.tobytes() == array.tobytes()
+    assert again.shape == array.shape

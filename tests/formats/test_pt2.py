@@ -1,0 +1,177 @@
+"""torch.export.save: the weights of its archives, of today's and of those before torch 2.8."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.formats import pt2
+from ckptkit.formats.format import Probe
+from tests.formats.conformance import check_equal, elements, elements_of
+from tests.formats.torchscript.scripts import rezipped
+
+WEIGHTS = "data/weights/model_weights_config.json"
+
+
+class Program(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self.plain = torch.arange(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc(x * self.scale + self.hidden + self.plain)
+        return out
+
+
+@pytest.fixture(scope="module")
+def program() -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    return torch.export.export(Program().eval(), (torch.zeros(1, 3),))
+
+
+@pytest.fixture
+def path(program: torch.export.ExportedProgram, tmp_path: Path) -> Path:
+    torch.export.save(program, tmp_path / "made.pt2")
+    return tmp_path / "made.pt2"
+
+
+def read(data: bytes | Path) -> Checkpoint:
+    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pt2"))
+    assert pt2.FORMAT.matches(probe)
+    return pt2.FORMAT.read(probe)
+
+
+def detached(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def test_weights_and_constants(path: Path) -> None:
+    checkpoint = read(path)
+    loaded = torch.export.load(path)
+    check_equal(checkpoint.weights, detached(loaded.state_dict))
+    check_equal(checkpoint.root["constants"], detached(loaded.constants))
+    assert set(loaded.constants) == {"hidden", "plain"} and not checkpoint.warnings
+    kinds = {name: (tensor.kind, tensor.requires_grad) for name, tensor in checkpoint.weights.items()}
+    assert kinds["fc.weight"] == ("parameter", True) and kinds["scale"] == ("tensor", False)
+
+
+def edited(path: Path, edit: Callable[[dict[str, Any]], None]) -> bytes:
+    """The archive with another configuration of its weights."""
+
+    def apply(name: str, data: bytes) -> bytes:
+        if name != WEIGHTS:
+            return data
+        said = json.loads(data)
+        edit(said["config"])
+        return json.dumps(said).encode()
+
+    return rezipped(path, apply)
+
+
+def change(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    def apply(said: dict[str, Any]) -> None:
+        for key in place[:-1]:
+            said = said[key]
+        said[place[-1]] = to
+
+    return apply
+
+
+def test_devices_and_what_is_pickled(path: Path) -> None:
+    def edit(config: dict[str, Any]) -> None:
+        config["fc.bias"]["tensor_meta"]["device"] = {"type": "cuda", "index": 1}
+        config["scale"]["use_pickle"] = True
+
+    checkpoint = read(edited(path, edit))
+    assert checkpoint.weights["fc.bias"].device == "cuda:1" and "scale" not in checkpoint.weights
+    assert any("pickled: 'scale'" in each for each in checkpoint.warnings)
+
+
+META = ("fc.weight", "tensor_meta")
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "said"),
+    [
+        (change("fc.weight", to=[]), FormatError, "no 'path_name'"),
+        (change("fc.weight", "path_name", to="weight_9"), CorruptError, "no record 'made/data/weights/weight_9'"),
+        (change("fc.weight", "path_name", to="../../byteorder"), CorruptError, "no record"),
+        (change(*META, to=None), FormatError, "no 'tensor_meta'"),
+        (change(*META, "dtype", to=99), UnsupportedError, "dtype or a layout"),
+        (change(*META, "layout", to=1), UnsupportedError, "dtype or a layout"),
+        (change(*META, "sizes", to=[{"as_expr": "s0"}, {"as_int": 3}]), FormatError, "no 'as_int'"),
+        (change(*META, "sizes", to=[{"as_int": 400}, {"as_int": 3}]), TensorError, "storage of 48"),
+        (change(*META, "storage_offset", to={"as_int": -1}), TensorError, "non-negative"),
+        (change(*META, "device", to="cpu"), FormatError, "no 'device'"),
+    ],
+)
+def test_refused(path: Path, edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        read(edited(path, edit))
+
+
+def test_other_archives_of_the_kind(path: Path) -> None:
+    """Compiled models have no weights of their own; of other formats nothing is known."""
+    for name, data in (("archive_format", b"pt3"), ("models/model.json", None)):
+        with pytest.raises(UnsupportedError):
+            read(rezipped(path, lambda each, old, name=name, data=data: data if each == name else old))
+
+
+def test_several_models(path: Path) -> None:
+    made = io.BytesIO(rezipped(path, lambda name, data: data))
+    with zipfile.ZipFile(made, "a") as file:
+        file.writestr("made/models/second.json", b"{}")
+        file.writestr("made/data/weights/second_weights_config.json", file.read(f"made/{WEIGHTS}"))
+    root = read(made.getvalue()).root
+    assert list(root) == ["model", "second"] and list(root["second"]["state_dict"]) == list(root["model"]["state_dict"])
+    assert root["second"]["state_dict"]["scale"].storage is root["model"]["state_dict"]["scale"].storage
+
+
+def before(program: torch.export.ExportedProgram) -> bytes:
+    """What torch 2.1 to 2.7 wrote."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as file:
+        file.writestr("serialized_exported_program.json", b"{}")
+        for name, value in (("state_dict", program.state_dict), ("constants", program.constants)):
+            inner = io.BytesIO()
+            torch.save(value, inner)
+            file.writestr(f"serialized_{name}.pt", inner.getvalue())
+        file.writestr("version", b"8.2")
+    return made.getvalue()
+
+
+def test_before_2_8(program: torch.export.ExportedProgram) -> None:
+    checkpoint = read(before(program))
+    assert list(checkpoint.weights) == list(program.state_dict)
+    for name, tensor in program.state_dict.items():
+        assert elements_of(checkpoint.weights[name]) == elements(tensor.detach())
+    assert set(checkpoint.root["constants"]) == {"hidden", "plain"}
+
+
+def test_before_2_8_refused(program: torch.export.ExportedProgram, tmp_path: Path) -> None:
+    old = tmp_path / "old.pt2"
+    old.write_bytes(before(program))
+    with zipfile.ZipFile(old) as file:
+        names = file.namelist()
+    for content, error in ((None, UnsupportedError), (b"nonsense", FormatError)):
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as file:
+            for name in names:
+                if content is not None or not name.endswith(".pt"):
+                    file.writestr(name, content or b"{}")
+        with pytest.raises(error):
+            read(made.getvalue())

@@ -1,0 +1,488 @@
+"""Legacy streams against torch, and streams written by hand: old, odd and hostile ones."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit.compute import stream
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TensorError,
+    TruncatedError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Global, Object, OrderedDict, walk
+from ckptkit.core.weights import as_tensor
+from ckptkit.formats import torch_legacy
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch_legacy import FORMAT, MAGIC_NUMBER
+from ckptkit.pickles.storages import storage_class
+from ckptkit.pickles.writer import write_pickle
+from tests.conftest import Corpus
+from tests.pickles.making import Written, saved
+from tests.pickles.test_writer import MULTIPLE, TENSORS, agree
+
+Tagger = Callable[..., AbstractContextManager[None]]
+
+
+def read(path: Path) -> Checkpoint:
+    probe = Probe(LocalFile(path))
+    assert FORMAT.matches(probe)
+    return FORMAT.read(probe)
+
+
+def read_bytes(data: bytes, folder: Path) -> Checkpoint:
+    path = folder / "legacy.pt"
+    path.write_bytes(data)
+    return read(path)
+
+
+def legacy_saved(value: Any, folder: Path, **options: Any) -> Path:
+    path = folder / "saved.pt"
+    path.write_bytes(saved(value, _use_new_zipfile_serialization=False, **options))
+    return path
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The bytes of the storage."""
+    assert tensor.storage is not None
+    return b"".join(stream(tensor.storage.record.locate()))
+
+
+LEGACY_DTYPES = [row.name for row in TABLE if row.storage and row.kind != "quantized"]
+UNTYPED = [row.name for row in TABLE if not row.storage and row.bits >= 8 and hasattr(torch, row.name)]
+UNTYPED = [name for name in UNTYPED if not name.startswith(("int", "uint")) or name in ("uint16", "uint32", "uint64")]
+TYPED = [case for case in (*TENSORS, *MULTIPLE) if case not in UNTYPED and "float8" not in case]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("case", TYPED)
+def test_what_torch_saved_is_what_torch_loads(case: str, protocol: int, tmp_path: Path) -> None:
+    path = legacy_saved({**TENSORS, **MULTIPLE}[case](), tmp_path, pickle_protocol=protocol)
+    expected = torch.load(path, weights_only=False)
+    checkpoint = read(path)
+    assert checkpoint.warnings == ()
+    assert agree(Written(checkpoint.root, tmp_path / "written.pt").load(), expected)
+
+
+@pytest.mark.parametrize("dtype", LEGACY_DTYPES)
+def test_every_dtype_it_can_hold(dtype: str, tmp_path: Path) -> None:
+    value = torch.arange(48, dtype=torch.uint8).view(getattr(torch, dtype))
+    path = legacy_saved([value, value[1:]], tmp_path)
+    root = read(path).root
+    expected = torch.load(path, weights_only=True)
+    for tensor, loaded in zip(root, expected, strict=True):
+        assert (f"torch.{tensor.dtype}", tensor.shape, tensor.offset) == (
+            str(loaded.dtype),
+            loaded.shape,
+            loaded.storage_offset(),
+        )
+        assert tensor_bytes(tensor) == bytes(loaded.untyped_storage().tolist())
+    assert root[0].storage is root[1].storage
+
+
+@pytest.mark.parametrize("dtype", UNTYPED)
+def test_types_that_torch_writes_and_cannot_read(dtype: str, tmp_path: Path) -> None:
+    value = torch.arange(48, dtype=torch.uint8).view(getattr(torch, dtype))
+    path = legacy_saved({"x": value}, tmp_path)
+    with pytest.raises(Exception):  # noqa: B017 - whatever torch fails with
+        torch.load(path, weights_only=True)
+    tensor = read(path).root["x"]
+    assert (tensor.dtype.name, tensor_bytes(tensor)) == (dtype, bytes(range(48)))
+    rescued = Written({"x": tensor}, tmp_path / "written.pt").load()["x"]
+    assert rescued.dtype is value.dtype
+    assert rescued.view(torch.uint8).tolist() == list(range(48))
+
+
+def test_tags_of_a_gpu(tmp_path: Path, simulated_cuda: Tagger) -> None:
+    with simulated_cuda(1):
+        path = legacy_saved(MULTIPLE["tied"](), tmp_path)
+    root = read(path).root
+    assert {tensor.device for tensor in root.values()} == {"cuda:1"}
+    assert len({id(tensor.storage) for tensor in root.values()}) == 1
+    expected = torch.load(path, weights_only=True, map_location="cpu")
+    assert agree(Written(root, tmp_path / "written.pt").load(map_location="cpu"), expected)
+
+
+def test_nothing_of_the_storages_is_read(tmp_path: Path) -> None:
+    path = legacy_saved({"x": torch.zeros(1 << 20)}, tmp_path)
+    source = LocalFile(path)
+    ranges = []
+    original = source.read
+    source.read = lambda offset, length: ranges.append(length) or original(offset, length)  # type: ignore[method-assign,func-returns-value]
+    FORMAT.read(Probe(source))
+    assert sum(ranges) <= 5 << 20
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_source_of_pickled_modules_is_shown_and_left_out(tmp_path: Path) -> None:
+    path = legacy_saved(Net(), tmp_path)
+    checkpoint = read(path)
+    assert "class Net(torch.nn.Module)" in checkpoint.metadata[f"module_source:{__name__}.Net"]
+    assert any("source code of" in warning for warning in checkpoint.warnings)
+    assert list(checkpoint.weights) == ["fc.weight", "fc.bias"]
+    expected = torch.load(path, weights_only=False)
+    assert agree(
+        Written(checkpoint.root, tmp_path / "new.pt").load(weights_only=False).state_dict(), expected.state_dict()
+    )
+
+
+# By hand
+
+
+SYSTEM = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+MAGIC = pickle.dumps(MAGIC_NUMBER, 2)
+
+
+def pid(
+    key: bytes = b"7", numel: int = 4, view: bytes = b"N", kind: bytes = b"Float", location: bytes = b"cpu"
+) -> bytes:
+    return b"(Vstorage\nctorch\n%bStorage\nV%b\nV%b\nL%dL\n%btQ" % (kind, key, location, numel, view)
+
+
+def tensor(storage: bytes, offset: int = 0, size: int = 4, stride: int = 1) -> bytes:
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(%bI%d\n(I%d\nt(I%d\ntI00\nccollections\nOrderedDict\n)RtR" % (
+        storage, offset, size, stride,
+    )  # fmt: skip
+
+
+DATA = struct.pack("<4f", 0, 1, 2, 3)
+
+
+def legacy(
+    tree: bytes, keys: Any = ("7",), storages: list[tuple[int, bytes]] | None = None, system: Any = SYSTEM,
+    version: Any = 1001, magic: bytes = MAGIC, tail: bytes = b"",
+) -> bytes:  # fmt: skip
+    parts = [magic, pickle.dumps(version, 2), pickle.dumps(system, 2), b"\x80\x02" + tree + b"."]
+    parts.append(keys if isinstance(keys, bytes) else pickle.dumps(list(keys), 2))
+    parts += [struct.pack("<q", numel) + data for numel, data in ([(4, DATA)] if storages is None else storages)]
+    return b"".join(parts) + tail
+
+
+GOOD = legacy(tensor(pid()))
+
+
+def test_the_streams_of_these_tests_are_good(tmp_path: Path) -> None:
+    root = read_bytes(GOOD, tmp_path).root
+    assert tensor_bytes(root) == DATA
+    assert torch.load(tmp_path / "legacy.pt", weights_only=False).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_the_magic_number_in_every_protocol(protocol: int, tmp_path: Path) -> None:
+    read_bytes(legacy(tensor(pid()), magic=pickle.dumps(MAGIC_NUMBER, protocol)), tmp_path)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 4), (1, 3), (2, 4), (2, 2)])
+def test_views_of_storages(start: int, stop: int, tmp_path: Path) -> None:
+    """Of torch 0.1 to 0.3: the offset of the tensor counts from where the view begins."""
+    view = b"(V99\nI%d\nI%d\nt" % (start, stop - start)
+    data = legacy(b"(" + tensor(pid(view=view), 0, stop - start) + tensor(pid()) + b"t")
+    root = read_bytes(data, tmp_path).root
+    expected = torch.load(tmp_path / "legacy.pt", weights_only=False)
+    assert expected[0].tolist() == [float(i) for i in range(start, stop)]
+    assert (root[0].offset, root[0].shape) == (start, (stop - start,))
+    assert root[0].storage is root[1].storage
+    loaded = Written(root, tmp_path / "new.pt").load()
+    assert [each.tolist() for each in loaded] == [each.tolist() for each in expected]
+
+
+def test_python_2(tmp_path: Path) -> None:
+    """Strings are byte strings, sizes are longs, an OrderedDict has a list of pairs."""
+    text = {each: b"U%c" % len(each) + each for each in (b"storage", b"7", b"cpu", b"a.b", b"\xe9", b"x")}
+    storage = b"(" + text[b"storage"] + b"ctorch\nFloatStorage\n" + text[b"7"] + text[b"cpu"] + b"\x8a\x01\x04NtQ"
+    made = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + b"K\x00\x8a\x01\x04\x85\x8a\x01\x01\x85\x89ccollections\nOrderedDict\n]\x85RtR"
+    )
+    tree = b"ccollections\nOrderedDict\n](](" + text[b"a.b"] + made + b"e](" + text[b"x"] + text[b"\xe9"] + b"ee\x85R"
+    keys = b"\x80\x02](" + text[b"7"] + b"e."
+    data = legacy(tree, keys, magic=b"\x80\x02" + MAGIC[2:])
+    root = read_bytes(data, tmp_path).root
+    assert isinstance(root, OrderedDict)
+    assert list(root) == ["a.b", "x"]
+    assert (root["a.b"].shape, str(root["x"])) == ((4,), "é")
+    expected = torch.load(tmp_path / "legacy.pt", weights_only=False, encoding="latin1")
+    assert expected["a.b"].tolist() == [0, 1, 2, 3]
+    loaded = Written(root, tmp_path / "new.pt").load(weights_only=False, encoding="latin1")
+    assert (loaded["a.b"].tolist(), loaded["x"]) == ([0, 1, 2, 3], expected["x"])
+
+
+def test_parameters_of_old_versions(tmp_path: Path) -> None:
+    state = b"ctorch.nn.parameter\nParameter\n" + tensor(pid()) + b"\x85R(I01\nI00\nNtb"
+    data = legacy(state)
+    root = read_bytes(data, tmp_path).root
+    found = as_tensor(root)
+    assert found is not None
+    assert (found.kind, found.requires_grad, found.shape) == ("parameter", True, (4,))
+
+
+@pytest.mark.parametrize(
+    "text", [b"Vclass A: pass\n", b"U\x03\xe9 a", b"T" + struct.pack("<i", 70_000) + b"#" * 70_000, b"N"],
+    ids=["text", "python2", "long", "none"],
+)  # fmt: skip
+def test_module_source_ids(text: bytes, tmp_path: Path) -> None:
+    tree = b"(Vmodule\ncmine\nNet\nV/home/net.py\n" + text + b"tQ)\x81}Vweight\n" + tensor(pid()) + b"sb"
+    checkpoint = read_bytes(legacy(tree), tmp_path)
+    assert isinstance(checkpoint.root, Object)
+    assert checkpoint.root.callable == Global("mine", "Net")
+    source = checkpoint.metadata["module_source:mine.Net"]
+    assert {b"V": "class A: pass", b"U": "é a", b"T": "#" * 70_000, b"N": ""}[text[:1]] == source
+
+
+@pytest.mark.parametrize(
+    "odd", [b"(Vmodule\nN" + b"NNtQ", b"(Vmodule\ncm\nf\nNN" + b"\x85" * 50_000 + b"tQ", b"(Vmodule\ncm\nf\nN]tQ"]
+)
+def test_module_source_ids_that_are_none(odd: bytes, tmp_path: Path) -> None:
+    with pytest.raises(FormatError):
+        read_bytes(legacy(odd), tmp_path)
+
+
+def test_LG_01_a_magic_number_that_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    for made in (
+        b"\x80\x02c__builtin__\neval\nV" + str(MAGIC_NUMBER).encode() + b"\n\x85R.",
+        pickle.dumps(MAGIC_NUMBER + 1, 2),
+    ):
+        path.write_bytes(GOOD.replace(MAGIC, made))
+        assert not FORMAT.matches(Probe(LocalFile(path)))
+
+
+PAYLOAD = b"\x80\x02cos\nsystem\n(Vtouch canary\ntR."
+
+
+@pytest.mark.parametrize("slot", range(5))
+def test_LG_02_each_pickle_may_be_hostile(slot: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = [
+        MAGIC,
+        pickle.dumps(1001, 2),
+        pickle.dumps(SYSTEM, 2),
+        b"\x80\x02" + tensor(pid()) + b".",
+        pickle.dumps(["7"], 2),
+    ]
+    parts[slot] = PAYLOAD
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"".join(parts) + struct.pack("<q", 4) + DATA)
+    probe = Probe(LocalFile(path))
+    assert FORMAT.matches(probe) == (slot != 0)
+    if slot:
+        with pytest.raises((FormatError, UnsupportedError, UnsafeGlobalError, CorruptError)):
+            write_pickle(FORMAT.read(probe).root, lambda typed: ())
+    assert not (tmp_path / "canary").exists()
+
+
+def test_LG_02_names_in_all_pickles_are_listed(tmp_path: Path) -> None:
+    tree = b"\x80\x02}V\x78\ncos\nsystem\ns."
+    data = legacy(tensor(pid())).replace(pickle.dumps(SYSTEM, 2), tree)
+    assert Global("os", "system") in read_bytes(data, tmp_path).globals
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ([], CorruptError), (["7", "7"], AmbiguousError), (["7", "8"], CorruptError), (["8"], CorruptError),
+        (pickle.dumps({"7": 1}, 2), FormatError), (pickle.dumps(("7",), 2), FormatError),
+        (pickle.dumps([7], 2), FormatError),
+        (pickle.dumps("7", 2), FormatError), (pickle.dumps([["7"]], 2), FormatError), (b"\x80\x02]Vx\na", FormatError),
+    ],
+)  # fmt: skip
+def test_LG_03_D_36_D_37_D_38_D_42_lists_of_keys(keys: Any, error: type[CkptkitError], tmp_path: Path) -> None:
+    with pytest.raises(error):
+        read_bytes(legacy(tensor(pid()), keys), tmp_path)
+
+
+@pytest.mark.parametrize("numel", [-1, 0, 3, 5, 2**62, -(2**63)])
+def test_LG_04_D_39_sizes_that_contradict(numel: int, tmp_path: Path) -> None:
+    with pytest.raises(CorruptError):
+        read_bytes(legacy(tensor(pid()), storages=[(numel, DATA)]), tmp_path)
+
+
+def test_LG_05_cut_anywhere(tmp_path: Path) -> None:
+    for length in range(len(MAGIC), len(GOOD)):
+        with pytest.raises((FormatError, UnsupportedError)) as caught:
+            read_bytes(GOOD[:length], tmp_path)
+        if length > len(GOOD) - 24:
+            assert isinstance(caught.value, TruncatedError)
+            assert "'7'" in str(caught.value)
+
+
+def test_LG_05_every_bit_flipped(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    for position in range(len(MAGIC), len(GOOD) - 16):
+        for bit in range(8):
+            flipped = bytearray(GOOD)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            try:
+                root = FORMAT.read(Probe(LocalFile(path))).root
+                sum(1 for _ in walk(root))
+                write_pickle(root, lambda typed: ("storage", storage_class(typed.dtype), "0", typed.storage.device, 1))
+            except CkptkitError:
+                pass
+
+
+@pytest.mark.parametrize("numel", [2**40, 2**63, 10**300])
+def test_LG_06_a_huge_storage_in_a_small_file(numel: int, tmp_path: Path) -> None:
+    with pytest.raises(TruncatedError):
+        read_bytes(legacy(tensor(pid(numel=numel)), storages=[(min(numel, 2**62), DATA)]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [b"(V99\nI2\nI4\nt", b"(V99\nI-1\nI2\nt", b"(V99\nI0\nI-1\nt", b"(V99\nI5\nI0\nt", b"(V99\nL%dL\nI1\nt" % 2**70],
+)
+def test_LG_07_D_41_views_that_leave_their_storage(view: bytes, tmp_path: Path) -> None:
+    with pytest.raises(TensorError):
+        read_bytes(legacy(tensor(pid(view=view), 0, 1)), tmp_path)
+
+
+def test_LG_07_a_tensor_that_leaves_its_view(tmp_path: Path) -> None:
+    with pytest.raises(TensorError, match="view"):
+        read_bytes(legacy(tensor(pid(view=b"(V99\nI1\nI2\nt"), 0, 3)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "view", [b"K\x01", b"(V99\nI1\nt", b"(I9\nI0\nI1\nt", b"(V99\nI0\nI1\nI1\nt", b"(V99\nNNt", b"]"]
+)
+def test_LG_07_views_that_are_none(view: bytes, tmp_path: Path) -> None:
+    with pytest.raises((FormatError, TensorError)):
+        read_bytes(legacy(tensor(pid(view=view))), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        tensor(pid(view=b"(V7\nI1\nI2\nt"), 0, 1),  # its own root: torch gives the whole
+        b"(" + tensor(pid(view=b"(V9\nI0\nI1\nt"), 0, 1) + tensor(pid(view=b"(V9\nI1\nI1\nt"), 0, 1) + b"t",
+        b"(" + tensor(pid(view=b"(V8\nI0\nI4\nt")) + tensor(pid(key=b"8")) + b"t",
+    ],
+)
+def test_LG_07_views_that_are_described_in_two_ways(tree: bytes, tmp_path: Path) -> None:
+    with pytest.raises(AmbiguousError):
+        read_bytes(legacy(tree), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [pid(numel=2), pid(kind=b"Int"), pid(kind=b"Double", numel=2), pid(location=b"cuda:0"), pid(kind=b"Int", numel=2)],
+)
+def test_D_05_D_06_a_storage_in_two_ways(other: bytes, tmp_path: Path) -> None:
+    with pytest.raises(AmbiguousError):
+        read_bytes(legacy(b"(" + tensor(pid()) + tensor(other, 0, 1) + b"t"), tmp_path)
+
+
+def test_LG_08_D_40_bytes_after_the_end(tmp_path: Path) -> None:
+    checkpoint = read_bytes(GOOD + b"\0" * 80, tmp_path)
+    assert any("80 bytes after" in warning for warning in checkpoint.warnings)
+
+
+@pytest.mark.parametrize("version", [1002, 0, -1, "1001", None, 1001.0, True, [1001]])
+def test_LG_09_other_versions(version: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="1001"):
+        read_bytes(legacy(tensor(pid()), version=version), tmp_path)
+
+
+@pytest.mark.parametrize("system", [None, 5, [], "x"])
+def test_LG_09_no_system(system: Any, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="third pickle"):
+        read_bytes(legacy(tensor(pid()), system=system), tmp_path)
+
+
+def test_D_43_a_big_endian_machine_wrote_little_endian_data(tmp_path: Path) -> None:
+    checkpoint = read_bytes(legacy(tensor(pid()), system={**SYSTEM, "little_endian": False}), tmp_path)
+    assert tensor_bytes(checkpoint.root) == DATA
+    assert torch.load(tmp_path / "legacy.pt", weights_only=False).tolist() == [0, 1, 2, 3]
+    assert any("big-endian" in warning for warning in checkpoint.warnings)
+
+
+def test_D_08_numbers_below_zero(tmp_path: Path) -> None:
+    for made in (
+        tensor(pid(), -1),
+        tensor(pid(), 0, -1),
+        tensor(pid(), 0, 2, -1),
+        tensor(pid(), 1, 4),
+        tensor(pid(), 0, 5),
+    ):
+        with pytest.raises(TensorError):
+            read_bytes(legacy(made), tmp_path)
+
+
+def test_D_09_D_10_expanded_and_empty_tensors(tmp_path: Path) -> None:
+    root = read_bytes(legacy(tensor(pid(), 0, 2**40, 0)), tmp_path).root
+    assert (root.numel, root.storage.nbytes) == (2**40, 16)
+    assert read_bytes(legacy(tensor(pid(), 2**40, 0, 1)), tmp_path).root.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "head", [b"PK\x03\x04", b"\x89PNG", b"<html>", b"version https://git-lfs", b"\x1f\x8b", b"", b"\x80\x02"]
+)
+def test_LG_10_other_files_are_not_mine(head: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(head + bytes(100))
+    assert not torch_legacy.matches(Probe(LocalFile(path)))
+
+
+# Real files
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PerceptualSimilarity__v0.1_alex.pth", "pytorch_resnet_cifar10__resnet20.th", "facenet-pytorch__pnet.pt",
+        "allennlp__2017-08_srl_best_gpu.th", "allennlp__2018-10_training_state_epoch_39.th",
+        "cgcnn__formation-energy-per-atom.pth.tar",
+    ],
+)  # fmt: skip
+def test_real_files_are_read_as_torch_reads_them(name: str, corpus: Corpus, tmp_path: Path) -> None:
+    path = corpus / name
+    expected = torch.load(path, weights_only=True, map_location="cpu")
+    checkpoint = read(path)
+    loaded = Written(checkpoint.root, tmp_path / "new.pt").load(map_location="cpu")
+    assert agree(loaded, expected)
+    tensors = [node for _, node in walk(checkpoint.root) if isinstance(node, Tensor)]
+    assert tensors
+
+
+def test_a_real_module_by_walking_its_bytes(corpus: Corpus) -> None:
+    """The storages of the file, found by the standard library's disassembler and a walk over what follows."""
+    path = corpus / "pytorch-vdsr__2018-03_model_epoch_50.pth"
+    checkpoint = read(path)
+    assert len(checkpoint.weights) == 20
+    data = path.read_bytes()
+    with path.open("rb") as file:
+        pickles = [list(pickletools.genops(file)) for _ in range(5)]
+        at = file.tell()
+    keys = [argument for opcode, argument, _ in pickles[4] if opcode.name == "SHORT_BINSTRING"]
+    payloads = []
+    for _ in keys:
+        (numel,) = struct.unpack_from("<q", data, at)
+        payloads.append(data[at + 8 : at + 8 + 4 * numel])
+        at += 8 + 4 * numel
+    assert at == len(data)
+    assert sorted(map(tensor_bytes, checkpoint.weights.values())) == sorted(payloads)
+    assert any("source code" in warning for warning in checkpoint.warnings)

@@ -1,0 +1,94 @@
+"""Checkpoints put together by hand, opcode by opcode, and read and written without the rest of ckptkit."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.plan import Plan
+from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.torch_zip.reader import FORMAT
+from tests.containers.zips import Member, build, execute
+
+FLOATS = struct.pack("<4f", 0, 1, 2, 3)
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
+def sizes(*values: int) -> bytes:
+    return b"(" + b"".join(map(number, values)) + b"t"
+
+
+def storage(made: str = "torch\nFloatStorage", key: bytes = text("0"), numel: int = 4, location: str = "cpu") -> bytes:
+    return b"(" + text("storage") + b"c" + made.encode() + b"\n" + key + text(location) + number(numel) + b"tQ"
+
+
+def tensor(of: bytes, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0) -> bytes:
+    rest = number(offset) + sizes(*shape) + sizes(*stride) + b"\x89ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + of + rest + b"tR"
+
+
+def untyped(shape: tuple[int, ...] = (8,), dtype: str = "uint16") -> bytes:
+    rest = number(0) + sizes(*shape) + sizes(1) + b"\x89ccollections\nOrderedDict\n)Rctorch\n" + dtype.encode() + b"\n"
+    return b"ctorch._utils\n_rebuild_tensor_v3\n(" + storage("torch.storage\nUntypedStorage", numel=16) + rest + b"tR"
+
+
+def pickle_of(*values: bytes) -> bytes:
+    """{"a": first, "b": second...}."""
+    return b"\x80\x02}(" + b"".join(text(chr(97 + i)) + value for i, value in enumerate(values)) + b"u."
+
+
+def archive(
+    pickle: bytes, *more: Member, records: dict[str, bytes] | None = None, version: bytes | None = b"3\n"
+) -> bytes:
+    members = [Member("a/data.pkl", pickle)]
+    members += [
+        Member(f"a/{name}", data) for name, data in ({"data/0": FLOATS} if records is None else records).items()
+    ]
+    members += [Member("a/version", version)] if version is not None else []
+    return build(*members, *more)
+
+
+def read(data: bytes | Path) -> Checkpoint:
+    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pth"))
+    assert FORMAT.matches(probe)
+    return FORMAT.read(probe)
+
+
+def by_torch(data: bytes, tmp_path: Path, **options: Any) -> Any:
+    (tmp_path / "made.pth").write_bytes(data)
+    return torch.load(tmp_path / "made.pth", weights_only=True, **options)
+
+
+def saved(value: Any, path: Path) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def write(checkpoint: Checkpoint, path: Path) -> Path:
+    return execute(laid_out(checkpoint).files[0].segments, path)
+
+
+def laid_out(checkpoint: Checkpoint) -> Plan:
+    assert FORMAT.layout is not None
+    plan = FORMAT.layout(checkpoint, WriteOptions())
+    assert [file.name for file in plan.files] == [""]
+    return plan
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return [leaf for key, each in items for leaf in leaves(each, (*path, key))]

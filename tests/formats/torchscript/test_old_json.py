@@ -1,0 +1,168 @@
+"""TorchScript of torch 1.0 to 1.2, by hand after caffe2/proto/torch.proto: no torch since 2.0 writes or reads it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckptkit.compute import stream
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitError, TensorError, UnsupportedError
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torchscript import reader as torchscript
+from ckptkit.transforms.quantized import dequantize
+from tests.containers.zips import Member, build
+
+FLOATS = struct.pack("<6f", *range(6))
+LONGS = struct.pack("<q", 7)
+
+
+def tensor(key: str = "tensors/0", dims: tuple[int, ...] = (2, 3), kind: str = "FLOAT", **more: Any) -> dict[str, Any]:
+    strides = [1] * len(dims)
+    for at in range(len(dims) - 1, 0, -1):
+        strides[at - 1] = strides[at] * dims[at]
+    said = {"dims": list(map(str, dims)), "strides": list(map(str, strides)), "dataType": kind, "device": "cpu"}
+    return said | {"offset": "0", "requiresGrad": kind == "FLOAT", "data": {"key": key}} | more
+
+
+def model() -> dict[str, Any]:
+    """A module with a submodule, a tied parameter, a transposed view, attributes and a constant."""
+    fc = {
+        "name": "fc",
+        "parameters": [{"name": "weight", "tensorId": "0", "isBuffer": False}, {"name": "tied", "tensorId": "0"}],
+        "torchscriptArena": {"key": "code/fc.py"},
+    }
+    main = {
+        "name": "Net",
+        "optimize": True,
+        "submodules": [fc],
+        "parameters": [{"isBuffer": True, "tensorId": "1", "name": "count"}, {"tensorId": "2", "name": "view"}],
+        "attributes": [
+            {"type": "int", "name": "rate", "id": "0"},
+            {"type": "Optional[int]", "name": "missing", "id": "-1"},
+            {"type": "Tensor", "name": "count", "id": "1"},
+        ],
+    }
+    view = tensor(dims=(3, 2), strides=["1", "3"])
+    tensors = [tensor(), tensor("tensors/1", (), "INT64", device="cuda:1"), view, tensor(dims=(2,), offset="4")]
+    return {"protoVersion": "3", "mainModule": main, "producerName": "pytorch", "tensors": tensors}
+
+
+def archive(said: Any, attributes: Any = (16000, None)) -> bytes:
+    records = {
+        "version": b"1\n",
+        "model.json": json.dumps(said).encode(),
+        "tensors/0": FLOATS,
+        "tensors/1": LONGS,
+        "code/fc.py": b"op_version_set = 0\n",
+        "attributes.pkl": pickle.dumps(attributes, 2),
+    }
+    return build(*(Member(f"made/{name}", data) for name, data in records.items()))
+
+
+def read(data: bytes) -> Checkpoint:
+    probe = Probe(Memory(data, "made.pt"))
+    assert torchscript.FORMAT.matches(probe)
+    return torchscript.FORMAT.read(probe)
+
+
+def test_weights_and_attributes() -> None:
+    checkpoint = read(archive(model()))
+    weights = checkpoint.weights
+    assert list(weights) == ["view", "count", "fc.weight", "fc.tied"]
+    assert weights["fc.weight"] is weights["fc.tied"] and weights["view"].storage is weights["fc.weight"].storage
+    assert (weights["view"].shape, weights["view"].stride) == ((3, 2), (1, 3))
+    assert [weights[name].dtype.name for name in weights] == ["float32", "int64", "float32", "float32"]
+    assert [weights[name].device for name in weights] == ["cpu", "cuda:1", "cpu", "cpu"]
+    assert [weights[name].requires_grad for name in weights] == [True, False, True, True]
+    storage = weights["count"].storage
+    assert storage is not None and isinstance(extent := storage.record.locate(), Range) and extent.read() == LONGS
+    state = checkpoint.root.state
+    assert (state["rate"], state["missing"]) == (16000, None) and "count" not in state
+    constants = state["CONSTANTS"]
+    assert list(constants) == ["c3"] and (constants["c3"].offset, constants["c3"].shape) == (4, (2,))
+    assert str(checkpoint.root.global_) == "__torch__.Net" and not checkpoint.warnings
+
+
+def test_before_there_were_attributes() -> None:
+    """And what has its default may be left out."""
+    said = {"mainModule": {"parameters": [{"name": "w"}]}, "tensors": [tensor()]}
+    data = build(*(Member(f"a/{n}", d) for n, d in (
+        ("version", b"1\n"), ("model.json", json.dumps(said).encode()), ("tensors/0", FLOATS),
+    )))  # fmt: skip
+    assert list(read(data).weights) == ["w"]
+
+
+@pytest.mark.parametrize("scale", [0.5, 2])
+def test_quantized(scale: float) -> None:
+    more = {"isQuantized": True, "scale": scale, "zeroPoint": "3", "requiresGrad": False}
+    said = {"mainModule": {"parameters": [{"name": "w"}]}, "tensors": [tensor("tensors/0", (24,), "UINT8", **more)]}
+    checkpoint = read(archive(said))
+    assert checkpoint.weights["w"].dtype.name == "quint8"
+    record = dequantize(checkpoint).weights["w"].storage
+    assert record is not None
+    floats = struct.unpack("<24f", b"".join(map(bytes, stream(record.record.locate()))))
+    assert floats == tuple((value - 3) * scale for value in FLOATS)
+
+
+def test_attributes_that_are_tensors() -> None:
+    said = model()
+    said["mainModule"]["attributes"] = [{"type": "Tensor", "name": "plain", "id": "0"}]
+    pickled = b"\x80\x02ctorch.jit._pickle\nbuild_tensor_from_id\nK\x03\x85R\x85."
+    data = archive(said).replace(pickle.dumps((16000, None), 2), b"")
+    members = {"version": b"1\n", "model.json": json.dumps(said).encode(), "tensors/0": FLOATS, "tensors/1": LONGS}
+    data = build(*(Member(f"a/{name}", each) for name, each in (members | {"attributes.pkl": pickled}).items()))
+    plain = read(data).root.state["plain"]
+    assert (plain.offset, plain.shape) == (4, (2,))
+
+
+def change(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    """Another value at a place in the model."""
+
+    def apply(said: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            said = said[key]
+        said[path[-1]] = to
+
+    return apply
+
+
+DEEP: dict[str, Any] = {"name": "m"}
+for _ in range(200):
+    DEEP = {"name": "m", "submodules": [DEEP]}
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "said"),
+    [
+        (change("mainModule", to=[]), FormatError, "no object 'mainModule'"),
+        (change("tensors", to={}), FormatError, "no list 'tensors'"),
+        (change("tensors", to=[3]), FormatError, "something other than objects"),
+        (change("tensors", 0, "dims", to=["x"]), FormatError, "where an integer must be"),
+        (change("tensors", 0, "dims", to=[2.0, 3]), FormatError, "where an integer must be"),
+        (change("tensors", 0, "dims", to=["-2", "-3"]), TensorError, "not all non-negative"),
+        (change("tensors", 0, "dims", to=["200", "3"]), TensorError, "storage of 24"),
+        (change("tensors", 0, "dataType", to="STRING"), UnsupportedError, "STRING"),
+        (change("tensors", 0, "isQuantized", to=True), UnsupportedError, "FLOAT"),
+        (change("tensors", 0, "offset", to="x"), FormatError, "where an integer must be"),
+        (change("tensors", 0, "data", "key", to="tensors/9"), CorruptError, "not there"),
+        (change("tensors", 0, "data", "key", to="../model.json"), CorruptError, "not there"),
+        (change("tensors", 2, "device", to="cuda:0"), CorruptError, "two devices"),
+        (change("mainModule", "parameters", 0, "tensorId", to="4"), CorruptError, "entry 4 of a table of 4"),
+        (change("mainModule", "parameters", 0, "tensorId", to="-1"), CorruptError, "entry -1"),
+        (change("mainModule", "parameters", 0, "name", to=3), FormatError, "no text 'name'"),
+        (change("mainModule", "attributes", 0, "id", to="2"), CorruptError, "entry 2 of a table of 2"),
+        (change("mainModule", "submodules", 0, to=DEEP), LimitError, "json_depth"),
+    ],
+)
+def test_refused(edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str) -> None:
+    broken = model()
+    edit(broken)
+    with pytest.raises(error, match=said):
+        read(archive(broken))

@@ -1,0 +1,334 @@
+"""TorchScript against torch.jit.load: the same weights, and every attribute, whoever saved the file and how."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.package import PackageExporter
+
+import ckptkit
+from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, LimitError, UnsupportedError
+from ckptkit.core.tree import Node, Object, join, walk
+from ckptkit.core.weights import as_tensor, module_state
+from ckptkit.formats.format import Probe
+from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.torchscript import reader as torchscript
+from tests.conftest import Corpus
+from tests.containers.zips import Member, build
+from tests.formats.conformance import check_equal, elements, elements_of
+from tests.formats.torchscript.scripts import QUIET, by_torch, constants_by_torch, quantized, rezipped, script
+
+pytestmark = QUIET
+EMPTY = b"\x80\x02)."  # a pickled tuple of nothing
+
+
+class Inner(nn.Module):
+    """Every kind of attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("not_kept", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.register_parameter("bias", None)
+        self.plain = torch.arange(4.0)
+        self.numbers = [1, 2, 3]
+        self.flags = [True, False]
+        self.rates = {"a": 1.5}
+        self.mixed = (1, "x", 2.5)
+        self.tensors = [torch.ones(2)]
+        self.place = torch.device("cpu")
+        self.late = nn.Parameter(torch.randn(2))
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.tied(x) @ self.weight + self.kept + self.plain[:3] + self.mixed[0]
+        return y + len(self.numbers) + len(self.flags) + self.rates["a"] + self.tensors[0][0]
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
+        self.maybe = torch.jit.Attribute(torch.ones(1), Optional[torch.Tensor])  # noqa: UP045
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.inner(x)) * 2
+
+
+def outer() -> nn.Module:
+    torch.manual_seed(0)
+    return Outer().eval()
+
+
+def read(data: bytes | Path) -> Checkpoint:
+    probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pt"))
+    assert torchscript.FORMAT.matches(probe) and not zip_archive.FORMAT.matches(probe)
+    return torchscript.FORMAT.read(probe)
+
+
+def tensors(root: Node) -> dict[str, Any]:
+    return {join(path): found for path, node in walk(root) if (found := as_tensor(node)) is not None}
+
+
+def attributes(checkpoint: Checkpoint, *path: str) -> dict[str, Node]:
+    node = checkpoint.root
+    for name in path:
+        node = node.state["_modules"][name]
+    return {name: value for name, value in node.state.items() if name not in ("_parameters", "_buffers", "_modules")}
+
+
+def test_scripted(tmp_path: Path) -> None:
+    path = script(outer(), tmp_path / "made.pt")
+    checkpoint = read(path)
+    check_equal(checkpoint.weights, by_torch(path))
+    assert checkpoint.format == "torchscript" and not checkpoint.warnings
+    assert checkpoint.selection is not None and checkpoint.selection.is_module
+    assert str(checkpoint.root.global_).endswith("Outer")
+    assert not {"inner.plain", "maybe", "inner.tensors.0"} & set(checkpoint.weights)
+    assert "inner.not_kept" in checkpoint.weights  # torch keeps it too
+
+
+def test_attributes_are_values(tmp_path: Path) -> None:
+    checkpoint = read(script(outer(), tmp_path / "made.pt"))
+    found = attributes(checkpoint, "inner")
+    assert {name: found[name] for name in ("training", "numbers", "flags", "rates", "mixed", "nothing")} == {
+        "training": False, "numbers": [1, 2, 3], "flags": [True, False], "rates": {"a": 1.5}, "mixed": (1, "x", 2.5),
+        "nothing": None,
+    }  # fmt: skip
+    assert elements_of(found["plain"]) == elements(torch.arange(4.0))
+    assert elements_of(found["tensors"][0]) == elements(torch.ones(2))
+
+
+def test_traced(tmp_path: Path) -> None:
+    """The constants that the tracer made, and example inputs without their bytes, which are not read."""
+    path = tmp_path / "made.pt"
+    torch.jit.save(torch.jit.trace(outer(), torch.zeros(2, 3)), path)
+    with zipfile.ZipFile(path) as file:
+        assert "made/traced_inputs.pkl" in file.namelist()
+    checkpoint = read(path)
+    check_equal(checkpoint.weights, by_torch(path))
+    constants = checkpoint.root.state["CONSTANTS"]
+    assert list(constants) == [f"c{number}" for number in range(len(constants))] and constants
+    for name, tensor in constants_by_torch(path).items():
+        assert elements_of(constants[name]) == elements(tensor)
+
+
+def test_frozen_weights_are_constants(tmp_path: Path) -> None:
+    path = tmp_path / "made.pt"
+    torch.jit.save(torch.jit.freeze(torch.jit.script(outer())), path)
+    assert by_torch(path) == {}
+    checkpoint = read(path)
+    assert module_state(checkpoint.root) == {} and checkpoint.key == "CONSTANTS"
+    assert any("frozen" in each for each in checkpoint.warnings)
+    want = constants_by_torch(path)
+    check_equal({name: checkpoint.weights[name] for name in want}, want)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_mobile(tmp_path: Path, frozen: bool) -> None:
+    """Whose storages have names of their own where there are constants."""
+    path = tmp_path / "made.ptl"
+    module = torch.jit.script(outer())
+    (torch.jit.freeze(module) if frozen else module)._save_for_lite_interpreter(str(path))
+    want = constants_by_torch(path) if frozen else by_torch(path)
+    weights = read(path).weights
+    check_equal({name: weights[name] for name in want}, want)
+
+
+def test_a_mobile_archive_without_code(tmp_path: Path) -> None:
+    path = tmp_path / "made.ptl"
+    torch.jit.script(outer())._save_for_lite_interpreter(str(path))
+    checkpoint = read(rezipped(path, lambda name, data: None if name.startswith("code/") else data))
+    assert set(by_torch(path)) < set(checkpoint.weights)
+    assert any("there is no code of __torch__." in each for each in checkpoint.warnings)
+
+
+def test_extra_files_are_metadata(tmp_path: Path) -> None:
+    """As long as they are text, and not more than a megabyte of it."""
+    texts = {"config.json": '{"rate": 16000}', "labels/all.txt": "häuser"}
+    extra = {**texts, "image.png": b"\xff\xd8", "long.txt": "x" * (2 << 20)}
+    checkpoint = read(script(nn.Linear(2, 2), tmp_path / "made.pt", _extra_files=extra))
+    assert checkpoint.metadata == {f"extra/{name}": text for name, text in texts.items()}
+    (warning,) = checkpoint.warnings
+    assert "image.png" in warning and "long.txt" in warning
+
+
+def test_the_whole_tree_loads(tmp_path: Path) -> None:
+    root = ckptkit.load(script(outer(), tmp_path / "made.pt"), whole=True)
+    inner = root.state["_modules"]["inner"].state
+    assert torch.equal(inner["plain"], torch.arange(4.0)) and inner["place"] == torch.device("cpu")
+
+
+def test_buffers_before_they_were_declared(tmp_path: Path) -> None:
+    """torch 1.5 and before took every tensor that is no parameter for a buffer. Today's torch loses them."""
+    path = script(outer(), tmp_path / "made.pt")
+
+    def old(name: str, data: bytes) -> bytes:
+        lines = data.split(b"\n") if name.endswith(".py") else [data]
+        return b"\n".join(line for line in lines if not line.startswith(b"  __buffers__"))
+
+    data = rezipped(path, old)
+    (tmp_path / "old.pt").write_bytes(data)
+    assert set(by_torch(tmp_path / "old.pt")) < set(by_torch(path))
+    assert {*read(data).weights} == {*by_torch(path), "inner.plain"}
+
+
+def test_quantized(tmp_path: Path) -> None:
+    """Weights that layers have packed are shown, and are no part of the state_dict, as with torch."""
+    module = quantized()
+    path = script(module, tmp_path / "made.pt")
+    checkpoint = read(path)
+    check_equal(checkpoint.weights, by_torch(path))
+    assert list(checkpoint.weights) == ["quant.scale", "quant.zero_point"]
+    found = {name: each for name, each in tensors(checkpoint.root).items() if each.dtype.kind == "quantized"}
+    want = {"_modules.conv.": module.conv.weight(), "_modules.fc.": module.fc.weight()}
+    assert len(found) == len(want)
+    for (name, ours), (place, tensor) in zip(found.items(), want.items(), strict=True):
+        assert name.startswith(place) and ours.dtype.name == "qint8" and ours.shape == tuple(tensor.shape)
+
+
+class Kept(nn.Module):
+    """Buffers of quantised types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.arange(6.0).reshape(2, 3)
+        for name in ("qint8", "quint8", "qint32"):
+            self.register_buffer(name, torch.quantize_per_tensor(base, 0.5, 3, getattr(torch, name)))
+        scales, zeros = torch.tensor([0.5, 0.25]), torch.tensor([0, 1])
+        self.register_buffer("channels", torch.quantize_per_channel(base, scales, zeros, 0, torch.qint8))
+
+
+def test_quantized_buffers(tmp_path: Path) -> None:
+    path = script(Kept(), tmp_path / "made.pt")
+    check_equal(read(path).weights, by_torch(path))
+
+
+class Stateful(nn.Module):
+    """Its own code makes its parameters of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.fc = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) + self.weight
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[torch.Tensor, bool]:
+        return self.weight, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[torch.Tensor, bool]) -> None:
+        self.training = state[1]
+
+
+def test_state_that_only_code_understands(tmp_path: Path) -> None:
+    """It is shown, and what it would become is not guessed."""
+    checkpoint = read(script(nn.Sequential(Stateful(), nn.Linear(2, 2)), tmp_path / "made.pt"))
+    assert list(checkpoint.weights) == ["1.weight", "1.bias"]
+    assert any("only its own code" in each and "Stateful" in each for each in checkpoint.warnings)
+    assert "_modules.0.state.0" in tensors(checkpoint.root)
+
+
+def test_load_gives_plain_tensors(tmp_path: Path) -> None:
+    path = script(outer(), tmp_path / "made.pt")
+    loaded = ckptkit.load(path)
+    assert list(loaded) == list(by_torch(path))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in by_torch(path).items())
+    assert loaded["inner.weight"].data_ptr() == loaded["inner.tied.weight"].data_ptr()
+    assert not any(tensor.requires_grad for tensor in loaded.values())
+
+
+# Files that are not as they should be
+
+
+@pytest.mark.parametrize("name", ["constants.pkl", "bytecode.pkl"])
+def test_ZP_21_one_name_decides(name: str) -> None:
+    data = build(Member("a/data.pkl", b"\x80\x02N."), Member(f"a/{name}", EMPTY), Member("a/version", b"3"))
+    with pytest.raises(FormatError, match="does not hold a module"):
+        read(data)
+
+
+@pytest.mark.parametrize("name", ["a/code/model.py", "a/x/constants.pkl", "a/data/constants.pkl", "a/model.json"])
+def test_D_30_other_names_do_not(name: str) -> None:
+    probe = Probe(Memory(build(Member("a/data.pkl", b"\x80\x02N."), Member("a/version", b"3"), Member(name, b"?"))))
+    assert not torchscript.FORMAT.matches(probe) and zip_archive.FORMAT.matches(probe)
+    assert any(name.rpartition("/")[2] in said for said in zip_archive.FORMAT.read(probe).warnings)
+
+
+def test_other_files_are_not_its_business() -> None:
+    for data in (b"", b"PK", b"\x80\x02N.", build(Member("a/0", b"")), build(Member("a/model.json", b"{}"))):
+        assert not torchscript.FORMAT.matches(Probe(Memory(data)))
+
+
+def made(state: bytes, code: bytes = b"", constants: bytes = EMPTY, made_by: bytes = b"__torch__\nM") -> bytes:
+    """An archive whose one object has this state."""
+    pickled = b"\x80\x02c" + made_by + b"\n)\x81" + state + b"b."
+    records = {"data.pkl": pickled, "code/__torch__.py": code, "constants.pkl": constants, "version": b"3"}
+    return build(*(Member(f"a/{name}", data) for name, data in records.items()))
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+MODULE = b"class M(Module):\n  __parameters__ = []\n  __buffers__ = []\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        (made(b"}" + text("_parameters") + b"}s", MODULE), AmbiguousError, "names that nn.Module has for its own"),
+        (made(b"}" + text("CONSTANTS") + b"K\1s", MODULE), AmbiguousError, "called CONSTANTS"),
+        (made(b"}", MODULE, b"\x80\x02]."), FormatError, "does not hold a tuple"),
+        (made(b"}b}", MODULE), FormatError, "not made as TorchScript makes it"),
+        (made(b"}", b"class M(Module):\n  __parameters__ = f()\n"), FormatError, "in a way that ckptkit does not know"),
+        (made(b"}", b"\xff"), FormatError, "not UTF-8"),
+        (made(b"}", MODULE, made_by=b"os\nsystem"), FormatError, "does not hold a module of TorchScript"),
+        (build(Member("a/constants.pkl", EMPTY), Member("a/version", b"3")), CorruptError, "no record 'a/data.pkl'"),
+        (build(Member("a/constants.pkl", EMPTY), Member("a/version", b"99")), UnsupportedError, "version 99"),
+    ],
+)  # fmt: skip
+def test_refused(data: bytes, error: type[CkptkitError], said: str) -> None:
+    with pytest.raises(error, match=said):
+        torchscript.FORMAT.read(Probe(Memory(data)))
+
+
+def test_constants_are_numbered() -> None:
+    checkpoint = read(made(b"}" + text("training") + b"\x89s", MODULE, pickle.dumps((1, "two"), 2)))
+    assert checkpoint.root.state["CONSTANTS"] == {"c0": 1, "c1": "two"} and checkpoint.key is None
+    assert isinstance(checkpoint.root, Object) and checkpoint.weights == {}
+
+
+def test_a_module_inside_itself() -> None:
+    with pytest.raises(LimitError, match="inside itself"):
+        read(made(b"q\0}" + text("again") + b"h\0s", MODULE))
+
+
+def test_packages_are_named(tmp_path: Path) -> None:
+    with PackageExporter(tmp_path / "made.pt") as file:
+        file.save_pickle("model", "model.pkl", {"a": torch.ones(2)})
+    with pytest.raises(UnsupportedError, match=r"torch\.package") as refused:
+        ckptkit.open(tmp_path / "made.pt")
+    assert "PackageImporter" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("name", ["DeepLog__traced_model.pt", "silero-vad__2021-02_model_micro.jit"])
+def test_corpus(corpus: Corpus, name: str) -> None:
+    path = corpus / name
+    check_equal(read(path).weights, by_torch(path))
