@@ -13,7 +13,7 @@ import yaml
 
 from ckptkit.formats import SUFFIXES
 from tests.conftest import ROOT, Run
-from tests.hostile_pickles import archive, call, pickle2, text
+from tests.scan.hostile_pickles import archive, call, pickle2, text
 
 FILE = ROOT / ".pre-commit-hooks.yaml"
 HOOKS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))

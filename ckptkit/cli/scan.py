@@ -12,8 +12,8 @@ from ckptkit.cli import render
 from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
-    from ckptkit.reports.scan import FileVerdict
-    from ckptkit.scanning import Failure
+    from ckptkit.scan.files import Failure
+    from ckptkit.scan.verdict import FileVerdict
 
 SCHEMA = "ckptkit.scan/1"
 FOUND = 1
@@ -47,8 +47,8 @@ def command(
              ckptkit scan --trust 'transformers.*' training_args.bin
     """
     from ckptkit.cli import scan_json, scan_sarif, scan_text
-    from ckptkit.reports.scan import counts
-    from ckptkit.scanning import scan_all
+    from ckptkit.scan.files import scan_all
+    from ckptkit.scan.verdict import counts
 
     if as_json and as_sarif:
         raise click.UsageError("--json and --sarif are two formats: choose one")
@@ -80,7 +80,7 @@ class Outcome:
 
     def watch(self, results: Iterable[FileVerdict | Failure]) -> Iterator[FileVerdict | Failure]:
         """The results as they come; what could not be read is said at once on standard error."""
-        from ckptkit.reports.scan import FileVerdict, counts
+        from ckptkit.scan.verdict import FileVerdict, counts
 
         for each in results:
             if isinstance(each, FileVerdict):
@@ -92,7 +92,7 @@ class Outcome:
             yield each
 
     def summary(self) -> str:
-        from ckptkit.reports.scan import LABELS, VERDICTS
+        from ckptkit.scan.verdict import LABELS, VERDICTS
 
         said = [f"{self.verdicts[each]:,} {LABELS[each]}" for each in reversed(VERDICTS) if self.verdicts[each]]
         said += [f"{self.failed:,} could not be read"] if self.failed else []

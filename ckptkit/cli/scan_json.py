@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.pickles.streams import Call
-from ckptkit.reports.scan import LABELS, FileVerdict, PickleVerdict
-from ckptkit.scanning import Failure
+from ckptkit.scan.files import Failure
+from ckptkit.scan.verdict import LABELS, FileVerdict, PickleVerdict
 
 
 def file(result: FileVerdict | Failure) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from urllib.parse import quote
 from ckptkit import __version__
 from ckptkit.cli.render import escape
 from ckptkit.remote.urls import is_url
-from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, Finding, findings
-from ckptkit.scanning import Failure
+from ckptkit.scan.files import Failure
+from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, Finding, findings
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 RULES = (CODE, UNKNOWN, CLASSES, HARMLESS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptkit.cli.render import escape, paint
-from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, PickleVerdict, unique
-from ckptkit.scanning import Failure
+from ckptkit.scan.files import Failure
+from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, PickleVerdict, unique
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
 SHOWN = 8  # names, calls and reasons of one pickle, pickles of one file

@@ -23,12 +23,12 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, Limit
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats import hidden
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch.trace import trace
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torchscript.code import _text
 from ckptkit.pickles.writer import write_pickle
+from ckptkit.scan import find as hidden
+from ckptkit.scan.trace import trace
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of, storage, tensor, text

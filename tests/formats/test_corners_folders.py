@@ -17,11 +17,11 @@ from ckptkit.convert import convert
 from ckptkit.core.bytesource import Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
-from ckptkit.formats import hidden
 from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.pickles.streams import Traced
+from ckptkit.scan import find as hidden
 from tests.formats.conformance import elements_of
 from tests.formats.dcp.making import DATA, Crafted, archive, save
 from tests.formats.deepspeed.making import Run, State

@@ -18,10 +18,10 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Path, join, walk
-from ckptkit.formats import hidden
 from ckptkit.formats.format import Part, Probe, WriteOptions
 from ckptkit.publish.copying import checksums, in_order
-from ckptkit.reports.scan import Trusted, judge_file
+from ckptkit.scan import find as hidden
+from ckptkit.scan.verdict import Trusted, judge_file
 from tests.formats.conformance import storage_bytes
 
 P = ParamSpec("P")

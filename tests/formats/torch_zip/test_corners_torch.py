@@ -27,8 +27,6 @@ from ckptkit.core.tree import Node
 from ckptkit.formats import torch_tar
 from ckptkit.formats.common.zip_pickles import pickles
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch.trace import LARGE, trace
-from ckptkit.formats.torch.trace_window import FIRST_WINDOW, WINDOW
 from ckptkit.formats.torch_legacy import FORMAT as LEGACY
 from ckptkit.formats.torch_zip import patching as zip_patch
 from ckptkit.formats.torch_zip.reader import FORMAT as ZIP
@@ -36,6 +34,8 @@ from ckptkit.formats.torch_zip.reader import salvage
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.plain_tensor import PlainTensors, _match
 from ckptkit.pickles.streams import Inner, PickleStream
+from ckptkit.scan.trace import LARGE, trace
+from ckptkit.scan.trace_window import FIRST_WINDOW, WINDOW
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch_zip.archives import FLOATS, archive, pickle_of, saved, storage, tensor, text

@@ -9,7 +9,7 @@ from warnings import catch_warnings, simplefilter
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats.torch.trace_window import Stop
+from ckptkit.scan.trace_window import Stop
 
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((

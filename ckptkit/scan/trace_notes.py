@@ -8,10 +8,10 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource, Memory
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats.torch.trace_signs import Sign, brief, looks_like_a_file
-from ckptkit.formats.torch.trace_window import Stop, Window
 from ckptkit.pickles import allowlist
 from ckptkit.pickles.streams import Nested
+from ckptkit.scan.trace_symbols import Sign, brief, looks_like_a_file
+from ckptkit.scan.trace_window import Stop, Window
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20

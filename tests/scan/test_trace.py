@@ -16,10 +16,10 @@ import pytest
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import Global
-from ckptkit.formats.torch.trace import trace
-from ckptkit.formats.torch.trace_signs import WEIGHTS_ONLY_OPCODES
 from ckptkit.pickles.streams import Trace
-from tests.hostile_pickles import CALLS, SYSTEM, TOUCH, UNCLEAR, call, name, pickle2, pickle4, raw, short, text
+from ckptkit.scan.trace import trace
+from ckptkit.scan.trace_symbols import WEIGHTS_ONLY_OPCODES
+from tests.scan.hostile_pickles import CALLS, SYSTEM, TOUCH, UNCLEAR, call, name, pickle2, pickle4, raw, short, text
 
 
 class Recorder(pickle._Unpickler):
@@ -100,7 +100,7 @@ def test_names_and_end_are_those_of_cpython(value: Any, protocol: int) -> None:
 
 
 def test_all_opcodes_are_known() -> None:
-    from ckptkit.formats.torch.trace import _TABLE
+    from ckptkit.scan.trace import _TABLE
 
     assert {entry[0] for entry in _TABLE if entry} == {each.name for each in pickletools.opcodes}
 

@@ -15,9 +15,9 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
-from ckptkit.formats import hidden
 from ckptkit.remote import urls
-from ckptkit.reports.scan import FileVerdict, Trusted, judge_file
+from ckptkit.scan import find as hidden
+from ckptkit.scan.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
 MANY = 16  # files from which on worker processes are worth their start

@@ -18,11 +18,12 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, InputError, UnsafeGlobalError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.formats import hidden, hidden_tar
 from ckptkit.formats.common.dropped import refuse_objects
 from ckptkit.formats.common.recovering import salvaged
 from ckptkit.formats.format import Loss
 from ckptkit.pickles.streams import Inner, Remark, Traced
+from ckptkit.scan import find as hidden
+from ckptkit.scan import find_tar as hidden_tar
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch_zip.archives import pickle_of

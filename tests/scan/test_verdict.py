@@ -19,19 +19,19 @@ import pytest
 import torch
 
 from ckptkit.core.limits import LIMITS
-from ckptkit.reports.scan import CLASSES, CODE, HARMLESS, NONE, SAFE, UNKNOWN, FileVerdict, counts, findings
-from ckptkit.scanning import Failure, scan, scan_all
+from ckptkit.scan.files import Failure, scan, scan_all
+from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, NONE, SAFE, UNKNOWN, FileVerdict, counts, findings
 from tests.conftest import ENVIRONMENT, Corpus
 from tests.containers.zips import Member, build
-from tests.hostile_pickles import CASES, EVIL, PLAIN, archive, call, legacy, name, pickle2, pickle4, raw, text
 from tests.matrix import FOLDER
+from tests.scan.hostile_pickles import CASES, EVIL, PLAIN, archive, call, legacy, name, pickle2, pickle4, raw, text
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
 
 # Scans all cases in a process that is watched: nothing of them may be imported, opened for writing, or run.
 WATCHED = """
 import sys, os
-from ckptkit.scanning import scan
+from ckptkit.scan.files import scan
 from ckptkit.cli import scan_json
 folder = sys.argv[1]
 paths = sorted(os.path.join(folder, name) for name in os.listdir(folder))
@@ -193,7 +193,7 @@ def test_a_file_that_our_reader_refuses_cannot_be_told(tmp_path: Path) -> None:
 def test_bombs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gzip
 
-    monkeypatch.setattr("ckptkit.formats.hidden.LIMITS", replace(LIMITS, record_bytes=1 << 16, scan_depth=3))
+    monkeypatch.setattr("ckptkit.scan.find.LIMITS", replace(LIMITS, record_bytes=1 << 16, scan_depth=3))
     assert verdict(tmp_path, gzip.compress(bytes(1 << 20)), ".gz") == UNKNOWN
     data = EVIL
     for _ in range(5):

@@ -17,12 +17,12 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats.torch.trace_notes import Notes
-from ckptkit.formats.torch.trace_signs import HOOKS, WEIGHTS_ONLY_OPCODES, Sign, class_of, hook_of, number, text_of
-from ckptkit.formats.torch.trace_window import Stop
 from ckptkit.pickles import allowlist
 from ckptkit.pickles.machine import collector_paused
 from ckptkit.pickles.streams import Call, Trace
+from ckptkit.scan.trace_notes import Notes
+from ckptkit.scan.trace_symbols import HOOKS, WEIGHTS_ONLY_OPCODES, Sign, class_of, hook_of, number, text_of
+from ckptkit.scan.trace_window import Stop
 
 LARGE = 1 << 16  # byte strings from this length on are not read
 
