@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.text import Text
 
+from ckptkit.analysis.shares import OPTIMIZER, Branch
+from ckptkit.analysis.slices import show
 from ckptkit.browser.contents import Contents, Listed, Values
 from ckptkit.core.text import escape, plural, shape, size
 from ckptkit.reports.doctor.cause import ERROR, WARNING, Cause
-from ckptkit.reports.shares import OPTIMIZER, Branch
-from ckptkit.reports.slices import show
 
 LISTED = 200
 LONG = 200

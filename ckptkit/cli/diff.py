@@ -10,7 +10,7 @@ from ckptkit.cli import options, render
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.reports.diff import Diff, Renamed
+    from ckptkit.analysis.diff import Diff, Renamed
 
 SCHEMA = "ckptkit.diff/1"
 DIFFERENT = 1
@@ -83,8 +83,8 @@ def _compare(
     key: str | None,
     key_b: str | None,
 ) -> Diff:
+    from ckptkit.analysis.diff import against, compare
     from ckptkit.convert import open_checkpoint
-    from ckptkit.reports.diff import against, compare
 
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
+from ckptkit.analysis.diff import Diff, Kind, Renamed, Silent
 from ckptkit.cli.fold_pairs import fold_pairs
 from ckptkit.cli.render import escape, is_terminal, labelled, plural, shape, table
 from ckptkit.core.fold import Item, fold
-from ckptkit.reports.diff import Diff, Kind, Renamed, Silent
 
 
 def lines(found: Diff) -> Iterator[str]:

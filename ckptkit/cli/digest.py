@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.checking.digests import Digests, Matches
+    from ckptkit.analysis.digests import Digests, Matches
 
 SCHEMA = "ckptkit.digest/1"
 DIFFERENT = 1
@@ -74,7 +74,7 @@ def _each(
     files: Sequence[str], key: str | None, everything: bool, matches: Matches | None, failures: list[CkptkitError]
 ) -> Iterator[tuple[str, str, Digests]]:
     """Path, format and digests of each file. One file alone raises what is wrong, of several the others go on."""
-    from ckptkit.checking.digests import digest
+    from ckptkit.analysis.digests import digest
     from ckptkit.cli.progress import Progress
     from ckptkit.convert import open_checkpoint
 
@@ -98,7 +98,7 @@ def _each(
 
 def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
     """The manifest, its first line with the path where that is asked for."""
-    from ckptkit.reports import manifest
+    from ckptkit.analysis import manifest
 
     first, *others = manifest.lines(digests.ids, render.escape)
     yield first if path is None else render.escape(f"{first}  {path}")
@@ -117,7 +117,7 @@ def _write(digests: Digests, path: str, force: bool) -> None:
 
 
 def _compare(path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool) -> int:
-    from ckptkit.checking.digests import differences, read_manifest
+    from ckptkit.analysis.digests import differences, read_manifest
     from ckptkit.cli.verify import said
 
     known = read_manifest(expected)
@@ -134,7 +134,7 @@ def _compare(path: str, digests: Digests, expected: str, matches: Matches | None
 
 
 def _comparison(ids: Mapping[str, str], known: Mapping[str, str], matches: Matches | None) -> dict[str, Any]:
-    from ckptkit.reports.manifest import compare
+    from ckptkit.analysis.manifest import compare
 
     found = compare(ids, {name: id for name, id in known.items() if matches is None or matches(name)})
     return {"equal": not any(found), **{name: list(names) for name, names in found._asdict().items()}}
@@ -142,7 +142,7 @@ def _comparison(ids: Mapping[str, str], known: Mapping[str, str], matches: Match
 
 def _facts(path: str, format: str, digests: Digests) -> dict[str, Any]:
     """FILE of the schema, its list of tensors as an iterator."""
-    from ckptkit.reports.values import number
+    from ckptkit.analysis.values import number
 
     return {
         "path": path,

@@ -14,8 +14,8 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.summary import Row, Summary
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.reports.summary import Row, Summary
 
 SCHEMA = "ckptkit.inspect/1"
 T = TypeVar("T")
@@ -103,8 +103,8 @@ def _readable(
 
 
 def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
+    from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_json
-    from ckptkit.reports.summary import summarize
 
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
@@ -112,17 +112,17 @@ def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
 
 
 def _digests(rows: list[Row]) -> list[str | None]:
+    from ckptkit.analysis.tensor_digest import sha256_each
     from ckptkit.cli.progress import Progress
-    from ckptkit.reports.digest import sha256_each
 
     with Progress("digest", sum(row.nbytes for row in rows)) as progress:
         return list(sha256_each(((row.place, row.tensor) for row in rows), progress))
 
 
 def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
+    from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
     from ckptkit.reports.advice import advise
-    from ckptkit.reports.summary import summarize
 
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
@@ -137,8 +137,8 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
 
 
 def _tree(checkpoint: Checkpoint, summary: Summary, rows: list[Row], want: Wanted) -> Iterator[str]:
+    from ckptkit.analysis.shares import shares
     from ckptkit.cli.tree_text import tree
-    from ckptkit.reports.shares import shares
 
     found = shares(summary, checkpoint.root)
     if not want.globs:

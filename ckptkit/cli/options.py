@@ -164,7 +164,7 @@ def _tensors(checkpoint: Checkpoint) -> int:
             return len(checkpoint.selection.nodes)
     except AmbiguousError:
         pass
-    from ckptkit.reports.summary import summarize
+    from ckptkit.analysis.summary import summarize
 
     return summarize(checkpoint).totals.tensors
 

@@ -9,8 +9,8 @@ from ckptkit.cli import render
 from ckptkit.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.slices import Picks
     from ckptkit.core.tensor import Tensor
-    from ckptkit.reports.slices import Picks
 
 
 def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, force: bool) -> None:
@@ -20,9 +20,9 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("--png draws with matplotlib", hint="pip install matplotlib") from error
+    from ckptkit.analysis.slices import show
     from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish.write import publish
-    from ckptkit.reports.slices import show
 
     drawn = [(title, *_plane(tensor, picks, most)) for title, tensor, picks in pictures]
     if not all(values.size for _, _, values in drawn):
@@ -41,7 +41,7 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
 
 def _plane(tensor: Tensor, picks: Picks, most: int) -> tuple[Picks, Any]:
     from ckptkit import compute
-    from ckptkit.reports.slices import plane, select, spread
+    from ckptkit.analysis.slices import plane, select, spread
 
     chosen = plane(spread(picks, most), most, most)
     values = compute.numbers(select(tensor, chosen))

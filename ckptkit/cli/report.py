@@ -94,8 +94,8 @@ def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
 
 
 def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
+    from ckptkit.analysis.diff import compare
     from ckptkit.pages import facts, report
-    from ckptkit.reports.diff import compare
 
     seen = _seen(found, values)
     diff = None
@@ -110,7 +110,7 @@ def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
 
     if not values:
         return list(map(look, found))
-    from ckptkit.reports.summary import summarize
+    from ckptkit.analysis.summary import summarize
 
     total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
     with Progress("reading", total) as progress:
@@ -118,9 +118,9 @@ def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
 
 
 def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> tuple[bytes, int]:
+    from ckptkit.analysis.shares import grown, shares
+    from ckptkit.analysis.summary import summarize
     from ckptkit.pages import drawing
-    from ckptkit.reports.shares import grown, shares
-    from ckptkit.reports.summary import summarize
 
     summary = summarize(checkpoint)
     tree = grown(shares(summary, checkpoint.root))

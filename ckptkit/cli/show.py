@@ -14,9 +14,9 @@ from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.slices import Picks
     from ckptkit.compute import Tally
     from ckptkit.core.tensor import Tensor
-    from ckptkit.reports.slices import Picks
 
 SCHEMA = "ckptkit.show/1"
 ROWS = 12
@@ -37,14 +37,14 @@ class Shown(NamedTuple):
 
     @property
     def part(self) -> Tensor:
-        from ckptkit.reports.slices import select
+        from ckptkit.analysis.slices import select
 
         return select(self.tensor, self.picks)
 
     def corner(self, rows: int, columns: int) -> tuple[Picks, list[list[Any]]]:
         """The indices of a table of it, and its cells."""
         from ckptkit import compute
-        from ckptkit.reports.slices import plane, select
+        from ckptkit.analysis.slices import plane, select
 
         picks = plane(self.picks, rows, columns)
         cells = compute.numbers(select(self.tensor, picks))
@@ -109,9 +109,9 @@ def command(
 
 
 def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None) -> Shown:
+    from ckptkit.analysis.slices import parse
+    from ckptkit.analysis.summary import summarize
     from ckptkit.convert import open_checkpoint
-    from ckptkit.reports.slices import parse
-    from ckptkit.reports.summary import summarize
 
     checkpoint = stack.enter_context(closing(open_checkpoint(file, key=key)))
     rows = summarize(checkpoint).rows
@@ -132,7 +132,7 @@ def _instead(name: str, rows: list[Any]) -> str | None:
 
 def _grids(shown: list[Shown], rows: int, columns: int | None) -> Iterator[str]:
     """A heading for each, and one table for all, side by side."""
-    from ckptkit.reports.slices import show
+    from ckptkit.analysis.slices import show
 
     columns = _columns(len(shown)) if columns is None else columns
     corners = [each.corner(rows, columns) for each in shown]
@@ -191,8 +191,8 @@ def _cell(value: Any) -> str:
 
 def _heat(shown: list[Shown]) -> Iterator[str]:
     """Each plane as characters, scaled from its smallest number to its largest."""
+    from ckptkit.analysis.slices import show, spread
     from ckptkit.cli.bars import shades
-    from ckptkit.reports.slices import show, spread
 
     width = _columns(1) * CELL
     for each in shown:
@@ -205,7 +205,7 @@ def _heat(shown: list[Shown]) -> Iterator[str]:
 def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tally, bool]:
     """The statistics, and whether they are of the whole part."""
     from ckptkit import compute
-    from ckptkit.reports.slices import plane, select
+    from ckptkit.analysis.slices import plane, select
 
     whole = counted or shown.part.numel <= COUNTED
     part = shown.part if whole else select(shown.tensor, plane(shown.picks, rows, columns))
@@ -256,7 +256,7 @@ def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
 
 def _json(shown: Shown, counted: bool) -> dict[str, Any]:
     from ckptkit import compute
-    from ckptkit.reports.slices import show
+    from ckptkit.analysis.slices import show
 
     part = shown.part
     if part.numel > LISTED:

@@ -14,10 +14,10 @@ from ckptkit.cli.bars import bars
 from ckptkit.cli.progress import Progress
 
 if TYPE_CHECKING:
+    from ckptkit.analysis import summary
+    from ckptkit.analysis.stats import Row, Statistics
     from ckptkit.compute import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.reports import summary
-    from ckptkit.reports.stats import Row, Statistics
 
 SCHEMA = "ckptkit.stats/1"
 SHOWN = 8  # names in a warning
@@ -57,8 +57,8 @@ def command(
              ckptkit stats run.pth --fold --sort norm
              ckptkit stats run.pth --depth 2 --csv
     """
+    from ckptkit.analysis import stats
     from ckptkit.convert import open_checkpoint
-    from ckptkit.reports import stats
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
@@ -91,7 +91,7 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
 
 def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) -> list[summary.Row]:
     """The weights, or all tensors where there are none; of these, those that match."""
-    from ckptkit.reports.summary import summarize
+    from ckptkit.analysis.summary import summarize
 
     rows = summarize(checkpoint).rows
     weights = [] if everything else [row for row in rows if row.name is not None]
@@ -156,7 +156,7 @@ def _skipped(found: Statistics) -> Iterator[dict[str, Any]]:
 
 
 def _json(row: Row) -> dict[str, Any]:
-    from ckptkit.reports.values import key_list
+    from ckptkit.analysis.values import key_list
 
     source = row.source
     place = {} if source is None else {"path": source.place, "keys": key_list(source.path), "shape": row.shape}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ckptkit.analysis.summary import Opaque, Row, Summary, Value
+from ckptkit.analysis.values import key_list, number
 from ckptkit.cli.render import json_number
 from ckptkit.core.tree import join
-from ckptkit.reports.summary import Opaque, Row, Summary, Value
-from ckptkit.reports.values import key_list, number
 
 
 def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
+from ckptkit.analysis.summary import Row, Summary, Value
+from ckptkit.analysis.values import Plain
 from ckptkit.cli.render import escape, plural, shape, size, table
 from ckptkit.core.fold import Folded, Item, fold, unfolded
 from ckptkit.core.tree import join
-from ckptkit.reports.summary import Row, Summary, Value
-from ckptkit.reports.values import Plain
 
 SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 LISTED = 8  # values of a list; likewise

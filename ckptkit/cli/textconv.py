@@ -16,8 +16,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.values import Plain
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.reports.values import Plain
 
 HEX = 16  # characters of a digest: enough to see that it is another
 LONG = 200  # characters of a value
@@ -37,8 +37,8 @@ def lines(path: str, key: str | None) -> Iterator[str]:
 
 
 def _facts(checkpoint: Checkpoint) -> Iterator[str]:
-    from ckptkit.reports.digest import sha256_each
-    from ckptkit.reports.summary import summarize
+    from ckptkit.analysis.summary import summarize
+    from ckptkit.analysis.tensor_digest import sha256_each
 
     summary = summarize(checkpoint)
     yield f"format: {summary.format}"

@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.analysis.shares import Share, parts
+from ckptkit.analysis.values import plain
 from ckptkit.cli.bars import lying
 from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, shortened
 from ckptkit.cli.summary_text import LONG, value_text
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.allowlist import describe
-from ckptkit.reports.shares import Share, parts
-from ckptkit.reports.values import plain
 
 BAR, SHORT_BAR = 20, 10  # characters
 WIDE, MEDIUM = 110, 72  # characters of a terminal from which on there are such bars

@@ -12,8 +12,8 @@ from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.checking.digests import Matches
-    from ckptkit.checking.verify import Verdict
+    from ckptkit.analysis.digests import Matches
+    from ckptkit.analysis.verify import Verdict
     from ckptkit.formats.format import Finding
 
 SCHEMA = "ckptkit.verify/1"
@@ -48,7 +48,7 @@ def command(
     Example: ckptkit verify run.pth model/
              ckptkit verify --values --manifest net.manifest net.safetensors
     """
-    from ckptkit.checking.digests import read_manifest
+    from ckptkit.analysis.digests import read_manifest
 
     if manifest is not None and len(files) > 1:
         raise click.UsageError("--manifest is of one FILE")
@@ -73,7 +73,7 @@ def _verdicts(
     alone: bool,
 ) -> Iterator[Verdict | CkptkitError]:
     """What is found in each file, or why it cannot be read. One file `alone` raises that."""
-    from ckptkit.checking.verify import verify
+    from ckptkit.analysis.verify import verify
     from ckptkit.cli.progress import Progress
 
     for file in files:

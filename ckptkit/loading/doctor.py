@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute, formats
-from ckptkit.checking.verify import verify
+from ckptkit.analysis.matching import Kind
+from ckptkit.analysis.summary import summarize
+from ckptkit.analysis.verify import verify
 from ckptkit.convert import Conversion, PathLike, convert, open_place
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
@@ -33,8 +35,6 @@ from ckptkit.remote import urls
 from ckptkit.reports.doctor import content, fit, refused
 from ckptkit.reports.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.reports.doctor.facts import Facts
-from ckptkit.reports.matching import Kind
-from ckptkit.reports.summary import summarize
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import compact

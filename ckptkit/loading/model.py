@@ -12,6 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute
+from ckptkit.analysis import diff as reports
 from ckptkit.convert import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import ModelError, UsageError
@@ -20,7 +21,6 @@ from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
-from ckptkit.reports import diff as reports
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.keys import add_prefix, strip_prefix
 
@@ -273,7 +273,7 @@ def diff(
 
     `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class`` or
     ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also compare the elements of
-    two checkpoints (:func:`ckptkit.reports.diff.compare`).
+    two checkpoints (:func:`ckptkit.analysis.diff.compare`).
     """
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"

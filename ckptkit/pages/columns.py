@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ckptkit.analysis.shares import Share
 from ckptkit.core.text import escape, shape, size
 from ckptkit.pages.seen import Seen
-from ckptkit.reports.shares import Share
 
 if TYPE_CHECKING:
     from ckptkit.compute import Tally

@@ -6,11 +6,11 @@ import io
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.analysis.shares import Branch
+from ckptkit.analysis.stats import family
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import escape, size
 from ckptkit.pages.treemap import Box, Frame, Tile, tiles
-from ckptkit.reports.shares import Branch
-from ckptkit.reports.stats import family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

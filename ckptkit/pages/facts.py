@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import __version__
+from ckptkit.analysis.shares import OPTIMIZER
+from ckptkit.analysis.summary import Summary
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
 from ckptkit.pages.columns import MOST, Columns
@@ -13,11 +15,9 @@ from ckptkit.pages.differences import differences
 from ckptkit.pages.seen import Seen
 from ckptkit.reports.doctor import content
 from ckptkit.reports.doctor.facts import Facts
-from ckptkit.reports.shares import OPTIMIZER
-from ckptkit.reports.summary import Summary
 
 if TYPE_CHECKING:
-    from ckptkit.reports.diff import Diff
+    from ckptkit.analysis.diff import Diff
 
 SCHEMA = "ckptkit.page/1"
 LISTED = 400  # values, objects or metadata entries

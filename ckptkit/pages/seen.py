@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckptkit.analysis.shares import Share, shares
+from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.reports.shares import Share, shares
-from ckptkit.reports.summary import Summary, summarize
 
 if TYPE_CHECKING:
     from ckptkit.compute import Tally
@@ -29,7 +29,7 @@ def look(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) 
     summary = summarize(checkpoint)
     tallies = {}
     if progress is not None:
-        from ckptkit.reports.stats import Statistics
+        from ckptkit.analysis.stats import Statistics
 
         numbers = {id(row): number for number, row in enumerate(summary.rows)}
         rows = Statistics(summary.rows).rows(progress)

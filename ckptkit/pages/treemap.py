@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckptkit.reports.shares import Branch, joined
+from ckptkit.analysis.shares import Branch, joined
 
 DEEPEST = 12  # tiles inside tiles
 

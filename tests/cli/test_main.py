@@ -177,7 +177,7 @@ def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small
     ("arguments", "unneeded"),
     [
         (["--help"], {"tabulate", "json", "ckptkit.formats", "ckptkit.bridge", "ckptkit.reports"}),
-        (["inspect", "FILE"], {"ckptkit.reports.digest", "ckptkit.reports.diff", "ckptkit.transforms"}),
+        (["inspect", "FILE"], {"ckptkit.analysis.tensor_digest", "ckptkit.analysis.diff", "ckptkit.transforms"}),
         (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.fold"}),
     ],
 )

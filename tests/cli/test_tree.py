@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from ckptkit.analysis.shares import shares
+from ckptkit.analysis.summary import summarize
 from ckptkit.cli import tree_text
-from ckptkit.reports.shares import shares
-from ckptkit.reports.summary import summarize
+from tests.analysis.made import checkpoint, tensor
 from tests.cli.conftest import Ckptkit
-from tests.reports.made import checkpoint, tensor
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import formats
+from ckptkit.analysis.summary import summarize
 from ckptkit.containers import strict_json
 from ckptkit.containers.tar import read_members
 from ckptkit.containers.zip_reader import read_directory
@@ -31,7 +32,6 @@ from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
 from ckptkit.publish.write import publish
-from ckptkit.reports.summary import summarize
 from tests.conftest import Run as Command
 from tests.containers.tars import archive, header, member, record, records
 from tests.formats.deepspeed.making import Run

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckptkit
+from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, LimitError
 from ckptkit.core.tree import Global, Node, Object, join
 from ckptkit.core.weights import locate, module_state
-from ckptkit.reports.summary import summarize
 from tests.core.test_weights import tensor as lazy
 
 State = dict[str, torch.Tensor]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.checking.verify import Verdict, verify
+from ckptkit.analysis.verify import Verdict, verify
 from ckptkit.core.errors import CkptkitError, FormatError, InputChangedError, PathError
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State, files_of
@@ -322,17 +322,17 @@ def test_an_empty_file_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.checking import sums
+    from ckptkit.analysis import checksums
 
     path = tmp_path / "a.pth"
     torch.save({"a": torch.ones(100_000)}, path)
-    pieces = sums._pieces
+    pieces = checksums._pieces
 
     def cut(parts: object) -> object:
         path.write_bytes(path.read_bytes()[:5_000])
         return pieces(parts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sums, "_pieces", cut)
+    monkeypatch.setattr(checksums, "_pieces", cut)
     with pytest.raises(InputChangedError):
         verify(path)
 
@@ -341,7 +341,7 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_pieces_of_a_part_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.checking.sums.PIECE", 1_000)
+    monkeypatch.setattr("ckptkit.analysis.checksums.PIECE", 1_000)
     path = tmp_path / "a.pth"
     torch.save({"a": torch.arange(5_000), "b": torch.ones(3), "c": torch.arange(250)}, path)
     seen: list[tuple[int, int]] = []

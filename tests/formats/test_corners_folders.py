@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from ckptkit import formats
-from ckptkit.checking.verify import verify
+from ckptkit.analysis.verify import verify
 from ckptkit.convert import convert
 from ckptkit.core.bytesource import Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from ckptkit import formats
-from ckptkit.checking.sums import summed
+from ckptkit.analysis.checksums import summed
 from ckptkit.cli import inspect, render, scan_json, scan_text
 from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint

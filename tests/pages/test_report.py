@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from ckptkit.analysis.diff import compare
 from ckptkit.convert import open_checkpoint
 from ckptkit.pages.facts import facts
 from ckptkit.pages.report import embedded, page
 from ckptkit.pages.seen import look
-from ckptkit.reports.diff import compare
 from tests.pages import made
 
 

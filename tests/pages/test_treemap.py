@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.analysis.shares import Branch, grown, shares
+from ckptkit.analysis.summary import summarize
 from ckptkit.pages.treemap import DEEPEST, Box, Frame, Tile, squarified, tiles
-from ckptkit.reports.shares import Branch, grown, shares
-from ckptkit.reports.summary import summarize
-from tests.reports.made import checkpoint, tensor
+from tests.analysis.made import checkpoint, tensor
 
 BARE = Frame(0, 0, 0, 0)
 SQUARE = Box(0, 0, 100, 100)

@@ -9,8 +9,8 @@ import fsspec
 import pytest
 
 import ckptkit
+from ckptkit.analysis.summary import Row, summarize
 from ckptkit.convert import convert
-from ckptkit.reports.summary import Row, summarize
 from tests.matrix import NAMES, Fixture
 
 

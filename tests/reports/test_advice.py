@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Global, Node
 from ckptkit.reports.advice import advise, strip_module
-from ckptkit.reports.summary import summarize
-from tests.reports.made import checkpoint, module, opaque, tensor, view
+from tests.analysis.made import checkpoint, module, opaque, tensor, view
 
 
 def advice(root: Node, **fields: object) -> tuple[str, ...]:

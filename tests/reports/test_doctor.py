@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from ckptkit.analysis.matching import Kind
+from ckptkit.analysis.summary import summarize
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tree import Node
 from ckptkit.reports.doctor import content, fit, refused
 from ckptkit.reports.doctor.cause import Cause, Fix, together
 from ckptkit.reports.doctor.facts import Facts
-from ckptkit.reports.matching import Kind
-from ckptkit.reports.summary import summarize
-from tests.reports.made import checkpoint, tensor
+from tests.analysis.made import checkpoint, tensor
 
 
 def found(root: Node, **more: object) -> dict[str, Cause]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 
+from ckptkit.analysis.matching import Kind, match
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.reports.advice import argument, convert, edit
 from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.reports.matching import Kind, match
 
 DROPPED = 8  # names that a command leaves out
 SHOWN, LONG = 3, 200  # names in a sentence, and characters of each

@@ -9,14 +9,14 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit import compute
+from ckptkit.analysis.matching import Kind as Kind
+from ckptkit.analysis.matching import Matching, match
+from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.compute import Difference
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, shape
 from ckptkit.reports import advice
-from ckptkit.reports.matching import Kind as Kind
-from ckptkit.reports.matching import Matching, match
-from ckptkit.reports.matching import Renamed as Renamed
 
 LEVELS = 4  # dotted parts that a prefix may have
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.checking.digests import differences, digest, read_manifest
+from ckptkit.analysis import manifest
+from ckptkit.analysis.digests import differences, digest, read_manifest
 from ckptkit.core.errors import CkptkitError, CollisionError, FormatError, UsageError
-from ckptkit.reports import manifest
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State
 from tests.formats.dcp.test_reading import TestDcp as Dcp

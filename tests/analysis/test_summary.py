@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.reports.summary import Summary, summarize
-from tests.reports.made import checkpoint, module, opaque, storage, tensor, view
+from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
 
 
 def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:

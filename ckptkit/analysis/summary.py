@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptkit.analysis.values import Plain, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError
@@ -13,7 +14,6 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights
 from ckptkit.pickles.allowlist import describe, is_harmful
-from ckptkit.reports.values import Plain, plain
 
 
 class Row(NamedTuple):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ckptkit import compute
+from ckptkit.analysis import summary
 from ckptkit.compute import Part, Tally
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.reports import summary
 
 Key = tuple[object, ...]
 

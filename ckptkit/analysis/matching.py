@@ -20,10 +20,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from ckptkit.analysis.families import INDICES, NONE, NUMBERS, Family, Parts, families
+from ckptkit.analysis.renaming import Rule, Rules
+from ckptkit.analysis.similarity import similarity
 from ckptkit.core.tensor import Shape
-from ckptkit.reports.families import INDICES, NONE, NUMBERS, Family, Parts, families
-from ckptkit.reports.rules import Rule, Rules
-from ckptkit.reports.similarity import similarity
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

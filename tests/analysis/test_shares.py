@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from ckptkit.analysis.shares import LEVELS, OPTIMIZER, OTHER, WEIGHTS, Share, grown, joined, shares
+from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import Pairs
-from ckptkit.reports.shares import LEVELS, OPTIMIZER, OTHER, WEIGHTS, Share, grown, joined, shares
-from ckptkit.reports.summary import summarize
+from tests.analysis.made import checkpoint, module, tensor, view
 from tests.matrix import NAMES, Fixture
-from tests.reports.made import checkpoint, module, tensor, view
 
 
 def found(made: Checkpoint) -> list[Share]:

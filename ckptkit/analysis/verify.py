@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptkit import formats
-from ckptkit.checking.digests import Matches, Progress, differences, digest
-from ckptkit.checking.sums import DAMAGE, summed, with_tensors
+from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
+from ckptkit.analysis.digests import Matches, Progress, differences, digest
 from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
 from ckptkit.convert import PathLike, open_place

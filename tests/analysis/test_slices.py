@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit import compute
+from ckptkit.analysis.slices import Pick, parse, plane, select, show, spread
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.reports.slices import Pick, parse, plane, select, show, spread
-from tests.reports.made import tensor, view
+from tests.analysis.made import tensor, view
 
 WHOLE = torch.arange(2 * 3 * 5, dtype=torch.float32).reshape(2, 3, 5)
 MADE = tensor(*map(float, range(30)), shape=(2, 3, 5))

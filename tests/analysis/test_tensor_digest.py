@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from ckptkit.analysis.tensor_digest import sha256, sha256_each, tensor_id, tensor_id_each
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, TruncatedError
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.reports.digest import sha256, sha256_each, tensor_id, tensor_id_each
-from tests.reports.made import tensor, view
+from tests.analysis.made import tensor, view
 
 
 def test_sha256_is_of_the_contiguous_elements() -> None:

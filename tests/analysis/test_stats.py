@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ckptkit import convert
+from ckptkit.analysis.stats import Row, Statistics, depth, family
+from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Node
-from ckptkit.reports.stats import Row, Statistics, depth, family
-from ckptkit.reports.summary import summarize
+from tests.analysis.made import checkpoint, tensor, view
 from tests.matrix import NAMES, Fixture
-from tests.reports.made import checkpoint, tensor, view
 
 
 def of(root: Node, label: Any = None) -> tuple[list[Row], Statistics]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ckptkit.analysis.diff import Kind, against, compare
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
-from ckptkit.reports.diff import Kind, against, compare
-from tests.reports.made import tensor, view
+from tests.analysis.made import tensor, view
 
 
 def test_equal() -> None:

@@ -14,8 +14,8 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
-from ckptkit.reports.families import Family, Parts
-from ckptkit.reports.similarity import similarity
+from ckptkit.analysis.families import Family, Parts
+from ckptkit.analysis.similarity import similarity
 
 PAIRS = 4_096  # of families with one suffix and shape that are looked at; with more, the suffix says nothing
 COMPARED = 10_000  # rules whose names are compared

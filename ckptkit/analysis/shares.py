@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ckptkit.analysis.summary import Row, Summary
 from ckptkit.core.tree import Node, Path, join, key_text, walk
 from ckptkit.core.weights import is_optimizer
-from ckptkit.reports.summary import Row, Summary
 
 WEIGHTS, OPTIMIZER, OTHER = ROLES = ("weights", "optimizer", "other")
 LEVELS = 32  # parts that a name is taken apart into: a file could have one of dots alone

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckptkit.checking.sums import summed
+from ckptkit.analysis import manifest
+from ckptkit.analysis.checksums import summed
+from ckptkit.analysis.tensor_digest import tensor_id
 from ckptkit.compute.threads import ordered
 from ckptkit.convert import PathLike, open_checkpoint, open_place
 from ckptkit.core.bytesource import Folder
@@ -16,8 +18,6 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Finding, Part
-from ckptkit.reports import manifest
-from ckptkit.reports.digest import tensor_id
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
 Matches = Callable[[str], bool]
