@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptkit.bridge.models import environment, model_from, model_shapes, model_ties, torch_lacks
     from ckptkit.compute.mean import has_mean, mean_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
     from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         to_torch_storage,
     )
     from ckptkit.compute.threads import ordered
+    from ckptkit.loading.building import environment, model_from, model_shapes, model_ties, torch_lacks
 
 __all__ = [
     "BINS",
