@@ -16,7 +16,7 @@ from ckptkit.compute import Difference
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, shape
-from ckptkit.reports import advice
+from ckptkit.doctor import advice
 
 LEVELS = 4  # dotted parts that a prefix may have
 

@@ -18,7 +18,7 @@ from ckptkit.browser import panels
 from ckptkit.browser.contents import MEASURES, SORTS, Contents, Listed, below, values
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
-from ckptkit.reports.doctor.cause import Cause
+from ckptkit.doctor.cause import Cause
 
 OPENED = 200  # tensors found up to which all of them are in sight
 AT_ONCE = 500  # lines that are put below a node; the rest follows on request

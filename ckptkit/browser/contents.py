@@ -14,7 +14,7 @@ from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import join
-from ckptkit.reports.advice import argument
+from ckptkit.doctor.advice import argument
 
 ROWS = 16  # of a grid
 COUNTED = 1 << 20  # elements that are read for statistics

@@ -12,7 +12,7 @@ from ckptkit.analysis.shares import OPTIMIZER, Branch
 from ckptkit.analysis.slices import show
 from ckptkit.browser.contents import Contents, Listed, Values
 from ckptkit.core.text import escape, plural, shape, size
-from ckptkit.reports.doctor.cause import ERROR, WARNING, Cause
+from ckptkit.doctor.cause import ERROR, WARNING, Cause
 
 LISTED = 200
 LONG = 200

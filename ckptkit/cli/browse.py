@@ -15,7 +15,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.reports.doctor.cause import Cause
+    from ckptkit.doctor.cause import Cause
 
 
 @click.command("browse")
@@ -50,6 +50,6 @@ def command(file: str, key: str | None) -> int:
 
 
 def _diagnose(file: str, key: str | None) -> tuple[Cause, ...]:
-    from ckptkit.loading.doctor import examine
+    from ckptkit.doctor.diagnose import examine
 
     return examine(file, key=key).causes

@@ -62,8 +62,8 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     from json import dumps
 
     from ckptkit.core.plan import OutputFile, Plan
+    from ckptkit.doctor.advice import rename
     from ckptkit.publish.write import publish
-    from ckptkit.reports.advice import rename
 
     data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"
     publish(Plan((OutputFile("", (data,)),)), path, force=force)

@@ -12,8 +12,8 @@ from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
     from ckptkit.convert import Conversion
-    from ckptkit.loading.doctor import Diagnosis
-    from ckptkit.reports.doctor.cause import Cause
+    from ckptkit.doctor.cause import Cause
+    from ckptkit.doctor.diagnose import Diagnosis
 
 SCHEMA = "ckptkit.doctor/1"
 FOUND = 1
@@ -40,7 +40,7 @@ def command(file: str, spec: str | None, args: dict[str, object], key: str | Non
     Example: ckptkit doctor run.pth
              ckptkit doctor run.pth --model models.py:CNN --arg classes=10 --fix fixed.pth
     """
-    from ckptkit.loading.doctor import examine
+    from ckptkit.doctor.diagnose import examine
 
     if args and spec is None:
         raise click.UsageError("--arg goes with --model")
@@ -74,7 +74,7 @@ def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversio
     if destination is None or found.fix is None:
         return None
     from ckptkit.cli.progress import Progress
-    from ckptkit.loading.doctor import cure
+    from ckptkit.doctor.diagnose import cure
 
     with Progress("writing") as progress:
         return cure(found, destination, force=force, progress=progress)

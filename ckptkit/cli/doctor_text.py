@@ -10,9 +10,9 @@ from textwrap import wrap
 
 from ckptkit.cli.render import escape, is_terminal, paint, plural, size
 from ckptkit.convert import Conversion
-from ckptkit.loading.doctor import Diagnosis
-from ckptkit.reports.advice import argument, fixed
-from ckptkit.reports.doctor.cause import ERROR, NOTE, WARNING
+from ckptkit.doctor.advice import argument, fixed
+from ckptkit.doctor.cause import ERROR, NOTE, WARNING
+from ckptkit.doctor.diagnose import Diagnosis
 
 COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
 WIDEST, NARROWEST = 100, 40  # characters of a line of explanation

@@ -122,7 +122,7 @@ def _digests(rows: list[Row]) -> list[str | None]:
 def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
-    from ckptkit.reports.advice import advise
+    from ckptkit.doctor.advice import advise
 
     summary = summarize(checkpoint)
     rows = _rows(summary, want)

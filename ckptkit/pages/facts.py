@@ -10,11 +10,11 @@ from ckptkit.analysis.shares import OPTIMIZER
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
+from ckptkit.doctor import content
+from ckptkit.doctor.facts import Facts
 from ckptkit.pages.columns import MOST, Columns
 from ckptkit.pages.differences import differences
 from ckptkit.pages.seen import Seen
-from ckptkit.reports.doctor import content
-from ckptkit.reports.doctor.facts import Facts
 
 if TYPE_CHECKING:
     from ckptkit.analysis.diff import Diff

@@ -13,7 +13,7 @@ import torch
 
 from ckptkit.convert import open_checkpoint
 from ckptkit.core.errors import InputError
-from ckptkit.reports.doctor.cause import ERROR, Cause
+from ckptkit.doctor.cause import ERROR, Cause
 from tests.cli.conftest import Ckptkit, ckptkit
 from tests.pages import made
 

@@ -9,8 +9,8 @@ from glob import escape
 
 from ckptkit.analysis.matching import Kind, match
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.reports.advice import argument, convert, edit
-from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.doctor.advice import argument, convert, edit
+from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out
 SHOWN, LONG = 3, 200  # names in a sentence, and characters of each

@@ -7,9 +7,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ckptkit.reports.advice import TORCH, argument, convert, edit
-from ckptkit.reports.doctor.cause import ERROR, WARNING, Cause, Fix
-from ckptkit.reports.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
+from ckptkit.doctor.advice import TORCH, argument, convert, edit
+from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
+from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 
 OTHER_FILES = ("safetensors", "npz", "npy", "pickle", "pt2")  # that torch.load refuses
 _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")

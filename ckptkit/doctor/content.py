@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator
 
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
+from ckptkit.doctor import container, names
+from ckptkit.doctor.advice import WASTE, convert, edit
+from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
 from ckptkit.pickles.allowlist import refused_by_weights_only
-from ckptkit.reports.advice import WASTE, convert, edit
-from ckptkit.reports.doctor import container, names
-from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.reports.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
 

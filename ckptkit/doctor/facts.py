@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.tree import Node, join
-from ckptkit.reports.advice import TORCH, convert, edit
+from ckptkit.doctor.advice import TORCH, convert, edit
 
 SHOWN = 4  # names in a sentence
 FOLDERS = {

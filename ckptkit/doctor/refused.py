@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.core.errors import AmbiguousError, CkptkitError, LimitError, UnsafeGlobalError, UnsupportedError
-from ckptkit.reports.advice import convert, recover
-from ckptkit.reports.doctor.cause import ERROR, Cause, Fix
+from ckptkit.doctor.advice import convert, recover
+from ckptkit.doctor.cause import ERROR, Cause, Fix
 
 _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 

@@ -9,9 +9,9 @@ from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tree import Node
-from ckptkit.reports.doctor import content, fit, refused
-from ckptkit.reports.doctor.cause import Cause, Fix, together
-from ckptkit.reports.doctor.facts import Facts
+from ckptkit.doctor import content, fit, refused
+from ckptkit.doctor.cause import Cause, Fix, together
+from ckptkit.doctor.facts import Facts
 from tests.analysis.made import checkpoint, tensor
 
 

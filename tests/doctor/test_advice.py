@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Global, Node
-from ckptkit.reports.advice import advise, strip_module
+from ckptkit.doctor.advice import advise, strip_module
 from tests.analysis.made import checkpoint, module, opaque, tensor, view
 
 

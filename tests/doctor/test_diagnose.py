@@ -10,7 +10,7 @@ import torch
 
 from ckptkit import compute
 from ckptkit.core.errors import CkptkitError
-from ckptkit.loading.doctor import cure, examine
+from ckptkit.doctor.diagnose import cure, examine
 from tests.conftest import Corpus
 from tests.matrix import NAMES, Fixture
 
@@ -74,9 +74,9 @@ def test_names_that_torch_lacks() -> None:
 
 def test_reading_is_bounded(tmp_path: Path, lengths_read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A large file is known by its headers alone."""
-    from ckptkit.loading import doctor
+    from ckptkit.doctor import diagnose
 
     torch.save({"a": torch.ones(1_000_000)}, tmp_path / "run.pth")
-    monkeypatch.setattr(doctor, "READ", 1_000)
+    monkeypatch.setattr(diagnose, "READ", 1_000)
     assert examine(tmp_path / "run.pth").causes == ()
     assert sum(lengths_read) < 100_000

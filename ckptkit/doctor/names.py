@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from ckptkit.reports.advice import edit
-from ckptkit.reports.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.reports.doctor.facts import TORCH_FILES, Facts, is_lightning, names_of, some
+from ckptkit.doctor.advice import edit
+from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.doctor.facts import TORCH_FILES, Facts, is_lightning, names_of, some
 
 # What wrappers put before the names of the module inside, and who does.
 WRAPPERS = {

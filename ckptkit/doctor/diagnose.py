@@ -28,13 +28,13 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
+from ckptkit.doctor import content, fit, refused
+from ckptkit.doctor.cause import ERROR, Cause, Fix, together
+from ckptkit.doctor.facts import Facts
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
 from ckptkit.loading.model import is_implied, prefixes
 from ckptkit.remote import urls
-from ckptkit.reports.doctor import content, fit, refused
-from ckptkit.reports.doctor.cause import ERROR, Cause, Fix, together
-from ckptkit.reports.doctor.facts import Facts
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import compact
