@@ -94,7 +94,7 @@ class Diff:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from ckptkit import notebook
+        from ckptkit.views import notebook
 
         pairs = (*self.renamed, *self.reshaped)
         old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}

@@ -34,11 +34,11 @@ def command(file: str, key: str | None) -> int:
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
         raise UsageError("browse needs a terminal", hint="`ckptkit inspect --tree` prints the same to read elsewhere")
     try:
-        from ckptkit.browser.app import Browser
+        from ckptkit.views.browser.app import Browser
     except ImportError as error:
         raise UsageError("browse is made with textual", hint="pip install 'ckptkit[browse]'") from error
-    from ckptkit.browser.contents import Contents
     from ckptkit.convert import open_checkpoint
+    from ckptkit.views.browser.contents import Contents
 
     with closing(open_checkpoint(file, key=key)) as checkpoint:
         contents = Contents(checkpoint, urls.shown(file), key)

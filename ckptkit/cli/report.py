@@ -14,7 +14,7 @@ from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.pages.seen import Seen
+    from ckptkit.views.page.seen import Seen
 
 SCHEMA = "ckptkit.report/1"
 PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
@@ -95,7 +95,7 @@ def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
 
 def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
     from ckptkit.analysis.diff import compare
-    from ckptkit.pages import facts, report
+    from ckptkit.views.page import facts, report
 
     seen = _seen(found, values)
     diff = None
@@ -106,7 +106,7 @@ def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
 
 
 def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
-    from ckptkit.pages.seen import look
+    from ckptkit.views.page.seen import look
 
     if not values:
         return list(map(look, found))
@@ -120,7 +120,7 @@ def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
 def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> tuple[bytes, int]:
     from ckptkit.analysis.shares import grown, shares
     from ckptkit.analysis.summary import summarize
-    from ckptkit.pages import drawing
+    from ckptkit.views.page import drawing
 
     summary = summarize(checkpoint)
     tree = grown(shares(summary, checkpoint.root))

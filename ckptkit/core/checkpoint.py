@@ -85,7 +85,7 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the weights and what lies beside them."""
-        from ckptkit import notebook
+        from ckptkit.views import notebook
 
         try:
             weights = self.selection

@@ -22,7 +22,9 @@ def test_it_needs_a_terminal(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.cli.browse.render.is_terminal", lambda stream: True)
-    for name in [name for name in sys.modules if name.split(".")[0] == "textual" or name == "ckptkit.browser.app"]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] == "textual" or name == "ckptkit.views.browser.app"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)
     result = ckptkit("browse", run_pth)

@@ -12,7 +12,7 @@ import torch
 from ckptkit.core.bytesource import LocalFile
 from tests.cli.conftest import Ckptkit
 from tests.matrix import NAMES, Fixture
-from tests.pages import made
+from tests.views.page import made
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ckptkit.analysis.shares import Share
 from ckptkit.core.text import escape, shape, size
-from ckptkit.pages.seen import Seen
+from ckptkit.views.page.seen import Seen
 
 if TYPE_CHECKING:
     from ckptkit.compute import Tally

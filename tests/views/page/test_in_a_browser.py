@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import made
-from tests.pages.test_report import made_page
+from tests.views.page import made
+from tests.views.page.test_report import made_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from ckptkit.analysis.shares import OPTIMIZER, Branch
 from ckptkit.analysis.slices import show
-from ckptkit.browser.contents import Contents, Listed, Values
 from ckptkit.core.text import escape, plural, shape, size
 from ckptkit.doctor.cause import ERROR, WARNING, Cause
+from ckptkit.views.browser.contents import Contents, Listed, Values
 
 LISTED = 200
 LONG = 200

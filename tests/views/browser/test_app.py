@@ -15,12 +15,12 @@ from ckptkit.convert import open_checkpoint
 from ckptkit.core.errors import InputError
 from ckptkit.doctor.cause import ERROR, Cause
 from tests.cli.conftest import Ckptkit, ckptkit
-from tests.pages import made
+from tests.views.page import made
 
 pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
 
-from ckptkit.browser.app import AT_ONCE, Browser
-from ckptkit.browser.contents import Contents
+from ckptkit.views.browser.app import AT_ONCE, Browser
+from ckptkit.views.browser.contents import Contents
 
 __all__ = ["ckptkit"]
 

@@ -16,10 +16,10 @@ import pytest
 
 from ckptkit.analysis.diff import compare
 from ckptkit.convert import open_checkpoint
-from ckptkit.pages.facts import facts
-from ckptkit.pages.report import embedded, page
-from ckptkit.pages.seen import look
-from tests.pages import made
+from ckptkit.views.page.facts import facts
+from ckptkit.views.page.report import embedded, page
+from ckptkit.views.page.seen import look
+from tests.views.page import made
 
 
 class Reader(HTMLParser):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptkit.analysis.shares import Branch, grown, shares
 from ckptkit.analysis.summary import summarize
-from ckptkit.pages.treemap import DEEPEST, Box, Frame, Tile, squarified, tiles
+from ckptkit.views.page.treemap import DEEPEST, Box, Frame, Tile, squarified, tiles
 from tests.analysis.made import checkpoint, tensor
 
 BARE = Frame(0, 0, 0, 0)

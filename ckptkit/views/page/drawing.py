@@ -10,7 +10,7 @@ from ckptkit.analysis.shares import Branch
 from ckptkit.analysis.stats import family
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import escape, size
-from ckptkit.pages.treemap import Box, Frame, Tile, tiles
+from ckptkit.views.page.treemap import Box, Frame, Tile, tiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

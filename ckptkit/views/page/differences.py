@@ -12,8 +12,8 @@ from ckptkit.analysis.diff import Diff
 from ckptkit.analysis.matching import Renamed
 from ckptkit.core.errors import TensorError
 from ckptkit.core.text import escape, shape
-from ckptkit.pages.columns import Columns, numbers
-from ckptkit.pages.seen import Seen
+from ckptkit.views.page.columns import Columns, numbers
+from ckptkit.views.page.seen import Seen
 
 SAME, UNCOMPARED = "same", "not compared"
 STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNCOMPARED)

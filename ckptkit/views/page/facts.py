@@ -12,9 +12,9 @@ from ckptkit.core.text import escape
 from ckptkit.core.tree import join
 from ckptkit.doctor import content
 from ckptkit.doctor.facts import Facts
-from ckptkit.pages.columns import MOST, Columns
-from ckptkit.pages.differences import differences
-from ckptkit.pages.seen import Seen
+from ckptkit.views.page.columns import MOST, Columns
+from ckptkit.views.page.differences import differences
+from ckptkit.views.page.seen import Seen
 
 if TYPE_CHECKING:
     from ckptkit.analysis.diff import Diff

@@ -14,11 +14,11 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
 from ckptkit.analysis.shares import Branch
-from ckptkit.browser import panels
-from ckptkit.browser.contents import MEASURES, SORTS, Contents, Listed, below, values
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
 from ckptkit.doctor.cause import Cause
+from ckptkit.views.browser import panels
+from ckptkit.views.browser.contents import MEASURES, SORTS, Contents, Listed, below, values
 
 OPENED = 200  # tensors found up to which all of them are in sight
 AT_ONCE = 500  # lines that are put below a node; the rest follows on request

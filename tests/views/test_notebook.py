@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import notebook
+from ckptkit.views import notebook
 
 # How often an HTML parser may see an element that a file has smuggled in: never.
 HOSTILE = [
