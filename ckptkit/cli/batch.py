@@ -18,9 +18,9 @@ from ckptkit.core.errors import InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.batch import Job, Outcome
     from ckptkit.convert import Conversion
     from ckptkit.formats.format import Loss
+    from ckptkit.run.batch import Job, Outcome
 
 SCHEMA = "ckptkit.batch/1"
 COMMANDS = ("strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "ema", "run", "recover")
@@ -155,7 +155,7 @@ class _Work:
 
 
 def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) -> int:
-    from ckptkit import batch
+    from ckptkit.run import batch
 
     gc.enable()  # a process that lives long
     if os.path.isfile(given.get("recipe", "")):
@@ -174,8 +174,8 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
 def _results(
     work: _Work, jobs: list[Job], into: str, given: dict[str, Any]
 ) -> Generator[tuple[Job, Outcome], None, None]:
-    from ckptkit import batch, workers
     from ckptkit.cli.progress import Progress
+    from ckptkit.run import batch, workers
 
     if given["dry_run"]:
         yield from batch.state(jobs, into)

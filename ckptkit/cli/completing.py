@@ -65,7 +65,7 @@ def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
 
 
 def _recipes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.recipes import names
+    from ckptkit.run.recipes import names
 
     return [*_matching(((name, None) for name in names()), incomplete), *_files(ctx, parameter, incomplete)]
 

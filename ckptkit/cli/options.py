@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Loss
-    from ckptkit.workers import Pool
+    from ckptkit.run.workers import Pool
 
 SCHEMA = "ckptkit.edit/1"
 SHOWN = 20  # lines of what was lost
@@ -111,7 +111,7 @@ class Edit:
         if self.dry_run or (self.workers is None and self.scheduler is None):
             yield None
             return
-        from ckptkit import workers
+        from ckptkit.run import workers
 
         if urls.is_url(self.dst):
             render.warn("a URL is one ordered stream: --workers and --scheduler do nothing for it")

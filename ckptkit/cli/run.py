@@ -9,7 +9,7 @@ from ckptkit.cli import options, render
 
 def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from ckptkit import recipes
+        from ckptkit.run import recipes
 
         known = [(name, recipes.load(name).about) for name in recipes.names()]
         render.emit(*render.table(("recipe", "what it makes"), known))
@@ -31,7 +31,7 @@ def command(recipe: str, edit: options.Edit, key: str | None) -> None:
     Example: ckptkit run lightning epoch=9.ckpt net.pth
              ckptkit run my-recipe.yaml run.pth out.safetensors --dry-run
     """
-    from ckptkit import recipes
+    from ckptkit.run import recipes
 
     found = recipes.load(recipe)
     edit.with_defaults(found.output).run(*found.steps, key=key, keep_format=False)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.batch import manifest
 from ckptkit.convert import Conversion, convert
 from ckptkit.publish.write import temporary_name
+from ckptkit.run.batch import manifest
 from ckptkit.transforms.keys import strip_prefix
 from tests.conftest import ENVIRONMENT
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit import recipes
 from ckptkit.core.errors import UsageError
+from ckptkit.run import recipes
 from tests.conftest import ROOT, Run
 
 Loaded = dict[str, torch.Tensor]

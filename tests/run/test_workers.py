@@ -21,14 +21,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit import batch, workers
 from ckptkit.convert import Step, convert
 from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.publish import copying
+from ckptkit.run import batch, workers
 from ckptkit.transforms.elements import cast
 from ckptkit.transforms.keys import strip_prefix
-from tests.batches import Dask, dask, deadly, make, noted, slow, strip
 from tests.conftest import COMMAND, ENVIRONMENT, Run
+from tests.run.batches import Dask, dask, deadly, make, noted, slow, strip
 
 
 @pytest.fixture(scope="module")

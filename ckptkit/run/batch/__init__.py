@@ -16,14 +16,14 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import suppress
 
 from ckptkit import __version__
-from ckptkit.batch import manifest
-from ckptkit.batch.attempt import Outcome, Task, Work, attempt
-from ckptkit.batch.inputs import find
-from ckptkit.batch.jobs import Job, plan
-from ckptkit.batch.manifest import Manifest, Record
 from ckptkit.core.errors import OutputError
 from ckptkit.remote import urls
-from ckptkit.workers import Pool
+from ckptkit.run.batch import manifest
+from ckptkit.run.batch.attempt import Outcome, Task, Work, attempt
+from ckptkit.run.batch.inputs import find
+from ckptkit.run.batch.jobs import Job, plan
+from ckptkit.run.batch.manifest import Manifest, Record
+from ckptkit.run.workers import Pool
 
 __all__ = ["Job", "Outcome", "Work", "find", "plan", "run", "state"]
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from ckptkit.batch.inputs import Mark, mark
 from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.publish.copying import write_all
 from ckptkit.remote import urls
+from ckptkit.run.batch.inputs import Mark, mark
 
 NAME = ".ckptkit-batch.jsonl"
 PAUSE = 30.0  # seconds between two uploads of the manifest

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from ckptkit import __version__, formats
-from ckptkit.batch.inputs import Input
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, Probe
 from ckptkit.remote import urls
+from ckptkit.run.batch.inputs import Input
 
 
 @dataclass(frozen=True, slots=True)

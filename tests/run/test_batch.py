@@ -18,14 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit import batch, cli, workers
-from ckptkit.batch import manifest
-from ckptkit.batch.attempt import same
+from ckptkit import cli
 from ckptkit.convert import convert
 from ckptkit.core.errors import OutputError, PathError, UsageError
 from ckptkit.core.plan import Plan
-from tests.batches import deadly, make, noted, slow, strip, suicidal, without_sum
+from ckptkit.run import batch, workers
+from ckptkit.run.batch import manifest
+from ckptkit.run.batch.attempt import same
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
+from tests.run.batches import deadly, make, noted, slow, strip, suicidal, without_sum
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import batch, workers
-from ckptkit.batch import manifest
 from ckptkit.core.errors import PathError, UsageError
-from tests.batches import Dask, dask, make, strip
+from ckptkit.run import batch, workers
+from ckptkit.run.batch import manifest
 from tests.conftest import COMMAND, ENVIRONMENT, Run
+from tests.run.batches import Dask, dask, make, strip
 
 s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ckptkit import __version__, formats
-from ckptkit.batch.inputs import Mark, mark
 from ckptkit.convert import Conversion
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.errors import CkptkitError, InputError, OutputError, OutputExistsError
 from ckptkit.core.plan import Plan
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.remote import urls
+from ckptkit.run.batch.inputs import Mark, mark
 
 BUG = 5  # exit code
 
