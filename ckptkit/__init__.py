@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptkit.convert import open_checkpoint as open
-    from ckptkit.convert import recover as recover
-    from ckptkit.convert import save as save
+    from ckptkit.api import open_checkpoint as open
+    from ckptkit.api import recover as recover
+    from ckptkit.api import save as save
     from ckptkit.core.checkpoint import Checkpoint as Checkpoint
     from ckptkit.core.errors import CkptkitError as CkptkitError
     from ckptkit.core.tensor import Storage as Storage
@@ -51,11 +51,11 @@ _PLACES = {
     "load": ("loading", "load"),
     "load_into": ("loading", "load_into"),
     "merge": ("transforms.combine", "merge"),
-    "open": ("convert", "open_checkpoint"),
-    "recover": ("convert", "recover"),
+    "open": ("api", "open_checkpoint"),
+    "recover": ("api", "recover"),
     "remap": ("transforms.devices", "remap"),
     "rename": ("transforms.keys", "rename"),
-    "save": ("convert", "save"),
+    "save": ("api", "save"),
     "select": ("transforms.keys", "select"),
     "strip_prefix": ("transforms.keys", "strip_prefix"),
     "wrap": ("transforms.structure", "wrap"),

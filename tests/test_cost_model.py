@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from tests.conftest import ENVIRONMENT
 from tests.formats.dcp.making import save
 from tests.remote.servers import Misbehaving, misbehaving

@@ -17,8 +17,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import main
-from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError
 from ckptkit.transforms.devices import remap

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit import formats
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, BY_STORAGE
 from ckptkit.core.errors import AmbiguousError, TensorError

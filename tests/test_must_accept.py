@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch.serialization import skip_data
 
 import ckptkit
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.errors import AmbiguousError, CollisionError
 from ckptkit.formats.format import WriteOptions
 from tests.conftest import Corpus

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ckptkit.convert import convert, open_checkpoint
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.core.errors import CkptkitError, PathError
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.containers.zips import Member, build

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ckptkit.analysis import manifest
 from ckptkit.analysis.checksums import summed
 from ckptkit.analysis.tensor_digest import tensor_id
+from ckptkit.api import PathLike, open_checkpoint, open_place
 from ckptkit.compute.threads import ordered
-from ckptkit.convert import PathLike, open_checkpoint, open_place
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CollisionError, CorruptError, FormatError, TensorError

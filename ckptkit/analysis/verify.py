@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
 from ckptkit.analysis.digests import Matches, Progress, differences, digest
+from ckptkit.api import PathLike, open_place
 from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
-from ckptkit.convert import PathLike, open_place
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError

@@ -18,7 +18,7 @@ from ckptkit.core.errors import InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.convert import Conversion
+    from ckptkit.api import Conversion
     from ckptkit.formats.format import Loss
     from ckptkit.run.batch import Job, Outcome
 

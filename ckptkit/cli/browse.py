@@ -37,7 +37,7 @@ def command(file: str, key: str | None) -> int:
         from ckptkit.views.browser.app import Browser
     except ImportError as error:
         raise UsageError("browse is made with textual", hint="pip install 'ckptkit[browse]'") from error
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
     from ckptkit.views.browser.contents import Contents
 
     with closing(open_checkpoint(file, key=key)) as checkpoint:

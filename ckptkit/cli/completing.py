@@ -149,7 +149,7 @@ def _up_to_dot(name: str, start: int) -> str:
 @contextmanager
 def _opened(ctx: click.Context, parameter: click.Parameter) -> Iterator[Checkpoint]:
     """The file that stands before `parameter` on the command line."""
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     second = parameter.name in ("key_b", "name_b")
     named = [ctx.params.get(name) for name in (_SECOND if second else _FIRST)]

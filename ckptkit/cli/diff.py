@@ -84,7 +84,7 @@ def _compare(
     key_b: str | None,
 ) -> Diff:
     from ckptkit.analysis.diff import against, compare
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")

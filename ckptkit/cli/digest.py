@@ -75,8 +75,8 @@ def _each(
 ) -> Iterator[tuple[str, str, Digests]]:
     """Path, format and digests of each file. One file alone raises what is wrong, of several the others go on."""
     from ckptkit.analysis.digests import digest
+    from ckptkit.api import open_checkpoint
     from ckptkit.cli.progress import Progress
-    from ckptkit.convert import open_checkpoint
 
     for file in files:
         try:

@@ -11,7 +11,7 @@ from ckptkit.cli import options, render
 from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
-    from ckptkit.convert import Conversion
+    from ckptkit.api import Conversion
     from ckptkit.doctor.cause import Cause
     from ckptkit.doctor.diagnose import Diagnosis
 

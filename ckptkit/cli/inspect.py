@@ -87,7 +87,7 @@ def _each(
 def _readable(
     files: Sequence[str], key: str | None, show: Callable[[Checkpoint], T], failures: list[CkptkitError]
 ) -> Iterator[T]:
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     for file in files:
         try:

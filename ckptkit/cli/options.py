@@ -15,7 +15,7 @@ from ckptkit.cli import render
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.convert import Conversion
+    from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Loss
@@ -69,8 +69,8 @@ class Edit:
         lost: Sequence[Loss] = (),
     ) -> None:
         """Read, apply the steps, write, and say so. `source` is what has been read already, `lost` what could not."""
+        from ckptkit.api import convert
         from ckptkit.cli.progress import Progress
-        from ckptkit.convert import convert
         from ckptkit.formats.format import WriteOptions
 
         with self.pool() as pool, Progress("writing", shown=self.watched) as progress:

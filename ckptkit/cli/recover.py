@@ -18,7 +18,7 @@ def command(edit: options.Edit) -> None:
     \b
     Example: ckptkit recover cut.pth what-is-left.pth
     """
-    from ckptkit.convert import recover
+    from ckptkit.api import recover
 
     found = recover(edit.src)
     edit.run(source=found.checkpoint, lost=found.lost)

@@ -88,7 +88,7 @@ def _kind(output: str, *, plain: bool, styled: bool) -> str:
 
 
 def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     return stack.enter_context(closing(open_checkpoint(name, key=key)))
 

@@ -111,7 +111,7 @@ def command(
 def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None) -> Shown:
     from ckptkit.analysis.slices import parse
     from ckptkit.analysis.summary import summarize
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     checkpoint = stack.enter_context(closing(open_checkpoint(file, key=key)))
     rows = summarize(checkpoint).rows

@@ -58,7 +58,7 @@ def command(
              ckptkit stats run.pth --depth 2 --csv
     """
     from ckptkit.analysis import stats
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")

@@ -26,7 +26,7 @@ SMALL = 1_024  # bytes of a text file that is shown as it is: a Git LFS pointer
 
 def lines(path: str, key: str | None) -> Iterator[str]:
     """What is in the file at `path`, escaped. Reads every tensor."""
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     try:
         with closing(open_checkpoint(path, key=key)) as checkpoint:

@@ -12,7 +12,7 @@ from ckptkit import compute, formats
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.summary import summarize
 from ckptkit.analysis.verify import verify
-from ckptkit.convert import Conversion, PathLike, convert, open_place
+from ckptkit.api import Conversion, PathLike, convert, open_place
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute
 from ckptkit.analysis import diff as reports
-from ckptkit.convert import open_checkpoint
+from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import ModelError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride

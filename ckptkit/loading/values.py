@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckptkit import compute
-from ckptkit.convert import open_checkpoint
+from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.tensor import Tensor, TypedStorage

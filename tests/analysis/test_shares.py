@@ -60,7 +60,7 @@ def test_places_of_a_module_are_names() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_together_are_the_totals(name: str) -> None:
-    from ckptkit.convert import open_checkpoint
+    from ckptkit.api import open_checkpoint
 
     made = open_checkpoint(Fixture(name).needs_reader().path)
     summary = summarize(made)

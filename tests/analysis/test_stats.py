@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import convert
+from ckptkit import api as convert
 from ckptkit.analysis.stats import Row, Statistics, depth, family
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Node

@@ -81,14 +81,14 @@ def test_exit_codes(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("ckptkit.convert.open_checkpoint", fail)
+    monkeypatch.setattr("ckptkit.api.open_checkpoint", fail)
     monkeypatch.setattr("ckptkit.cli._mute", lambda: None)
     result = ckptkit("inspect", small)
     assert (result.exit_code, result.stderr.lstrip("\n")) == (code, said)
 
 
 def test_a_bug_is_5_and_one_line(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path) -> None:
-    monkeypatch.setattr("ckptkit.convert.open_checkpoint", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
     result = ckptkit("inspect", small)
     assert result.exit_code == 5
     assert result.stderr.startswith("ckptkit: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: ")
@@ -97,7 +97,7 @@ def test_a_bug_is_5_and_one_line(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_the_traceback_on_request(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, how: str) -> None:
-    monkeypatch.setattr("ckptkit.convert.open_checkpoint", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
     if how == "environment":
         monkeypatch.setenv("CKPTKIT_TRACEBACK", "1")
     result = ckptkit(*["--traceback"] * (how == "option"), "inspect", small)

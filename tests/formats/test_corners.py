@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from ckptkit import formats
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.containers import tar
 from ckptkit.containers.zip_reader import read_directory
-from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from ckptkit import formats
 from ckptkit.analysis.verify import verify
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.bytesource import Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError

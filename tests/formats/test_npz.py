@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.convert import Conversion
+from ckptkit.api import Conversion
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import (
     AmbiguousError,

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckptkit
+from ckptkit.api import convert, recover
 from ckptkit.cli import main
-from ckptkit.convert import convert, recover
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from tests.conftest import Run

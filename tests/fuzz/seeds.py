@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptkit.convert import open_checkpoint, save
+from ckptkit.api import open_checkpoint, save
 from ckptkit.core.plan import Edit
 from ckptkit.formats.format import WriteOptions
 from ckptkit.publish.journal import Journal, Span

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit import formats
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import render
 from ckptkit.compute import stream
-from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.bytesource import Folder, Memory, Range, plain_name
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, InputError

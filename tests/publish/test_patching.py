@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.convert import Conversion, convert
+from ckptkit.api import Conversion, convert
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish import patching
@@ -278,7 +278,7 @@ KILLED = """
 import os, signal, sys
 import ckptkit
 from ckptkit.publish import patching
-from ckptkit.convert import convert
+from ckptkit.api import convert
 path, prefix, last, half = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "half"
 calls = 0
 def deadly(name, real):

@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.analysis.summary import Row, summarize
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from tests.matrix import NAMES, Fixture
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.convert import Conversion, convert
+from ckptkit.api import Conversion, convert
 from ckptkit.publish.write import temporary_name
 from ckptkit.run.batch import manifest
 from ckptkit.transforms.keys import strip_prefix

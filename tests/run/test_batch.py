@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit import cli
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.errors import OutputError, PathError, UsageError
 from ckptkit.core.plan import Plan
 from ckptkit.run import batch, workers

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.convert import Step, convert
+from ckptkit.api import Step, convert
 from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.publish import copying
 from ckptkit.run import batch, workers

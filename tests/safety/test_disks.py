@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.errors import OutputError
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.safety.injection import calls, injected, leftovers, needs_strace, snapshot

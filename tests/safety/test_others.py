@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.errors import InputChangedError, UsageError, VerifyError
 from ckptkit.formats.format import WriteOptions
 from ckptkit.publish import patching

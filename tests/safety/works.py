@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import ckptkit
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.safety.injection import leftovers, snapshot
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.convert import open_checkpoint, recover
+from ckptkit.api import open_checkpoint, recover
 from ckptkit.core.bytesource import LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptkit
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.errors import CollisionError, UsageError
 from tests.conftest import Run
 from tests.torch_equality import bits

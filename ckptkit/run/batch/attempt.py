@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ckptkit import __version__, formats
-from ckptkit.convert import Conversion
+from ckptkit.api import Conversion
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.errors import CkptkitError, InputError, OutputError, OutputExistsError
 from ckptkit.core.plan import Plan

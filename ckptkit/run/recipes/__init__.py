@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ckptkit.convert import Step, open_checkpoint
+from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tree import find

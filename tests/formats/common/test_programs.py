@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
 from ckptkit.transforms.structure import extract
 from tests.conftest import Run

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ckptkit.convert import convert, open_checkpoint
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.core.bytesource import LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME

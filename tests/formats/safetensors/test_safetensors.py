@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
 from ckptkit import compute
-from ckptkit.convert import open_checkpoint
+from ckptkit.api import open_checkpoint
 from ckptkit.core import tree
 from ckptkit.core.bytesource import LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint

@@ -15,8 +15,8 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import main
-from ckptkit.convert import convert, open_checkpoint
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME

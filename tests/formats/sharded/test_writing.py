@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.convert import Conversion
+from ckptkit.api import Conversion
 from ckptkit.core.errors import OutputError, TensorError, UnsafeGlobalError, UsageError
 from ckptkit.formats.format import WriteOptions
 from tests.torch_equality import same

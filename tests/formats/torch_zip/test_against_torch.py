@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.convert import convert
+from ckptkit.api import convert
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
 from ckptkit.core.tree import Pairs

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.convert import open_checkpoint
+from ckptkit.api import open_checkpoint
 from ckptkit.core.errors import InputError
 from ckptkit.doctor.cause import ERROR, Cause
 from tests.cli.conftest import Ckptkit, ckptkit

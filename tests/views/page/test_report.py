@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckptkit.analysis.diff import compare
-from ckptkit.convert import open_checkpoint
+from ckptkit.api import open_checkpoint
 from ckptkit.views.page.facts import facts
 from ckptkit.views.page.report import embedded, page
 from ckptkit.views.page.seen import look
