@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
+    from ckptkit.rules.applying import apply_rules as apply_rules
     from ckptkit.transforms.combine import average as average
     from ckptkit.transforms.combine import ema as ema
     from ckptkit.transforms.combine import merge as merge
@@ -41,6 +42,7 @@ _PLACES = {
     "Storage": ("core.tensor", "Storage"),
     "Tensor": ("core.tensor", "Tensor"),
     "add_prefix": ("transforms.keys", "add_prefix"),
+    "apply_rules": ("rules.applying", "apply_rules"),
     "average": ("transforms.combine", "average"),
     "cast": ("transforms.elements", "cast"),
     "compact": ("transforms.elements", "compact"),
@@ -69,6 +71,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "add_prefix",
+    "apply_rules",
     "average",
     "cast",
     "compact",

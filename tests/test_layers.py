@@ -35,6 +35,8 @@ LAYERS = (
     ("journal",),
     ("bridge",),
     ("formats", "transforms", "reports"),
+    ("rules",),
+    ("tasks",),
     ("copying", "scanning"),
     ("upload", "temporaries", "preflight"),
     ("publish",),
@@ -71,8 +73,9 @@ OTHERS = {
     "typing_extensions": None,
     "yaml": ("recipes",),
     "tomli": ("recipes",),
+    "transformers": ("bridge",),
 }
-LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed", "typing_extensions")
+LAZY = ("torch", "transformers", "numpy", "fsspec", "aiohttp", "safetensors", "distributed", "typing_extensions")
 TRAINER_IS_SEEN_BY = "cli.train"
 
 LONGEST_FUNCTION = 60

@@ -69,8 +69,8 @@ TO_SAFETENSORS = modules("""
 REPORTING = modules("cli.inspect reports reports.summary reports.values")
 PLANNING = modules("cli.progress transforms transforms.scan")
 RENAMING = modules("transforms.keys transforms.metadata")
-CONVERTING = RENAMING | modules("cli.convert transforms.devices transforms.elements")
-PUBLISHING = modules("bridge copying preflight publish temporaries")
+CONVERTING = RENAMING | modules("cli.convert cli.rule_options transforms.devices transforms.elements")
+PUBLISHING = modules("bridge copying preflight publish tasks temporaries")
 COMPUTING = modules("bridge bridge.floats bridge.gather bridge.mean bridge.operations bridge.tensors")
 ZIP_WRITING = modules("""
     formats.pruning formats.torch.objects formats.torch.pickle_emitter formats.torch.pickle_writer
@@ -95,7 +95,7 @@ FORMATS = (
 """)
 )
 HELP = BASE | {f"cli.{name.replace('-', '_')}" for name in COMMANDS} | modules("""
-    cli.bars cli.options cli.progress remote remote.urls trainer trainer.config
+    cli.bars cli.options cli.progress cli.rule_options remote remote.urls trainer trainer.config
 """)  # fmt: skip
 DIFF = (READING | REPORTING | COMPUTING) - {"cli.inspect"} | modules("""
     cli.diff cli.diff_text fold cli.fold_pairs

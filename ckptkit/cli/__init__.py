@@ -25,14 +25,14 @@ from ckptkit.core.errors import CkptkitError, InputError
 
 COMMANDS = (
     "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap",
-    "average", "merge", "ema", "run", "recover", "doctor", "scan", "stats", "show", "report", "browse",
-    "verify", "digest", "batch", "completion", "train", "formats", "env",
+    "average", "merge", "ema", "run", "rules", "recover", "doctor", "scan", "stats", "show", "report", "browse",
+    "verify", "check", "digest", "batch", "completion", "train", "formats", "env",
 )  # fmt: skip
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 # What people type who look for a command that has another name here.
 SYNONYMS = {
-    "cat": "show", "check": "verify", "checksum": "digest", "compare": "diff", "fix": "doctor", "hash": "digest",
+    "cat": "show", "checksum": "digest", "compare": "diff", "fix": "doctor", "hash": "digest",
     "info": "inspect", "list": "inspect", "ls": "inspect", "mean": "average", "plot": "report", "repair": "recover",
     "view": "inspect",
 }  # fmt: skip

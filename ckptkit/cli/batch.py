@@ -20,6 +20,7 @@ from ckptkit.remote import urls
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.formats.format import Loss
+    from ckptkit.rules.applying import Report
     from ckptkit.run.batch import Job, Outcome
 
 SCHEMA = "ckptkit.batch/1"
@@ -98,7 +99,7 @@ class _One(options.Edit):
     watched: ClassVar[bool] = False
     reports: list[Conversion] = field(default_factory=list)
 
-    def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
+    def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
         said = (*done.warnings, *options.what_was_lost(lost))
         self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=said)))
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options
+from ckptkit.cli import options, rule_options
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.rules.applying import Asked
 
 
 @click.command("convert")
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option("--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable).")
 @click.option("--add", metavar="P", help="Put this before each key.")
+@click.option(
+    "--rule",
+    "rules",
+    metavar="'LEFT -> RIGHT'",
+    multiple=True,
+    help="Make tensors of tensors; what no rule takes is kept (repeatable; see `ckptkit help rules`).",
+)
+@rule_options.with_sizes
 @options.mapping
 @options.substitutions
 @click.option("--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats.")
@@ -27,20 +36,45 @@ if TYPE_CHECKING:
 @click.option("--device-map", "devices", metavar="A=B", multiple=True, callback=options.pairs, help="Retag A as B.")
 @click.option("--compact", is_flag=True, help="Leave out what storages hold beyond their tensors.")
 @options.key
-def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
+def command(
+    edit: options.Edit,
+    key: str | None,
+    rules: tuple[str, ...],
+    config: str | None,
+    args: dict[str, int],
+    **transforms: Any,
+) -> None:
     """Convert to another format, changed on the way.
 
     Any format that can be read becomes any that can be written.
 
     The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
-    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, cast, to and
+    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, to and
     device-map, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
              ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
     """
-    edit.run(*_steps(**transforms), key=key, keep_format=False)
+    asked = rule_options.asked(edit, config, args) if rules else None
+    if asked is None and (config is not None or args):
+        raise click.UsageError("--config and --arg are sizes for --rule")
+    steps = _steps(rules=_ruled(rules, asked), **transforms)
+    edit.run(*steps, key=key, keep_format=False, asked=asked)
+
+
+def _ruled(lines: tuple[str, ...], asked: Asked | None) -> Callable[[Checkpoint], Checkpoint] | None:
+    """The step of --rule."""
+    if asked is None:
+        return None
+    from ckptkit.rules.applying import step
+    from ckptkit.rules.planner import REST, Rules, unused_argument
+
+    rules = Rules.parse(lines)
+    for word in asked.args:
+        if word not in rules.words():
+            raise unused_argument(word, rules.words())
+    return lambda ck: step(ck, rules, REST, asked)
 
 
 def _steps(
@@ -51,6 +85,7 @@ def _steps(
     add: str | None,
     mapping: dict[str, str],
     substitutions: list[tuple[str, str]],
+    rules: Callable[[Checkpoint], Checkpoint] | None,
     cast: dict[str, str],
     device: str | None,
     devices: dict[str, str],
@@ -74,6 +109,8 @@ def _steps(
         yield lambda ck: keys.add_prefix(ck, add)
     if mapping or substitutions:
         yield lambda ck: keys.rename(ck, mapping, substitutions)
+    if rules is not None:
+        yield rules
     if cast:
         yield lambda ck: elements.cast(ck, cast)
     if device is not None or devices:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Loss
+    from ckptkit.rules.applying import Asked, Report
     from ckptkit.run.workers import Pool
 
 SCHEMA = "ckptkit.edit/1"
@@ -53,6 +54,7 @@ class Edit:
     shard_size: int | None
     workers: int | None
     scheduler: str | None
+    like: str | None = None
 
     def __post_init__(self) -> None:
         if self.in_place and self.dst is not None:
@@ -67,8 +69,13 @@ class Edit:
         keep_format: bool = True,
         source: Checkpoint | None = None,
         lost: Sequence[Loss] = (),
+        asked: Asked | None = None,
     ) -> None:
-        """Read, apply the steps, write, and say so. `source` is what has been read already, `lost` what could not."""
+        """Read, apply the steps, write, and say so.
+
+        `source` is what has been read already, `lost` what could not be, and `asked` what the steps
+        of rules were asked for; it holds their reports.
+        """
         from ckptkit.api import convert
         from ckptkit.cli.progress import Progress
         from ckptkit.formats.format import WriteOptions
@@ -78,6 +85,7 @@ class Edit:
                 self.src if source is None else source,
                 self.dst,
                 *steps,
+                *self._checks(),
                 in_place=self.in_place,
                 keep_format=keep_format,
                 key=key,
@@ -91,7 +99,17 @@ class Edit:
                 progress=progress,
                 executor=pool,
             )
-        self.report(done, lost)
+        self.report(done, lost, () if asked is None else asked.reports)
+
+    def _checks(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+        """Yield what is looked at before anything is written."""
+        if self.like is None:
+            return
+        from ckptkit.cli.like import expected
+        from ckptkit.rules.likeness import check_like
+
+        name, shapes = self.like, expected(self.like)
+        yield lambda checkpoint: check_like(checkpoint, shapes, name)
 
     def with_defaults(self, said: Mapping[str, Any]) -> Edit:
         """This, where it does not say otherwise, with what a recipe says of the output."""
@@ -120,13 +138,25 @@ class Edit:
         with workers.opened(self.workers, self.scheduler) as pool:
             yield pool
 
-    def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
+    def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
         count = _tensors(done.checkpoint)
         if self.as_json:
-            render.emit_json({**_facts(self, done, count), **({"lost": list(map(asdict, lost))} if lost else {})})
+            facts = _facts(self, done, count)
+            if lost:
+                facts["lost"] = list(map(asdict, lost))
+            if rules:
+                from ckptkit.cli.rules_report import facts_of
+
+                facts.update(facts_of(rules))
+            render.emit_json(facts)
         elif not self.quiet:
             said = "; ".join((f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes))
             render.emit(render.escape(f"{_verb(done.plan, self.dry_run)} {done.path}: {said}"))
+            if self.dry_run and rules:
+                from ckptkit.cli.rules_report import lines_of
+
+                for each in rules:
+                    render.emit(*map(render.escape, lines_of(each)))
             if self.dry_run:
                 render.emit(*map(render.escape, str(done.plan).split("\n")))
         if not self.quiet:
@@ -237,6 +267,11 @@ _EDIT = (
     ),
     click.option("--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."),
     click.option("--scheduler", metavar="URL", help="Share it among the workers of a Dask cluster: tcp://HOST:8786."),
+    click.option(
+        "--like",
+        metavar="OTHER",
+        help="Write only what has the names and shapes of OTHER: a checkpoint, its index, or package.module:Class.",
+    ),
     click.option("--all", "everything", is_flag=True, help="Keep everything, also in a format made for weights alone."),
 )
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import options, render, rule_options
 
 
 def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
         from ckptkit.run import recipes
 
-        known = [(name, recipes.load(name).about) for name in recipes.names()]
-        render.emit(*render.table(("recipe", "what it makes"), known))
+        known = list(map(recipes.load, recipes.names()))
+        rows = [(each.name, each.about) for each in known if not each.source]
+        render.emit(*render.table(("recipe", "what it makes"), rows))
+        layouts = [(each.name, each.about, each.source, each.checked or "not checked") for each in known if each.source]
+        render.emit("", *render.table(("layout", "from, to", "facts from", "checked against"), layouts))
         ctx.exit()
 
 
@@ -20,8 +23,12 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.argument("recipe", metavar="RECIPE")
 @options.edit
 @click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Say which there are.")
+@click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
+@rule_options.with_sizes
 @options.key
-def command(recipe: str, edit: options.Edit, key: str | None) -> None:
+def command(
+    recipe: str, edit: options.Edit, key: str | None, reverse: bool, config: str | None, args: dict[str, int]
+) -> None:
     """Carry out the steps of a recipe, as one plan.
 
     RECIPE is a YAML or TOML file, or the name of one that comes with ckptkit. Its steps apply in the order in which
@@ -30,8 +37,11 @@ def command(recipe: str, edit: options.Edit, key: str | None) -> None:
     \b
     Example: ckptkit run lightning epoch=9.ckpt net.pth
              ckptkit run my-recipe.yaml run.pth out.safetensors --dry-run
+             ckptkit run mixtral model out --reverse --arg h=32
     """
     from ckptkit.run import recipes
 
-    found = recipes.load(recipe)
-    edit.with_defaults(found.output).run(*found.steps, key=key, keep_format=False)
+    asked = rule_options.asked(edit, config, args, reverse)
+    found = recipes.load(recipe, asked)
+    output = {} if reverse else found.output  # which is that of the other layout
+    edit.with_defaults(output).run(*found.steps, key=key, keep_format=False, asked=asked)

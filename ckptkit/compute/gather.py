@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 TILE = 16 << 20  # bytes of the output made at once
 BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
 CALL = 64 << 10  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
+EXACT = 512  # bytes that are read by themselves where more than as much lies between them
+MANY = 128  # boxes, from which on larger tiles pay
+LARGE = 64 << 20  # bytes of a tile of a large transpose, of which each needs a little of every row
 
 Dim = tuple[int, int]  # elements, stride in bytes
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, stride, first byte of the input
@@ -35,7 +38,7 @@ def gather(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memo
     assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(stride, tuple)
     assert isinstance(origin, int)
     dims = coalesce([(n, s * itemsize) for n, s in zip(shape, stride, strict=True)])
-    axis, width = _tile(dims, itemsize)
+    axis, width = _tile(dims, itemsize, _limit(dims, itemsize))
     n, step = dims[axis]
     inner = dims[axis + 1 :]
     row = prod(m for m, _ in inner) * itemsize  # bytes for one index of the axis
@@ -48,6 +51,7 @@ def gather(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memo
         lower = rest - first * row
         upper = min(len(made), lower + stop - at)
         yield made[lower:upper]
+        del made  # before the next one is made
         at += upper - lower
 
 
@@ -64,15 +68,49 @@ def coalesce(dims: list[Dim]) -> list[Dim]:
     return merged or [(1, 0)]
 
 
-def _tile(dims: list[Dim], itemsize: int) -> tuple[int, int]:
-    """The dimension that tiles cut, and how many of its indices fit into one."""
+def _limit(dims: list[Dim], itemsize: int) -> int:
+    """Bytes of a tile: more for a transpose whose tiles would take less than `EXACT` of a row."""
+    n, step = dims[-1]
+    unturned = step <= itemsize or n * itemsize * (EXACT // itemsize) < TILE
+    return TILE if unturned else LARGE
+
+
+def _limit_of(boxes: Sequence[object]) -> int:
+    """Bytes of a tile of an array: each looks at all boxes, of which there may be many."""
+    return TILE if len(boxes) < MANY else LARGE // 2
+
+
+def _tile(dims: list[Dim], itemsize: int, limit: int) -> tuple[int, int]:
+    """The dimension that tiles cut, and how many of its indices are in each; the last has fewer."""
     row = itemsize
     for axis in range(len(dims) - 1, -1, -1):
         n = dims[axis][0]
-        if row * n > TILE or axis == 0:
-            return axis, max(1, min(n, TILE // row))
+        if row * n > limit or axis == 0:
+            most = max(1, min(n, limit // row))
+            return axis, -(-n // -(-n // most)) if n else 1
         row *= n
     raise AssertionError("there is at least one dimension")
+
+
+def ends(derived: Derived) -> Iterator[int]:
+    """Yield where the tiles of a gather or of chunks end: from there on it is computed at no loss."""
+    itemsize, shape = derived.parameters[:2]
+    assert isinstance(itemsize, int) and isinstance(shape, tuple)
+    if derived.operation == "gather":
+        stride = derived.parameters[2]
+        assert isinstance(stride, tuple)
+        dims = coalesce([(n, s * itemsize) for n, s in zip(shape, stride, strict=True)])
+        axis, width = _tile(dims, itemsize, _limit(dims, itemsize))
+    else:
+        boxes = derived.parameters[2]
+        assert isinstance(boxes, tuple)
+        dims = [(n, 0) for n in shape]
+        axis, width = _tile(dims, itemsize, _limit_of(boxes))
+    row = prod(n for n, _ in dims[axis + 1 :]) * itemsize
+    n = dims[axis][0]
+    for outer in range(0, derived.length, max(1, n * row)):
+        for first in range(0, n, width):
+            yield outer + min(first + width, n) * row
 
 
 def _offset(dims: list[Dim], number: int) -> int:
@@ -96,7 +134,7 @@ def assemble(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> 
 
     itemsize, shape, boxes = derived.parameters
     assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(boxes, tuple)
-    axis, width = _tile([(n, 0) for n in shape], itemsize)
+    axis, width = _tile([(n, 0) for n in shape], itemsize, _limit_of(boxes))
     row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
     at = start
     while at < stop:
@@ -111,6 +149,7 @@ def assemble(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> 
         lower = rest - first * row
         upper = min(len(made), lower + stop - at)
         yield made[lower:upper]
+        del tile, made  # before the next one is made
         at += upper - lower
 
 
@@ -157,9 +196,10 @@ def _box(dims: list[Dim], itemsize: int) -> list[int]:
     """How many indices of each dimension are read at once."""
     box = [1] * len(dims)
     span = itemsize
+    whole = sum((n - 1) * s for n, s in dims)
     for axis in sorted(range(len(dims)), key=lambda axis: dims[axis][1]):
         n, s = dims[axis]
-        if s - span > CALL:
+        if s - span > CALL or (whole > TILE and s > 2 * span and span >= EXACT):
             break
         box[axis] = n if s == 0 else max(1, min(n, 1 + (BOX - span) // s))
         span += (box[axis] - 1) * s

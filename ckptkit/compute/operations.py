@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+HELD = 64 << 20  # bytes that are held in memory where they can only be computed from the beginning
+_FROM_THE_BEGINNING = ("inflate", "latin1")
 PIECE = 4 << 20  # bytes; a multiple of every element size
 BUFFER = 256 << 10  # bytes of a local file read at a time, so that they and what is made of them stay in a core's cache
 
@@ -327,9 +329,23 @@ def _chunks(derived: Derived, start: int, stop: int) -> Pieces:
 def _reader(extent: Extent) -> Read:
     """Reads so many bytes of an extent at an offset."""
     if isinstance(extent, Derived):
+        if extent.operation in _FROM_THE_BEGINNING and extent.length <= HELD:
+            held = b"".join(stream(extent))
+            return lambda at, length: held[at : at + length]
         return Cursor(extent).read
     source, origin, _ = extent
     return lambda at, length: source.read(origin + at, length)
+
+
+def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the bytes of an extent from byte `at` of it."""
+    if isinstance(extent, Range):
+        extent.source.read_into(extent.offset + at, buffer)
+        return
+    done = 0
+    for piece in stream(extent, at, at + len(buffer)):
+        buffer[done : done + len(piece)] = piece
+        done += len(piece)
 
 
 class Cursor:

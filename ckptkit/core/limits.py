@@ -50,6 +50,12 @@ class Limits:
     scan_parts: int = 1_000_000  # places in a file that are looked at
     scan_inflated_bytes: int = 1 << 30  # of everything compressed in a file
     list_gaps: int = 100_000  # places of lists that nothing fills
+    rule_bytes: int = 64 << 10  # of one tensor rule
+    rule_labels: int = 10_000  # of one variable of a rule
+    rule_terms: int = 100  # operators and ( ) of one size
+    rule_steps: int = 100_000  # of matching names against rules, beside 64 for each name
+    rule_targets: int = 1_000_000  # tensors that one step of rules makes
+    rule_copies: int = 4_000_000  # pieces that these are put together from
     expansion: int = 4  # output bytes per storage byte, unless the caller allows more
     expansion_free: int = 64 << 20  # and what is always allowed on top
 
@@ -61,6 +67,7 @@ CEILINGS = {
     "int_bytes": 1_780,  # str() and int() of 4,300 digits
     "json_depth": 256,  # json.loads
     "rank": 64,  # numpy
+    "rule_terms": 200,  # a size is read and computed by recursion
 }
 
 

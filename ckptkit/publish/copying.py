@@ -14,12 +14,13 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
+from ckptkit.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -40,51 +41,6 @@ _NOT_HERE = {
 
 Progress = Callable[[int], None]
 Sum = tuple[int, int, int]  # number, CRC-32, bytes that it was taken of
-
-
-class Task(NamedTuple):
-    """Segments to be written one after another from byte `start` of the file `path`; picklable."""
-
-    path: str
-    start: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes that it writes."""
-        return sum(map(length, self.segments))
-
-
-def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
-    """The work on a file as independent tasks of about `size` bytes. Only ranges are cut; holes are left unfilled."""
-    batch: list[Segment] = []
-    start = at = 0
-    for segment in segments:
-        for part in _parts(segment, size):
-            batch.append(part)
-            at += length(part)
-            if at - start >= size:
-                yield Task(path, start, tuple(batch))
-                batch, start = [], at
-    if batch:
-        yield Task(path, start, tuple(batch))
-
-
-def _parts(segment: Segment, size: int) -> Iterable[Segment]:
-    if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
-        return (segment,)
-    if isinstance(segment, Summed):
-        return (Summed(part, segment.number) for part in _split(segment.extent, size))
-    return _split(segment, size)
-
-
-def _split(extent: Extent, size: int) -> Iterator[Extent]:
-    for each in runs(extent):
-        if isinstance(each, Derived):  # might have to be computed from its beginning for each part
-            yield each
-            continue
-        for start in range(0, each.length, size):
-            yield each.part(start, min(size, each.length - start))
 
 
 def execute(
@@ -137,11 +93,15 @@ def _spread(files: list[list[Task]], executor: Executor, progress: Progress) -> 
     from concurrent.futures import BrokenExecutor, Future, as_completed, wait
 
     futures: dict[Future[list[Sum]], Task] = {}
+    done: dict[int, list[Sum]] = {}
     try:
-        futures.update((executor.submit(run, task), task) for tasks in files for task in tasks)
-        for future in as_completed(futures):
-            future.result()
-            progress(futures[future].size)
+        for late in (False, True):
+            chosen = [task for tasks in files for task in tasks if task.is_late is late]
+            submitted = {executor.submit(run, task): task for task in chosen}
+            futures.update(submitted)
+            for future in as_completed(submitted):
+                done[id(submitted[future])] = future.result()
+                progress(submitted[future].size)
     except BaseException as error:
         for future in futures:
             future.cancel()
@@ -150,8 +110,7 @@ def _spread(files: list[list[Task]], executor: Executor, progress: Progress) -> 
             hint = "it ran out of memory, or found another file where the input was"
             raise OutputError("a worker ended before its work was done", hint=hint) from error
         raise
-    done = (future.result() for future in futures)
-    return [[next(done) for _ in tasks] for tasks in files]
+    return [[done[id(task)] for task in tasks] for tasks in files]
 
 
 def _fill(path: str, segments: Iterable[Segment], sums: dict[int, int]) -> None:
@@ -167,14 +126,53 @@ def _fill(path: str, segments: Iterable[Segment], sums: dict[int, int]) -> None:
 
 def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:
     """Write one task; the checksums of its parts, in order. Raises OSError, InputError, InputChangedError."""
+    first = task.segments[0] if task.segments else None
+    if isinstance(first, Reread):
+        return [_reread(task.path, task.start, first)]
     fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.lseek(fd, task.start, os.SEEK_SET)
         writer = _Writer(fd, progress)
-        writer.write(task.segments)
+        if isinstance(first, Turned):
+            _write_blocks(fd, task.start, first, progress)
+        else:
+            writer.write(task.segments)  # type: ignore[arg-type]  # no other is mixed with segments
     finally:
         os.close(fd)
     return writer.sums
+
+
+def _write_blocks(fd: int, start: int, turned: Turned, progress: Progress) -> None:
+    from ckptkit.compute.slabs import Turner
+
+    turner = Turner()
+    for block in turned.blocks:
+        for place, data in turner.pieces(block):
+            _write_at(fd, data, start + place)
+            progress(len(data))
+
+
+def _write_at(fd: int, data: memoryview, place: int) -> None:
+    if not hasattr(os, "pwrite"):  # Windows; each task has a descriptor of its own
+        os.lseek(fd, place, os.SEEK_SET)
+        write_all(fd, data)
+        return
+    done = os.pwrite(fd, data, place)
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], place + done)
+
+
+def _reread(path: str, start: int, part: Reread) -> Sum:
+    crc, left = 0, part.length
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while left:
+            data = file.read(min(PIECE, left))
+            if not data:
+                raise OutputError("became shorter while it was written", where=path)
+            crc = zlib.crc32(data, crc)
+            left -= len(data)
+    return part.number, crc, part.length
 
 
 class _Writer:
@@ -226,6 +224,7 @@ class _Writer:
                 self._count(number, piece)
             write_all(self._fd, piece)
             self._progress(len(piece))
+            del piece  # it may be large, and the next one is made before this name is used again
 
     def _count(self, number: int, data: bytes | memoryview) -> None:
         known, crc, size = self.sums[-1] if self.sums else (None, 0, 0)

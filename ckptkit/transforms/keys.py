@@ -17,8 +17,9 @@ from glob import escape
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
-from ckptkit.core.weights import Weights, module_state, plain_state_dict, read_module
+from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.nodes import count, nearest, some
 
@@ -189,6 +190,52 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     node = module_versions.like(target.entries, entries, lambda paths: paths)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
     return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
+
+
+def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Take further names of weights away: each key of `names` must hold the same memory as its value.
+
+    Names that are not there are passed over. Raises UsageError where the two differ.
+    """
+    (target,) = _targets(ck, ())
+    gone = {new for new in names if new in target.entries}
+    for new in gone:
+        one, other = as_tensor(target.entries[new]), as_tensor(target.entries.get(names[new]))
+        if one is None or other is None or not _same_memory(one, other):
+            raise UsageError(f"{new!r} is not tied to {names[new]!r}{target.place}: they may differ")
+    entries = {key: value for key, value in target.entries.items() if key not in gone}
+    left = [name for name in target.names if name not in gone]
+    node = module_versions.like(target.entries, entries, lambda paths: module_versions.pruned(paths, left))
+    notes = [f"left out {new}, which is {names[new]}" for new in sorted(gone)]
+    return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    same = one.storage is other.storage and one.storage is not None
+    return same and (one.offset, one.shape, one.stride) == (other.offset, other.shape, other.stride)
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What becomes of a mapping: its entries, an edit of its ``_metadata``, and what is to be said."""
+
+    entries: Mapping[Node, Node]
+    edit_metadata: Callable[[Paths], Paths]
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+
+def rewrite(ck: Checkpoint, edit: Callable[[Target], Rewritten], keys: Sequence[str] = ()) -> Checkpoint:
+    """The checkpoint with what `edit` makes of the weights, or of the mappings at the paths in `keys`."""
+    swap: dict[int, Node] = {}
+    notes: list[str] = []
+    warnings: list[str] = []
+    for target in _targets(ck, keys):
+        new = edit(target)
+        swap[id(target.node)] = module_versions.like(target.entries, new.entries, new.edit_metadata)
+        notes += [*new.notes, *_as_plain(target)]
+        warnings += new.warnings
+    return _replaced(ck, swap, notes, warnings)
 
 
 def _new_names(target: Target, mapping: Mapping[str, str], substitutions: Sequence[tuple[str, str]]) -> dict[str, str]:

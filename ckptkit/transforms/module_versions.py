@@ -90,6 +90,48 @@ def renamed(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
     return found
 
 
+def moved(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str]) -> Paths:
+    """Paths as their keys went, (old name, new name) for each source of each new key.
+
+    A module that is made of several has their entry if they agree; else it is left out, and added to
+    `lost`. A module that is new around others has what torch gives it; one that has no keys stays.
+    """
+    sources: dict[str, set[str]] = defaultdict(set)
+    held, live = {""}, {""}
+    for old, new in pairs:
+        sources[_parent(new)].add(_parent(old))
+        _add_parents(old, held)
+        _add_parents(new, live)
+    found: Paths = {path: value for path, value in paths.items() if path not in held or path == ""}
+    for path in sorted(live - {""}) if paths else ():
+        own = [paths[old] for old in sorted(sources[path]) if old in paths]
+        if not own:
+            found[path] = paths.get(path, {"version": 1})
+        elif all(same(each, own[0]) for each in own):
+            found[path] = own[0]
+        else:
+            lost.append(path)
+    return found
+
+
+def _add_parents(name: str, found: set[str]) -> None:
+    """Add the modules around a key, up to one that is there already."""
+    path = _parent(name)
+    while path not in found:
+        found.add(path)
+        path = _parent(path)
+
+
+def same(one: Node, other: Node) -> bool:
+    """Whether two entries of ``_metadata`` are equal: dicts of a few plain values."""
+    if one is other:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
+        return False
+    plain = (int, str, bool, float, type(None))
+    return all(isinstance(v, plain) and isinstance(other[k], plain) and v == other[k] for k, v in one.items())
+
+
 def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
     own: dict[str, set[str]] = defaultdict(set)
     for old, new in names.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import LEAVES, Node, Path, find, join
+from ckptkit.core.tree import LEAVES, Node, OrderedDict, Path, children, find, join, rebuild
 from ckptkit.core.weights import plain_state_dict
 
 
@@ -31,6 +31,25 @@ def _key_below(ck: Checkpoint, path: Path) -> str | None:
     weights, _ = find(ck.root, ck.key)
     inside = len(weights) >= len(path) and join(weights[: len(path)]) == join(path)
     return join(weights[len(path) :]) if inside else None
+
+
+def drop(ck: Checkpoint, key: str) -> Checkpoint:
+    """The checkpoint without the entry at the dotted path `key`; as it is if there is none.
+
+    Raises UsageError for an entry of what is no mapping.
+    """
+    try:
+        path, _ = find(ck.root, key)
+    except UsageError:
+        return ck.with_root(ck.root, warnings=[f"there is no entry {key!r} to leave out"])
+    holder = ck.root
+    for part in path[:-1]:
+        holder = dict(children(holder))[part]
+    if not path or not isinstance(holder, dict):
+        raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
+    entries = {name: value for name, value in holder.items() if name != path[-1]}
+    new = OrderedDict(entries, holder.state) if isinstance(holder, OrderedDict) else entries
+    return ck.with_root(rebuild(ck.root, swap={id(holder): new}), notes=[f"left out {key!r}"])
 
 
 def bare(ck: Checkpoint) -> Checkpoint:

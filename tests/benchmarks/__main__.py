@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,7 @@ def _row(case: Case, settings: Settings) -> Row:
     files = {"src": source.path, "twin": f"twin{suffix}", "fresh": f"out{suffix}"}
     if "{twin}" in work.command and not (settings.folder / files["twin"]).exists():
         run(copy(source.path, files["twin"]), settings.folder)
-    ours = [word.format(**files) for word in work.command.split()]
+    ours = [word.format(**files) for word in shlex.split(work.command)]
     others, skipped = _peers(case, files, settings)
     fresh = files["fresh"] if "{fresh}" in work.command else ""
     every = 1 if case.budget.to_cp or source.gib > TOP else RARELY

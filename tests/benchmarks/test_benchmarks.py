@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -218,7 +219,7 @@ def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> Non
     fresh = tmp_path / f"out{path.suffix}"
     if "{fresh}" in work.command:
         fresh.write_bytes(path.read_bytes())
-    words = [word.format(src=path, twin=path, fresh=fresh) for word in work.command.split()]
+    words = [word.format(src=path, twin=path, fresh=fresh) for word in shlex.split(work.command)]
     done = run(*words, cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert len(list(tmp_path.glob("out*"))) == (1 if "out" in work.command or "{fresh}" in work.command else 0)

@@ -66,6 +66,8 @@ _IN_PLACE = {PLAIN: Budget(seconds=0.2, mib=60)}
 _COMPUTED = {PLAIN: Budget(mib=200)}
 _START = {10: Budget(seconds=0.12)}
 
+RULE = "convert {{src}} out.safetensors --rule 'module.layers.{{{{l}}}}.weight [o i] -> {}'"
+
 WORKS = (
     Work("--help", "pth", "--help", "start", _START),
     Work("inspect, a small file", "pth", "inspect {src}", "none", _START),
@@ -101,6 +103,9 @@ WORKS = (
         "strip-module --in-place, safetensors", "safetensors", "strip-module --in-place {fresh}", "strip safetensors",
         _IN_PLACE,
     ),
+    Work("rules, stack", "safetensors", RULE.format("stack [l o i]"), "none", _moved(1.2, 130), moves=True),
+    Work("rules, permute rows", "safetensors", RULE.format("rows [o l i]"), "none", _moved(1.6, 200), sizes="one"),
+    Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2.5, 200), sizes="one"),
     Work("DCP folder of 2 ranks", "dcp", "convert {src} out.safetensors", "dcp", _moved(1.6, 300), sizes="one"),
     Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
 )  # fmt: skip

@@ -83,7 +83,7 @@ def test_prefixes_devices_tags_dtypes_formats_recipes(tab: Tab, run_pth: Path) -
     assert tab("remap", run_pth, "--map", "") == ["cpu="]
     assert tab("convert", run_pth, "--cast", "bf") == ["bfloat16"]
     assert tab("convert", run_pth, "--format", "shard") == ["sharded", "sharded-bin"]
-    assert tab("run", "tim") == ["timm", "file"]
+    assert tab("run", "tim") == ["timm", "timm-vit", "file"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint", b"PK\x03\x04 cut"])
@@ -137,6 +137,7 @@ def every_text() -> Iterator[tuple[str, click.Parameter]]:
 # Texts of one's own: nothing can be offered.
 FREE = {
     "add-module: P", "convert: NAME", "SIZE", "URL", "NAME=JSON", "REGEX=REPLACEMENT", "[SLICE]", "TEXT", "A,B",
+    "NAME=INT", "'NAME CONDITION'", "'LEFT -> RIGHT'", "MODEL_TYPE",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ NAMES = [
     "=cmd|' /C calc'!A0", "@SUM(1)", "+1", "-1", "<script>alert(1)</script>", "%s%n{0}", "[bold]", "größe 模型",
 ]  # fmt: skip
 FOREIGN = "evil\x1b[2J"  # a module
-SILENT = {"train", "formats", "env", "completion", "browse"}  # print nothing of a file; the last has a screen
+SILENT = {"train", "rules", "formats", "env", "completion", "browse"}  # print nothing of a file; the last has a screen
 
 
 class Given:
@@ -87,6 +87,7 @@ CALLS: dict[str, list[list[str]]] = {
     "convert": [
         *(["F", "OS", "--key", "model"], ["G", "OS"], ["S", "O"], ["F", "OS", "--all"], ["G", "O", "--drop", "*\x1b*"]),
         *(["S", "OD", "--format", "sharded", "--shard-size", "99"], ["G", "O", "--cast", "\x1b[2J"]),
+        *(["G", "O", "--rule", "{m:**} -> x.{m}"], ["G", "O", "--rule", "\x1b[2J -> y"], ["G", "O", "--like", "S"]),
     ],
     "rename": [["G", "O", "--sub", "module=\x1b[2J"], ["G", "O", "--sub", ".*=\x07"], ["G", "O", "--map", "\x1b.json"]],
     "extract": [["F", "O", "--key", "model"], ["F", "O", "--key", f"{NAMES[0]}!"], ["F", "O", "--key", SECOND]],
@@ -102,6 +103,10 @@ CALLS: dict[str, list[list[str]]] = {
     "show": [["S", FIRST], ["S", SECOND], ["G", f"{FIRST}2", "--with", "S", "--name-b", FIRST]],
     "report": [["G", "-o", "OH"], ["G", "S", "-o", "OH"], ["F", "-o", "OH", "--values"]],
     "verify": [["F"], ["G"], ["S"], ["C"], ["G", "--values"]],
+    "check": [
+        *(["G", "--expect", "*.\x1b*", "--expect", "x\x1b[2J"], ["G", "--like", "S"]),
+        ["S", "--expect", "* finite"],
+    ],
     "digest": [["F", "--key", "model"], ["G"], ["S"], ["F", "--all"]],
     "batch": [["strip-module", "--into", "OD", "G"], ["strip-module", "--into", "OD", "S", "F", "C"]],
 }  # fmt: skip

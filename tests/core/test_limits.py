@@ -32,6 +32,8 @@ from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
 from ckptkit.publish.write import publish
+from ckptkit.rules.parsing import parse_rule
+from ckptkit.rules.planner import Rules
 from tests.conftest import Run as Command
 from tests.containers.tars import archive, header, member, record, records
 from tests.formats.deepspeed.making import Run
@@ -166,6 +168,10 @@ def written(plan: Plan) -> Case:
     return case
 
 
+def planned(line: str, shapes: dict[str, tuple[int, ...]], **given: str) -> Case:
+    return lambda folder: Rules.parse([line]).plan(shapes, **given)
+
+
 TAR_RECORD = record(b"comment", b"1" * 100)
 
 # name -> how much is needed, and what needs it.
@@ -202,6 +208,12 @@ CASES: dict[str, tuple[int, Case]] = {
     "chunk_visits": (100, lambda folder: check_cover((50,), [((n,), (1,)) for n in range(50)])),
     "optimizer_values": (10, optimizer(10)),
     "list_gaps": (50, gaps(50)),
+    "rule_bytes": (100, lambda folder: parse_rule("a -> b".ljust(100))),
+    "rule_labels": (50, lambda folder: parse_rule("a.{p:" + "|".join(map(str, range(50))) + "} -> b.{p}")),
+    "rule_terms": (20, lambda folder: parse_rule("a -> b with h=1" + "+1" * 20)),
+    "rule_steps": (36, planned("{a:**}y{n} -> {a}{n}", {"y" * 99 + "1": ()})),
+    "rule_targets": (50, planned("x [e] -> x.{e} []", {"x": (50,)})),
+    "rule_copies": (50, planned("x.{a} [b] -> y.{b} [a]", {f"x.{n}": (10,) for n in range(5)})),
     "expansion_free": (1_000, written(Plan((OutputFile("", (bytes(1_000),)),)))),
     "expansion": (7, written(Plan((OutputFile("", (Range(Memory(bytes(100)), 0, 100),) * 7),)))),
 }  # fmt: skip

@@ -7,6 +7,10 @@ A recipe is a YAML or TOML file:
       - extract: [ema, model]       # the first of these entries that is there
       - strip: module.
       - cast: {"*": bfloat16, "*norm*": float32}
+      - rules: ["a.{l}.w{p:1|3} [o i] -> b.{l} [(p o) i]"]      # the notation of ckptkit.rules
+        keep: rest                  # what no rule takes: globs, or all
+        sizes: {h: config.num_attention_heads}
+    args: {heads: 32}               # defaults of --arg
     output: {format: safetensors, shard_size: 5GB}      # unless the command line says otherwise
 
 `STEPS` is what a step may be. Those in this folder go by their names (``lightning``).
@@ -26,23 +30,37 @@ from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tree import find
+from ckptkit.rules.applying import Asked
+from ckptkit.rules.applying import step as apply_step
+from ckptkit.rules.errors import RuleError
+from ckptkit.rules.expecting import Expectations
+from ckptkit.rules.parsing import is_word
+from ckptkit.rules.planner import Rules, unused_argument
+from ckptkit.run.recipes.reversing import Said, backwards
 from ckptkit.transforms import combine, devices, elements, keys, quantized, structure
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
 _BYTES = 1 << 20  # of a recipe
-_PARTS = {"about", "steps", "output"}
+_PARTS = {"about", "steps", "output", "args", "source", "checked"}
 _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a recipe file says: its steps as functions, and how to write what they give."""
+    """What a recipe file says: its steps as functions, and how to write what they give.
+
+    ``said`` are the steps as they are written, ``source`` is where the facts of a layout come from,
+    ``checked`` what it was checked against; empty where nobody did.
+    """
 
     name: str
     about: str
     steps: tuple[Step, ...]
     output: Mapping[str, Any]
+    said: tuple[Said, ...] = ()
+    source: str = ""
+    checked: str = ""
 
 
 def names() -> list[str]:
@@ -50,14 +68,18 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in _SUFFIXES)
 
 
-def load(name: str) -> Recipe:
-    """The recipe in the file `name`, or the one that comes with ckptkit under that name. Raises UsageError."""
+def load(name: str, asked: Asked | None = None) -> Recipe:
+    """The recipe in the file `name`, or the one that comes with ckptkit under that name.
+
+    `asked` is what its rules are asked for: sizes, a configuration, the way back. Raises UsageError.
+    """
+    asked = asked or Asked()
     if name in names():
-        return _recipe(name, _parsed(FOLDER / f"{name}.yaml"))
+        return _recipe(name, _parsed(FOLDER / f"{name}.yaml"), asked)
     if not name.endswith(_SUFFIXES):
         close = get_close_matches(name, names(), n=1) or names()
         raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
-    return _recipe(name, _parsed(Path(name)))
+    return _recipe(name, _parsed(Path(name)), asked)
 
 
 def _parsed(path: Path) -> Any:
@@ -94,7 +116,7 @@ def _from_yaml(data: bytes) -> Any:
         raise ValueError(str(error).replace("\n", " ")) from error
 
 
-def _recipe(name: str, said: Any) -> Recipe:
+def _recipe(name: str, said: Any, asked: Asked) -> Recipe:
     try:
         parts = _table(said, _PARTS)
         steps = parts.get("steps")
@@ -104,12 +126,46 @@ def _recipe(name: str, said: Any) -> Recipe:
         for key, value in output.items():
             if not isinstance(value, _OUTPUT[key]):
                 raise _WrongError(f"output: {key} is {value!r}")
-        about = parts.get("about", "")
-        if not isinstance(about, str):
-            raise _WrongError(f"about is {about!r}")
-        return Recipe(name, about, tuple(_steps(steps)), output)
+        about, facts, checked = (_optional(parts, word) for word in ("about", "source", "checked"))
+        known = list(_said(steps))
+        defaults = _sizes(parts.get("args", {}))
+        made = _made(known, asked, defaults)
+        _check_arguments(known, asked, defaults)
+        return Recipe(name, about, tuple(made), output, tuple(known), facts, checked)
     except _WrongError as error:
         raise UsageError(str(error), where=name, hint=error.hint) from None
+    except RuleError as error:
+        raise error.at(name) from None
+
+
+def _optional(parts: Mapping[str, Any], word: str) -> str:
+    text = parts.get(word, "")
+    if not isinstance(text, str):
+        raise _WrongError(f"{word} is {text!r}")
+    return text
+
+
+def _made(known: list[Said], asked: Asked, defaults: dict[str, str | int]) -> list[Step]:
+    """The steps as functions, each read before any is applied."""
+    forwards = [_step(number, each, asked, defaults) for number, each in enumerate(known, 1)]
+    if not asked.reverse:
+        return forwards
+    back, notes = backwards(known)
+    steps = [_step(number, each, asked, defaults) for number, each in enumerate(back, 1)]
+    return [*steps, lambda ck: ck.with_root(ck.root, notes=notes)]
+
+
+def _check_arguments(known: list[Said], asked: Asked, defaults: dict[str, str | int]) -> None:
+    """Raise RuleError for an argument that no rule of any step uses."""
+    if not asked.args:
+        return
+    words: set[str] = set()
+    for each in known:
+        if each.word == "rules":
+            words |= _parsed_rules(each, defaults).words()
+    for word in asked.args:
+        if word not in words:
+            raise unused_argument(word, words)
 
 
 class _WrongError(ValueError):
@@ -120,18 +176,66 @@ class _WrongError(ValueError):
         self.hint = hint
 
 
-def _steps(said: list[Any]) -> Iterator[Step]:
+def _said(said: list[Any]) -> Iterator[Said]:
     for number, each in enumerate(said, 1):
+        if isinstance(each, dict) and "rules" in each:
+            beside = {word: given for word, given in each.items() if word != "rules"}
+            if beside.keys() <= _BESIDE_RULES:
+                yield Said("rules", each["rules"], beside)
+                continue
+            odd = ", ".join(sorted(map(repr, beside.keys() - _BESIDE_RULES)))
+            raise _WrongError(f"step {number} (rules): {odd} is nothing that rules have", "keep, sizes, keys")
         if not isinstance(each, dict) or len(each) != 1:
             raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
+        yield Said(word, given, {})
+
+
+def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int]) -> Step:
+    word = said.word
+    try:
+        if word == "rules":
+            return _rules(number, said, asked, defaults)
+        if word == "expect":
+            return Expectations(_texts(said.given), asked.config).check
         if word not in STEPS:
-            close = get_close_matches(str(word), STEPS, n=1) or STEPS
+            known = [*STEPS, "rules", "expect"]
+            close = get_close_matches(str(word), known, n=1) or known
             raise _WrongError(f"step {number}: {word!r} is no step", hint=f"did you mean {', '.join(close)}?")
-        try:
-            yield STEPS[word](given)
-        except _WrongError as error:
-            raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
+        return STEPS[word](said.given)
+    except _WrongError as error:
+        if str(error).startswith("step "):
+            raise
+        raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
+    except RuleError as error:
+        raise RuleError(f"step {number}, {error.message}", hint=error.hint) from None
+
+
+_BESIDE_RULES = {"keep", "sizes", "keys"}
+
+
+def _rules(number: int, said: Said, asked: Asked, defaults: dict[str, str | int]) -> Step:
+    rules = _parsed_rules(said, defaults)
+    keep = _texts(said.beside.get("keep", []))
+    paths = _texts(said.beside.get("keys", []))
+    return lambda ck: apply_step(ck, rules, keep, asked, paths, number)
+
+
+def _parsed_rules(said: Said, defaults: dict[str, str | int]) -> Rules:
+    lines = _texts(said.given)
+    if not lines:
+        raise _WrongError("there is no rule")
+    return Rules.parse(lines, _sizes(said.beside.get("sizes", {})), defaults)
+
+
+def _sizes(given: Any) -> dict[str, str | int]:
+    """Words with what is said of their sizes."""
+    if not isinstance(given, dict):
+        raise _WrongError(f"{given!r} is no table of sizes")
+    for word, size in given.items():
+        if not is_word(str(word)) or type(size) not in (int, str):
+            raise _WrongError(f"{word}: {size!r} is no size", hint="h: 32, h: config.num_attention_heads")
+    return {str(word): size for word, size in given.items()}
 
 
 # What a step is given
@@ -242,6 +346,27 @@ def _average(given: Any) -> Step:
     return lambda ck: combine.average([*map(open_checkpoint, others), ck])
 
 
+def _tie(given: Any) -> Step:
+    names_ = _mapping(given)
+    return lambda ck: keys.tie(ck, names_)
+
+
+def _untie(given: Any) -> Step:
+    names_ = _mapping(given)
+    return lambda ck: keys.untie(ck, names_)
+
+
+def _drop_entry(given: Any) -> Step:
+    paths = _texts(given)
+
+    def step(ck: Checkpoint) -> Checkpoint:
+        for path in paths:
+            ck = structure.drop(ck, path)
+        return ck
+
+    return step
+
+
 STEPS: dict[str, Callable[[Any], Step]] = {
     "extract": _extract,  # a dotted path, or several: the first that is there
     "weights": _plain(structure.bare),
@@ -257,4 +382,7 @@ STEPS: dict[str, Callable[[Any], Step]] = {
     "merge": _merge,  # files whose weights come after
     "average": _average,  # files with the same names
     "wrap": _wrap,  # the name of the entry
+    "tie": _tie,  # new name to the name that it stands for as well
+    "untie": _untie,  # the same, taken away again
+    "drop-entry": _drop_entry,  # dotted paths, such as optimizer; they need not be there
 }

@@ -1,0 +1,39 @@
+"""ckptkit rules"""
+
+from __future__ import annotations
+
+import click
+
+from ckptkit.cli import render
+
+
+@click.command("rules")
+@click.argument("source", metavar="from-transformers", type=click.Choice(["from-transformers"]))
+@click.argument("model_type", metavar="MODEL_TYPE")
+@click.option(
+    "--config",
+    metavar="FILE",
+    help="Build the model of this config.json, not that of the defaults.",
+)
+def command(source: str, model_type: str, config: str | None) -> int:
+    """Write tensor rules from what a library knows.
+
+    from-transformers: from the layout of the files of MODEL_TYPE to that of the installed
+    transformers. Its registry of conversions is read as data, and the model built without weights:
+    the names and shapes that the rules give are compared with its own, both ways. Exit code 1 if
+    something cannot be said; a comment says what.
+
+    \b
+    Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml
+    """
+    from ckptkit.compute.conversions import layouts_of
+    from ckptkit.rules import config as configuration
+    from ckptkit.rules.generating import generated, recipe_text
+
+    layouts = layouts_of(model_type, None if config is None else configuration.read(config))
+    found = generated(layouts)
+    if not found.lines:
+        render.warn(f"{model_type} has one layout: there is nothing to convert")
+        return 1
+    render.emit(*map(render.escape, recipe_text(layouts, found).rstrip().split("\n")))
+    return 1 if found.left else 0

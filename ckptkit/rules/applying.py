@@ -1,0 +1,334 @@
+"""Apply rules to a checkpoint: which tensors they are about, and what is to be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.compute import contiguous
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CollisionError, TensorError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shape as shape_text
+from ckptkit.core.tree import Node
+from ckptkit.core.weights import as_tensor, is_optimizer
+from ckptkit.rules import config as configuration
+from ckptkit.rules.errors import NotReversibleError, about
+from ckptkit.rules.lowering import Copied, how, in_bytes
+from ckptkit.rules.planner import Outcome, Rules, Taken, Target, unused_argument
+from ckptkit.rules.reversal import check_reversible
+from ckptkit.rules.sizes import Config
+from ckptkit.transforms import keys as names
+from ckptkit.transforms import module_versions
+from ckptkit.transforms.nodes import count, nodes, some
+
+_SIZES = (1, 2, 4, 8, 16)  # bytes of an element that can be moved in any way
+
+
+@dataclass(slots=True)
+class Done:
+    """What one rule did with tensors."""
+
+    taken: Taken
+    how: str = "moved"
+    bytes: int = 0
+    forms: set[str] = field(default_factory=set)  # shapes and dtypes
+
+
+@dataclass(slots=True)
+class Report:
+    """What one step of rules did, for those who ask."""
+
+    step: int  # its number in the recipe
+    keys: int
+    kept: int
+    made: int
+    rules: list[Done]
+    reversible: str | None  # why it is not; None: it is
+
+
+@dataclass
+class Asked:
+    """What is asked of all steps of rules: sizes, the configuration, and where their reports go."""
+
+    args: Mapping[str, int] = field(default_factory=dict)
+    config: Config = None
+    reverse: bool = False
+    with_reports: bool = False
+    reports: list[Report] = field(default_factory=list)
+
+
+def apply_rules(
+    checkpoint: Checkpoint,
+    rules: Rules | str | Sequence[str],
+    *,
+    keep: str | Sequence[str] = (),
+    sizes: Mapping[str, str | int] | None = None,
+    config: Config = None,
+    args: Mapping[str, int] | None = None,
+    reverse: bool = False,
+    keys: Sequence[str] = (),
+) -> Checkpoint:
+    """The weights in the layout that `rules` say: one line or several, ``LEFT -> RIGHT``.
+
+    `keep` names the keys that no rule takes (globs, or ``"rest"`` for all). Sizes that neither
+    rules nor shapes say come from `args`, `sizes`, and `config`: that of the model, by default
+    config.json beside the checkpoint. `reverse` runs the rules backwards. `keys` names other mappings by their
+    paths. Raises UsageError where a rule is wrong, TensorError where the tensors do not fit.
+    """
+    if not isinstance(rules, Rules):
+        rules = Rules.parse([rules] if isinstance(rules, str) else rules, sizes)
+    unused = (args or {}).keys() - rules.words()
+    if unused:
+        raise unused_argument(min(unused), rules.words())
+    asked = Asked(args or {}, config, reverse)
+    return step(checkpoint, rules, keep, asked, keys)
+
+
+def step(
+    checkpoint: Checkpoint,
+    rules: Rules,
+    keep: str | Sequence[str],
+    asked: Asked,
+    keys: Sequence[str] = (),
+    number: int = 1,
+) -> Checkpoint:
+    """Apply the rules of one step, which is `number` in a row of steps."""
+    given = asked.config
+    if given is None:
+        given = configuration.lazily(checkpoint.source)
+    work = _Step(rules.reversed() if asked.reverse else rules, keep, asked, given, number)
+    made = names.rewrite(checkpoint, work.rewritten, keys)
+    if work.is_relaid:
+        _check_optimizers(checkpoint)
+        if configuration.is_beside(checkpoint.source):
+            note = f"{configuration.NAME} beside it describes the old layout"
+            if note not in made.notes:
+                made = made.with_root(made.root, notes=[note])
+    return made
+
+
+class _Step:
+    def __init__(
+        self,
+        rules: Rules,
+        keep: str | Sequence[str],
+        asked: Asked,
+        config: Config,
+        number: int,
+    ) -> None:
+        self.rules, self.keep, self.asked, self.config = rules, keep, asked, config
+        self.number = number
+        self.is_relaid = False
+
+    def rewritten(self, target: names.Target) -> names.Rewritten:
+        tensors = {name: tensor for name in target.names if (tensor := as_tensor(target.entries[name])) is not None}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        args = self.asked.args
+        outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
+        reversible = self._reversible(shapes, outcome)
+        making = _Making(target, tensors, outcome)
+        entries = making.entries()
+        self.is_relaid = self.is_relaid or making.is_relaid
+        if self.asked.with_reports:
+            made = len(outcome.targets) - len(outcome.kept)
+            done = list(making.done.values())
+            report = Report(self.number, len(shapes), len(outcome.kept), made, done, reversible)
+            self.asked.reports.append(report)
+        lost: list[str] = []
+        paths = module_versions.moved(module_versions.of(target.entries) or {}, making.pairs, lost)
+        if lost:
+            entry = count(len(lost), "_metadata entry")
+            making.warnings.append(f"dropped {entry}: made of several that differ: {some(lost)}")
+        return names.Rewritten(entries, lambda _: paths, [*making.notes()], making.warnings)
+
+    def _reversible(self, shapes: Mapping[str, tuple[int, ...]], outcome: Outcome) -> str | None:
+        """Why the step cannot be run backwards, where that is asked. Raises where it is needed."""
+        if not self.asked.reverse and not self.asked.with_reports:
+            return None
+        back = self.rules
+        try:
+            check_reversible(back, shapes, outcome, keep=self.keep, config=self.config, args=self.asked.args)
+        except NotReversibleError as error:
+            if self.asked.reverse and not any(taken.dropped for taken in outcome.taken):
+                raise NotReversibleError(f"not reversible: {error.message}") from error
+            return error.message
+        return None
+
+
+class _Making:
+    """The new entries of a mapping."""
+
+    def __init__(self, target: names.Target, tensors: dict[str, Tensor], outcome: Outcome) -> None:
+        self.target, self.tensors, self.outcome = target, tensors, outcome
+        self.done = {taken.number: Done(taken) for taken in outcome.taken}
+        self.pairs: list[tuple[str, str]] = []  # (old name, new name)
+        self.is_relaid = False
+        self.warnings: list[str] = []
+        self._storages: dict[object, Storage] = {}
+        self._mixed: list[str] = []
+        self._used: dict[object, set[int]] = {}  # where each view of memory went
+
+    def entries(self) -> dict[Node, Node]:
+        """The mapping, in the order of the keys that its tensors are made of."""
+        order = {key: number for number, key in enumerate(self.target.entries)}
+        placed: list[tuple[int, Node, Node]] = []
+        for name, made in self.outcome.targets.items():
+            if made is None:
+                self.pairs.append((name, name))
+                self._note_use([name], id(self.target.entries[name]))
+                placed.append((order[name], name, self.target.entries[name]))
+                continue
+            node = self._node(name, made)
+            placed.append((min(order[key] for key in made.sources), name, node))
+        new = {name for _, name, _ in placed}
+        for key, node in self.target.entries.items():
+            if key not in self.tensors:
+                if key in new:
+                    raise CollisionError(f"{key} is written by a rule, and is there already")
+                placed.append((order[key], key, node))
+        placed.sort(key=lambda each: each[0])
+        if self._mixed:
+            self.warnings.append(f"parameters and plain tensors made one: {some(self._mixed)}")
+        return {name: node for _, name, node in placed}
+
+    def _node(self, name: str, made: Target) -> Node:
+        done = self.done[made.rule]
+        used = sorted({copy.source for copy in made.copies if copy.source is not None})
+        sources = [made.sources[number] for number in used] or [made.sources[0]]
+        self.pairs += [(key, name) for key in sources]
+        done.forms.add(f"{shape_text(made.shape)} {self.tensors[sources[0]].dtype}")
+        done.bytes += sum(self.tensors[key].nbytes for key in sources[:1]) if made.is_moved else 0
+        if made.is_moved and self.tensors[sources[0]].shape == made.shape:
+            self._note_use(sources, id(self.target.entries[sources[0]]))
+            return self.target.entries[sources[0]]
+        self.is_relaid = True
+        tensors = [self.tensors[key] for key in sources]
+        first = tensors[0]
+        self._check_alike(made.rule, sources)
+        storage = self._storage(made, first)
+        self._note_use(sources, id(storage))
+        if not made.is_moved:
+            done.bytes += storage.nbytes
+            done.how = _slower(done.how, how(made.copies, first.dtype.itemsize))
+        kinds = {tensor.kind for tensor in tensors}
+        if len(kinds) > 1:
+            self._mixed.append(name)
+        kind = kinds.pop() if len(kinds) == 1 else "tensor"
+        grad = all(tensor.requires_grad for tensor in tensors)
+        stride = contiguous_stride(made.shape)
+        return Tensor(storage, first.dtype, made.shape, stride, 0, grad, kind)
+
+    def _check_alike(self, rule: int, sources: Sequence[str]) -> None:
+        """Raise TensorError unless the sources have one dtype, one device and plain bytes."""
+        first = self.tensors[sources[0]]
+        for key in sources:
+            tensor, node = self.tensors[key], self.target.entries[key]
+            if not isinstance(node, Tensor) or tensor.storage is None or tensor.layout != "strided":
+                message = f"{key} can only be renamed: it is no plain tensor with bytes of its own"
+                raise TensorError(about(rule, message), hint="a rule without [ ] renames")
+            if tensor.dtype != first.dtype:
+                message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
+                raise TensorError(about(rule, message), hint="cast first: `- cast: float32`, --cast")
+            if tensor.device != first.device:
+                message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
+                raise TensorError(about(rule, message), hint="remap first: `- remap: cpu`, --to cpu")
+
+    def _storage(self, made: Target, first: Tensor) -> Storage:
+        """The storage of a target; one for all that are made in the same way of the same memory."""
+        key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
+        if key not in self._storages:
+            self._storages[key] = self._new(made, first)
+        return self._storages[key]
+
+    def _new(self, made: Target, first: Tensor) -> Storage:
+        dtype = first.dtype
+        length = dtype.nbytes(_product(made.shape))
+        whole = first.storage
+        if made.is_moved and whole is not None and _is_plain(first) and whole.nbytes == length:
+            return whole
+        records = tuple(contiguous(self.tensors[source]) for source in made.sources)
+        copies, itemsize = made.copies, dtype.itemsize
+        if dtype.bits % 8 or dtype.packed > 1:
+            found = in_bytes(copies, dtype.bits)
+            if found is None or not self._rows_are_whole(made):
+                hint = f"elements of {dtype} are packed along the last dimension: keep it whole"
+                message = about(made.rule, f"{made.sources[0]} would be taken apart inside of a byte")
+                raise TensorError(message, hint=hint)
+            copies, itemsize = found, 1
+        elif itemsize not in _SIZES:
+            message = f"{made.sources[0]}: elements of {dtype} cannot be moved one by one"
+            raise TensorError(about(made.rule, message))
+        return Storage(Copied(records, copies, itemsize, length), first.device)
+
+    def _rows_are_whole(self, made: Target) -> bool:
+        last = {self.tensors[source].shape[-1:] for source in made.sources}
+        return last == {made.shape[-1:]}
+
+    def _note_use(self, sources: Iterable[str], storage: int) -> None:
+        for source in sources:
+            self._used.setdefault(_view(self.tensors[source]), set()).add(storage)
+
+    def notes(self) -> Iterable[str]:
+        """What was done, for the report."""
+        taken = [done.taken for done in self.done.values()]
+        matched, made = sum(each.matched for each in taken), sum(each.made for each in taken)
+        kept = len(self.outcome.kept)
+        keys = count(len(self.tensors), "key")
+        yield f"rules: {matched:,} of {keys} taken, {kept:,} kept; {made:,} written"
+        for each in taken:
+            if each.dropped:
+                yield f"rule {each.number} dropped {each.dropped:,} elements"
+            if each.zeros:
+                yield f"rule {each.number} wrote {each.zeros:,} zeros"
+        if apart := self._untied():
+            yield f"no longer tied: {some(apart)}"
+
+    def _untied(self) -> list[str]:
+        """Keys that held one view of memory, and whose targets do not."""
+        names_of: dict[object, list[str]] = {}
+        for key, tensor in self.tensors.items():
+            names_of.setdefault(_view(tensor), []).append(key)
+        found = []
+        for view, keys in names_of.items():
+            if len(keys) > 1 and len(self._used.get(view, ())) > 1:
+                found += keys
+        return found
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the elements lie in their storage as they are, from its first byte on."""
+    return tensor.is_contiguous and not (tensor.offset or tensor.conj or tensor.neg)
+
+
+def _view(tensor: Tensor) -> object:
+    if tensor.storage is None:
+        return id(tensor)
+    return id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.conj, tensor.neg
+
+
+_ORDER = ("moved", "joined", "gathered", "transposed")
+
+
+def _slower(one: str, other: str) -> str:
+    return max(one, other, key=_ORDER.index)
+
+
+def _check_optimizers(ck: Checkpoint) -> None:
+    """Raise UsageError if the tree holds state of an optimizer, which belongs to the old layout."""
+    for node in nodes(ck.root):
+        if not is_optimizer(node):
+            continue
+        state = node["state"] if isinstance(node, dict) else None
+        if isinstance(state, dict) and any(isinstance(key, int) for key in state):
+            raise UsageError(
+                "the state of an optimizer belongs to the old order and shapes of the weights",
+                hint="take the weights alone: `- weights: true` before the rules",
+            )

@@ -1,0 +1,364 @@
+"""From the shapes of the tensors of one group to its targets, each put together from copies.
+
+A copy moves a block of elements: where it begins in the source and in the target, and for each free
+axis its size and both strides. Parts of different sizes only shift where copies begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Shape
+from ckptkit.core.text import plural
+from ckptkit.rules.checks import Words, expanded, shape_text
+from ckptkit.rules.errors import MisfitError, RuleError, about, settings
+from ckptkit.rules.notation import ABSENT, REST, Rule, dimension_text
+from ckptkit.rules.sizes import Known
+
+Axes = tuple[str, ...]
+Symbol = tuple[str, int | None]  # a word, and which of its values
+Indices = Mapping[str, int]
+
+
+class Copy(NamedTuple):
+    """Elements that go from one source to one target; `source` None: zeros."""
+
+    source: int | None  # which of the sources
+    start: int  # the first element in the source
+    place: int  # the first element in the target
+    dims: tuple[tuple[int, int, int], ...]  # elements, stride in the source, stride in the target
+
+
+class Made(NamedTuple):
+    """One target of a group."""
+
+    indices: dict[str, int]  # of the variables that only the right name has
+    shape: Shape
+    copies: tuple[Copy, ...]
+
+
+class Member(NamedTuple):
+    """One source of a group."""
+
+    key: str
+    indices: tuple[int, ...]  # of the variables that only the left name has
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What becomes of one group, or of all groups that look like it."""
+
+    made: tuple[Made, ...]
+    sizes: dict[Symbol, int]
+    dropped: int  # elements
+    zeros: int  # elements
+
+
+class Arrangement:
+    """A rule whose sizes are known as far as they are said."""
+
+    def __init__(self, number: int, rule: Rule, words: Words, known: Known, ragged: Mapping[str, str]) -> None:
+        self.number, self.rule, self.words, self.ragged = number, rule, words, ragged
+        self.bases = set(ragged.values())
+        self.said: dict[Symbol, int] = {}
+        for word, size in known.sizes.items():
+            for part, value in enumerate(size):
+                if value is not None:
+                    self.said[word, part if word in ragged else None] = value
+        for word in (*words.loops, *words.gathered, *words.scattered):
+            count = words.labels(word)
+            if count is not None:
+                self._agree(word, count)
+
+    def _agree(self, word: str, count: int) -> None:
+        said = self.said.setdefault((word, None), count)
+        if said != count:
+            raise RuleError(about(self.number, f"{word} has {count} labels, and {word}={said} is said"))
+
+    def symbol(self, word: str, indices: Indices) -> Symbol:
+        variable = self.ragged.get(word)
+        return (word, None) if variable is None else (word, indices[variable])
+
+    def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
+        """The elements of a dimension, or of its last axes."""
+        total = 1
+        for position, word in enumerate(axes):
+            if word in self.bases:
+                rest = axes[position + 1 :]
+                parts = range(self.said[word, None])
+                return total * sum(self.extent(rest, {**indices, word: n}, sizes) for n in parts)
+            total *= sizes[self.symbol(word, indices)]
+        return total
+
+    def unknown(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> list[Symbol]:
+        """The sizes that are missing to know the extent of a dimension, each once."""
+        found: dict[Symbol, None] = {}
+        for position, word in enumerate(axes):
+            if word in self.bases:
+                for n in range(self.said[word, None]):
+                    inner = self.unknown(axes[position + 1 :], {**indices, word: n}, sizes)
+                    found.update(dict.fromkeys(inner))
+                break
+            symbol = self.symbol(word, indices)
+            if symbol not in sizes:
+                found[symbol] = None
+        return list(found)
+
+    # From shapes to sizes
+
+    def solve(self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[Member]) -> Layout:
+        """Targets of a group. Raises MisfitError where its shapes do not fit the rule."""
+        rest = self._rest(members)
+        left = expanded(self.rule.left.shape, rest)
+        right = expanded(self.rule.right.shape, rest)
+        solved = [self._solve(member, left, loops, sizes) for member in members]
+        merged = dict(sizes)
+        for found in solved:
+            for symbol, value in found.items():
+                if merged.setdefault(symbol, value) != value:
+                    raise self._differs(symbol, members, solved)
+        return _Copies(self, left, right, loops, merged, members).layout()
+
+    def _rest(self, members: Sequence[Member]) -> int:
+        """How many dimensions ``...`` stands for."""
+        dimensions = self.rule.left.shape
+        fixed = sum(dimension != REST for dimension in dimensions)
+        open_ended = fixed < len(dimensions)
+        for member in members:
+            rank = len(member.shape)
+            if rank < fixed or (rank > fixed and not open_ended):
+                shape = shape_text(self.rule.left)
+                message = f"{member.key} has {plural(rank, 'dimension')}, and {shape}"
+                raise MisfitError(about(self.number, f"{message} {'at least ' * open_ended}{fixed}"))
+            if rank != len(members[0].shape):
+                message = f"{members[0].key} and {member.key} differ in the number of their dimensions"
+                raise MisfitError(about(self.number, message))
+        return len(members[0].shape) - fixed if open_ended else 0
+
+    def _solve(
+        self, member: Member, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
+    ) -> dict[Symbol, int]:
+        indices = {**loops, **dict(zip(self.words.gathered, member.indices, strict=True))}
+        known = dict(sizes)
+        found = {}
+        for number, (axes, elements) in enumerate(zip(left, member.shape, strict=True)):
+            missing = self.unknown(axes, indices, known)
+            if len(missing) > 1:
+                raise self._unsaid(axes, elements, missing)
+            if not missing:
+                self._check(member, number, axes, elements, indices, known)
+                continue
+            (symbol,) = missing
+            none, one = (self.extent(axes, indices, {**known, symbol: n}) for n in (0, 1))
+            value, odd = divmod(elements - none, one - none) if one > none else (0, 1)
+            if odd or value < 0:
+                raise self._indivisible(member, number, axes, elements, known)
+            known[symbol] = found[symbol] = value
+        return found
+
+    def _check(
+        self,
+        member: Member,
+        number: int,
+        axes: Axes,
+        elements: int,
+        indices: Indices,
+        known: Mapping[Symbol, int],
+    ) -> None:
+        made = self.extent(axes, indices, known)
+        if made != elements:
+            said = self._settings(axes, known)
+            found = _elements(elements, number)
+            message = f"{member.key}: {found}, and {_words(axes)} with {said} are {made}"
+            if not axes:
+                message = f"{member.key}: {_elements(elements, number)} where the rule has 1"
+            raise MisfitError(about(self.number, message))
+
+    def _settings(self, axes: Axes, known: Mapping[Symbol, int]) -> str:
+        said: list[tuple[str, int]] = []
+        for word in axes:
+            said += [(word, value) for (name, _), value in known.items() if name == word]
+        return settings(said)
+
+    def _indivisible(
+        self, member: Member, number: int, axes: Axes, elements: int, known: Mapping[Symbol, int]
+    ) -> MisfitError:
+        message = f"{member.key}: {_elements(elements, number)} are no multiple of {_words(axes)}"
+        said = self._settings(axes, known)
+        return MisfitError(about(self.number, message + (f" with {said}" if said else "")))
+
+    def _unsaid(self, axes: Axes, elements: int, missing: list[Symbol]) -> RuleError:
+        words = list(dict.fromkeys(word for word, _ in missing))
+        text = dimension_text(axes)
+        message = f"nothing says how {elements} falls into {text}: give all but one of {', '.join(words)}"
+        if len(words) == 1:
+            (word,) = words
+            count = self.words.labels(self.ragged[word]) or 0
+            message = f"nothing says how {elements} falls into {text}: give {word} for all labels but one"
+            return RuleError(about(self.number, message), hint=f"with {word}={'|'.join(['N'] * count)}")
+        hint = f"--arg {words[0]}=32, `with {words[0]}=...`, or config.json"
+        return RuleError(about(self.number, message), hint=hint)
+
+    def _differs(self, symbol: Symbol, members: Sequence[Member], solved: list[dict[Symbol, int]]) -> MisfitError:
+        """What to say of a size that members of one group do not agree on."""
+        word = symbol[0]
+        values = [found.get(symbol) for found in solved]
+        position = self._differing(members, values)
+        if position is None:
+            return MisfitError(about(self.number, f"{word} differs between {members[0].key} and others"))
+        variable = self.words.gathered[position]
+        kind = self.words.left_kinds.get(variable)
+        by: dict[str, int | None] = {}
+        for member, value in zip(members, values, strict=True):
+            index = member.indices[position]
+            by.setdefault(kind[index] if isinstance(kind, tuple) else str(index), value)
+        shown = ", ".join(f"{label}: {value}" for label, value in list(by.items())[:6])
+        name = "the dimensions of ... " if word.startswith(REST) else word
+        message = about(self.number, f"{name} differs with {variable} ({shown})")
+        if isinstance(kind, tuple):
+            return MisfitError(message, hint=f"with {word}={'|'.join('_' * len(kind))}, or a size for each")
+        return MisfitError(message, hint="parts of different sizes need labels, not numbers")
+
+    def _differing(self, members: Sequence[Member], values: list[int | None]) -> int | None:
+        """The variable along which the values differ: one with labels, if there is one."""
+        labelled = [self.words.labels(word) is not None for word in self.words.gathered]
+        for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
+            by: dict[int, set[int | None]] = {}
+            for member, value in zip(members, values, strict=True):
+                by.setdefault(member.indices[position], set()).add(value)
+            if len({value for found in by.values() for value in found}) > 1 and all(
+                len(found) == 1 for found in by.values()
+            ):
+                return position
+        return 0 if labelled else None
+
+
+def _words(axes: Axes) -> str:
+    return " ".join(axes)
+
+
+def _elements(count: int, number: int) -> str:
+    """``100 rows``."""
+    if number < 2:
+        return plural(count, ("row", "column")[number]).replace(",", "")
+    return f"{count} elements of dimension {number}"
+
+
+class _Copies:
+    """The targets of a group whose sizes are known."""
+
+    def __init__(
+        self,
+        rule: Arrangement,
+        left: list[Axes],
+        right: list[Axes],
+        loops: Indices,
+        sizes: dict[Symbol, int],
+        members: Sequence[Member],
+    ) -> None:
+        self.rule, self.left, self.right, self.loops, self.sizes = rule, left, right, loops, sizes
+        self.members = members
+        self.sources = {member.indices: number for number, member in enumerate(members)}
+
+    def layout(self) -> Layout:
+        words = self.rule.words
+        targets = self._count(words.scattered, "rule_targets", "tensors that a rule makes")
+        check("rule_copies", targets * len(self.members), "pieces that a rule moves")
+        made, dropped, zeros = [], 0, 0
+        for indices in self._all(words.scattered):
+            target = self._made(indices)
+            if self._is_absent(indices, words.right_kinds):
+                dropped += prod(target.shape)
+                continue
+            made.append(target)
+            zeros += sum(_volume(copy) for copy in target.copies if copy.source is None)
+        return Layout(tuple(made), self.sizes, dropped, zeros)
+
+    def _count(self, variables: Axes, limit: str, what: str) -> int:
+        total = prod(self._size(word) for word in variables)
+        if total > getattr(LIMITS, limit):
+            check(limit, total, what)
+        return total
+
+    def _size(self, word: str) -> int:
+        size = self.sizes.get((word, None))
+        if size is None:
+            message = about(self.rule.number, f"nothing says how many {word} there are")
+            raise RuleError(message, hint=f"--arg {word}=N, `with {word}=...`, or config.json")
+        return size
+
+    def _all(self, variables: Axes) -> Iterator[dict[str, int]]:
+        for values in product(*(range(self._size(word)) for word in variables)):
+            yield dict(zip(variables, values, strict=True))
+
+    def _is_absent(self, indices: Indices, kinds: Mapping[str, object]) -> bool:
+        for word, index in {**self.loops, **indices}.items():
+            labels = kinds.get(word)
+            if isinstance(labels, tuple) and labels[index] == ABSENT:
+                return True
+        return False
+
+    def _made(self, scattered: dict[str, int]) -> Made:
+        words = self.rule.words
+        outer = {**self.loops, **scattered}
+        shape = tuple(self._extent(axes, outer) for axes in self.right)
+        copies = []
+        for gathered in self._all(words.gathered):
+            indices = {**outer, **gathered}
+            source: int | None = None
+            if not self._is_absent(gathered, words.left_kinds):
+                source = self.sources[tuple(gathered.values())]
+            copy = self._copy(indices, source, shape)
+            if _volume(copy):
+                copies.append(copy)
+        assert sum(map(_volume, copies)) == prod(shape)
+        return Made(scattered, shape, tuple(copies))
+
+    def _copy(self, indices: Indices, source: int | None, shape: Shape) -> Copy:
+        start, read = (0, {}) if source is None else self._strides(self.left, indices)
+        place, written = self._strides(self.right, indices)
+        dims = []
+        for axes in self.right:
+            for word in axes:
+                if word not in indices:
+                    size = self.sizes[self.rule.symbol(word, indices)]
+                    dims.append((size, read.get(word, 0), written[word]))
+        return Copy(source, start, place, tuple(dims))
+
+    def _strides(self, dimensions: list[Axes], indices: Indices) -> tuple[int, dict[str, int]]:
+        """Where the element of these indices is in a tensor, and the strides of its other axes."""
+        strides: dict[str, int] = {}
+        start, step = 0, 1
+        for axes in reversed(dimensions):
+            inner = 1
+            for position in range(len(axes) - 1, -1, -1):
+                word, rest = axes[position], axes[position + 1 :]
+                if word not in indices:
+                    strides[word] = inner * step
+                elif word in self.rule.bases:
+                    before = ({**indices, word: n} for n in range(indices[word]))
+                    start += step * sum(self._extent(rest, each) for each in before)
+                else:
+                    start += step * inner * indices[word]
+                inner = self._extent(axes[position:], indices)
+            step *= inner
+        return start, strides
+
+    def _extent(self, axes: Axes, indices: Indices) -> int:
+        missing = self.rule.unknown(axes, indices, self.sizes)
+        if missing:
+            words = ", ".join(dict.fromkeys(word for word, _ in missing))
+            message = about(self.rule.number, f"nothing says the size of {words}")
+            first = missing[0][0]
+            raise RuleError(message, hint=f"--arg {first}=N, `with {first}=...`, or config.json")
+        return self.rule.extent(axes, indices, self.sizes)
+
+
+def _volume(copy: Copy) -> int:
+    return prod(n for n, _, _ in copy.dims)

@@ -1,0 +1,33 @@
+"""What can be wrong with a rule, or with a checkpoint that a rule does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptkit.core.errors import TensorError, UsageError
+
+
+class RuleError(UsageError):
+    """A rule is not written as rules are, or cannot be carried out as written."""
+
+
+class UncoveredError(RuleError):
+    """A rule takes no key, or a key is taken by no rule."""
+
+
+class MisfitError(TensorError):
+    """The tensors of a checkpoint do not have the shapes that a rule needs."""
+
+
+class NotReversibleError(RuleError):
+    """The way back would not give the names and shapes that were there."""
+
+
+def about(number: int, message: str) -> str:
+    """`message`, said of rule `number`."""
+    return f"rule {number}: {message}"
+
+
+def settings(sizes: Iterable[tuple[str, int]]) -> str:
+    """``h=32 two=2``."""
+    return " ".join(f"{word}={size:,}".replace(",", "") for word, size in sizes)

@@ -1,0 +1,188 @@
+"""Expectations: what must be true of tensors before anything is written.
+
+    lm_head.weight                                       there is one
+    *.rotary_emb.inv_freq missing                        there is none
+    model.layers.*.mlp.experts.gate_up_proj count=32
+    model.embed_tokens.weight shape=[config.vocab_size _] dtype=bfloat16
+    lm_head.weight equal=model.embed_tokens.weight       byte for byte
+    * finite                                             no NaN, nothing infinite
+
+A name is a glob; what follows holds for each tensor that it matches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+
+from ckptkit.compute import compare
+from ckptkit.compute.nonfinite import nonfinite
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import nearest, plural
+from ckptkit.core.text import shape as shape_text
+from ckptkit.rules import config as configuration
+from ckptkit.rules.errors import RuleError
+from ckptkit.rules.notation import Given, Rule, Side, given_text
+from ckptkit.rules.parsing import parse_given
+from ckptkit.rules.sizes import Config, Settings, evaluate
+
+
+class ExpectationError(TensorError):
+    """What was expected of the tensors is not so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """One line: a glob, and the conditions that hold for what it matches."""
+
+    text: str
+    glob: str
+    missing: bool = False
+    finite: bool = False
+    count: Given | None = None
+    shape: tuple[Given, ...] | None = None
+    dtypes: tuple[str, ...] = ()
+    equal: str | None = None
+
+
+_WORD = re.compile(r"(?P<word>[a-z]+)(?:=(?P<value>\[[^\]]*\]|\S+))?(?:\s+|$)")
+
+
+def parse_expectation(text: str) -> Expectation:
+    """Read one line. Raises RuleError."""
+    glob, _, rest = text.strip().partition(" ")
+    if not glob:
+        raise RuleError("an expectation names a tensor or a glob")
+    said: dict[str, str | None] = {}
+    at, rest = 0, rest.strip()
+    while at < len(rest):
+        found = _WORD.match(rest, at)
+        if found is None or found["word"] not in _WORDS:
+            odd = rest[at:].split()[0]
+            raise RuleError(f"{text!r}: {odd!r} is no condition", hint=f"one of {', '.join(_WORDS)}")
+        if (found["value"] is None) != (found["word"] in _BARE):
+            raise RuleError(f"{text!r}: {found['word']} {'has no' if found['value'] else 'needs a'} value")
+        said[found["word"]] = found["value"]
+        at = found.end()
+    return Expectation(
+        text.strip(),
+        glob,
+        missing="missing" in said,
+        finite="finite" in said,
+        count=None if said.get("count") is None else parse_given(said["count"] or ""),
+        shape=_shape(said.get("shape")),
+        dtypes=tuple((said.get("dtype") or "").split("|")) if said.get("dtype") else (),
+        equal=said.get("equal"),
+    )
+
+
+_BARE = ("exists", "missing", "finite")
+_WORDS = (*_BARE, "count", "shape", "dtype", "equal")
+
+
+def _shape(text: str | None) -> tuple[Given, ...] | None:
+    if text is None:
+        return None
+    if not text.startswith("["):
+        raise RuleError(f"shape={text} is no shape", hint="shape=[config.vocab_size _]")
+    return tuple(map(parse_given, text[1:-1].replace(",", " ").split()))
+
+
+class Expectations:
+    """Several lines, checked together."""
+
+    def __init__(self, lines: list[str], config: Config = None) -> None:
+        self.parsed = [parse_expectation(line) for line in lines]
+        self.config = config
+
+    def failures(self, checkpoint: Checkpoint) -> Iterator[str]:
+        """Yield what is not as expected. Reads the tensors only for `equal` and `finite`."""
+        config = self.config
+        if config is None:
+            config = configuration.lazily(checkpoint.source)
+        value = _values(config)
+        tensors = checkpoint.weights
+        for each in self.parsed:
+            matches = re.compile(translate(each.glob)).match
+            hits = {name: tensor for name, tensor in tensors.items() if matches(name)}
+            yield from (f"{each.text}: {said}" for said in _failures(each, hits, tensors, value))
+
+    def check(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, if all is as expected. Raises ExpectationError."""
+        found = list(self.failures(checkpoint))
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise ExpectationError(f"not as expected: {found[0]}{more}", hint="nothing was written")
+        return checkpoint
+
+
+Value = Callable[[Given], int | None]
+
+
+def _values(config: Config) -> Value:
+    """What evaluates a size; None for one that is not said."""
+
+    def value(given: Given) -> int | None:
+        side = Side(("x",))
+        rule = Rule(side, side, sizes=(("size", given),))
+        size = evaluate(rule, Settings(config=config)).sizes.get("size")
+        if size is None and given != (None,):
+            raise RuleError(f"nothing says {given_text(given)}", hint="--config FILE, or config.json")
+        return None if size is None else size[0]
+
+    return value
+
+
+def _failures(
+    each: Expectation, hits: Mapping[str, Tensor], tensors: Mapping[str, Tensor], value: Value
+) -> Iterator[str]:
+    if each.missing:
+        if hits:
+            yield f"{next(iter(hits))} is there"
+        return
+    expected = None if each.count is None else value(each.count)
+    if expected is not None and len(hits) != expected:
+        yield f"{plural(len(hits), 'tensor')} instead of {expected:,}"
+    if not hits:
+        if expected is None:
+            close = nearest(each.glob, tensors)
+            yield "there is none" + (f"; nearest: {close[0]}" if close else "")
+        return
+    shape = None if each.shape is None else [value(given) for given in each.shape]
+    for name, tensor in hits.items():
+        yield from (f"{name} {said}" for said in _faults(each, tensor, shape, tensors))
+
+
+def _faults(
+    each: Expectation, tensor: Tensor, shape: list[int | None] | None, tensors: Mapping[str, Tensor]
+) -> Iterator[str]:
+    if shape is not None and not _fits(tensor.shape, shape):
+        wanted = ", ".join("_" if n is None else str(n) for n in shape)
+        yield f"has shape {shape_text(tensor.shape)} instead of [{wanted}]"
+    if each.dtypes and tensor.dtype.name not in each.dtypes:
+        yield f"is {tensor.dtype} instead of {' or '.join(each.dtypes)}"
+    if each.equal is not None:
+        yield from _unequal(tensor, each.equal, tensors)
+    if each.finite:
+        nan, infinite = nonfinite(tensor) if tensor.storage is not None else (0, 0)
+        if nan or infinite:
+            yield f"has {nan:,} NaN and {infinite:,} infinite elements"
+
+
+def _fits(found: tuple[int, ...], wanted: list[int | None]) -> bool:
+    pairs = zip(found, wanted, strict=False)
+    return len(found) == len(wanted) and all(n is None or n == m for m, n in pairs)
+
+
+def _unequal(tensor: Tensor, name: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    other = tensors.get(name)
+    if other is None:
+        yield f"is not equal to {name}, which is not there"
+    elif other.shape != tensor.shape or other.dtype != tensor.dtype:
+        yield f"is not equal to {name}: {other.dtype} {shape_text(other.shape)}"
+    elif (difference := compare(tensor, other)) is not None:
+        yield f"differs from {name} in {plural(difference.count, 'element')}"

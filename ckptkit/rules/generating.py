@@ -1,0 +1,289 @@
+"""Write rules from what is known of two layouts: names, shapes, and the operations between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.compute.conversions import Layouts, Moved
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.tensor import Shape
+from ckptkit.rules.planner import REST, Rules
+
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component
+_AXES = "abcdfgijk"
+
+
+class Unsayable(Exception):
+    """An operation that rules cannot say."""
+
+
+@dataclass(slots=True)
+class Generated:
+    """Rules for one model type, and what they cannot say or do not give."""
+
+    lines: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def generated(layouts: Layouts) -> Generated:
+    """Rules from the layout of the files to that of the model, each checked against both."""
+    found = Generated()
+    families: dict[tuple[object, ...], list[_Pair]] = {}
+    for moved in layouts.moved:
+        if not moved.operations and moved.old[0][0] == moved.new[0]:
+            continue
+        try:
+            pair = _pair(moved, layouts.old)
+        except Unsayable as error:
+            found.left.append(f"{moved.new[0]}: {error}")
+            continue
+        families.setdefault(pair.family, []).append(pair)
+    for pairs in families.values():
+        found.lines += _lines(pairs)
+    found.lines.sort(key=lambda line: "{" in line.partition(" -> ")[0])  # literal names first
+    found.left += _faults(found.lines, layouts)
+    return found
+
+
+def _faults(lines: list[str], layouts: Layouts) -> Iterator[str]:
+    """Yield what the rules would do wrong, there and back."""
+    if not lines:
+        return
+    rules = Rules.parse(lines)
+    sizes = _Anything()
+    for way, given, wanted in (
+        (rules, layouts.old, layouts.new),
+        (rules.reversed(), layouts.new, layouts.old),
+    ):
+        try:
+            outcome = way.outcome(given, keep=REST, config=sizes)
+        except CkptkitError as error:
+            yield error.message
+            return
+        made = {name: given[name] if t is None else t.shape for name, t in outcome.targets.items()}
+        odd = sorted(made.keys() ^ wanted.keys()) or [n for n in made if made[n] != wanted[n]]
+        if odd:
+            yield f"the rules would not give {', '.join(odd[:3])}"
+
+
+class _Anything(dict[str, Any]):
+    """A configuration that says 1 head: names and shapes do not depend on it."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return 1
+
+
+@dataclass(slots=True)
+class _Pair:
+    """One group of tensors in both layouts: names without their indices and labels, and shapes."""
+
+    old: str
+    new: str
+    old_dims: str
+    new_dims: str
+    sizes: str
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        names = (_NUMBER.sub("#", each) for each in (self.old, self.new))
+        return (*names, self.old_dims, self.new_dims, self.sizes)
+
+
+def _pair(moved: Moved, shapes: Mapping[str, Shape]) -> _Pair:
+    if not moved.operations:
+        return _Pair(moved.old[0][0], moved.new[0], "", "", "")
+    rank = len(shapes[moved.old[0][0]])
+    work = _Symbolic(rank, len(moved.old), len(moved.new))
+    for name, given in moved.operations:
+        work.apply(name, given)
+    old = _labelled([_indexed(names, "{e}") for names in moved.old], work.label)
+    new = _labelled(list(moved.new), work.label)
+    uneven = {shapes[names[0]] for names in moved.old}
+    if len(uneven) > 1:
+        work.sizes["a" if work.cut is None else work.cut] = "|".join("_" * len(moved.old))
+    sizes = "".join(f" {word}={size}" for word, size in work.sizes.items())
+    return _Pair(old, new, _dims(work.old), _dims(work.new), " with" * bool(sizes) + sizes)
+
+
+def _dims(dims: list[list[str]]) -> str:
+    words = (each[0] if len(each) == 1 else f"({' '.join(each)})" for each in dims)
+    return f" [{' '.join(words)}]"
+
+
+class _Symbolic:
+    """The dimensions of a tensor of the files, as operations turn them into one of the model."""
+
+    def __init__(self, rank: int, sources: int, targets: int) -> None:
+        self.old = [[_AXES[n]] for n in range(rank)]
+        self.new = [list(dim) for dim in self.old]
+        self.sources, self.targets = sources, targets
+        self.label = "m"
+        self.cut: str | None = None  # the axis whose size differs with the label
+        self.sizes: dict[str, str] = {}
+
+    def apply(self, name: str, given: Mapping[str, Any]) -> None:
+        act = getattr(self, f"_{name.lower()}", None)
+        if act is None or given.get("check_dims") or given.get("num_shards_attribute"):
+            raise Unsayable(f"the operation {name} is none that rules can say")
+        act(given)
+
+    def _mergemodulelist(self, given: Mapping[str, Any]) -> None:
+        self.new.insert(given["dim"], ["e"])
+
+    def _concatenate(self, given: Mapping[str, Any]) -> None:
+        dim = self.new[given["dim"]]
+        self.cut = dim[0]
+        dim.insert(0, "m")
+
+    def _chunk(self, given: Mapping[str, Any]) -> None:
+        dim = self.new[given["dim"]]
+        if dim[0] == "two" and self.targets == 2:
+            self.label = "two"
+            self.sizes.pop("two", None)
+            dim.pop(0)
+            return
+        self._split_axis(dim, ["m", dim[0]])
+        dim.pop(0)
+
+    def _split(self, given: Mapping[str, Any]) -> None:
+        dim = self.new[given["dim"]]
+        self.cut = dim[0]
+        self._split_axis(dim, ["m", dim[0]])
+        dim.pop(0)
+        self.sizes[self.cut] = "|".join("_" * self.targets)
+
+    def _transpose(self, given: Mapping[str, Any]) -> None:
+        one, other = given["dim0"], given["dim1"]
+        self.new[one], self.new[other] = self.new[other], self.new[one]
+
+    def _interleave(self, given: Mapping[str, Any]) -> None:
+        dim = self.new[given["dim"]]
+        axis = dim[0]
+        parts = ["two", axis] if given["inverse"] else [axis, "two"]
+        self._split_axis(dim, parts)
+        dim[:2] = parts[::-1]
+        self.sizes["two"] = "2"
+
+    def _permuteforrope(self, given: Mapping[str, Any]) -> None:
+        if given["permute_layer_names"] is not None and self.sources + self.targets > 2:
+            raise Unsayable("a permutation of some parts alone: say it in two steps")
+        dim = self.new[0]
+        axis = dim[0]
+        parts = ["h", "two", axis] if given["inverse"] else ["h", axis, "two"]
+        self._split_axis(dim, parts)
+        dim[:3] = [parts[0], parts[2], parts[1]]
+        part = f"{given['subconfig_key']}." if given["subconfig_key"] else ""
+        self.sizes["h"] = f"config.{part}num_attention_heads"
+        self.sizes["two"] = "2"
+
+    def _split_axis(self, dim: list[str], parts: list[str]) -> None:
+        """Write an axis as several, in both layouts; in the new one they stand in `dim`."""
+        axis = dim[0]
+        if {*parts} - {axis} & {word for each in self.old for word in each}:
+            taken = {word for each in self.old for word in each}
+            if any(part in taken for part in parts if part != axis):
+                raise Unsayable("one axis is cut twice")
+        for each in self.old:
+            if axis in each:
+                at = each.index(axis)
+                each[at : at + 1] = parts
+        dim[0:1] = parts
+
+
+def _indexed(names: Sequence[str], index: str) -> str:
+    """The name of a list of tensors, with `index` for the number that tells them apart."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    differing = [n for n, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
+    if len(differing) != 1 or any(not each[differing[0]].isdigit() for each in parts):
+        raise Unsayable(f"names that are no list: {names[0]}, {names[1]}")
+    first = list(parts[0])
+    first[differing[0]] = index
+    return ".".join(first)
+
+
+def _labelled(names: list[str], word: str) -> str:
+    """Names that differ in one place, as one with labels; whole components where digits differ."""
+    if len(names) == 1:
+        return names[0]
+    low = 0
+    while len({name[low : low + 1] for name in names}) == 1:
+        low += 1
+    high = 0
+    while all(len(name) - high > low for name in names) and len({n[len(n) - high - 1] for n in names}) == 1:
+        high += 1
+    labels = [name[low : len(name) - high] for name in names]
+    if any(set("{}|*") & set(label) for label in labels) or len(set(labels)) < len(labels):
+        raise Unsayable(f"names that share nothing: {', '.join(names)}")
+    return f"{names[0][:low]}{{{word}:{'|'.join(labels)}}}{names[0][len(names[0]) - high :]}"
+
+
+def _lines(pairs: list[_Pair]) -> list[str]:
+    """One rule for a family if its numbers are carried over, else one for each pair."""
+    old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
+    new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]
+    carried = _carried(old, new)
+    if carried is None:
+        return [f"{p.old}{p.old_dims} -> {p.new}{p.new_dims}{p.sizes}" for p in pairs]
+    first = pairs[0]
+    left = _numbered(first.old, [f"l{n}" if n in carried.values() else None for n in range(len(old[0]))])
+    right = _numbered(first.new, [f"l{carried[n]}" if n in carried else None for n in range(len(new[0]))])
+    return [f"{left}{first.old_dims} -> {right}{first.new_dims}{first.sizes}"]
+
+
+def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
+    """The number of the old name that each of the new one always is; None if some differ freely."""
+    carried: dict[int, int] = {}
+    for n in range(len(new[0])):
+        column = [row[n] for row in new]
+        free = [m for m in range(len(old[0])) if m not in carried.values()]
+        hit = next((m for m in free if [row[m] for row in old] == column), None)
+        if hit is not None:
+            carried[n] = hit
+        elif len(set(column)) > 1:
+            return None
+    others = [m for m in range(len(old[0])) if m not in carried.values()]
+    if any(len({row[m] for row in old}) > 1 for m in others):
+        return None
+    return carried
+
+
+def _bare(name: str) -> str:
+    """A name without its labels, which may be numbers."""
+    return re.sub(r"\{[^}]*\}", "{}", name)
+
+
+def _numbered(name: str, words: list[str | None]) -> str:
+    """The name with variables for the numbers that have a word."""
+    pieces = re.split(r"(\{[^}]*\})", name)
+    numbers = iter(words)
+
+    def variable(found: re.Match[str]) -> str:
+        word = next(numbers)
+        return found[0] if word is None else f"{{{word}}}"
+
+    marked = "\0".join(pieces[::2])
+    done = _NUMBER_BARE.sub(variable, marked).split("\0")
+    return "".join(part for pair in zip(done, [*pieces[1::2], ""], strict=True) for part in pair)
+
+
+_NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+
+
+def recipe_text(layouts: Layouts, found: Generated) -> str:
+    """The recipe, as YAML; what it cannot say as comments."""
+    import json
+
+    lines = [f"  {json.dumps(line)}" if line[0] in "{[*" else f"  {line}" for line in found.lines]
+    rules = "\n".join(f"      -{line[1:]}" for line in lines)
+    said = "".join(f"# not said: {each}\n" for each in found.left)
+    return (
+        f"{said}about: {layouts.model_type}, from the layout of its files to the library's.\n"
+        f"source: the conversion registry of transformers {layouts.version}\n"
+        f"checked: {'names and shapes, both ways' if not found.left else ''}\n"
+        f"steps:\n  - rules:\n{rules}\n    keep: rest\n"
+    )

@@ -1,0 +1,327 @@
+"""Plan rules: names and shapes in, targets out. Pure; nothing is read and no file is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import translate
+from math import prod
+
+from ckptkit.core.errors import CollisionError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Shape
+from ckptkit.core.text import nearest
+from ckptkit.rules.checks import words_of
+from ckptkit.rules.copies import Copy, Member, Symbol
+from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
+from ckptkit.rules.names import Steps, Value, Values
+from ckptkit.rules.notation import Given, Rule
+from ckptkit.rules.parsing import parse_given, parse_rule
+from ckptkit.rules.ready import Digits, Ready, numbered
+from ckptkit.rules.sizes import Config, Settings
+from ckptkit.rules.sizes import words_of as all_words_of
+
+REST = "rest"  # of `keep`: whatever no rule takes
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor that is made: its shape, and the copies that it is put together from.
+
+    `Copy.source` is a position in `sources`; None stands for zeros.
+    """
+
+    shape: Shape
+    sources: tuple[str, ...]
+    copies: tuple[Copy, ...]
+    rule: int  # its number, from 1
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether it is one source as it is, with its shape."""
+        if len(self.copies) != 1 or len(self.sources) != 1:
+            return False
+        (copy,) = self.copies
+        straight = all(read == written for _, read, written in copy.dims)
+        whole = prod(n for n, _, _ in copy.dims) == prod(self.shape)
+        return straight and whole and copy.source == 0 and copy.start == copy.place == 0
+
+
+@dataclass(slots=True)
+class Taken:
+    """What one rule did."""
+
+    number: int
+    rule: Rule
+    matched: int = 0
+    made: int = 0
+    dropped: int = 0  # elements
+    zeros: int = 0  # elements
+    sizes: dict[Symbol, set[int]] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a step of rules: each output name with its target, None for a kept key."""
+
+    targets: dict[str, Target | None]
+    taken: tuple[Taken, ...]
+    dropped: tuple[str, ...]  # keys of which nothing is left
+
+    @property
+    def made(self) -> dict[str, Target]:
+        return {name: target for name, target in self.targets.items() if target is not None}
+
+    @property
+    def kept(self) -> list[str]:
+        return [name for name, target in self.targets.items() if target is None]
+
+
+class Rules:
+    """The rules of one step."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        sizes: Mapping[str, Given] | None = None,
+        defaults: Mapping[str, Given] | None = None,
+    ) -> None:
+        check("rule_labels", len(rules), "rules of a step")
+        self.rules = tuple(rules)
+        self.sizes = dict(sizes or {})
+        self.defaults = dict(defaults or {})
+        self._words = [numbered(n, words_of, rule) for n, rule in enumerate(self.rules, 1)]
+
+    @classmethod
+    def parse(
+        cls,
+        lines: Iterable[str],
+        sizes: Mapping[str, str | int] | None = None,
+        defaults: Mapping[str, str | int] | None = None,
+    ) -> Rules:
+        """Read rules, one a line. Raises RuleError that names the rule."""
+        said = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        rules = [numbered(number, parse_rule, line) for number, line in enumerate(said, 1)]
+        given = {word: parse_given(value) for word, value in (sizes or {}).items()}
+        known = {word: parse_given(value) for word, value in (defaults or {}).items()}
+        return cls(rules, given, known)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rules))
+
+    def reversed(self) -> Rules:
+        """The rules with their sides exchanged, in the same order."""
+        return Rules([rule.reversed() for rule in self.rules], self.sizes, self.defaults)
+
+    def words(self) -> set[str]:
+        """Every word that an argument may give."""
+        found: set[str] = set()
+        for rule in self.rules:
+            found |= all_words_of(rule)
+        holder = Rule(self.rules[0].left, self.rules[0].right, sizes=tuple(self.sizes.items()))
+        return found | all_words_of(holder) | self.defaults.keys()
+
+    def plan(
+        self,
+        shapes: Mapping[str, Shape],
+        *,
+        keep: str | Sequence[str] = (),
+        config: Config = None,
+        args: Mapping[str, int] | None = None,
+    ) -> dict[str, Target]:
+        """The targets by name. Raises RuleError and MisfitError, CollisionError, LimitError."""
+        unused = (args or {}).keys() - self.words()
+        if unused:
+            raise unused_argument(min(unused), self.words())
+        return self.outcome(shapes, keep=keep, config=config, args=args).made
+
+    def outcome(
+        self,
+        shapes: Mapping[str, Shape],
+        *,
+        keep: str | Sequence[str] = (),
+        config: Config = None,
+        args: Mapping[str, int] | None = None,
+    ) -> Outcome:
+        """Targets, kept keys and what each rule did."""
+        return self.planning(shapes, keep=keep, config=config, args=args).outcome()
+
+    def planning(
+        self,
+        shapes: Mapping[str, Shape],
+        *,
+        keep: str | Sequence[str] = (),
+        config: Config = None,
+        args: Mapping[str, int] | None = None,
+    ) -> Planning:
+        """The rules with their sizes, ready to match the keys of `shapes`."""
+        settings = Settings(args, self.sizes, self.defaults, config)
+        ready = []
+        for number, (rule, words) in enumerate(zip(self.rules, self._words, strict=True), 1):
+            ready.append(numbered(number, Ready, number, rule, words, settings))
+        return Planning(ready, shapes, keep)
+
+
+def unused_argument(word: str, known: Iterable[str]) -> RuleError:
+    """What to say of an argument that no rule has."""
+    close = nearest(word, sorted(known))
+    hint = f"did you mean {', '.join(close)}?" if close else None
+    return RuleError(f"--arg {word}: no rule uses it", hint=hint)
+
+
+Group = tuple[int, tuple[Value, ...]]  # position of the rule, values of its loops
+
+
+class Planning:
+    """Takes every key, groups them, and collects the targets in the order of the keys."""
+
+    def __init__(self, rules: list[Ready], shapes: Mapping[str, Shape], keep: str | Sequence[str]) -> None:
+        self.rules, self.shapes = rules, shapes
+        self.keep = [REST] if keep == REST else [keep] if isinstance(keep, str) else list(keep)
+        self.steps = Steps(len(shapes))
+        self.families: dict[str, list[Ready]] = {}
+        self.taken = tuple(Taken(each.number, each.rule, origins=each.known.origins) for each in rules)
+
+    def outcome(self) -> Outcome:
+        matches, left = self._matches()
+        self._check_matched(matches)
+        self._check_kept(left)
+        groups, order = self._groups(matches)
+        targets: dict[str, Target | None] = {}
+        dropped: list[str] = []
+        for item in order:
+            if isinstance(item, str):
+                self._add(targets, item, None)
+                continue
+            made = self._made(item, groups[item])
+            for name, target in made.items():
+                self._add(targets, name, target)
+            if not made:
+                dropped += [member.key for member in groups[item]]
+        return Outcome(targets, self.taken, tuple(dropped))
+
+    def _matches(self) -> tuple[dict[str, tuple[Ready, Values]], list[str]]:
+        """The rule that takes each key, with its values; and the keys that none takes."""
+        found: dict[str, tuple[Ready, Values]] = {}
+        left = []
+        for key in self.shapes:
+            match = self.first(key)
+            if match is None:
+                left.append(key)
+            else:
+                found[key] = match
+        return found, left
+
+    def first(self, key: str) -> tuple[Ready, Values] | None:
+        """The first rule whose left name matches, with its values."""
+        family = _NUMBERS.sub("0", key)
+        candidates = self.families.get(family)
+        if candidates is None:
+            candidates = [rule for rule in self.rules if rule.left.may_match(family)]
+            self.families[family] = candidates
+        for rule in candidates:
+            values = rule.left.match(key, self.steps)
+            if values is not None:
+                return rule, values
+        return None
+
+    def _check_kept(self, left: list[str]) -> None:
+        globs = [re.compile(translate(glob)) for glob in self.keep if glob != REST]
+        if REST not in self.keep:
+            left = [key for key in left if not any(glob.match(key) for glob in globs)]
+            if left:
+                noun = "1 key is" if len(left) == 1 else f"{len(left):,} keys are"
+                message = f"{noun} in no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}"
+                raise UncoveredError(message, hint="keep: rest, or a line for them")
+
+    def _check_matched(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
+        """Raise UncoveredError for a rule that takes nothing and must."""
+        for key in matches:
+            self.taken[matches[key][0].number - 1].matched += 1
+        for taken, ready in zip(self.taken, self.rules, strict=True):
+            if taken.matched or ready.rule.optional:
+                continue
+            message = f"rule {ready.number} matches no key"
+            match = ready.left.match
+            shadowed = next((k for k in matches if match(k, self.steps) is not None), None)
+            if shadowed is not None:
+                first = matches[shadowed][0].number
+                raise UncoveredError(f"{message} that rule {first} leaves: {shadowed}", hint="order")
+            close = nearest("".join(map(str, ready.rule.left.name)), self.shapes)
+            near = f"; nearest: {close[0]}" if close else ""
+            raise UncoveredError(message + near, hint="->? if it may be missing")
+
+    def _groups(
+        self, matches: Mapping[str, tuple[Ready, Values]]
+    ) -> tuple[dict[Group, list[Member]], list[str | Group]]:
+        digits = Digits(matches)
+        groups: dict[Group, list[Member]] = {}
+        order: list[str | Group] = []
+        for key, shape in self.shapes.items():
+            match = matches.get(key)
+            if match is None:
+                order.append(key)
+                continue
+            ready, raw = match
+            values = digits.decoded(ready, key, raw) if ready.composites else _single(raw)
+            group = (ready.number - 1, tuple([values[word] for word in ready.words.loops]))
+            indices = tuple([int(values[word]) for word in ready.words.gathered])
+            if group not in groups:
+                groups[group] = []
+                order.append(group)
+            groups[group].append(Member(key, indices, shape))
+        return groups, order
+
+    def _made(self, group: Group, members: list[Member]) -> dict[str, Target]:
+        position, values = group
+        ready, taken = self.rules[position], self.taken[position]
+        members.sort(key=lambda member: member.indices)
+        loops = dict(zip(ready.words.loops, values, strict=True))
+        layout = ready.layout(loops, members)
+        sizes = {word: size for (word, part), size in layout.sizes.items() if part is None}
+        for symbol, size in layout.sizes.items():
+            taken.sizes.setdefault(symbol, set()).add(size)
+        taken.dropped += layout.dropped
+        taken.zeros += layout.zeros
+        sources = tuple([member.key for member in members])
+        made: dict[str, Target] = {}
+        for each in layout.made:
+            name = self._name(ready, {**loops, **each.indices}, sizes, made)
+            made[name] = Target(each.shape, sources, each.copies, ready.number)
+        taken.made += len(made)
+        return made
+
+    def _name(
+        self,
+        ready: Ready,
+        values: dict[str, Value],
+        sizes: dict[str, int],
+        made: Mapping[str, Target],
+    ) -> str:
+        try:
+            name = ready.right.render(values, sizes)
+        except MisfitError as error:
+            raise MisfitError(about(ready.number, error.message)) from None
+        if not name or name in made:
+            message = f"{name} is written twice" if name else "a name is empty"
+            raise CollisionError(about(ready.number, message))
+        return name
+
+    def _add(self, targets: dict[str, Target | None], name: str, target: Target | None) -> None:
+        if name in targets:
+            places = [each for each in (targets[name], target) if each is not None]
+            rules = " and ".join(f"rule {each.rule}" for each in places)
+            kept = "" if len(places) == 2 else " and kept by `keep`"
+            raise CollisionError(f"{name} is written by {rules}{kept}")
+        if len(targets) >= LIMITS.rule_targets:
+            check("rule_targets", len(targets) + 1, "tensors that a step of rules makes")
+        targets[name] = target
+
+
+_NUMBERS = re.compile("[0-9]+")
+
+
+def _single(raw: Values) -> dict[str, Value]:
+    return {words[0]: value for words, value in raw.items()}

@@ -1,0 +1,138 @@
+"""Recipes that ship, against the models of the libraries: they make the names and shapes of these.
+
+The tensors of a tiny model are taken back by the reversed recipe, and made again: every name of the
+library must be taken, and every byte come back. What stands on the other side is not checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interop.conftest import Ckptkit, assert_same
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: interop)")
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 24, "vocab_size": 48, "tie_word_embeddings": False,
+}  # fmt: skip
+VISION = {"image_size": 8, "patch_size": 4}
+MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+def causal(model_type: str, **more: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **more})
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return make
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(**{**SIZES, **VISION, "intermediate_size": 24})
+    return transformers.ViTForImageClassification(config)
+
+
+def clip() -> Any:
+    text = {
+        **SIZES,
+        "max_position_embeddings": 16,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    config = transformers.CLIPConfig(text_config=text, vision_config={**SIZES, **VISION}, projection_dim=16)
+    return transformers.CLIPModel(config)
+
+
+def whisper() -> Any:
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            vocab_size=48, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, max_source_positions=16,
+            max_target_positions=16, pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def vae() -> Any:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed (extra: interop)")
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16), norm_num_groups=4, sample_size=16, layers_per_block=2,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+    )  # fmt: skip
+
+
+FAMILIES: Mapping[str, Callable[[], Any]] = {
+    "meta-llama": causal("llama"),
+    "internlm2": causal("llama"),
+    "megatron-core": causal("llama"),
+    "phi3": causal("llama"),
+    "torchtitan-qwen3": causal("qwen3"),
+    "torchtitan-deepseek-v3": causal("deepseek_v3", **MLA),
+    "torchtitan-gpt-oss": causal("gpt_oss", num_local_experts=2, num_experts_per_tok=1),
+    "mixtral": causal("mixtral", num_local_experts=3),
+    "moe-experts": causal("qwen3_moe", num_experts=3, moe_intermediate_size=24, num_experts_per_tok=2),
+    "timm-vit": vit,
+    "openai-clip": clip,
+    "openai-whisper": whisper,
+    "ldm-vae": vae,
+}
+BACK = {"megatron-core": ("--arg", "pad=16")}
+STACKED = ("mixtral", "moe-experts")  # recipes to the layout of the model, not to that of its files
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_names_of_the_library_are_made(name: str, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = FAMILIES[name]()
+    if name in STACKED or not hasattr(model, "base_model_prefix"):
+        state = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+        save_file(state, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    else:
+        model.save_pretrained(tmp_path)
+    there, back = tmp_path / "there.pth", tmp_path / "back.safetensors"
+    ckptkit("run", name, tmp_path / "model.safetensors", there, "--reverse", *BACK.get(name, ()))
+    ckptkit("run", name, there, back)
+    assert_same(load_file(back), load_file(tmp_path / "model.safetensors"))
+    assert sorted(torch.load(there)) != sorted(load_file(back))
+
+
+@pytest.mark.parametrize(("name", "new"), [("falcon", True), ("falcon-7b", False)])
+def test_fused_heads_are_those_that_falcon_takes(name: str, new: bool, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    """By the method of the model that splits what the fused matrix gives."""
+    from transformers.models.falcon.modeling_falcon import FalconAttention
+
+    config = transformers.FalconConfig(
+        hidden_size=32, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=new,
+        multi_query=True, num_hidden_layers=1, bias=False,
+    )  # fmt: skip
+    attention = FalconAttention(config, layer_idx=0)
+    fused = attention.query_key_value.weight.detach()
+    key = "transformer.h.0.self_attention"
+    save_file({f"{key}.query_key_value.weight": fused}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    ckptkit("run", name, tmp_path / "model.safetensors", tmp_path / "out.safetensors")
+    parts = attention._split_heads(fused.t()[None].contiguous())  # [1, in, heads, head]
+    heads = {"q": 4, "k": 2 if new else 1, "v": 2 if new else 1}
+    expected = {}
+    for (p, count), part in zip(heads.items(), parts, strict=True):
+        rows = part[0].flatten(1).t()  # the heads of k and v may be repeated for each query
+        step = rows.shape[0] // (count * 8)
+        kept = rows.reshape(count, step, 8, 32)[:, 0].reshape(count * 8, 32)
+        expected[f"{key}.{p}_proj.weight"] = kept.contiguous()
+    assert_same(load_file(tmp_path / "out.safetensors"), expected)

@@ -1,0 +1,403 @@
+"""What a rule may be, what it does to names and shapes, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
+from ckptkit.rules.errors import MisfitError, NotReversibleError, RuleError, UncoveredError
+from ckptkit.rules.parsing import parse_rule
+from ckptkit.rules.planner import Rules
+from ckptkit.rules.reversal import check_reversible
+from tests.rules.arrays import carried_out, numbered, same, shapes
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def plan(*lines: str, of: Shapes, sizes: Any = None, **given: Any) -> Shapes:
+    """The shapes that rules make, by name."""
+    made = Rules.parse(lines, sizes).plan(of, **given)
+    return {name: target.shape for name, target in made.items()}
+
+
+def experts(count: int, *parts: str) -> Shapes:
+    return {f"l.{n}.{part}.w": (6, 4) for n in range(count) for part in parts}
+
+
+# What rules do
+
+
+def test_experts_are_in_the_order_of_their_numbers() -> None:
+    keys = [f"experts.{n}.w" for n in range(12)]
+    arrays = dict(zip(keys, numbered(*[(2,)] * 12), strict=True))
+    made = Rules.parse(["experts.{e}.w [o] -> experts [e o]"]).plan(shapes(dict(sorted(arrays.items()))))
+    assert carried_out(made, arrays)["experts"].tolist() == [arrays[key].tolist() for key in keys]
+
+
+def test_labels_meet_by_position() -> None:
+    made = plan("a.{p:q|k} -> b.{p:query|key}.{p}", of={"a.k": (1,), "a.q": (2,)})
+    assert made == {"b.key.key": (1,), "b.query.query": (2,)}
+
+
+def test_the_first_rule_takes_a_key() -> None:
+    made = plan("a.{l+n}.w -> m.{l} with n=2", "a.{l}.w -> b.{l}", of={f"a.{n}.w": () for n in range(4)})
+    assert list(made) == ["b.0", "b.1", "m.0", "m.1"]
+
+
+def test_numbers_that_are_made_of_two_indices() -> None:
+    of = {f"e.{n}": (3,) for n in range(6)}
+    assert plan("e.{(t e)} [o] -> {t:text|vision} [e o]", of=of) == {
+        "text": (3, 3),
+        "vision": (3, 3),
+    }
+    made = plan("in.{(b k)+1} -> d.{b}.{k} with k=3", of={"in.1": (), "in.5": ()})
+    assert list(made) == ["d.0.0", "d.1.1"]
+
+
+def test_numbers_of_two_indices_count_apart_in_each_loop() -> None:
+    of = {f"{n_loop}.{n}": (3,) for n_loop, count in ((0, 2), (1, 4)) for n in range(count)}
+    made = plan("{l}.{(t e)} [o] -> {l}.{t:a|b} [e o]", of=of)
+    assert made == {"0.a": (1, 3), "0.b": (1, 3), "1.a": (2, 3), "1.b": (2, 3)}
+
+
+def test_any_text_is_as_short_as_it_can_be() -> None:
+    assert list(plan("{a:**}.w.{b:**} -> {b}/{a}", of={"x.w.y.w.z": ()})) == ["y.w.z/x"]
+    assert list(plan("{m:**}norm -> {m}n", of={"norm": ()})) == ["n"]
+
+
+def test_one_component_is_not_empty_and_has_no_dot() -> None:
+    for key in ("a.", "a.b.c"):
+        with pytest.raises(UncoveredError):
+            plan("a.{m:*} -> {m}", of={key: ()})
+
+
+def test_labels_go_back_until_one_fits() -> None:
+    assert list(plan("{p:q|qk}{m:**}_x -> {m}{p}", of={"qk_x": ()})) == ["kq"]
+    assert list(plan("{p:q|qk}_x -> {p}", of={"qk_x": ()})) == ["qk"]
+
+
+def test_numbers_have_no_leading_zero() -> None:
+    with pytest.raises(UncoveredError):
+        plan("a.{l} -> b.{l}", of={"a.01": ()})
+
+
+def test_parts_that_are_dropped_come_back_as_zeros() -> None:
+    rules = Rules.parse(["emb [(x v) i] -> {x:e|-} [v i] with v=5|_"])
+    outcome = rules.outcome({"emb": (8, 2)})
+    assert outcome.made["e"].shape == (5, 2)
+    assert outcome.taken[0].dropped == 6
+    with pytest.raises(RuleError, match="nothing says the size of v"):
+        rules.reversed().plan({"e": (5, 2)})
+    (array,) = numbered((5, 2))
+    returned = Rules.parse(["{x:e|-} [v i] -> emb [(x v) i] with v=5|3"])
+    made = carried_out(returned.plan({"e": (5, 2)}), {"e": array})
+    assert made["emb"].tolist() == [*array.tolist(), [0, 0], [0, 0], [0, 0]]
+
+
+def test_a_bias_that_is_not_there_is_zeros() -> None:
+    rules = Rules.parse(["{p:q|-|v}_bias [o] -> qkv [(p o)]"])
+    q, v = numbered((2,), (2,))
+    outcome = rules.outcome({"q_bias": (2,), "v_bias": (2,)})
+    assert outcome.taken[0].zeros == 2
+    made = carried_out(outcome.made, {"q_bias": q, "v_bias": v})
+    assert made["qkv"].tolist() == [1, 2, 0, 0, 3, 4]
+
+
+def test_sizes_come_from_where_they_are_said_first() -> None:
+    rule = "x [(h d)] -> y [h d] with h=config.heads or 3"
+    assert plan(rule, of={"x": (12,)}, args={"h": 2}, config={"heads": 4}) == {"y": (2, 6)}
+    assert plan(rule, of={"x": (12,)}, config={"heads": 4}) == {"y": (4, 3)}
+    assert plan(rule, of={"x": (12,)}, config={"heads": None}) == {"y": (3, 4)}
+    bare = "x [(h d)] -> y [h d]"
+    assert plan(bare, of={"x": (12,)}, sizes={"h": 6}) == {"y": (6, 2)}
+
+
+def test_sizes_are_computed() -> None:
+    config = {"text": {"n": 12}, "blocks": [{"dim": 4}]}
+    rule = "x [(a b)] -> y [a b] with a=(config.text.n-config.blocks.0.dim)/2"
+    assert plan(rule, of={"x": (12,)}, config=config) == {"y": (4, 3)}
+
+
+def test_a_size_that_differs_with_a_loop() -> None:
+    of = {"text.q": (8,), "vision.q": (9,)}
+    made = plan("{s:text|vision}.q [(h d)] -> {s}.q2 [h d] with h=2|3", of=of)
+    assert made == {"text.q2": (2, 4), "vision.q2": (3, 3)}
+
+
+def test_keys_that_no_rule_takes() -> None:
+    of = {"a.w": (2,), "norm": (1,), "x.y": (3,)}
+    rules = Rules.parse(["a.w -> b.w"])
+    assert list(rules.outcome(of, keep="rest").targets) == ["b.w", "norm", "x.y"]
+    assert rules.outcome(of, keep=["norm", "x.*"]).kept == ["norm", "x.y"]
+    with pytest.raises(UncoveredError, match="1 key is in no rule: norm"):
+        rules.outcome(of, keep="x.*")
+
+
+def test_a_rule_that_may_match_nothing() -> None:
+    assert plan("a -> b", "c ->? d", of={"a": ()}) == {"b": ()}
+
+
+def test_comments_and_empty_lines() -> None:
+    rules = Rules.parse(["# names", "", "a -> b  # the first", "c [i] -> d [i] # y"])
+    assert [str(rule) for rule in rules.rules] == ["a -> b", "c [i] -> d [i]"]
+
+
+# What is wrong with a rule by itself
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a [(h r)] -> b [h]", "axis r stands on one side only"),
+        ("a.{e} -> b", "index e stands on one side only"),
+        ("a [o o] -> b [o o]", "o stands twice"),
+        ("a.{l} [l] -> b.{l} [l]", "l stands twice"),
+        ("a [...] -> b [i]", "one side only"),
+        ("a [... ...] -> b [...]", "... stands twice"),
+        ("a.{p:q|k} -> b.{p:x|y|z}", "2 labels on the left and 3"),
+        ("a.{p:q|q} -> b.{p}", "twice"),
+        ("a.{m:*} [i] -> b [m i]", "any text, and must stand in both names"),
+        ("a.{m:*} -> b.{m:**}", "is \\* on the left and \\*\\* on the right"),
+        ("{a:**}x{b:**}y{c:**} -> {a}{b}{c}", "more than 2 \\*\\*"),
+        ("{a:x*y|z} -> {a}", "a label has no \\*"),
+        ("a.{(m)} -> b.{m}", "two words"),
+        ("a.{l:x|y+1} -> b.{l", "no }"),
+        ("a.} -> b", "without its {"),
+        ("a.{l", "no }"),
+        ("a b", "no ->"),
+        ("-> b", "lacks a name"),
+        ("a ->", "lacks a name"),
+        ("a [x -> b", "no \\]"),
+        ("a [2 i] -> b [i]", "2 is no axis"),
+        ("a [_ i] -> b [i]", "'_' is no axis"),
+        ("a [((x) y)] -> b [x y]", "inside"),
+        ("a [(x] -> b [x]", "without its \\)"),
+        ("a [x)] -> b [x]", "without its \\("),
+        ("a -> b with", "gives no size"),
+        ("a -> b with h", "too early"),
+        ("a -> b with h=1 h=2", "gives h twice"),
+        ("a -> b with h=(1", "without its"),
+        ("a -> b with h=+", "no size"),
+        ("a -> b with h=1;", "not understood"),
+        ("a -> b h=1", "not understood"),
+        (f"a -> b with h={'9' * 30}", "digits"),
+        ("a.{l}.{(l e)} -> b.{l}.{e}", "alone and in"),
+    ],
+)
+def test_a_rule_that_cannot_be(line: str, said: str) -> None:
+    with pytest.raises(RuleError, match=f"rule 1: .*{said}"):
+        Rules.parse([line])
+
+
+# What is wrong with a rule and a checkpoint
+
+
+@pytest.mark.parametrize(
+    ("lines", "of", "said", "hint"),
+    [
+        (["a.{e}.w -> b.{e}"], {"a.0.v": ()}, "rule 1 matches no key; nearest: a.0.v", "->?"),
+        (["a.{m:*} -> b.{m}", "a.x -> c"], {"a.x": ()}, "matches no key that rule 1 leaves", None),
+        (["a -> b"], {"a": (), "c": (), "d": ()}, "2 keys are in no rule: c, d", "keep: rest"),
+        (
+            ["l.{e}.{m:gate|up}.w [o i] -> g [e (m o) i]"],
+            {**experts(3, "gate"), **experts(2, "up")},
+            "g lacks e=2 m=up (l.2.up.w)",
+            None,
+        ),
+        (
+            ["q [(h r two) i] -> q2 [(h two r) i] with h=32 two=2"],
+            {"q": (100, 4)},
+            "rule 1: q: 100 rows are no multiple of h r two with h=32 two=2",
+            None,
+        ),
+        (
+            ["q [(h r two) i] -> q2 [(h two r) i] with two=2"],
+            {"q": (4096, 4)},
+            "nothing says how 4096 falls into (h r two): give all but one of h, r",
+            "--arg h",
+        ),
+        (
+            ["{p:q|k|v} [o i] -> qkv [(p o) i]"],
+            {"q": (8, 4), "k": (2, 4), "v": (2, 4)},
+            "rule 1: o differs with p (q: 8, k: 2, v: 2)",
+            "with o=_|_|_",
+        ),
+        (
+            ["s.{n} [o] -> s [(n o)]"],
+            {"s.0": (2,), "s.1": (1,)},
+            "o differs with n (0: 2, 1: 1)",
+            "labels",
+        ),
+        (
+            ["qkv [(p o) i] -> {p:q|k|v} [o i] with o=_|_|_"],
+            {"qkv": (12, 4)},
+            "nothing says how 12 falls into (p o): give o for all labels but one",
+            "o=N|N|N",
+        ),
+        (["a [i] -> b [i]"], {"a": (2, 3)}, "a has 2 dimensions", None),
+        (
+            ["a.{e} [... i] -> b [e ... i]"],
+            {"a.0": (2,), "a.1": (2, 3)},
+            "differ in the number",
+            None,
+        ),
+        (["a [1 i] -> b [i]"], {"a": (2, 3)}, "2 rows where the rule has 1", None),
+        (["a [(x y)] -> b [x y] with x=2 y=2"], {"a": (6,)}, "with x=2 y=2 are 4", None),
+        (["a.{l} -> b.{l-3}"], {"a.1": ()}, "number -2", None),
+        (
+            ["a [x] -> b.{x} []", "c -> b.1"],
+            {"a": (2,), "c": ()},
+            "b.1 is written by rule 1 and rule 2",
+            None,
+        ),
+        (["a.{m:*}.{n:*} -> {m}"], {"a.0.1": ()}, "n is", None),
+        (
+            ["e.{(t e)} [o] -> {t:a|b} [e o]"],
+            {f"e.{n}": (1,) for n in range(3)},
+            "3 numbers",
+            "--arg e",
+        ),
+        (
+            ["e.{e} [o] -> x [e o] with e=2"],
+            {f"e.{n}": (1,) for n in range(3)},
+            "e=2, and the size e is 2",
+            None,
+        ),
+        (
+            ["e.{(t e)} [o] -> {t:a|b} [e o] with e=1"],
+            {f"e.{n}": (1,) for n in range(3)},
+            "too large",
+            None,
+        ),
+        (["a [(p d)] -> {p:x|y} [d] with d=1|2|3"], {"a": (3,)}, "no variable has 3 labels", None),
+        (["a [d p] -> {p:x|y} [d] with d=1|2"], {"a": (3, 2)}, "must follow it in one", None),
+        (["a [p d] -> b.{p} [d] with d=1|2"], {"a": (3, 2)}, "no variable has 2 labels", None),
+        (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, and p=3", None),
+    ],
+)
+def test_a_checkpoint_that_a_rule_does_not_fit(lines: list[str], of: Shapes, said: str, hint: str | None) -> None:
+    if "n is" in said:
+        with pytest.raises(RuleError):
+            Rules.parse(lines)
+        return
+    with pytest.raises(CkptkitError) as caught:
+        Rules.parse(lines).plan(of)
+    assert said in caught.value.message
+    assert hint is None or (caught.value.hint is not None and hint in caught.value.hint)
+    assert isinstance(caught.value, (RuleError, MisfitError, CollisionError))
+
+
+def test_thirds_of_a_fused_matrix_need_a_word() -> None:
+    """6144 rows of Llama-3-8B: 4096 + 1024 + 1024, of which thirds exist."""
+    of = {"q": (4096, 8), "k": (1024, 8), "v": (1024, 8)}
+    rules = Rules.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=_|_|_"])
+    outcome = rules.outcome(of)
+    assert outcome.made["qkv"].shape == (6144, 8)
+    with pytest.raises(NotReversibleError, match="give o for all labels but one"):
+        check_reversible(rules, of, outcome)
+    said = Rules.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=4096|1024|_"])
+    check_reversible(said, of, said.outcome(of))
+
+
+def test_a_kept_key_that_a_rule_writes() -> None:
+    with pytest.raises(CollisionError, match=r"norm\.weight is written by rule 1 and kept"):
+        plan("a -> norm.weight", of={"a": (), "norm.weight": ()}, keep="rest")
+
+
+def test_names_that_another_rule_would_take_on_the_way_back() -> None:
+    rules = Rules.parse(["x.{w:*} -> y.{w}", "module.{r:**} -> {r}"])
+    of = {"x.a": (), "module.y.b": ()}
+    with pytest.raises(NotReversibleError, match=r"rule 1 would take y\.b, which rule 2 made"):
+        check_reversible(rules, of, rules.outcome(of))
+    alone = Rules.parse(["module.{r:**} -> {r}"])
+    check_reversible(alone, {"module.y.b": ()}, alone.outcome({"module.y.b": ()}))
+
+
+def test_a_kept_name_that_a_rule_would_take_on_the_way_back() -> None:
+    rules = Rules.parse(["a.{l} -> b.{l}"])
+    of = {"a.0": (), "b.7": ()}
+    with pytest.raises(NotReversibleError, match=r"rule 1 would take b\.7, which was kept"):
+        check_reversible(rules, of, rules.outcome(of, keep="rest"), keep="rest")
+
+
+def test_arguments_that_no_rule_has() -> None:
+    with pytest.raises(RuleError, match="--arg heads") as caught:
+        plan("a [(h d)] -> b [h d]", of={"a": (4,)}, args={"heads": 2})
+    assert caught.value.hint is None or "h" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("0", "would be 0"),
+        ("1-2", "would be -1"),
+        ("3/2", "no whole number"),
+        ("config.x", "no whole"),
+        ("a", "itself"),
+    ],
+)
+def test_sizes_that_are_none(size: str, said: str) -> None:
+    with pytest.raises(RuleError, match=said):
+        plan(f"x [(a b)] -> y [a b] with a={size}", of={"x": (4,)}, config={"x": "4"})
+
+
+# What people may write who want it to take long
+
+
+def hostile() -> list[Any]:
+    stars = "".join(f"{{v{n}:*}}x" for n in range(12))
+    back = "".join(f"{{v{n}}}" for n in range(12))
+    digits = "".join(f"{{v{n}}}" for n in range(18))
+    labels = "{a:" + "|".join("a" * n for n in range(1, 40)) + "}"
+    four = "".join(labels.replace("{a", "{" + word) for word in "abcd")
+    return [
+        ([f"{stars}z{{w}}y -> {back}{{w}}"], {"x" * 4_000 + "y": ()}, {}),
+        ([f"{digits}.{{e}}y -> {digits}{{e}}"], {"1" * 6_000 + ".y": ()}, {}),
+        (["{a:**}x{b:**}x{c:*}z{d}y -> {a}{b}{c}{d}"], {"x" * 60_000 + "y": ()}, {}),
+        ([four + "z{e}y -> {a}{b}{c}{d}{e}"], {"a" * 500 + "y": ()}, {}),
+        (["x [(e o)] -> x.{e} [o] with e=config.e"], {"x": (0,)}, {"e": 10**9}),
+        (["x [e o] -> x.{e} [o]"], {"x": (10**12, 0)}, {}),
+        (["x [(a b c)] -> x.{a}.{b}.{c} [] with a=1000 b=1000 c=1000"], {"x": (10**9,)}, {}),
+        (["x.{a}.{b} [i] -> x [a b i]"], {"x.99999999.0": (1,), "x.0.999999999": (1,)}, {}),
+        (["x -> y with " + "h=" + "1+" * 200 + "1"], {"x": ()}, {}),
+        (["x -> y with h=" + "(" * 300 + "1" + ")" * 300], {"x": ()}, {}),
+        (["x -> y  # " + "x" * (1 << 20)], {"x": ()}, {}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(hostile())))
+def test_hostile_rules_names_and_configurations_end_soon(case: int) -> None:
+    lines, of, config = hostile()[case]
+    begin = time.process_time()
+    with pytest.raises((LimitError, MisfitError)) as caught:
+        Rules.parse(lines).plan(of, config=config)
+    assert time.process_time() - begin < 1
+    assert isinstance(caught.value, LimitError) or "lacks" in caught.value.message
+
+
+def test_many_keys_and_rules_are_planned_soon() -> None:
+    parts = ["q", "k", "v", "o", "gate", "up", "down", "norm"]
+    of = {f"model.layers.{n}.block.{part}.weight": (8, 8) for n in range(500) for part in parts}
+    lines = [f"model.layers.{{l}}.block.{part}.weight -> h.{{l}}.{part}.w" for part in parts]
+    lines += [f"model.other{n}.{{l}}.x.{{w:*}} ->? other{n}.{{l}}" + ".{w}" for n in range(32)]
+    begin = time.process_time()
+    assert len(plan(*lines, of=of)) == len(of)
+    assert time.process_time() - begin < 1
+
+
+def test_a_parsed_rule_keeps_its_text() -> None:
+    text = "a.{ l }.{ p : q | k } [ (h  d) 1 ... ]->? b.{l} [p h d 1 ...] with h = 4 * 2   # heads"
+    rule = parse_rule(text)
+    assert rule.text == text
+    assert str(rule) == "a.{l}.{p:q|k} [(h d) 1 ...] ->? b.{l} [p h d 1 ...] with h=4*2"
+
+
+def test_same_is_strict() -> None:
+    """The helper that compares: names, shapes and elements."""
+    a, b = numbered((2, 3), (2, 3))
+    assert same({"x": a}, {"x": a.copy()})
+    assert not same({"x": a}, {"x": b}) and not same({"x": a}, {"y": a})
+    assert not same({"x": a}, {"x": a.reshape(3, 2)})

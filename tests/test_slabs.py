@@ -1,0 +1,146 @@
+"""Large transposes in blocks: the same bytes as numpy, each read once, in fixed memory."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptkit.compute import gather as tiles
+from ckptkit.compute import slabs, stream
+from ckptkit.core.bytesource import Derived, LocalFile, Range
+from ckptkit.core.plan import Deferred, OutputFile, Summed
+from ckptkit.publish import copying
+from ckptkit.publish.write import _compare
+
+DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LEAST": 1, "BLOCK": 6_000, "WIDE": 40, "_MADE": 1_000}.items():
+        monkeypatch.setattr(slabs, name, value)
+    monkeypatch.setattr(copying, "THREAD_TASK", 10_000)
+
+
+class Counting(LocalFile):
+    count = 0
+
+    def read(self, offset: int, length: int) -> bytes:
+        Counting.count += length
+        return super().read(offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        Counting.count += len(buffer)
+        super().read_into(offset, buffer)
+
+
+def source(folder: Path, *shape: int, itemsize: int = 2) -> tuple[Range, np.ndarray]:
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (*shape, itemsize), dtype=np.uint8)
+    (folder / "in").write_bytes(b"head" + data.tobytes())
+    Counting.count = 0
+    return Range(Counting(folder / "in"), 4, data.nbytes), data
+
+
+def gather(extent: Range, itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Derived:
+    return Derived("gather", (extent,), (itemsize, shape, stride, 0), extent.length)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("itemsize", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(70, 33), (33, 70), (64, 64), (301, 5), (3, 500)])
+def test_a_transpose_in_blocks(itemsize: int, rows: int, columns: int, tmp_path: Path) -> None:
+    extent, data = source(tmp_path, rows, columns, itemsize=itemsize)
+    made = gather(extent, itemsize, (columns, rows), (1, columns))
+    expected = data.transpose(1, 0, 2).tobytes()
+    assert len(slabs.blocks(made)) >= 1
+    assert written(tmp_path, [b"x" * 7, Summed(made, 1), Deferred(bytes(4), ((0, 1),))]) == (
+        b"x" * 7 + expected + zlib.crc32(expected).to_bytes(4, "little")
+    )
+    assert b"".join(stream(made)) == expected
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    extent, data = source(tmp_path, 70, 33)
+    path = tmp_path / "out"
+    path.write_bytes(b"")
+    for task in copying.cut(str(path), [gather(extent, 2, (33, 70), (1, 33))], 1_000):
+        copying.run(task)
+    assert path.read_bytes() == data.transpose(1, 0, 2).tobytes()
+    assert Counting.count == extent.length
+
+
+def written(folder: Path, segments: list[Any]) -> bytes:
+    from concurrent.futures import ThreadPoolExecutor
+
+    path = folder / "out"
+    path.write_bytes(b"")
+    with ThreadPoolExecutor(2) as threads:
+        (sums,) = copying.execute([(str(path), segments)], threads, lambda count: None)
+    _compare(str(path), OutputFile("", tuple(segments)), sums)
+    return path.read_bytes()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_three_transposes_side_by_side(tmp_path: Path) -> None:
+    extent, data = source(tmp_path, 3, 50, 60)
+    boxes = tuple(((0, 50 * n), (60, 50), (1, 60), n * 6_000) for n in range(3))
+    made = Derived("chunks", (extent,) * 3, (2, (60, 150), boxes), extent.length)
+    assert len(slabs.blocks(made)) >= 3
+    expected = np.concatenate(data.transpose(0, 2, 1, 3), axis=1).tobytes()
+    assert written(tmp_path, [made]) == expected
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_matrices_one_after_another(tmp_path: Path) -> None:
+    extent, data = source(tmp_path, 4, 30, 20)
+    made = gather(extent, 2, (4, 20, 30), (600, 1, 20))
+    assert written(tmp_path, [made]) == data.transpose(0, 2, 1, 3).tobytes()
+
+
+def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
+    """Each is small, and the rows of the target are long: in order, all would be read for each tile."""
+    extent, data = source(tmp_path, 64, 96, 2_048)
+    boxes = tuple(((0, 96 * n), (2_048, 96), (1, 2_048), n * 2 * 96 * 2_048) for n in range(64))
+    made = Derived("chunks", (extent,) * 64, (2, (2_048, 96 * 64), boxes), extent.length)
+    path = tmp_path / "out"
+    path.write_bytes(b"")
+    for task in copying.cut(str(path), [made], 1 << 22):
+        copying.run(task)
+    assert path.read_bytes() == np.concatenate(data.transpose(0, 2, 1, 3), axis=1).tobytes()
+    assert Counting.count == extent.length
+
+
+def test_what_is_no_large_transpose(tmp_path: Path) -> None:
+    extent, _ = source(tmp_path, 8, 8)
+    assert slabs.blocks(extent) == []
+    assert slabs.blocks(gather(extent, 2, (8, 8), (1, 8))) == []
+    large = Derived("gather", (extent,), (2, (4096, 2, 4096), (8192, 4096, 1), 0), 1 << 26)
+    assert slabs.blocks(large) == []
+
+
+@pytest.mark.parametrize("rows", [40, 3_000])
+def test_tiles_of_a_transpose_read_little_twice(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, as a checksum or a pipe needs it."""
+    monkeypatch.setattr(tiles, "TILE", 100_000)
+    monkeypatch.setattr(tiles, "LARGE", 4_000_000)
+    extent, data = source(tmp_path, rows, 2_000)
+    made = gather(extent, 2, (2_000, rows), (1, 2_000))
+    assert b"".join(stream(made)) == data.transpose(1, 0, 2).tobytes()
+    assert Counting.count <= 2 * extent.length
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_parts_of_a_gather_are_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE", 4_096)
+    extent, data = source(tmp_path, 40, 2, 300)
+    made = gather(extent, 2, (2, 40, 300), (300, 600, 1))
+    tasks = list(copying.cut("x", [made], 8_192))
+    assert len(tasks) > 4
+    assert [task.start for task in tasks] == [0, *np.cumsum([task.size for task in tasks])[:-1]]
+    assert written(tmp_path, [made]) == data.transpose(1, 0, 2, 3).tobytes()
