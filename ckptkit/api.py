@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptkit import formats
@@ -81,13 +82,14 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
         raise
 
 
-def recover(path: PathLike) -> Salvaged:
-    """What is whole of a cut or damaged file: a checkpoint without the tensors whose bytes are gone, and their list.
+def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
+    """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and their list.
 
-    Reads what has checksums. Raises CorruptError if no tensor is whole, UnsupportedError for a format that has no
-    way of telling.
+    A tensor is whole if its bytes have the checksum that the file promises. A format without checksums has nothing
+    but its length: where that is wrong, bytes may be shifted. With `unverified`, such tensors are kept too. Raises
+    CorruptError if no tensor is left, UnsupportedError for a format of which nothing can be recovered.
     """
-    return _read(open_place(path), formats.salvage)
+    return _read(open_place(path), partial(formats.salvage, unverified=unverified))
 
 
 def open_place(path: PathLike) -> ByteSource | Folder:

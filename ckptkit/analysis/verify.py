@@ -38,7 +38,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
     damaged: bool = False  # whether something is wrong with the bytes, and not with what they say
-    recoverable: bool = False  # whether `recover` knows such files
+    recoverable: str = ""  # the command that may save something: `formats.salvageable`
 
     @property
     def ok(self) -> bool:
@@ -173,7 +173,7 @@ class _Look:
             findings=tuple(_said_once(self.findings)),
             notes=tuple(self._notes()),
             damaged=self.damaged,
-            recoverable=not self.probe.is_folder and (self.format is None or self.format.salvage is not None),
+            recoverable=formats.salvageable(self.probe) if self.damaged else "",
         )
 
     def _notes(self) -> Iterator[str]:

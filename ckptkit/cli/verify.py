@@ -160,9 +160,12 @@ def said(finding: Finding) -> str:
 
 
 def _hints(verdict: Verdict) -> Iterable[str]:
-    from ckptkit.doctor.advice import recover
+    from ckptkit.analysis.advice import recover
+    from ckptkit.formats.format import UNVERIFIED
 
     again = "fetch it again from where it came from"
     if verdict.recoverable:
-        return (f"{again}; to save what is whole: {recover(verdict.path)}",)
+        unverified = verdict.recoverable == UNVERIFIED
+        saves = "to save what is there, which may be garbage" if unverified else "to save what is whole"
+        return (f"{again}; {saves}: {recover(verdict.path, unverified)}",)
     return dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint) or (again,)

@@ -42,7 +42,7 @@ _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _BATCH = 64  # members whose local headers are fetched together
 _HEADER = 256  # bytes of a local header beside the name, most of them padding
 _IN_PARTS = "is one part of a zip file in several parts"
-_AGAIN = "download or copy the file again; of what torch.save wrote, `ckptkit recover` saves what is whole"
+_AGAIN = "download or copy the file again"
 
 
 class Entry(NamedTuple):
@@ -214,7 +214,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
         raise FormatError("does not begin with a zip member")
     longest = _END.size + _U16 + _LOCATOR.size + _END64.size
     tail = source.read(max(0, source.size - longest), min(longest, source.size))
-    at = _find_end_record(tail)
+    at = _find_end_record(source, tail)
     _, disk, first_disk, here, count, size, start, _ = _END.unpack_from(tail, at)
     if disk or first_disk or here != count:
         raise UnsupportedError(_IN_PARTS)
@@ -233,7 +233,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _find_end_record(tail: bytes) -> int:
+def _find_end_record(source: ByteSource, tail: bytes) -> int:
     """Where in `tail` the one end record is that ends, with its comment, where the file does."""
     found = []
     at = tail.find(_END_MAGIC, max(0, len(tail) - _END.size - _U16))
@@ -242,7 +242,7 @@ def _find_end_record(tail: bytes) -> int:
         at = tail.find(_END_MAGIC, at + 1)
     whole = [at for at in found if at + _END.size <= len(tail)]
     exact = [at for at in whole if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)]
-    if not whole:
+    if all(_is_inside(source, tail, at) for at in whole):
         raise TruncatedError("no end record: the download or save is incomplete", hint=_AGAIN)
     if not exact:
         after = len(tail) - whole[-1] - _END.size
@@ -250,6 +250,19 @@ def _find_end_record(tail: bytes) -> int:
     if len(exact) > 1 or found[-1] != exact[0]:
         raise AmbiguousError("has more than one zip end record")
     return exact[0]
+
+
+def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
+    """Tell whether an end record is that of an archive inside the file: its offsets count from where that begins."""
+    size, start = _END.unpack_from(tail, at)[5:7]
+    end = at
+    if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
+        end = at - _LOCATOR.size - _END64.size
+        if end < 0 or not tail.startswith(_END64_MAGIC, end):
+            return False  # what is wrong with it is said where it is read
+        size, start = _END64.unpack_from(tail, end)[8:10]
+    begin = source.size - len(tail) + end - size - start
+    return 0 < begin <= source.size - len(MAGIC) and source.read(begin, len(MAGIC)) == MAGIC
 
 
 def _read_end64(before: bytes, locator: bytes, place: int, short: tuple[int, int, int]) -> tuple[int, int, int]:

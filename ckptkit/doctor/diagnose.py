@@ -32,7 +32,7 @@ from ckptkit.doctor import content, fit, refused
 from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
 from ckptkit.formats.folder import INDEX
-from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
+from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
 from ckptkit.loading.model import is_implied, prefixes
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
@@ -194,7 +194,7 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
         return
     if verdict.damaged:
         error = CorruptError("; ".join(finding.what for finding in verdict.findings[:3]))
-        yield refused.cause(refused.Refusal(path, error, known=True, recoverable=verdict.recoverable))
+        yield refused.cause(refused.Refusal(path, error, known=True, recoverable=verdict.recoverable == RECOVER))
 
 
 def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:

@@ -9,9 +9,9 @@ from importlib import import_module
 
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError, UsageError
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.format import Finding, Format, Part, Probe, Salvaged, WriteOptions
+from ckptkit.formats.format import RECOVER, UNVERIFIED, Finding, Format, Part, Probe, Salvaged, WriteOptions
 from ckptkit.remote import urls
 
 # In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in
@@ -90,6 +90,8 @@ def read(place: ByteSource | Folder) -> Checkpoint:
     try:
         return identify(probe).read(probe)
     except CkptkitError as error:
+        if isinstance(error, (TruncatedError, CorruptError)) and (command := salvageable(probe)):
+            error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
 
 
@@ -99,12 +101,30 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
     return iter(()) if format.check is None else format.check(probe)
 
 
-def salvage(place: ByteSource | Folder) -> Salvaged:
-    """What is whole of a damaged file. Raises CorruptError if nothing is, UnsupportedError for other formats."""
+_SAVES = {
+    RECOVER: f"`ckptkit {RECOVER}` saves what is whole",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is there, which may be garbage",
+}
+
+
+def salvageable(probe: Probe) -> str:
+    """The command that may save something of a damaged file, an empty text if there is none. Reads headers."""
+    found = (format.salvageable(probe) for format in FORMATS if format.salvageable is not None)
+    try:
+        return "" if probe.is_folder else next(filter(None, found), "")
+    except CkptkitError:
+        return ""
+
+
+def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged:
+    """What is whole of a damaged file; with `unverified`, also what nothing proves to be.
+
+    Raises CorruptError if nothing is, UnsupportedError for other formats.
+    """
     probe = Probe(place)
     try:
         for format in FORMATS:
-            if format.salvage is not None and (found := format.salvage(probe)) is not None:
+            if format.salvage is not None and (found := format.salvage(probe, unverified)) is not None:
                 return found
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
+RECOVER, UNVERIFIED = "recover", "recover --unverified"  # commands that save what is left of a damaged file
+
+
 class Probe:
     """A file or folder about to be identified; what one sniffer finds out, the others and the reader share."""
 
@@ -119,7 +122,9 @@ class Format:
     ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
     its `read` says what to do instead.
     ``pickles`` finds what `scan` traces, None if the file is of another format. Raises what is wrong with it.
-    ``salvage`` gives what is whole of a damaged file, None if the file is of another format.
+    ``salvage`` gives what is whole of a damaged file, None if the file is of another format; told ``True``, also what
+    nothing proves to be whole. ``salvageable`` reads no tensor and says which command may find something: `RECOVER`,
+    `UNVERIFIED`, or an empty text.
     ``check`` gives what can be checked beyond reading: everything that has a checksum, and everything that is wrong,
     where `read` says the first of it. It reads headers alone.
     ``patch`` makes of a local file, as it was read, what it is to be, by the few bytes that differ; None if they are
@@ -138,7 +143,8 @@ class Format:
     everything: str = "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
     program: bool = False  # whether it holds a program, which no other format keeps: it is not changed in place
     rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own
-    salvage: Callable[[Probe], Salvaged | None] | None = None
+    salvage: Callable[[Probe, bool], Salvaged | None] | None = None
+    salvageable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None

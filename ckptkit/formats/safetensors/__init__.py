@@ -55,11 +55,18 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
     return patching.patch(before, after, options)
 
 
-def salvage(probe: Probe) -> Salvaged | None:
+def salvage(probe: Probe, unverified: bool) -> Salvaged | None:
     """See :mod:`salvaging`."""
     from ckptkit.formats.safetensors import recovering as salvaging
 
-    return salvaging.salvage(probe)
+    return salvaging.salvage(probe, unverified)
+
+
+def salvageable(probe: Probe) -> str:
+    """See :mod:`salvaging`."""
+    from ckptkit.formats.safetensors import recovering as salvaging
+
+    return salvaging.salvageable(probe)
 
 
 FORMAT = Format(
@@ -71,5 +78,6 @@ FORMAT = Format(
     layout=layout,
     everything="asked",
     salvage=salvage,
+    salvageable=salvageable,
     patch=patch,
 )

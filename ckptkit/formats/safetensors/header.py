@@ -110,7 +110,7 @@ def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
     if reached > size:
         raise TruncatedError(
             f"ends {reached - size:,} bytes too early: the header tells of {reached:,} bytes of tensors",
-            hint="download or copy it again; `ckptkit recover` saves what is whole",
+            hint="download or copy it again",
         )
     if reached < size:
         raise CorruptError(f"{size - reached:,} bytes follow the last tensor")

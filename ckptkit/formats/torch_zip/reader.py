@@ -188,11 +188,18 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
     return zip_patch.patch(before, after, options)
 
 
-def salvage(probe: Probe) -> Salvaged | None:
+def salvage(probe: Probe, unverified: bool) -> Salvaged | None:
     """See :mod:`zip_salvage`."""
     from ckptkit.formats.torch_zip import recovering as zip_salvage
 
-    return zip_salvage.salvage(probe)
+    return zip_salvage.salvage(probe, unverified)
+
+
+def salvageable(probe: Probe) -> str:
+    """See :mod:`zip_salvage`."""
+    from ckptkit.formats.torch_zip import recovering as zip_salvage
+
+    return zip_salvage.salvageable(probe)
 
 
 FORMAT = Format(
@@ -204,6 +211,7 @@ FORMAT = Format(
     layout=layout,
     everything="always",
     salvage=salvage,
+    salvageable=salvageable,
     check=zip_extras.check,
     patch=patch,
     pickles=zip_extras.pickles,

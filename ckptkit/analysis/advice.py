@@ -42,9 +42,9 @@ def rename(path: str, mapping: str, *options: str) -> str:
     return edit("rename", path, "renamed", "--map", mapping, *options)
 
 
-def recover(path: str) -> str:
-    """The command that saves what is whole of the file `path`."""
-    return edit("recover", path, "recovered")
+def recover(path: str, unverified: bool = False) -> str:
+    """The command that saves what is whole of the file `path`, or may be."""
+    return edit("recover", path, "recovered", *(("--unverified",) if unverified else ()))
 
 
 def fixed(path: str) -> str:
