@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptkit import formats
-from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, UsageError
 from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
 from ckptkit.publish.journal import SUFFIX, journal_path
@@ -76,10 +77,46 @@ def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> C
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
     """What `read` makes of a place, which stays open only then."""
     try:
-        return read(place)
+        with steady(place):
+            return read(place)
     except BaseException:
         place.close()
         raise
+
+
+@contextmanager
+def steady(place: ByteSource | Folder) -> Iterator[None]:
+    """Say that files are being changed, where that is why something failed, or where it would go unnoticed.
+
+    Nobody else is asked to wait for a reader: bytes of before and after may have been read together.
+    """
+    try:
+        yield
+    except Exception as error:
+        if changed := _changing(place):
+            raise changed from error
+        raise
+    if changed := _changing(place):
+        raise changed
+
+
+def _changing(place: ByteSource | Folder) -> CkptkitError | None:
+    files = [
+        each for each in (place.opened() if isinstance(place, Folder) else (place,)) if isinstance(each, LocalFile)
+    ]
+    for each in files:
+        try:
+            each.check_unchanged()
+            if _has_journal(each.path):
+                from ckptkit.publish import patching
+
+                patching.look(each.path)
+        except InputChangedError:
+            hint = "run the command again when it is no longer written to"
+            return InputError("was changed while it was read", where=each.name, hint=hint)
+        except InputError as error:
+            return error
+    return None
 
 
 def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
@@ -89,15 +126,18 @@ def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
     but its length: where that is wrong, bytes may be shifted. With `unverified`, such tensors are kept too. Raises
     CorruptError if no tensor is left, UnsupportedError for a format of which nothing can be recovered.
     """
-    return _read(open_place(path), partial(formats.salvage, unverified=unverified))
+    return _read(open_place(path, settle=True), partial(formats.salvage, unverified=unverified))
 
 
-def open_place(path: PathLike) -> ByteSource | Folder:
-    """The file or folder at `path`, whole: an edit in place that was interrupted there is undone. Raises PathError."""
+def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
+    """The file or folder at `path`, which must be whole: an edit in place may have been interrupted there.
+
+    With `settle` it is undone; else, that is an error. Raises PathError, InputError.
+    """
     if not urls.is_url(path) and _has_journal(path):
         from ckptkit.publish import patching
 
-        patching.settle(os.fspath(path))
+        (patching.settle if settle else patching.look)(os.fspath(path))
     return formats.open_place(path)
 
 
@@ -144,6 +184,8 @@ def convert(
     With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is changed in place by
     the few bytes that differ, if they are few; without, it is written anew. The rest is as for `save`.
     """
+    if in_place and not isinstance(source, Checkpoint):
+        source = _read(open_place(source, settle=True), formats.read)
     checkpoint = open_checkpoint(source, key=key)
     path = _own_place(checkpoint, format) if in_place else destination
     if path is None:
@@ -175,11 +217,13 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
 
 def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None) -> Patch | None:
     """What becomes of the file itself, None if it must be written anew."""
-    from ckptkit.publish.patching import can_patch
+    from ckptkit.publish.patching import can_patch, fits
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
         return None
-    return formats.patch(before, after, format, options or WriteOptions())
+    with nullcontext() if before.source is None else steady(before.source):
+        patch = formats.patch(before, after, format, options or WriteOptions())
+    return patch if patch is not None and fits(patch) else None
 
 
 def _apply(checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing) -> Conversion:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
 from ckptkit.analysis.digests import Matches, Progress, differences, digest
-from ckptkit.api import PathLike, open_place
+from ckptkit.api import PathLike, open_place, steady
 from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -63,13 +63,14 @@ def verify(
     place = open_place(path)
     try:
         look = _Look(place, progress)
-        checkpoint = look.at_bytes()
-        if checkpoint is not None and values:
-            look.at_values()
-        if checkpoint is not None and expected is not None:
-            found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
-            look.findings += differences(found, expected, matches)
-        return look.verdict()
+        with steady(place):
+            checkpoint = look.at_bytes()
+            if checkpoint is not None and values:
+                look.at_values()
+            if checkpoint is not None and expected is not None:
+                found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
+                look.findings += differences(found, expected, matches)
+            return look.verdict()
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
     finally:

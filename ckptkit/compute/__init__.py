@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptkit.compute.expanded import Allowance
     from ckptkit.compute.mean import has_mean, mean_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
     from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
@@ -32,6 +33,7 @@ __all__ = [
     "BINS",
     "OPERATIONS",
     "PIECE",
+    "Allowance",
     "Difference",
     "Histogram",
     "Part",
@@ -68,6 +70,7 @@ _PLACES = {
     **dict.fromkeys(("BINS", "Histogram", "Part", "Tally", "numbers", "parts", "tally"), "tallies"),
     **dict.fromkeys(("has_mean", "mean_record"), "mean"),
     "ordered": "threads",
+    "Allowance": "expanded",
 }
 
 

@@ -30,7 +30,7 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptkit.core.limits import check
+from ckptkit.core.limits import check, check_inflated
 
 __all__ = ["MAGIC", "Entry", "ZipDirectory", "read_directory"]
 
@@ -65,6 +65,7 @@ class ZipDirectory:
     entries: dict[str, Entry] = field(repr=False)
     start: int  # offset of the directory, the end of the members
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
+    inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -107,6 +108,9 @@ class ZipDirectory:
         """All bytes of a member. Raises CorruptError where they are not what the directory says, LimitError."""
         entry = self.entries[name]
         check("record_bytes", entry.size, f"record {shown(name)}")
+        if entry.method == DEFLATED:
+            self.inflated[0] += entry.size
+            check_inflated(self.inflated[0], self.source.size)
         extent = self.locate(name)
         data = extent.read() if isinstance(extent, Range) else self._inflate(name, entry)
         self._compare(name, zlib.crc32(data))

@@ -34,6 +34,7 @@ class Limits:
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
     record_bytes: int = 256 << 20  # a record other than a storage, inflated
+    inflated_free: int = 8 << 20  # bytes of all inflated records of a file but storages, and INFLATED times its own
     inflate_ratio: int = 1_100  # deflate cannot do better than 1,032
     tar_members: int = 10_000
     tar_records_bytes: int = 512  # about one member: torch's files have a time there
@@ -45,7 +46,7 @@ class Limits:
     rank: int = 64
     chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
     optimizer_values: int = 64  # that an optimizer keeps for a parameter: Adam has three
-    trace_opcodes: int = 20_000_000  # of one pickle, when it is scanned
+    trace_opcodes: int = 20_000_000  # of all pickles of a file, when it is scanned
     scan_depth: int = 8  # files inside files
     scan_parts: int = 1_000_000  # places in a file that are looked at
     scan_inflated_bytes: int = 1 << 30  # of everything compressed in a file
@@ -55,6 +56,7 @@ class Limits:
 
 
 MOST = 10**18
+INFLATED = 8  # bytes of inflated records for each byte of the file, besides `inflated_free`
 # What may only be lowered, or raised this far: Python recurses, or refuses more, whatever we allow.
 CEILINGS = {
     "key_depth": 1_000,  # hash(), in C
@@ -97,6 +99,11 @@ def check(name: str, seen: int, what: str) -> None:
     limit: int = getattr(LIMITS, name)
     if seen > limit:
         raise LimitError(f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})", hint=raised(name, seen))
+
+
+def check_inflated(seen: int, size: int) -> None:
+    """Raise LimitError if records of `seen` bytes are too much for a file of `size`: each byte makes work."""
+    check("inflated_free", seen - INFLATED * size, f"bytes of inflated records, {INFLATED} times the file aside")
 
 
 def raised(name: str, seen: int) -> str | None:

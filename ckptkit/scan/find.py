@@ -45,6 +45,7 @@ class _Search:
     def __init__(self) -> None:
         self.inflated = 0
         self.parts = 0
+        self.opcodes = 0
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Whatever a source is to anybody. `sure`: it is a file of its own, and not only bytes that look like one."""
@@ -59,6 +60,12 @@ class _Search:
         if found is not None:
             yield from self._all(found, where, depth, sure)
         yield from self._otherwise(probe, where, depth, found is not None, sure)
+
+    def _trace(self, source: ByteSource, start: int, stop: int) -> Trace:
+        check("trace_opcodes", self.opcodes, "opcodes of the pickles of a file")
+        found = trace(source, start, stop, self.opcodes)
+        self.opcodes += found.opcodes
+        return found
 
     def _count(self) -> None:
         self.parts += 1
@@ -150,7 +157,7 @@ class _Search:
         assert stream.count is not None
         inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
         for number in range(1, LIMITS.scan_parts):
-            found = trace(stream.source, at, end)
+            found = self._trace(stream.source, at, end)
             if (maybe or number > stream.count) and not _convinces(found):
                 if number > 1 and not maybe:
                     yield Remark(inside, f"{end - at:,} bytes follow the pickle: other readers may see something there")
@@ -166,7 +173,7 @@ class _Search:
         """Pickles with other bytes between them."""
         at, end, number = stream.offset, stream.offset + stream.length, 0
         while at < end:
-            found = trace(stream.source, at, end)
+            found = self._trace(stream.source, at, end)
             if number == 0 or found.error is None or found.calls:
                 number += 1
                 yield from self._traced(stream, found, at, f"{joined(where, stream.where)} pickle {number}", depth)

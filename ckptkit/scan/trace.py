@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, Object
 from ckptkit.pickles import allowlist
 from ckptkit.pickles.machine import collector_paused
@@ -61,7 +61,6 @@ class Tracer(Notes):
 
     def _loop(self) -> None:
         window, table = self.window, _TABLE
-        limit = LIMITS.trace_opcodes
         while True:
             self.at = window.base + window.at
             self.opcode = ""
@@ -76,11 +75,11 @@ class Tracer(Notes):
             if not accepted and self.refused is None:
                 self.refused = f"opcode {self.opcode}"
             if self.count & 0xFFF == 0:
-                self._check_limits(limit)
+                self._check_limits()
             run(self, *arguments)
 
-    def _check_limits(self, limit: int) -> None:
-        check("trace_opcodes", self.count, "opcodes of a pickle")
+    def _check_limits(self) -> None:
+        check("trace_opcodes", self.before + self.count, "opcodes of the pickles of a file")
         check("pickle_stack", len(self.stack), "values on the pickle stack")
         check("pickle_marks", len(self.marks), "open marks of a pickle")
         check("memo_entries", len(self.memo), "stored values of a pickle")
@@ -395,7 +394,7 @@ for _op in opcodes:
     _TABLE[ord(_op.code)] = (_op.name, _op.name in WEIGHTS_ONLY_OPCODES, _RUN[_op.name][0], _RUN[_op.name][1:])
 
 
-def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
-    """What the pickle at `start` would do; nothing of it is done. Never raises for what is in the bytes."""
+def trace(source: ByteSource, start: int = 0, stop: int | None = None, before: int = 0) -> Trace:
+    """What the pickle at `start` would do, after pickles of `before` opcodes in the file; never raises for bytes."""
     with collector_paused():
-        return Tracer(source, start, source.size if stop is None else stop).run()
+        return Tracer(source, start, source.size if stop is None else stop, before).run()

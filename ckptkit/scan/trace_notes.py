@@ -21,11 +21,12 @@ _LATIN1 = ("latin1", "latin-1")
 class Notes:
     """The state of the machine, and what is noted of it."""
 
-    def __init__(self, source: ByteSource, start: int, stop: int) -> None:
+    def __init__(self, source: ByteSource, start: int, stop: int, before: int = 0) -> None:
         self.window = Window(source, start, stop)
         self.start = start
         self.protocol = 0
         self.count = 0
+        self.before = before  # opcodes of other pickles of the file
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}

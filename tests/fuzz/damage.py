@@ -120,6 +120,7 @@ def duplicate(random: Random, data: bytes, _: bytes) -> bytes:
 def overwrite(random: Random, data: bytes, other: bytes) -> bytes:
     """The bytes of another file, in the place where they are there, or anywhere."""
     start, stop = _block(random, other)
+    stop = min(stop, start + min(len(data), len(other)) // 2)  # or it is the other file
     at = random.choice((start, random.randrange(len(data))))
     return (data[:at] + other[start:stop] + data[at + stop - start :])[: len(data)]
 

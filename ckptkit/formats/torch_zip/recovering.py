@@ -16,7 +16,7 @@ from ckptkit.containers.zip_entries import MAGIC, shown
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
-from ckptkit.core.limits import check
+from ckptkit.core.limits import check_inflated
 from ckptkit.core.tensor import Storage
 from ckptkit.formats.common.recovering import AGAIN, salvaged
 from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Salvaged
@@ -181,7 +181,7 @@ class _Archive:
 
     def _read_pickle(self, extent: Extent, *, proven: bool) -> Unpickled:
         if isinstance(extent, Derived):
-            check("record_bytes", extent.length, "data.pkl")
+            check_inflated(extent.length, self.source.size)
             data = b"".join(bytes(piece) for piece in compute.stream(extent))
             extent = Range(Memory(data, self.source.name), 0, len(data))
         self._pickle = (extent.source, extent.offset, extent.offset + extent.length)
