@@ -71,7 +71,7 @@ PLANNING = modules("cli.progress transforms transforms.scan")
 RENAMING = modules("transforms.keys transforms.metadata")
 CONVERTING = RENAMING | modules("cli.convert transforms.devices transforms.elements")
 PUBLISHING = modules("bridge copying preflight publish temporaries")
-COMPUTING = modules("bridge bridge.floats bridge.gather bridge.mean bridge.operations bridge.tensors")
+COMPUTING = modules("bridge bridge.expanded bridge.floats bridge.gather bridge.mean bridge.operations bridge.tensors")
 ZIP_WRITING = modules("""
     formats.pruning formats.torch.objects formats.torch.pickle_emitter formats.torch.pickle_writer
     formats.torch.zip_layout formats.torch.zip_writer

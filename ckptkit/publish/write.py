@@ -11,12 +11,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
@@ -85,7 +85,8 @@ def publish(
     with reported(path, typed, size):
         if not replace_source:
             check_sources(path, read)
-        kept = _kept_mode(check_destination(plan, path, force or replace_source))
+        old = check_destination(plan, path, force or replace_source)
+        kept = _kept_mode(old)
         check_size(plan, size, allow_expand)
         left, edit = sweep(path), _unfinished_edit(path)
         check_space(path, size)
@@ -96,7 +97,9 @@ def publish(
             _write(plan, temporary, executor, lambda count: tell(count, size), verify)
             for source in sources:
                 source.check_unchanged()
-            os.chmod(temporary, mode if kept is None else kept)
+            if old is not None:
+                _keep_owner(temporary, old)
+            os.chmod(temporary, _narrowed(mode, read) if kept is None else kept)
             if durable or kept is not None:
                 _to_disk(plan, temporary)
             if replace_source:
@@ -155,6 +158,30 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
 def _kept_mode(old: os.stat_result | None) -> int | None:
     """The mode of the file that is replaced, None where there is none."""
     return stat.S_IMODE(old.st_mode) & 0o777 if old is not None and stat.S_ISREG(old.st_mode) else None
+
+
+def _keep_owner(temporary: str, old: os.stat_result) -> None:
+    """Give a file to the owner and the group of the one that it replaces, as far as that is allowed."""
+    if not hasattr(os, "chown") or not stat.S_ISREG(old.st_mode):
+        return
+    now = os.lstat(temporary)
+    for owner, group in ((old.st_uid, old.st_gid), (-1, old.st_gid)):
+        if owner in (-1, now.st_uid) and group == now.st_gid:
+            return
+        with suppress(OSError):
+            os.chown(temporary, owner, group)
+            return
+
+
+def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
+    """`mode` without anything for the group or for others, where an input on this machine is not theirs to read."""
+    for source in sources:
+        if isinstance(source, LocalFile) and source.fd >= 0:
+            allowed = os.fstat(source.fd).st_mode
+            for shift in (3, 0):
+                if not allowed >> shift & 4:
+                    mode &= ~(7 << shift)
+    return mode
 
 
 def _create(plan: Plan, temporary: str) -> int:

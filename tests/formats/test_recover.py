@@ -342,6 +342,16 @@ def test_the_directory_counts_where_it_can_be_read(tmp_path: Path) -> None:
     assert check(path, state()) == set(state())
 
 
+def test_the_beginning_of_another_file(tmp_path: Path) -> None:
+    """What an archive begins with is not saved where its directory is of another one."""
+    for name in ("a.pth", "other.pth"):
+        torch.save({name: torch.ones(500), "more": torch.ones(3000)}, tmp_path / name)
+    data, other = ((tmp_path / name).read_bytes() for name in ("a.pth", "other.pth"))
+    (tmp_path / "a.pth").write_bytes(other[:4000] + data[4000:])
+    with pytest.raises(CorruptError, match="its directory is of"):
+        recover(tmp_path / "a.pth")
+
+
 @pytest.mark.parametrize("kind", ["deleted", "inserted"])
 def test_a_legacy_storage_lies_between_two_counts(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "in.pth"

@@ -110,6 +110,12 @@ class _Archive:
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)
         self._refuse_program(self.found.entries)
+        others = [each for each in self.found.entries if not each.startswith(f"{self.top}/")]
+        if others and len(others) == len(self.found.entries) and not self.unverified:
+            raise CorruptError(
+                f"begins as the archive {shown(self.top)} does, and its directory is of {shown(others[0])}",
+                hint=f"{AGAIN}; `ckptkit recover --unverified` takes what the beginning says",
+            )
         places = list(self._pickle_places(name))
         if not places:
             raise self._no_pickle()
