@@ -8,6 +8,7 @@ same rule. Files written without checksums (CRC 0 everywhere) keep what lies exa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -85,15 +86,18 @@ class _Archive:
         self.places: dict[str, Extent] = {}
         self.reasons: dict[str, str] = {}  # why others are lost
         self.warnings: list[str] = []
+        self.verdicts: Counter[str] = Counter()
         self.top = ""
         self._big_endian = False
         self._members: dict[int, str] = {}  # by id of the storage
 
     def salvage(self) -> Salvaged:
         tree = self.open()
-        self.found.find_headers(self.sizes)
-        self._refuse_program(self.found.headers)
-        self._take_storages()
+        if lost := self._take(self.sizes, unverified=False):  # by the directory, or else wherever there are headers
+            self.found.find_headers(self.sizes)
+            self._refuse_program(self.found.headers)
+            self._take({name: self.sizes[name] for name in lost}, unverified=self.unverified)
+        self._warn()
         if self._is_big_endian():
             self._big_endian = True
             self._members.clear()
@@ -229,25 +233,24 @@ class _Archive:
 
     # The storages
 
-    def _take_storages(self) -> None:
-        """Keep what is whole; say of the rest why it is not."""
-        unsummed = unproven = 0
-        for name, size in self.sizes.items():
-            if not size:
-                self.places[name] = Range(self.source, 0, 0)
-                continue
-            verdict, place, why = self._judge(name, size)
-            if verdict == UNPROVEN and self.unverified and place is not None:
-                unproven += 1
-            elif verdict not in (WHOLE, UNSUMMED) or place is None:
+    def _take(self, sizes: dict[str, int], *, unverified: bool) -> list[str]:
+        """Keep what is whole, and say of the rest why it is not: the names of those."""
+        for name, size in sizes.items():
+            verdict, place, why = self._judge(name, size) if size else (WHOLE, Range(self.source, 0, 0), "")
+            kept = verdict in (WHOLE, UNSUMMED) or (verdict == UNPROVEN and unverified)
+            if kept and place is not None:
+                self.verdicts[verdict] += 1
+                self.places[name] = place
+                self.reasons.pop(name, None)
+            else:
                 self.reasons[name] = why
-                continue
-            unsummed += verdict == UNSUMMED
-            self.places[name] = place
-        if unsummed:
-            self.warnings.append(f"{unsummed:,} of its storages have no checksum: damage to them cannot be seen")
-        if unproven:
-            self.warnings.append(f"nothing proves that {unproven:,} of its storages are whole: they may be garbage")
+        return list(self.reasons)
+
+    def _warn(self) -> None:
+        if count := self.verdicts[UNSUMMED]:
+            self.warnings.append(f"{count:,} of its storages have no checksum: damage to them cannot be seen")
+        if count := self.verdicts[UNPROVEN]:
+            self.warnings.append(f"nothing proves that {count:,} of its storages are whole: they may be garbage")
 
     def _judge(self, name: str, size: int) -> tuple[str, Extent | None, str]:
         """How much is known of a storage, its bytes, and why it is lost."""

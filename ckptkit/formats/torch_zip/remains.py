@@ -82,10 +82,11 @@ class Window:
 def entries(source: ByteSource) -> dict[str, list[Entry]]:
     """The entries of the directory that can be read at the end of the file, by name."""
     found: dict[str, list[Entry]] = {}
-    stop, count = source.size, 0
+    stop, count, step = source.size, 0, _SMALLEST
     while stop > 0 and (count or source.size - stop < _TAIL) and count < LIMITS.zip_entries:
-        start = max(0, stop - _STEP)
-        piece = source.read(start, min(source.size, stop + _REACH) - start)
+        start = max(0, stop - step)
+        step = min(2 * step, _STEP)
+        piece = source.read(start, min(source.size, stop + min(step, _REACH)) - start)
         here = list(_entries(piece, stop - start))
         if count and not here:
             break
