@@ -55,14 +55,13 @@ def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
 
 def zeros_from(source: ByteSource) -> int:
     """Find where the zeros at the end of a file begin, if there are so many that it may not be written to its end."""
-    stop = source.size
+    stop, step = source.size, _ZEROS
     while stop > 0:
-        start = max(0, stop - _STEP)
+        start = max(0, stop - step)
         rest = source.read(start, stop - start).rstrip(b"\0")
+        stop, step = start + len(rest), min(8 * step, _STEP)
         if rest:
-            stop = start + len(rest)
             break
-        stop = start
     return stop if source.size - stop >= _ZEROS else source.size
 
 
