@@ -28,7 +28,7 @@ LAYERS = (
     ("remote",),
     ("tensor",),
     ("tree",),
-    ("weights", "trust"),
+    ("weights", "trust", "versions"),
     ("pickles", "notebook"),
     ("checkpoint",),
     ("plan",),

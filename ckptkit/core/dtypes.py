@@ -73,6 +73,7 @@ TABLE: tuple[DType, ...] = (
     DType("complex128", 128, "complex", "ComplexDoubleStorage", None, "complex128"),
     DType("complex64", 64, "complex", "ComplexFloatStorage", "C64", "complex64"),
     DType("complex32", 32, "complex"),
+    DType("bcomplex32", 32, "complex"),  # two bfloat16; since torch 2.15
     DType("qint8", 8, "quantized", "QInt8Storage"),
     DType("quint8", 8, "quantized", "QUInt8Storage"),
     DType("qint32", 32, "quantized", "QInt32Storage"),
@@ -107,6 +108,6 @@ def parse(name: str) -> DType:
     plain = name.strip().lower().removeprefix("torch.")
     found = BY_NAME.get(ALIASES.get(plain, plain))
     if found is None:
-        known = ", ".join(row.name for row in TABLE[:23])
+        known = ", ".join(row.name for row in TABLE[:24])
         raise FormatError(f"unknown dtype {name!r}", hint=f"{meant(plain, [*BY_NAME, *ALIASES])}known dtypes: {known}")
     return found

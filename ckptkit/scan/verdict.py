@@ -24,6 +24,7 @@ from typing import NamedTuple
 from ckptkit.core.tree import Global
 from ckptkit.pickles import allowlist
 from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
+from ckptkit.pickles.versions import differences
 
 NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
 LABELS = {
@@ -42,7 +43,7 @@ _RUNS = (allowlist.UNKNOWN, allowlist.HARMFUL)
 class PickleVerdict:
     """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs`` the calls that are
     somebody's code, ``reasons`` why it cannot be told, ``refused`` why weights_only does not load it even with those
-    classes allowed (None: it does)."""
+    classes allowed (None: it does), ``versions`` on what versions of torch disagree about it."""
 
     found: Traced
     verdict: str
@@ -50,6 +51,7 @@ class PickleVerdict:
     runs: tuple[Call, ...]
     reasons: tuple[str, ...]
     refused: str | None
+    versions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
         verdict = CLASSES
     else:
         verdict = HARMLESS if refused is not None else SAFE
-    return PickleVerdict(found, verdict, needs, runs, reasons, refused)
+    disagree = () if refused is not None else tuple(differences(trace.globals))
+    return PickleVerdict(found, verdict, needs, runs, reasons, refused, disagree)
 
 
 def _is_needed(name: Global, found: Traced, script: bool) -> bool:

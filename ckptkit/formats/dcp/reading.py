@@ -9,11 +9,11 @@ from math import prod
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.dcp import hub
-from ckptkit.formats.dcp.items import Assembled, Files
+from ckptkit.formats.dcp.items import Assembled, Files, memory_order
 from ckptkit.formats.dcp.metadata import NAME, Described, Place, Whole, covered, merged, read_metadata
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.format import Probe
@@ -90,9 +90,9 @@ class _Tree:
             self.nest.put(described.paths.get(name, (name,)), node)
 
     def _tensor(self, name: str, entry: Whole) -> Tensor:
-        stride = contiguous_stride(entry.shape)
+        order, stride = memory_order(entry.shape, entry.stride)
         length = entry.dtype.nbytes(prod(entry.shape))
-        storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length))
+        storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length, order))
         known = self._storages.setdefault(entry, storage)
         if known is not storage and entry.chunks and all(self.files.is_archive(chunk.place) for chunk in entry.chunks):
             storage = known
