@@ -28,7 +28,7 @@ from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.dtypes import BY_NAME, UNKNOWN, unknown
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
@@ -120,9 +120,8 @@ class _Archive(Archive):
         return made
 
     def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
-        dtype = _DTYPES.get(_field(meta, "dtype", int))
-        if dtype is None or meta.get("layout") != _STRIDED:
-            raise UnsupportedError(f"the tensor in {shown(place)} has a dtype or a layout that ckptkit does not know")
+        number = _field(meta, "dtype", int)
+        dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
         if place not in self.directory:
             raise CorruptError(f"there is no record {shown(place)}, though a tensor lies in it")
         if place not in self.storages:
@@ -130,7 +129,10 @@ class _Archive(Archive):
         shape, stride = (tuple(map(_integer, _field(meta, key, list))) for key in ("sizes", "strides"))
         grad, kind = meta.get("requires_grad") is True, "parameter" if is_parameter else "tensor"
         offset = _integer(meta.get("storage_offset"))
-        return Tensor(self.storages[place], BY_NAME[dtype], shape, stride, offset, grad, kind)
+        if dtype.kind == "unknown" or meta.get("layout") != _STRIDED:
+            odd = UNKNOWN if dtype.kind == "unknown" else "not strided"
+            return Tensor(self.storages[place], dtype, shape, (), 0, grad, kind, odd)
+        return Tensor(self.storages[place], dtype, shape, stride, offset, grad, kind)
 
 
 def _field(said: Any, key: str, kind: type) -> Any:

@@ -9,7 +9,8 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING,
 from collections.abc import Callable
 from struct import Struct, pack
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.dtypes import NOT_IN_TORCH
+from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node
@@ -239,8 +240,17 @@ class Emitter:
         head = self._global(_TENSOR_V2 if typed else _TENSOR_V3) + b"((" + self._string(tag) + self._global(made) + b"X"
         middle = self._string(location)
         tail = _flag(grad) + self._global(ORDERED_DICT) + b")R"
-        dtype = b"" if typed else self._global(Global("torch", tensor.dtype.name))
+        dtype = b"" if typed else self._dtype(tensor)
         return head, middle, tail + dtype + self._metadata(tensor) + b"tR"
+
+    def _dtype(self, tensor: Tensor) -> bytes:
+        name = tensor.dtype.name
+        if name in NOT_IN_TORCH:
+            raise TensorError(
+                f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could not load the file",
+                hint="write safetensors, or leave such tensors out with `--drop NAME`",
+            )
+        return self._global(Global("torch", name))
 
     def _metadata(self, tensor: Tensor) -> bytes:
         bits = [self._string(name) + b"\x88s" for name in ("conj", "neg") if getattr(tensor, name)]
@@ -249,7 +259,7 @@ class Emitter:
     def _meta(self, tensor: Tensor, grad: bool) -> bytes:
         """_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)."""
         made = self._global(_META_TENSOR_NO_STORAGE)
-        dtype = self._global(Global("torch", tensor.dtype.name))
+        dtype = self._dtype(tensor)
         return made + b"(" + dtype + self._shape(tensor.shape) + self._shape(tensor.stride) + _flag(grad) + b"tR"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, Global, Node, Object, OrderedDict, SetNode
@@ -172,7 +172,10 @@ def tensor_v2(made: Global, args: Args) -> Node:
 def _tensor_v3(made: Global, args: Args) -> Node:
     """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])."""
     _arity(made, args, 7, 8)
-    tensor, plain = strided(_storage(args[0]), dtype_of(args[6]), args[:6], args[7] if len(args) > 7 else None)
+    typed, dtype = _storage(args[0]), dtype_or_unknown(args[6])
+    if dtype.kind == "unknown":
+        return Object(made, args, tensor=_of_unknown(typed.storage, dtype, _shape(args[2]), flag(args[4])))
+    tensor, plain = strided(typed, dtype, args[:6], args[7] if len(args) > 7 else None)
     return tensor if plain and tensor.dtype.storage is None else Object(made, args, tensor=tensor)
 
 
@@ -237,13 +240,14 @@ def _meta(made: Global, args: Args) -> Node:
     shape, stride = _shape(args[1]), _shape(args[2])
     if len(shape) != len(stride):
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
-    return Object(made, args, tensor=Tensor(None, dtype_of(args[0]), shape, stride, 0, flag(args[3])))
+    return Object(made, args, tensor=Tensor(None, dtype_or_unknown(args[0]), shape, stride, 0, flag(args[3])))
 
 
 def _subclass(made: Global, args: Args) -> Node:
     """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, requires_grad)."""
     _arity(made, args, 8, 8)
-    tensor = Tensor(None, dtype_of(args[1]), _shape(args[2]), (), requires_grad=flag(args[7]), layout="subclass")
+    dtype, shape, grad = dtype_or_unknown(args[1]), _shape(args[2]), flag(args[7])
+    tensor = Tensor(None, dtype, shape, (), requires_grad=grad, layout="subclass")
     return Object(made, args, tensor=tensor)
 
 
@@ -273,6 +277,17 @@ def dtype_of(node: Node) -> DType:
     if found is None:
         raise TensorError(f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows")
     return found
+
+
+def dtype_or_unknown(node: Node) -> DType:
+    """The same; for a name in torch that ckptkit does not know, a type of that name of which nothing else is known."""
+    if isinstance(node, Global) and node.module == "torch" and node.name not in BY_NAME and node.name.islower():
+        return unknown(node.name)
+    return dtype_of(node)
+
+
+def _of_unknown(storage: Storage | None, dtype: DType, shape: tuple[int, ...], grad: bool) -> Tensor:
+    return Tensor(storage, dtype, shape, (), requires_grad=grad, layout=UNKNOWN)
 
 
 _SIZE = Global("torch", "Size")

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator
 from ckptkit.core.tree import Global
 
 # Names with the first version that accepts them, and the first that refuses them again.
-_SINCE = {("torch", "bcomplex32"): "2.15"}
-_UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}
+SINCE = {("torch", "bcomplex32"): "2.15"}
+UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}
 
 
 def differences(names: Iterable[Global]) -> Iterator[str]:
     """A line for each of the names on which versions of torch disagree."""
     for name in names:
         key = name.module, name.name
-        if key in _SINCE:
-            yield f"weights_only of torch before {_SINCE[key]} refuses {name}"
-        if key in _UNTIL:
-            yield f"weights_only of torch {_UNTIL[key]} and later refuses {name}"
+        if key in SINCE:
+            yield f"weights_only of torch before {SINCE[key]} refuses {name}"
+        if key in UNTIL:
+            yield f"weights_only of torch {UNTIL[key]} and later refuses {name}"

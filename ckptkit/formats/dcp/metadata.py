@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.dtypes import DType
+from ckptkit.core.dtypes import UNKNOWN, DType
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -34,7 +34,7 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.pickles.allowlist import is_harmful
-from ckptkit.pickles.globals import dtype_of
+from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.machine import unpickle
 
 NAME = ".metadata"
@@ -74,13 +74,15 @@ class Chunk(NamedTuple):
 class Whole:
     """A tensor and its chunks, those without elements left out.
 
-    ``stride`` is that of the tensor that was saved, None where the file does not say it.
+    ``stride`` is that of the tensor that was saved, None where the file does not say it; ``odd`` why its elements
+    cannot be put together, if they cannot.
     """
 
     dtype: DType
     shape: Shape
     chunks: tuple[Chunk, ...]
     stride: Shape | None = None
+    odd: str = ""
 
 
 Entry = Whole | Place  # a Place is that of a value
@@ -219,7 +221,7 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
     if made is not None and (made.module, made.name) == (METADATA, "BytesStorageMetadata"):
         return _place(places, name, None)
     fields = _fields(node, "TensorStorageMetadata")
-    dtype, stride = _properties(fields.get("properties"))
+    dtype, stride, odd = _properties(fields.get("properties"))
     shape = _size(fields.get("size"), "the size of a tensor")
     if stride is not None and len(stride) != len(shape):
         raise CorruptError(f"it has {len(shape)} sizes but {len(stride)} strides")
@@ -228,7 +230,7 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
         raise FormatError("its chunks are no list")
     boxes = [box for box in map(_box, listed) if 0 not in box[1]]
     chunks = tuple(Chunk(*box, _place(places, name, box[0])) for box in boxes)
-    return Whole(dtype, shape, chunks, stride)
+    return Whole(dtype, shape, chunks, stride, odd)
 
 
 def _place(places: Places, name: str, offsets: Shape | None) -> Place:
@@ -244,19 +246,20 @@ def _box(node: Node) -> tuple[Shape, Shape]:
     return _size(fields.get("offsets"), "the offset of a chunk"), _size(fields.get("sizes"), "the size of a chunk")
 
 
-def _properties(properties: Node) -> tuple[DType, Shape | None]:
-    """The element type of a tensor, and its strides where they are said."""
+def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
+    """The element type of a tensor, its strides where they are said, and what is odd about it."""
     made = properties.global_ if isinstance(properties, Object) and properties.new else None
     state = properties.state if made is not None and made.name == "TensorProperties" else None
     if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
         raise FormatError("its properties are no TensorProperties")
-    dtype, layout = dtype_of(state[0]), state[1]
-    if not isinstance(layout, Object) or layout.args != ("torch.strided",):
-        raise UnsupportedError("its layout is not strided")
-    if dtype.kind == "quantized" or dtype.bits % 8:
-        raise UnsupportedError(f"it has chunks of {dtype}")
     said = state[5] if len(state) > 5 else None
-    return dtype, None if said is None else _size(said, "the strides of a tensor")
+    stride = None if said is None else _size(said, "the strides of a tensor")
+    dtype, layout = dtype_or_unknown(state[0]), state[1]
+    if not isinstance(layout, Object) or layout.args != ("torch.strided",):
+        return dtype, stride, "not strided"
+    if dtype.kind == "unknown":
+        return dtype, stride, UNKNOWN
+    return dtype, stride, "in chunks" if dtype.kind == "quantized" or dtype.bits % 8 else ""
 
 
 def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:

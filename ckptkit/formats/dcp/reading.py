@@ -90,6 +90,8 @@ class _Tree:
             self.nest.put(described.paths.get(name, (name,)), node)
 
     def _tensor(self, name: str, entry: Whole) -> Tensor:
+        if entry.odd:
+            return Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
         order, stride = memory_order(entry.shape, entry.stride)
         length = entry.dtype.nbytes(prod(entry.shape))
         storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length, order))

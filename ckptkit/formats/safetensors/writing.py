@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ckptkit import compute
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsafeGlobalError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
@@ -32,7 +32,7 @@ _CODES = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
     "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
 )  # fmt: skip
-_RANK = {BY_SAFETENSORS[code]: rank for rank, code in enumerate(_CODES)}
+_RANK = {code: rank for rank, code in enumerate(_CODES)}
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -96,7 +96,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
     """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
-    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype], name))
+    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
     extents = _joined(compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
     return OutputFile("", (_header_bytes(tensors, order, metadata), *extents))
 
