@@ -111,8 +111,6 @@ META = ("fc.weight", "tensor_meta")
         (change("fc.weight", "path_name", to="weight_9"), CorruptError, "no record 'made/data/weights/weight_9'"),
         (change("fc.weight", "path_name", to="../../byteorder"), CorruptError, "no record"),
         (change(*META, to=None), FormatError, "no 'tensor_meta'"),
-        (change(*META, "dtype", to=99), UnsupportedError, "dtype or a layout"),
-        (change(*META, "layout", to=1), UnsupportedError, "dtype or a layout"),
         (change(*META, "sizes", to=[{"as_expr": "s0"}, {"as_int": 3}]), FormatError, "no 'as_int'"),
         (change(*META, "sizes", to=[{"as_int": 400}, {"as_int": 3}]), TensorError, "storage of 48"),
         (change(*META, "storage_offset", to={"as_int": -1}), TensorError, "non-negative"),
@@ -122,6 +120,13 @@ META = ("fc.weight", "tensor_meta")
 def test_refused(path: Path, edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str) -> None:
     with pytest.raises(error, match=said):
         read(edited(path, edit))
+
+
+@pytest.mark.parametrize(("key", "to", "said"), [("dtype", 99, "unknown dtype"), ("layout", 1, "not strided")])
+def test_a_tensor_that_is_not_known_is_an_entry(path: Path, key: str, to: int, said: str) -> None:
+    weights = read(edited(path, change(*META, key, to=to))).weights
+    (odd,) = (tensor for tensor in weights.values() if tensor.layout != "strided")
+    assert (odd.layout, odd.nbytes) == (said, 48) and len(weights) > 1
 
 
 def test_other_archives_of_the_kind(path: Path) -> None:

@@ -1,7 +1,8 @@
 """What a safetensors header cannot say, as text in its ``__metadata__``, and back.
 
 Ties follow the convention of the hub: ``metadata[dropped name] = kept name`` (safetensors.torch.save_model); files
-made by others are read by it too. Everything else is one JSON text under the key ``ckptkit``. What is absent is empty:
+made by others are read by it too, where the entry can be nothing else: tied parameters are attributes of one name in
+several modules (``head.weight``, ``embed.weight``). Everything else is one JSON text under the key ``ckptkit``. What is absent is empty:
 
     version               1
     ordered               true: the state_dict was an OrderedDict
@@ -25,6 +26,7 @@ from ckptkit.containers import strict_json
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import plural
 from ckptkit.core.tree import Global, Node, OrderedDict, children, key_text
 from ckptkit.core.weights import Weights
 from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
@@ -91,11 +93,17 @@ def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mappin
 
 def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Restored:
     """The same by the convention of the hub alone: tied names follow the others."""
-    ties = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
+    possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
+    ties = [name for name in possible if _is_parameter(name, metadata[name])]
     root = {**nodes, **{name: replace(nodes[metadata[name]]) for name in ties}}
     rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
-    some = f"{len(ties):,} names are tied to others by the metadata, e.g. {ties[0][:80]!r}" if ties else ""
-    return Restored(root, rest, (some,) if ties else ())
+    warnings = []
+    if ties:
+        warnings.append(f"{plural(len(ties), 'name')} tied to others by the metadata, e.g. {ties[0][:80]!r}")
+    for name in possible:
+        if name not in ties:
+            warnings.append(f"the metadata entry {name[:80]!r} names a tensor: taken for a text, not for a tie")
+    return Restored(root, rest, tuple(warnings))
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -109,6 +117,12 @@ def values(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
     return isinstance(tensors.get(kept), Tensor) and name not in tensors and name not in (RESERVED, FRAMEWORK)
+
+
+def _is_parameter(name: str, kept: str) -> bool:
+    """Whether a name is that of a parameter which may be tied to the one called `kept`."""
+    module, dot, attribute = name.rpartition(".")
+    return bool(module and dot) and attribute == kept.rpartition(".")[2]
 
 
 def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:

@@ -115,19 +115,19 @@ def test_extra_states_are_entries_like_others(tmp_path: Path) -> None:
 
 
 def test_ties_that_the_index_records(tmp_path: Path) -> None:
-    make(tmp_path / "x", metadata={"total_size": 20, "head": "a"})
+    make(tmp_path / "x", metadata={"total_size": 20, "head.a": "a"})
     checkpoint = read(tmp_path / "x")
-    assert list(checkpoint.weights) == ["a", "b", "head"]
-    assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
+    assert list(checkpoint.weights) == ["a", "b", "head.a"]
+    assert checkpoint.weights["head.a"].storage is checkpoint.weights["a"].storage
     assert checkpoint.metadata == {}
 
 
 def test_ties_that_a_shard_records(tmp_path: Path) -> None:
     make(tmp_path / "x")
-    save_file({"a": torch.ones(2)}, tmp_path / "x" / ONE, metadata={"format": "pt", "head": "a"})
+    save_file({"a": torch.ones(2)}, tmp_path / "x" / ONE, metadata={"format": "pt", "head.a": "a"})
     checkpoint = read(tmp_path / "x")
-    assert list(checkpoint.weights) == ["a", "b", "head"]
-    assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
+    assert list(checkpoint.weights) == ["a", "b", "head.a"]
+    assert checkpoint.weights["head.a"].storage is checkpoint.weights["a"].storage
     assert checkpoint.metadata == {"format": "pt"}
 
 
