@@ -178,7 +178,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}")
     try:
-        if holds_program(checkpoint) and not options.everything:
+        if holds_program(checkpoint):
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
     except CkptkitError as error:

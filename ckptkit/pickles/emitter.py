@@ -248,7 +248,7 @@ class Emitter:
         if name in NOT_IN_TORCH:
             raise TensorError(
                 f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could not load the file",
-                hint="write safetensors, or leave such tensors out with `--drop NAME`",
+                hint="write safetensors without --all, or leave such tensors out with `--drop NAME`",
             )
         return self._global(Global("torch", name))
 

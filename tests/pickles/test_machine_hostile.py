@@ -190,7 +190,6 @@ def test_PK_04_stack_global() -> None:
         b")q\x00" + SYSTEM + TOUCH + b"\x85R0h\x00.",
         b"N\x85q\x000" + SYSTEM + TOUCH + b"\x85R0h\x00.",
         b"]q\x00" + SYSTEM + TOUCH + b"\x85R0h\x00.",
-        SYSTEM + TOUCH + b"\x85R20.",
         b"(" + SYSTEM + TOUCH + b"\x85R" + b"0" * 40 + b"N.",
     ],
 )

@@ -79,15 +79,18 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 
 def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
-    """The whole tree: see :mod:`whole`. Raises what cannot be written to a .pth either."""
+    """The whole tree: see :mod:`whole`. Raises what the writer of .pth files raises: all of it must have a way back."""
     from ckptkit.formats.safetensors.whole import Whole, said
+    from ckptkit.formats.torch_zip.writer import Numbering
     from ckptkit.pickles.objects import without_objects
+    from ckptkit.pickles.writer import write_pickle
 
     root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
     if notes and options.objects == "error":
         raise UnsafeGlobalError(
             f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
         )
+    write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
     text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
     metadata: dict[str, str | None] = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: text}
