@@ -123,7 +123,7 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     said = f"torch.load(weights_only=True) refuses {_some(refused)}"
     if summary.weights is not None and summary.is_module:
         yield f"{said}; for the weights alone: {edit('convert', path, 'weights', suffix='.safetensors')}"
-    elif summary.objects:
+    elif summary.objects and not any(row.inside for row in summary.rows):
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said

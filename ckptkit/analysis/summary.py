@@ -12,7 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
-from ckptkit.core.weights import Weights
+from ckptkit.core.weights import Weights, inner_tensors
 from ckptkit.pickles.allowlist import describe, is_harmful
 
 
@@ -24,6 +24,14 @@ class Row(NamedTuple):
     tensor: Tensor
     storage: int | None
     nbytes: int  # logical
+    inside: tuple[
+        Tensor, ...
+    ] = ()  # of a tensor subclass: the tensors that it is made of, which have rows of their own
+
+    @property
+    def device(self) -> str:
+        """Where it was saved from; of a subclass, where the first tensor inside was."""
+        return self.inside[0].device if self.inside else self.tensor.device
 
     @property
     def place(self) -> str:
@@ -147,6 +155,7 @@ class _Survey:
                 self._tensor(path, node, name_of(path[base:]) if name_of and base is not None else None)
             elif kind is Object and node.tensor is not None:
                 self._tensor(path, node.tensor, name_of(path[base:]) if name_of and base is not None else None)
+                self._inside(path, node)
                 shown = depth
             elif (value := plain(node)) is not None:
                 self._value(path, node, *value)
@@ -157,6 +166,16 @@ class _Survey:
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         number = None if tensor.storage is None else self._number(tensor.storage)
         self.rows.append(Row(name, path, tensor, number, tensor.nbytes))
+
+    def _inside(self, path: Path, node: Object) -> None:
+        """The tensors that a tensor subclass is made of, below its own row, which has the sum of their bytes."""
+        if node.tensor is None or node.tensor.layout != "subclass":
+            return
+        held = list(inner_tensors(node.args))
+        nbytes = sum(tensor.nbytes for _, tensor in held)
+        self.rows[-1] = self.rows[-1]._replace(nbytes=nbytes, inside=tuple(tensor for _, tensor in held))
+        for below, tensor in held:
+            self._tensor((*path, *below), tensor, None)
 
     def _value(self, path: Path, node: Node, kind: str, value: Plain) -> None:
         if isinstance(node, TypedStorage):
@@ -185,11 +204,11 @@ class _Survey:
         free = [storage.nbytes for storage in self.storages]
         total, storage_nbytes = 0, sum(free)
         in_weights = any(row.name is not None for row in self.rows)
-        for number, (name, _, tensor, storage, nbytes) in enumerate(self.rows):
-            total += nbytes
+        for number, (name, _, tensor, storage, nbytes, inside) in enumerate(self.rows):
+            total += 0 if inside else nbytes
             if storage is not None:
                 free[storage] -= nbytes
-            if name is not None or not in_weights:
+            if name is not None or not (in_weights or inside):
                 same = (number,) if storage is None else (storage, tensor.offset, tensor.shape)
                 counted[same] = tensor.numel
         return Totals(

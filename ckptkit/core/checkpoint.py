@@ -10,8 +10,8 @@ from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import escape, plural, size
-from ckptkit.core.tree import Global, Node, join
-from ckptkit.core.weights import Weights, is_optimizer, locate
+from ckptkit.core.tree import Global, Node, Object, join
+from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,6 +57,12 @@ class Checkpoint:
                     "holds the state of an optimizer, and no weights",
                     where=self.name,
                     hint="the model is in another file",
+                )
+            if as_tensor(self.root) is not None:
+                raise UsageError(
+                    f"is one tensor{_class_of(self.root)}, not a mapping from names to tensors",
+                    where=self.name,
+                    hint="`ckptkit wrap --key NAME` gives it a name",
                 )
             raise UsageError(
                 "holds no mapping from names to tensors",
@@ -111,3 +117,10 @@ class Checkpoint:
         """Close the files that tensors are read from."""
         if self.source is not None:
             self.source.close()
+
+
+def _class_of(node: Node) -> str:
+    """ " of class X" for a tensor that Python gave a class, made by ``_rebuild_from_type_v2(function, class, ...)``."""
+    args = node.args if isinstance(node, Object) else ()
+    made = args[1] if isinstance(args, tuple) and len(args) > 2 else None
+    return f" of class {escape(str(made))}" if isinstance(made, Global) else ""

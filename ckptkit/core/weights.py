@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join, walk
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
@@ -59,6 +59,20 @@ def as_tensor(node: Node) -> Tensor | None:
     if isinstance(node, Tensor):
         return node
     return node.tensor if isinstance(node, Object) else None
+
+
+def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors that a tensor subclass is made of, with their paths below its arguments, each storage once.
+
+    The attributes come last in the arguments and have the better names.
+    """
+    seen: set[int] = set()
+    for position in range(len(args) - 1, -1, -1) if isinstance(args, tuple) else ():
+        for path, node in walk(args[position]):
+            tensor = as_tensor(node)
+            if tensor is not None and tensor.storage is not None and id(tensor.storage) not in seen:
+                seen.add(id(tensor.storage))
+                yield (position, *path), tensor
 
 
 def locate(root: Node, key: str | None = None) -> Weights | None:
@@ -168,7 +182,7 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         nodes = _read(node, qualifies) if path else None
         if nodes:
             yield path, node, nodes
-        elif not is_optimizer(node):
+        elif not is_optimizer(node) and as_tensor(node) is None:
             below = [((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)]
             waiting.extend(reversed(below))
 

@@ -80,6 +80,8 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
     """What leaves out values that only their own code could make. Arrays of numpy's are such, as torch sees it."""
+    if any(row.inside for row in facts.summary.rows):
+        return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
         return edit("convert", facts.path, "weights", suffix=".safetensors"), None

@@ -112,8 +112,10 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
     odd = not is_utf8(name) or "\\" in name or name.startswith("/") or ".." in name.split("/")
     if odd or any(c < " " or c == "\x7f" for c in name) or len(name.encode()) > _NAME_BYTES:
         return "a name that a member of a zip file cannot have"
-    if tensor.storage is None or tensor.layout != "strided":
-        return "meta" if tensor.storage is None else tensor.layout
+    if tensor.layout != "strided":
+        return tensor.layout
+    if tensor.storage is None:
+        return "meta"
     return tensor.dtype.name if tensor.dtype.numpy is None else None
 
 

@@ -13,7 +13,7 @@ from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, Global, Node, Object, OrderedDict, SetNode
-from ckptkit.core.weights import as_tensor
+from ckptkit.core.weights import as_tensor, inner_tensors
 from ckptkit.pickles import ndarray
 
 Args = tuple[Node, ...]
@@ -255,8 +255,12 @@ def _from_type(made: Global, args: Args) -> Node:
     """_rebuild_from_type_v2(function, class, arguments, state): a subclass, or a tensor with attributes."""
     _arity(made, args, 3, 4)
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
-    if inner is None or inner is _from_type or not isinstance(args[2], tuple):
+    if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
+    if inner is None:  # a function of the class: what it makes is a tensor, if it is made of tensors
+        first = next(iter(inner_tensors(args)), None)
+        tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
+        return Object(made, args, tensor=tensor)
     return Object(made, args, tensor=as_tensor(inner(args[0], args[2])))
 
 

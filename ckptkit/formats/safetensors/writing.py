@@ -117,6 +117,8 @@ def _way_out(obstacles: set[str]) -> str:
         return "`--cast complex64` halves their precision"
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
         return "`--dequantize` makes float32 of them"
+    if "subclass" in obstacles:
+        return "a .pth keeps them, and `--all` does"
     return "leave them out with `--drop NAME`"
 
 
@@ -124,8 +126,10 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Why the format has no place for a tensor."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
         return "a name that the header cannot have"
-    if tensor.storage is None or tensor.layout != "strided":
-        return "meta" if tensor.storage is None else tensor.layout
+    if tensor.layout != "strided":
+        return tensor.layout
+    if tensor.storage is None:
+        return "meta"
     if tensor.dtype.safetensors is None:
         return tensor.dtype.name
     if tensor.dtype.packed > 1 and not tensor.shape:

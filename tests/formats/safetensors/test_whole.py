@@ -380,6 +380,6 @@ def test_a_program_comes_back_as_its_state_dict(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     script(module, tmp_path / "in.pt")
     done = convert(tmp_path / "in.pt", tmp_path / "out.safetensors", options=ALL)
-    assert "left out: the program" in done.notes[0]
+    assert "left out: the program" in done.plan.notes[0]
     convert(tmp_path / "out.safetensors", tmp_path / "back.pth")
     same(torch.load(tmp_path / "back.pth"), dict(torch.jit.load(tmp_path / "in.pt").state_dict()))
