@@ -30,6 +30,7 @@ MODULES = {
     "sharded-bin": "sharded.torch_shards",
     "npz": "npz",
     "npy": "npy",
+    "torch-unpacked": "unpacked",
     "pickle": "plain_pickle",
     "folder": "folder",
 }

@@ -106,7 +106,7 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 FORMAT = Format(
     name="pickle",
-    title="a plain pickle, such as a dict of numpy arrays",
+    title="a plain pickle: numpy arrays, tensors, a module",
     matches=matches,
     read=read,
     rewrite_as="torch-zip",

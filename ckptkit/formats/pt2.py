@@ -14,7 +14,7 @@ Since about torch 2.8, in the container of zip_archive:
 Before, in a plain zip file:
 
     serialized_exported_program.json, version        the graph
-    serialized_state_dict.pt, serialized_constants.pt        files of torch.save
+    serialized_state_dict.pt, serialized_constants.pt        files of torch.save; called .json until torch 2.3
 
 (torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
 """
@@ -157,8 +157,9 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
     """An archive before 2.8: its files of torch.save, each read as such."""
     held = {}
     for part in ("state_dict", "constants"):
-        name = f"serialized_{part}.pt"
-        place = directory.locate(name) if name in directory else None
+        names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))
+        name = next((name for name in names if name in directory), "")
+        place = directory.locate(name) if name else None
         if isinstance(place, Range) and place.length:
             probe = Probe(Section(place.source, place.offset, place.length))
             if not zip_archive.matches(probe):

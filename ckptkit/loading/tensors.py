@@ -144,7 +144,9 @@ def _parameter_call(tensors: Tensors, node: Object) -> torch.Tensor:
 
 def attributes(node: Node) -> Iterator[tuple[str, Node]]:
     """What was set on a tensor or parameter of torch's own class, by name."""
-    name, args = (node.global_.name, node.args) if isinstance(node, Object) and node.global_ else ("", ())
+    if not isinstance(node, Object) or node.global_ is None:
+        return
+    name, args = node.global_.name, node.args
     own = name == "_rebuild_from_type_v2" and len(args) == 4 and args[1] in _CLASSES
     if not own and not (name == "_rebuild_parameter_with_state" and len(args) == 4):
         return

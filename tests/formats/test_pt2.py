@@ -146,21 +146,22 @@ def test_several_models(path: Path) -> None:
     assert root["second"]["state_dict"]["scale"].storage is root["model"]["state_dict"]["scale"].storage
 
 
-def before(program: torch.export.ExportedProgram) -> bytes:
-    """What torch 2.1 to 2.7 wrote."""
+def before(program: torch.export.ExportedProgram, suffix: str = "pt") -> bytes:
+    """What torch 2.1 to 2.7 wrote; until 2.3 files of torch.save were called .json."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
         file.writestr("serialized_exported_program.json", b"{}")
         for name, value in (("state_dict", program.state_dict), ("constants", program.constants)):
             inner = io.BytesIO()
             torch.save(value, inner)
-            file.writestr(f"serialized_{name}.pt", inner.getvalue())
+            file.writestr(f"serialized_{name}.{suffix}", inner.getvalue())
         file.writestr("version", b"8.2")
     return made.getvalue()
 
 
-def test_before_2_8(program: torch.export.ExportedProgram) -> None:
-    checkpoint = read(before(program))
+@pytest.mark.parametrize("suffix", ["pt", "json"])
+def test_before_2_8(program: torch.export.ExportedProgram, suffix: str) -> None:
+    checkpoint = read(before(program, suffix))
     assert list(checkpoint.weights) == list(program.state_dict)
     for name, tensor in program.state_dict.items():
         assert elements_of(checkpoint.weights[name]) == elements(tensor.detach())

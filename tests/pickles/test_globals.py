@@ -220,3 +220,10 @@ def test_nothing_but_our_errors() -> None:
                         read(b"\x80\x03" + head + data)
                     except CkptkitError as error:
                         assert len(str(error)) < 500
+
+
+def test_bcomplex32_of_torch_2_15() -> None:
+    made = read(NAMES["v3"] + b"(" + RAW + b"K\x00K\x04\x85K\x01\x85I00\n}ctorch\nbcomplex32\ntR")
+    found = as_tensor(made)
+    assert found is not None and (found.dtype.name, found.nbytes, found.layout) == ("bcomplex32", 16, "strided")
+    assert len(b"".join(compute.stream(compute.contiguous(found).locate()))) == 16

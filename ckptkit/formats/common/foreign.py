@@ -180,6 +180,11 @@ def _zip(archive: ZipDirectory) -> InputError:
             "is a torch.package archive: Python code, with pickles that only this code makes sense of",
             hint="torch.package.PackageImporter(FILE) runs it, if you trust it: save the state_dict of what it loads",
         )
+    if {"policy.pth", "_stable_baselines3_version"} <= set(names):
+        return FormatError(
+            "is a model of Stable-Baselines3, a zip archive of files",
+            hint="unpack it first: the weights are in policy.pth",
+        )
     if inside:
         return FormatError("is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}")
     return FormatError("is a zip archive without a data.pkl, not a checkpoint", hint=_AGAIN)

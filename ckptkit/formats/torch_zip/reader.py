@@ -13,12 +13,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 from ckptkit.containers.zip_entries import REPLACED, shown
-from ckptkit.containers.zip_reader import ZipDirectory
-from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.plan import Patch, Plan
@@ -33,7 +33,7 @@ VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)
 _CONTROL_BYTES = 64  # what version and its like may have
 _READ_ONCE = 32 << 20  # bytes of a remote pickle that are kept, rather than read for its checksum and again
-_KNOWN = (
+KNOWN = (
     "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
     ".data/serialization_id", extra_records.NAME,
 )  # fmt: skip
@@ -57,7 +57,7 @@ def read(probe: Probe) -> Checkpoint:
 def _read(archive: Archive) -> Checkpoint:
     warnings = archive.check()
     tree = archive.unpickle("data")
-    warnings += [*archive.unverified(), *archive.unused(_KNOWN)]
+    warnings += [*archive.unverified(), *archive.unused(KNOWN)]
     source, metadata = archive.directory.source, _metadata(archive)
     return Checkpoint(tree.root, FORMAT.name, source, metadata, tree.globals, (*tree.warnings, *warnings))
 
@@ -68,10 +68,31 @@ def _metadata(archive: Archive) -> dict[str, str]:
     return extra_records.read(archive.directory.read(name)) if name in archive.directory else {}
 
 
+class _Entry(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+class Directory(Protocol):
+    """The records of an archive: the members of a zip file, mostly."""
+
+    @property
+    def source(self) -> ByteSource: ...
+    @property
+    def top(self) -> str: ...
+    @property
+    def entries(self) -> Mapping[str, _Entry]: ...
+    def __contains__(self, name: object) -> bool: ...
+    def locate(self, name: str) -> Extent: ...
+    def record(self, name: str) -> tuple[Record, int | None]: ...
+    def read(self, name: str) -> bytes: ...
+    def verify(self, name: str) -> None: ...
+
+
 class Archive:
     """One archive being read: its control records, and pickles with their storages."""
 
-    def __init__(self, directory: ZipDirectory) -> None:
+    def __init__(self, directory: Directory) -> None:
         self.directory = directory
         self.folder = directory.top + "/"
         self.big_endian = False

@@ -438,8 +438,8 @@ def test_an_empty_storage_of_several_types(tmp_path: Path, zipped: bool) -> None
     """torch lets tensors of any types share one that was never filled, and gives each its own type again."""
     memory = torch.UntypedStorage(0)
     tensors = {name: torch.empty(0, dtype=getattr(torch, name)) for name in ("float32", "float64", "int8")}
-    for tensor in tensors.values():
-        tensor.set_(memory, 0, (0,), (1,))
+    for each in tensors.values():
+        each.set_(memory, 0, (0,), (1,))
     torch.save({**tensors, "w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
     theirs = torch.load(tmp_path / "a.pth")
     ckptkit.save(ckptkit.open(tmp_path / "a.pth"), tmp_path / "b.pth")
