@@ -1,9 +1,11 @@
 """Elements as numbers of numpy, and floating-point numbers as elements, without torch.
 
-Importing torch takes a second and 200 MiB, which is more than all that is done here takes. numpy has no ``bfloat16``,
-no floating-point types of 8 bits, no ``complex32`` and no ``bcomplex32``, and is slow with float16. They are read as float32 or complex64,
-which hold all of their values, and written by rounding float32 to the nearest, ties to even, as torch does; float64 is
-rounded to float32 first, again as torch does. A NaN stays one: which bits it has depends in torch on the processor.
+Importing torch takes a second and 200 MiB, which is more than all that is done here takes. numpy
+has no ``bfloat16``, no floating-point types of 8 bits, no ``complex32`` and no ``bcomplex32``, and
+is slow with float16. They are read as float32 or complex64, which hold all of their values, and
+written by rounding float32 to the nearest, ties to even, as torch does; float64 is rounded to
+float32 first, again as torch does. A NaN stays one: which bits it has depends in torch on the
+processor.
 
 ========  ====  ========  ==============================  ===================
 fp8       bias  mantissa  codes that are no number        what is too large

@@ -120,7 +120,7 @@ class Checkpoint:
 
 
 def _class_of(node: Node) -> str:
-    """ " of class X" for a tensor that Python gave a class, made by ``_rebuild_from_type_v2(function, class, ...)``."""
+    """The words for the class of a tensor: of ``_rebuild_from_type_v2(function, class, ...)``."""
     args = node.args if isinstance(node, Object) else ()
     made = args[1] if isinstance(args, tuple) and len(args) > 2 else None
     return f" of class {escape(str(made))}" if isinstance(made, Global) else ""

@@ -17,8 +17,8 @@ from ckptkit.core.text import meant
 class DType:
     """An element type.
 
-    ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex, quantized, bits, or
-    unknown (:func:`unknown`);
+    ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex,
+    quantized, bits, or unknown (:func:`unknown`);
     ``storage`` the typed storage class in module torch, None where torch writes an UntypedStorage;
     ``safetensors`` the code in a header; ``numpy`` the numpy name, None where numpy has none.
     """
@@ -110,7 +110,7 @@ UNKNOWN = "unknown dtype"  # the layout of a tensor whose elements cannot be tol
 
 
 def unknown(name: str) -> DType:
-    """A type that this version of ckptkit does not know, such as one of a later torch: its bytes are just bytes."""
+    """A type that this version of ckptkit does not know, such as one of a later torch."""
     return DType(name, 8, "unknown")
 
 

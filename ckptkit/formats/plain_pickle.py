@@ -1,11 +1,11 @@
-"""A pickle that is no torch file: dicts of numpy arrays, and what ``pickle.dump`` made of tensors or a module.
+"""A pickle that is no torch file: numpy arrays, and what ``pickle.dump`` made of tensors or a module.
 
 One pickle of protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later begin with 0x80 and
 their number; earlier ones have no signature, so they are tried: a file is one if it ends with STOP (".") and runs.
 Arrays stay where they are in the file, whatever their size.
 
-Outside of torch.save each storage is a call of ``torch.storage._load_from_bytes`` with a file of torch.save, a legacy
-stream whose object is the storage. (torch/storage.py, `TypedStorage.__reduce__`)
+Outside of torch.save each storage is a call of ``torch.storage._load_from_bytes`` with a file of
+torch.save, a legacy stream whose object is the storage. (torch/storage.py, `TypedStorage.__reduce__`)
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def matches(probe: Probe) -> bool:
 def _runs(probe: Probe) -> bool:
     source = probe.source
     try:
-        return source.read(source.size - 1, 1) == b"." and _machine(source, _Stored()).stop == source.size
+        if source.read(source.size - 1, 1) != b".":
+            return False
+        return _machine(source, _Stored()).stop == source.size
     except CkptkitError:
         return False
 
@@ -83,7 +85,8 @@ def _inner(data: Node) -> ByteSource | None:
 
 
 def _machine(source: ByteSource, stored: _Stored) -> Unpickled:
-    return unpickle(source, reducers={**REDUCERS, ("torch.storage", "_load_from_bytes"): stored.load})
+    known = {**REDUCERS, ("torch.storage", "_load_from_bytes"): stored.load}
+    return unpickle(source, reducers=known)
 
 
 def _unpickled(probe: Probe, stored: _Stored) -> Unpickled:

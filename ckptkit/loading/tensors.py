@@ -73,8 +73,8 @@ class Tensors:
     def tensor(self, node: Tensor | Object) -> torch.Tensor:
         """The tensor that a node is, or that the call which it describes would give.
 
-        Classes of tensors are not restored, `attributes` are the caller's. Raises UnsupportedError for what only its own
-        class can make.
+        Classes of tensors are not restored, `attributes` are the caller's. Raises
+        UnsupportedError for what only its own class can make.
         """
         if id(node) not in self._tensors:
             self._keep.append(node)

@@ -174,7 +174,9 @@ def _tensor_v3(made: Global, args: Args) -> Node:
     _arity(made, args, 7, 8)
     typed, dtype = _storage(args[0]), dtype_or_unknown(args[6])
     if dtype.kind == "unknown":
-        return Object(made, args, tensor=_of_unknown(typed.storage, dtype, _shape(args[2]), flag(args[4])))
+        shape, grad = _shape(args[2]), flag(args[4])
+        tensor = Tensor(typed.storage, dtype, shape, (), requires_grad=grad, layout=UNKNOWN)
+        return Object(made, args, tensor=tensor)
     tensor, plain = strided(typed, dtype, args[:6], args[7] if len(args) > 7 else None)
     return tensor if plain and tensor.dtype.storage is None else Object(made, args, tensor=tensor)
 
@@ -240,7 +242,8 @@ def _meta(made: Global, args: Args) -> Node:
     shape, stride = _shape(args[1]), _shape(args[2])
     if len(shape) != len(stride):
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
-    return Object(made, args, tensor=Tensor(None, dtype_or_unknown(args[0]), shape, stride, 0, flag(args[3])))
+    dtype, grad = dtype_or_unknown(args[0]), flag(args[3])
+    return Object(made, args, tensor=Tensor(None, dtype, shape, stride, 0, grad))
 
 
 def _subclass(made: Global, args: Args) -> Node:
@@ -284,14 +287,11 @@ def dtype_of(node: Node) -> DType:
 
 
 def dtype_or_unknown(node: Node) -> DType:
-    """The same; for a name in torch that ckptkit does not know, a type of that name of which nothing else is known."""
-    if isinstance(node, Global) and node.module == "torch" and node.name not in BY_NAME and node.name.islower():
+    """The same; for a name in torch that ckptkit does not know, a type with nothing but that name."""
+    is_name = isinstance(node, Global) and node.module == "torch" and node.name.islower()
+    if is_name and node.name not in BY_NAME:
         return unknown(node.name)
     return dtype_of(node)
-
-
-def _of_unknown(storage: Storage | None, dtype: DType, shape: tuple[int, ...], grad: bool) -> Tensor:
-    return Tensor(storage, dtype, shape, (), requires_grad=grad, layout=UNKNOWN)
 
 
 _SIZE = Global("torch", "Size")

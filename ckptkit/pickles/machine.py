@@ -63,8 +63,8 @@ def unpickle(
 ) -> Unpickled:
     """The tree that the pickle at `start` describes; it must end before `stop` (default: the end of the source).
 
-    `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known. Raises FormatError, TruncatedError, LimitError,
-    UnsupportedError, and whatever `persistent_load` raises.
+    `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
+    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load` raises.
     """
     machine = partial(_Machine, source, start, source.size if stop is None else stop, persistent_load, reducers)
     with collector_paused():

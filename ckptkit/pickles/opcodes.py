@@ -115,10 +115,11 @@ class Opcodes(Values):
         return pos
 
     def op_pop(self, data: bytes, pos: int) -> int:
-        """Drop what is on top of the stack, and remember it: the tree must hold it elsewhere when the pickle ends.
+        """Drop what is on top of the stack; the tree must hold it elsewhere when the pickle ends.
 
-        CPython pickles a tuple that contains itself so: it drops the items, and gets the finished tuple instead. dill
-        gets a dict that was made before, fills it, and drops it. Anything else would hide a call from whoever reads on.
+        CPython pickles a tuple that contains itself so: it drops the items, and gets the finished
+        tuple instead. dill gets a dict that was made before, fills it, and drops it. Anything else
+        would hide a call.
         """
         after = pos
         while data[after : after + 1] in (b"0", b"1"):

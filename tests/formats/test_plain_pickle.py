@@ -124,9 +124,12 @@ def test_tensors_that_pickle_wrote(tmp_path: Path, protocol: int) -> None:
     """Each storage is a file of torch.save in a byte string: short ones, and those that stay where they are."""
     base = torch.randn(130, 130)
     state = {
-        "view": base.t(), "row": base[3], "half": torch.randn(3).half(), "parameter": torch.nn.Parameter(torch.randn(2)),
+        "view": base.t(),
+        "row": base[3],
+        "half": torch.randn(3).half(),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
         "empty": torch.empty(0),
-    }  # fmt: skip
+    }
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(state, protocol))
     checkpoint = ckptkit.open(tmp_path / "a.pkl")
     assert checkpoint.format == "pickle" and list(checkpoint.weights) == list(state)

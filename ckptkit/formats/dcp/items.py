@@ -155,7 +155,8 @@ class Assembled:
 
     def locate(self) -> Extent:
         """Copied from the files, one range after another, where the chunks follow each other; else computed."""
-        held = sorted(((self._in_order(chunk), self._tensor(chunk)) for chunk in self.chunks), key=_chunk)
+        held = [(self._in_order(chunk), self._tensor(chunk)) for chunk in self.chunks]
+        held.sort(key=_chunk)
         shape = self._permuted(self.shape)
         if not _is_row(shape, [chunk for chunk, _ in held]):
             return self._arranged(shape, held)
@@ -187,10 +188,10 @@ def _chunk(held: tuple[Chunk, Tensor]) -> Chunk:
 
 
 def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
-    """The axes from the outermost in memory to the innermost, and the strides of a tensor laid out so.
+    """The axes from the outermost in memory to the innermost, and the strides that belong to them.
 
-    Those of the tensor that was saved, where its elements lie side by side (channels_last, transposed); row-major
-    order for anything else, such as an expanded tensor.
+    Those of the tensor that was saved, where its elements lie side by side (channels_last,
+    transposed); row-major order for anything else, such as an expanded tensor.
     """
     axes = tuple(range(len(shape)))
     if stride is not None and 0 not in shape:

@@ -74,8 +74,8 @@ class Chunk(NamedTuple):
 class Whole:
     """A tensor and its chunks, those without elements left out.
 
-    ``stride`` is that of the tensor that was saved, None where the file does not say it; ``odd`` why its elements
-    cannot be put together, if they cannot.
+    ``stride`` is that of the tensor that was saved, None where the file does not say it; ``odd``
+    why its elements cannot be put together, if they cannot.
     """
 
     dtype: DType

@@ -1,8 +1,9 @@
 """What a safetensors header cannot say, as text in its ``__metadata__``, and back.
 
 Ties follow the convention of the hub: ``metadata[dropped name] = kept name`` (safetensors.torch.save_model); files
-made by others are read by it too, where the entry can be nothing else: tied parameters are attributes of one name in
-several modules (``head.weight``, ``embed.weight``). Everything else is one JSON text under the key ``ckptkit``. What is absent is empty:
+made by others are read by it too, where the entry can be nothing else: tied parameters are
+attributes of one name in several modules (``head.weight``, ``embed.weight``). Everything else is one
+JSON text under the key ``ckptkit``. What is absent is empty:
 
     version               1
     ordered               true: the state_dict was an OrderedDict
@@ -99,10 +100,13 @@ def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Rest
     rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
     warnings = []
     if ties:
-        warnings.append(f"{plural(len(ties), 'name')} tied to others by the metadata, e.g. {ties[0][:80]!r}")
-    for name in possible:
-        if name not in ties:
-            warnings.append(f"the metadata entry {name[:80]!r} names a tensor: taken for a text, not for a tie")
+        count, example = plural(len(ties), "name"), repr(ties[0][:80])
+        warnings.append(f"{count} tied to others by the metadata, e.g. {example}")
+    warnings += [
+        f"the metadata entry {name[:80]!r} names a tensor: taken for a text, not for a tie"
+        for name in possible
+        if name not in ties
+    ]
     return Restored(root, rest, tuple(warnings))
 
 

@@ -79,7 +79,10 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 
 def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
-    """The whole tree: see :mod:`whole`. Raises what the writer of .pth files raises: all of it must have a way back."""
+    """The whole tree: see :mod:`whole`.
+
+    Raises what the writer of .pth files raises: all of it must have a way back.
+    """
     from ckptkit.formats.safetensors.whole import Whole, said
     from ckptkit.formats.torch_zip.writer import Numbering
     from ckptkit.pickles.objects import without_objects

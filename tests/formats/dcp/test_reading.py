@@ -313,5 +313,5 @@ def test_strides_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     crafted = Crafted(tmp_path / "x")
     crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(torch.randn(3, 5)))])
     with_strides(monkeypatch, stride)
-    with pytest.raises((CorruptError, FormatError), match="'w'.*stride"):
+    with pytest.raises((CorruptError, FormatError), match=r"'w'.*stride"):
         read(crafted.write())
