@@ -91,7 +91,7 @@ FORMATS = (
     formats.deepspeed.ranks formats.deepspeed.reader formats.deepspeed.states formats.deepspeed.universal
     formats.folder formats.leftovers formats.npy formats.npz formats.safetensors.writing
     formats.sharded formats.sharded.safetensors_shards formats.sharded.shards formats.sharded.split
-    formats.sharded.torch_shards formats.torch.plain_pickle formats.torch.zip_writer
+    formats.sharded.torch_shards formats.torch.plain_pickle formats.torch.unpacked formats.torch.zip_writer
 """)
 )
 HELP = BASE | {f"cli.{name.replace('-', '_')}" for name in COMMANDS} | modules("""
