@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join, walk
+
+INSIDE = 200  # values that are looked at inside a tensor subclass: thousands may share a large state
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
@@ -68,7 +71,7 @@ def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
     """
     seen: set[int] = set()
     for position in range(len(args) - 1, -1, -1) if isinstance(args, tuple) else ():
-        for path, node in walk(args[position]):
+        for path, node in islice(walk(args[position]), INSIDE):
             tensor = as_tensor(node)
             if tensor is not None and tensor.storage is not None and id(tensor.storage) not in seen:
                 seen.add(id(tensor.storage))

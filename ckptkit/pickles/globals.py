@@ -7,6 +7,7 @@ else to it stays an Object whose `tensor` says what it reads as.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
@@ -18,6 +19,7 @@ from ckptkit.pickles import ndarray
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
+_DTYPE = "[a-z]+[0-9][a-z0-9_]*"  # how torch spells its types
 _LATIN1 = ("latin1", "latin-1")
 
 
@@ -288,8 +290,8 @@ def dtype_of(node: Node) -> DType:
 
 def dtype_or_unknown(node: Node) -> DType:
     """The same; for a name in torch that ckptkit does not know, a type with nothing but that name."""
-    is_name = isinstance(node, Global) and node.module == "torch" and node.name.islower()
-    if is_name and node.name not in BY_NAME:
+    known = not isinstance(node, Global) or node.module != "torch" or node.name in BY_NAME
+    if not known and re.fullmatch(_DTYPE, node.name):
         return unknown(node.name)
     return dtype_of(node)
 
