@@ -63,21 +63,22 @@ class Restored(NamedTuple):
     is_whole: bool = False  # a whole tree
 
 
-def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Restored:
+def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: bool = False) -> Restored:
     """The state_dict, or whole tree, that `tensors` and `metadata` stand for.
 
-    The values of a record stay in the metadata. A record that is not understood stays as it is, with a warning.
+    The metadata are those of an `index` of shards, or of a file. The values of a record stay in
+    them. A record that is not understood stays as it is, with a warning.
     """
     try:
         said = _parse(metadata)
         if said is None:
-            return restore_ties(tensors, metadata)
+            return restore_ties(tensors, metadata, index=index)
         if "tree" in said:
             return _whole(said, tensors, metadata)
         known = _read(said, tensors, metadata)
         return Restored(_restored(known, tensors, metadata), _rest(known.values, known.ties, metadata))
     except CkptkitError as error:
-        plain = restore_ties(tensors, metadata)
+        plain = restore_ties(tensors, metadata, index=index)
         why = f"the metadata entry {RESERVED!r} is not understood: {error.message}"
         return plain._replace(warnings=(why, *plain.warnings))
 
@@ -92,10 +93,13 @@ def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mappin
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
 
-def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Restored:
-    """The same by the convention of the hub alone: tied names follow the others."""
+def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False) -> Restored:
+    """The same by the convention of the hub alone: tied names follow the others.
+
+    People put notes of their own into the metadata of a file; those of an `index` are the hub's.
+    """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
-    ties = [name for name in possible if _is_parameter(name, metadata[name])]
+    ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
     root = {**nodes, **{name: replace(nodes[metadata[name]]) for name in ties}}
     rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
     warnings = []

@@ -36,7 +36,7 @@ def read(probe: Probe) -> Checkpoint:
 def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
     """Of shards that are safetensors files; the index may name others."""
     plain = all(isinstance(node, Tensor) for node in root.values())
-    return restore(root, texts) if plain else restore_ties(root, texts)
+    return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
@@ -31,7 +32,7 @@ def matches(probe: Probe) -> bool:
 
 def read(probe: Probe) -> Checkpoint:
     """The entries of all shards. See :mod:`shards`."""
-    return shards.read(probe, FORMAT.name, restore_ties)
+    return shards.read(probe, FORMAT.name, partial(restore_ties, index=True))
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:

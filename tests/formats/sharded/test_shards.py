@@ -115,10 +115,10 @@ def test_extra_states_are_entries_like_others(tmp_path: Path) -> None:
 
 
 def test_ties_that_the_index_records(tmp_path: Path) -> None:
-    make(tmp_path / "x", metadata={"total_size": 20, "head.a": "a"})
+    make(tmp_path / "x", metadata={"total_size": 20, "head": "a"})
     checkpoint = read(tmp_path / "x")
-    assert list(checkpoint.weights) == ["a", "b", "head.a"]
-    assert checkpoint.weights["head.a"].storage is checkpoint.weights["a"].storage
+    assert list(checkpoint.weights) == ["a", "b", "head"]
+    assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
     assert checkpoint.metadata == {}
 
 
