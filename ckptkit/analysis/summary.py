@@ -13,7 +13,7 @@ from ckptkit.core.errors import AmbiguousError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights
-from ckptkit.pickles.allowlist import describe, is_harmful
+from ckptkit.pickles.trust import describe, is_harmful
 
 
 class Row(NamedTuple):

@@ -1,273 +1,343 @@
-"""Which names in a checkpoint are harmless to call, and which of them `torch.load(weights_only=True)` accepts.
+"""The allowlist: which exact names a checkpoint may call, with which arguments, and which classes it may hold.
 
-Nothing here is ever called by ckptkit. The tables decide what may be written back: a call of a global from Python's
-standard library, torch or numpy that is not among the harmless ones has no business in a checkpoint. Other packages'
-classes are their owners' affair: kept by name, and named in a warning.
+Data only, judged by :mod:`ckptkit.trust`. A row of `ROWS` says what a call takes and gives. Arguments are words, one
+for each position: ``?`` before those that may be missing, ``*`` before the last one for any number of them, ``/``
+between alternatives. `KINDS` says which sorts of values a word stands for, and what a container of them may hold.
+
+A callable that asks its argument for methods (``dict``, ``list``, ``UUID``, ``Path`` ...) takes plain values, or
+containers that opcodes of the pickle make, and nothing that another call has made.
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from _compat_pickle import IMPORT_MAPPING
+from typing import NamedTuple
 
 from ckptkit.core.dtypes import TABLE
-from ckptkit.core.tree import Global, Node, Object
 
-_STORAGES = tuple(row.storage for row in TABLE if row.storage)
-_TENSORS = tuple(f"{kind}Tensor" for kind in (
-    "BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short",
-))  # fmt: skip
+Name = tuple[str, str]
+
+# Sorts of values, a bit for each: a container has the sorts of what it holds directly as a mask.
+NONE, FLAG, INT, FLOAT, TEXT, BYTES = (1 << bit for bit in range(6))
+LIST, TUPLE, DICT, SET = (1 << bit for bit in range(6, 10))  # exactly these types
+NAME = 1 << 10  # a class or function, not called
+STORAGE, TENSOR, ARRAY, NUMPY_DTYPE, SIZE, MAPPING, TIME = (1 << bit for bit in range(11, 18))
+INERT = 1 << 18  # made by a row of the table, of no sort that another row asks for
+BAG = 1 << 19  # made by a row, and has attributes or calls of the file's choosing: SimpleNamespace, partial
+OBJECT = 1 << 20  # of a class outside the table
+UNKNOWN_SORT = 1 << 21
+
+SCALARS = NONE | FLAG | INT | FLOAT | TEXT | BYTES
+LITERALS = LIST | TUPLE | DICT | SET
+INERTS = STORAGE | TENSOR | ARRAY | NUMPY_DTYPE | SIZE | MAPPING | TIME | INERT
+VALUES = UNKNOWN_SORT - 1  # all but what is not known
 
 
-def _names(module: str, *names: str) -> set[tuple[str, str]]:
-    return {(module, name) for name in names}
+class Kind(NamedTuple):
+    """Values of these sorts; containers among them hold nothing but those of `inside`, at `every` depth if asked."""
+
+    sorts: int
+    inside: int = VALUES
+    every: bool = False
 
 
-# torch/_weights_only_unpickler.py, `_get_allowed_globals` of torch 2.13.
-WEIGHTS_ONLY: frozenset[tuple[str, str]] = frozenset(
-    _names("_codecs", "encode")
-    | _names("builtins", "bytearray", "complex", "set")
-    | _names("collections", "Counter", "OrderedDict")
-    | _names("torch", *_STORAGES, *_TENSORS, "Size", "Tensor", "device")
-    | _names("torch", *(row.name for row in TABLE if not row.name.startswith("float6_")))
-    | _names("torch", *(f"per_{what}" for what in (
-        "channel_affine", "channel_affine_float_qparams", "channel_symmetric", "tensor_affine", "tensor_symmetric",
-    )))
-    | _names("torch.cuda", *(name for name in _STORAGES if "Q" not in name), *_TENSORS)
-    | _names("torch.sparse", *(name for name in _TENSORS if name != "BoolTensor"))
-    | _names("torch.cuda.sparse", *(name for name in _TENSORS if name != "BoolTensor"))
-    | _names("torch._tensor", "_rebuild_from_type_v2")
-    | _names("torch._utils", *(f"_rebuild_{what}" for what in (
-        "device_tensor_from_cpu_tensor", "device_tensor_from_numpy", "meta_tensor_no_storage", "nested_tensor",
-        "parameter", "parameter_with_state", "qtensor", "sparse_tensor", "tensor", "tensor_v2", "tensor_v3",
-        "wrapper_subclass",
-    )))
-    | _names("torch.nn.parameter", "Parameter")
-    | _names("torch.serialization", "_get_layout")
-    | _names("torch.storage", "TypedStorage", "UntypedStorage")
-)  # fmt: skip
-
-# What real checkpoints call, and what cannot do more than make a value.
-_INERT: frozenset[tuple[str, str]] = frozenset(
-    _names("builtins", "bytes", "frozenset", "list", "dict", "tuple", "slice", "range", "object")
-    | _names("argparse", "Namespace")
-    | _names("types", "SimpleNamespace")
-    | _names("collections", "defaultdict", "deque")
-    | _names("copyreg", "__newobj__", "__newobj_ex__")
-    | _names("datetime", "date", "datetime", "time", "timedelta", "timezone")
-    | _names("decimal", "Decimal")
-    | _names("fractions", "Fraction")
-    | _names("functools", "partial")
-    | _names("operator", "attrgetter", "itemgetter")
-    | _names("random", "Random")
-    | _names("re", "_compile")
-    | _names("uuid", "UUID")
-    | {(module, name) for module in ("pathlib", "pathlib._local") for name in (
-        "Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath",
-    )}
-    | {(f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")}
-    | {(f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")}
-    | _names("numpy", "dtype", "ndarray", "matrix")
-    | _names("numpy.random._pickle", "__bit_generator_ctor", "__generator_ctor", "__randomstate_ctor")
-    | _names("numpy.random", "__RandomState_ctor")
-    | _names("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence")
-    | _names("torch._tensor", "_rebuild_from_type")
-    | _names("torch.tensor", "_rebuild_from_type")
-    | _names("torch._utils", "_rebuild_sparse_csr_tensor", "_rebuild_xla_tensor")
-    | _names("torch.nn.parameter", "Buffer", "UninitializedBuffer", "UninitializedParameter")
-    | _names("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
-    | _names("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING")
-    | _names("torch.distributed.remote_device", "_remote_device")
-    | _names("torch.nested._internal.nested_tensor", "_rebuild_njt")
-    | _names("torch.torch_version", "TorchVersion")
-    | _names("torch.autograd.variable", "Variable")
-    | _names("torch.nn.backends.thnn", "_get_thnn_function_backend")
-)  # fmt: skip
-
-# Whose calls are refused unless they are in a table: the standard libraries of this Python, of Python 2 (protocol 2
-# maps its names to today's), and of the versions in between; and those whose files these are.
-_GUARDED = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not in name} | {
-    "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "exceptions", "imghdr",
-    "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath", "ossaudiodev", "pipes", "popen2", "sets",
-    "smtpd", "sndhdr", "spwd", "sunau", "telnetlib", "test", "uu", "xdrlib",
-    "functorch", "numpy", "torch", "torchgen",
-}  # fmt: skip
-
-_GENERATOR = r"__bit_generator_ctor|[A-Z]\w*"
-
-# Harmless calls that call one of their arguments: its position.
-_CALLERS = {
-    ("torch._tensor", "_rebuild_from_type_v2"): 0,
-    ("torch._tensor", "_rebuild_from_type"): 0,
-    ("torch.tensor", "_rebuild_from_type"): 0,
-    ("numpy.random._pickle", "__bit_generator_ctor"): 0,
-    ("numpy.random._pickle", "__generator_ctor"): 1,
-    ("numpy.random._pickle", "__randomstate_ctor"): 1,
-    ("numpy.random", "__RandomState_ctor"): 1,
-    ("copyreg", "__newobj__"): 0,
-    ("copyreg", "__newobj_ex__"): 0,
+KINDS: dict[str, tuple[Kind, ...]] = {
+    "any": (Kind(VALUES),),
+    "array": (Kind(ARRAY),),
+    "bag": (Kind(BAG),),
+    "bytes": (Kind(BYTES),),
+    "dict": (Kind(DICT),),
+    "fields": (
+        Kind(NONE | DICT),
+        Kind(MAPPING),
+        Kind(TUPLE, NONE | DICT),
+    ),  # what BUILD sets as attributes
+    "flag": (Kind(FLAG | INT),),
+    "float": (Kind(FLOAT | INT),),
+    "hooks": (Kind(NONE | DICT | MAPPING),),
+    "inert": (Kind(INERT),),
+    "int": (Kind(INT),),
+    "list": (Kind(LIST),),
+    "literal": (Kind(LITERALS),),
+    "name": (Kind(NAME),),
+    "names": (Kind(TUPLE, NAME | INERT),),
+    "none": (Kind(NONE),),
+    "npdtype": (Kind(NUMPY_DTYPE),),
+    "npstate": (Kind(TUPLE, SCALARS | TUPLE | DICT | NUMPY_DTYPE),),
+    "pairs": (Kind(DICT), Kind(LIST | TUPLE, LIST | TUPLE)),
+    "plain": (Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY, every=True),),
+    "scalar": (Kind(SCALARS),),
+    "shape": (Kind(TUPLE | LIST, INT), Kind(SIZE)),
+    "state": (Kind(SCALARS | LITERALS | INERTS),),  # of a class outside the table: anything but another object
+    "storage": (Kind(STORAGE),),
+    "tensor": (Kind(TENSOR | OBJECT),),
+    "tensors": (Kind(TUPLE, TENSOR | SIZE | TUPLE | FLAG | INT | NONE),),
+    "text": (Kind(TEXT),),
+    "time": (Kind(SCALARS | TIME),),
+    "tuple": (Kind(TUPLE),),
 }
 
 
-def refused_by_weights_only(name: Global) -> bool:
-    """Whether `torch.load(weights_only=True)` refuses a file that names this."""
-    return (name.module, name.name) not in WEIGHTS_ONLY
+class Row(NamedTuple):
+    """``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result. ``new``: it may be made
+    through ``__new__`` too. ``state`` is the word for what BUILD may set, "" for nothing; ``fill`` are the other steps
+    that may follow: append, set, add."""
+
+    takes: tuple[tuple[str, ...], ...]
+    gives: int
+    state: str
+    fill: tuple[str, ...]
+    new: bool
 
 
-def is_harmful(node: Object) -> bool:
-    """Whether making this object would call what a checkpoint has no business to call.
-
-    A class of torch made through ``__new__`` (a pickled module, an optimizer) runs no code of the file's choosing.
-    """
-    made = node.callable
-    if not isinstance(made, Global):
-        return True
-    name = (made.module, made.name)
-    if name in _CALLERS and len(node.args) > _CALLERS[name]:
-        return _calls_harm(made, node.args[_CALLERS[name]])
-    if name in WEIGHTS_ONLY:
-        return _allocates(node)
-    if name in _INERT or made.module.partition(".")[0] not in _GUARDED:
-        return False
-    return not (node.new and made.module.startswith("torch.") and made.name.lstrip("_")[:1].isupper())
+ROWS: dict[Name, Row] = {}
 
 
-def _calls_harm(made: Global, called: Node) -> bool:
-    """Whether `made`, one of the `_CALLERS`, would call something harmful; a class it makes through ``__new__``."""
-    if isinstance(called, str) or called is None:  # numpy's name of a generator
-        return False
-    if not isinstance(called, Global):
-        return True
-    if made.module.startswith("numpy.random"):  # a class of bit generators, or what makes one by its name
-        return not (called.module.startswith("numpy.random.") and re.fullmatch(_GENERATOR, called.name))
-    return (called.module, called.name) in _CALLERS or is_harmful(Object(called, new=made.module == "copyreg"))
+def _row(
+    module: str,
+    names: str,
+    takes: str,
+    gives: int = INERT,
+    *,
+    state: str = "",
+    fill: str = "",
+    new: bool = False,
+) -> None:
+    signatures = tuple(tuple(each.split()) for each in takes.split("|"))
+    for name in names.split():
+        ROWS[module, name] = Row(signatures, gives, state, tuple(fill.split()), new)
 
 
-def _allocates(node: Object) -> bool:
-    """Whether it is a tensor or storage class called with a size: memory on demand of the file."""
-    made, args = node.callable, node.args
-    if not made.name.endswith(("Tensor", "Storage")) or made.name.startswith("_"):
-        return False
-    return node.tensor is None and not (isinstance(args, tuple) and len(args) == 0)
+def _names(listed: dict[str, str]) -> frozenset[Name]:
+    return frozenset((module, name) for module, names in listed.items() for name in names.split())
 
 
-# What a call is to whoever loads the file, from harmless to not.
-ACCEPTED = "accepted"  # torch.load(weights_only=True) makes it
-HARMLESS = "harmless"  # in our tables: it can do no more than make a value
-CLASS = "class"  # an object of a class outside our tables, through __new__: its package's code sets it up
-LOADS = "loads"  # a file inside: what that would do
-ALLOCATES = "allocates"  # memory, as much as the file says
-UNKNOWN = "unknown"  # somebody's function, or a class through __init__, with arguments of the file's choosing
-HARMFUL = "harmful"
-KINDS = (ACCEPTED, HARMLESS, CLASS, LOADS, ALLOCATES, UNKNOWN, HARMFUL)
+_STORAGES = " ".join(row.storage for row in TABLE if row.storage)
+_TENSORS = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+_TENSOR_CLASSES = " ".join(f"{kind}Tensor" for kind in _TENSORS)
+_SPARSE_CLASSES = " ".join(f"{kind}Tensor" for kind in _TENSORS if kind != "Bool")
+_NOT_ON_CUDA = (
+    "QInt8Storage",
+    "QInt32Storage",
+    "QUInt8Storage",
+    "QUInt4x2Storage",
+    "QUInt2x4Storage",
+)
+_CUDA_STORAGES = " ".join(each for each in _STORAGES.split() if each not in _NOT_ON_CUDA)
+_DTYPES = " ".join(row.name for row in TABLE)
+_QSCHEMES = (
+    "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric"
+)
+
+# torch/_weights_only_unpickler.py, `_get_allowed_globals` of torch 2.13.
+WEIGHTS_ONLY = _names({
+    "_codecs": "encode",
+    "builtins": "bytearray complex set",
+    "collections": "Counter OrderedDict",
+    "torch": f"{_STORAGES} {_TENSOR_CLASSES} {_QSCHEMES} Size Tensor device "
+    + " ".join(name for name in _DTYPES.split() if not name.startswith("float6_")),
+    "torch.cuda": f"{_CUDA_STORAGES} {_TENSOR_CLASSES}",
+    "torch.sparse": _SPARSE_CLASSES,
+    "torch.cuda.sparse": _SPARSE_CLASSES,
+    "torch._tensor": "_rebuild_from_type_v2",
+    "torch._utils": "_rebuild_device_tensor_from_cpu_tensor _rebuild_device_tensor_from_numpy "
+    "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_parameter _rebuild_parameter_with_state "
+    "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 "
+    "_rebuild_wrapper_subclass",
+    "torch.nn.parameter": "Parameter",
+    "torch.serialization": "_get_layout",
+    "torch.storage": "TypedStorage UntypedStorage",
+})  # fmt: skip
+
+# Python
+
+_row("_codecs", "encode", "text latin1", BYTES)
+_row("builtins", "bytes bytearray", "|bytes|text latin1", BYTES)
+_row("builtins", "complex", "float float", FLOAT)
+_row("builtins", "set", "|literal", SET, fill="add")
+_row("builtins", "frozenset", "|literal", SET)
+_row("builtins", "tuple", "|literal", TUPLE)
+_row("builtins", "list", "|literal", LIST, fill="append")
+_row("builtins", "dict", "|pairs", DICT, fill="set")
+_row("builtins", "slice", "scalar ?scalar ?scalar")
+_row("builtins", "range", "int ?int ?int")
+_row("builtins", "object", "")
+_row("builtins", "type", "none")
+_row("builtins", "ArithmeticError AttributeError Exception IndexError KeyError RuntimeError StopIteration TypeError "
+     "ValueError", "*scalar", state="dict")  # fmt: skip
+_row("argparse", "Namespace", "", BAG, state="fields", new=True)
+_row("types", "SimpleNamespace", "", BAG, state="fields", new=True)
+_row("collections", "OrderedDict", "|pairs", MAPPING, state="fields", fill="set")
+_row("collections", "Counter", "|dict|literal", MAPPING, fill="set")
+_row("collections", "defaultdict", "?factory ?pairs", MAPPING, fill="set")
+_row("collections", "deque", "?literal ?optional_int", fill="append")
+_row("collections", "ChainMap", "", BAG, state="fields", new=True)
+_row("datetime", "date datetime time timedelta timezone", "*time", TIME)
+_row("zoneinfo", "ZoneInfo._unpickle", "text flag", TIME)
+_row("decimal", "Decimal", "?scalar")
+_row("fractions", "Fraction", "text|int ?int")
+_row("functools", "partial", "name *any", BAG, state="tuple")
+_row("itertools", "count", "?int ?int")
+_row("operator", "attrgetter", "*text", BAG)
+_row("operator", "itemgetter", "*scalar", BAG)
+_row("random", "Random", "?scalar", state="plain")
+_row("re", "_compile", "text int|bytes int")
+_row("uuid", "UUID", "?text", state="plain", new=True)
+_row("uuid", "SafeUUID", "int")
+for _module in ("pathlib", "pathlib._local"):
+    _row(_module, "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath", "*text")
+for _module in ("operator", "_operator"):
+    _row(_module, "getitem", "generic any")
+_row("functools", "reduce", "or names")  # int | None
+
+# numpy and pandas
+
+for _module in ("numpy.core", "numpy._core"):
+    _row(f"{_module}.multiarray", "_reconstruct", "ndarray shape text/bytes", ARRAY, state="tuple")
+    _row(f"{_module}.multiarray", "scalar", "npdtype bytes/text/array")
+    _row(f"{_module}.numeric", "_frombuffer", "bytes npdtype shape text ?tuple/none", ARRAY)
+_row("numpy", "dtype", "text ?flag ?flag", NUMPY_DTYPE, state="npstate")
+_row("numpy.ma.core", "_mareconstruct", "masked ndarray shape text/bytes", ARRAY, state="tuple")
+_row("numpy.random._pickle", "__bit_generator_ctor", "?text/bit_generator", state="any")
+_row(
+    "numpy.random._pickle",
+    "__generator_ctor __randomstate_ctor",
+    "?text/inert ?bit_generator_ctor",
+    state="any",
+)
+_row("numpy.random", "__RandomState_ctor", "?text/inert ?bit_generator_ctor", state="any")
+_row(
+    "numpy.random.bit_generator",
+    "__pyx_unpickle_SeedSequence",
+    "seed_sequence int none/tuple",
+    state="tuple",
+)
+_row("pandas._libs.tslibs.timestamps", "_unpickle_timestamp", "int/none time time ?int", TIME)
+_row("pandas._libs.tslibs.timedeltas", "_timedelta_unpickle", "int int", TIME)
+_row("pandas._libs.tslibs.nattype", "_nat_unpickle __nat_unpickle", "*none", TIME)
+
+_row(
+    "pandas._libs.tslibs.offsets",
+    "BusinessDay Day Hour Minute MonthBegin MonthEnd QuarterEnd Second Week YearEnd",
+    "*scalar",
+)
+for _module, _kind in (("pandas", "Period"), ("pandas._libs.tslibs.period", "Period")):
+    _row(_module, _kind, "none inert int")
+for _module, _kind in (("pandas", "Interval"), ("pandas._libs.interval", "Interval")):
+    _row(_module, _kind, "time time text")
+_row("tensordict._reductions", "_make_td", "tensordict dict", OBJECT)
+
+# torch
+
+for _module, _kinds in (("torch", f"{_STORAGES} {_TENSOR_CLASSES} Tensor"),
+                        ("torch.cuda", f"{_CUDA_STORAGES} {_TENSOR_CLASSES}"),
+                        ("torch.sparse", _SPARSE_CLASSES), ("torch.cuda.sparse", _SPARSE_CLASSES),
+                        ("torch.storage", "TypedStorage UntypedStorage")):  # fmt: skip
+    _row(_module, _kinds, "", TENSOR, state="tuple")
+_row("torch", "Size", "|shape", SIZE)
+_row("torch", "device", "text ?int")
+_row("torch.serialization", "_get_layout", "text")
+_row("torch._utils", "_rebuild_tensor", "storage int shape shape", TENSOR)
+_row("torch._utils", "_rebuild_tensor_v2", "storage int shape shape flag hooks ?dict/none", TENSOR)
+_row(
+    "torch._utils",
+    "_rebuild_tensor_v3",
+    "storage int shape shape flag hooks name ?dict/none",
+    TENSOR,
+)
+_row("torch._utils", "_rebuild_parameter", "tensor flag hooks", TENSOR, state="fields")
+_row("torch._utils", "_rebuild_parameter_with_state", "tensor flag hooks fields", TENSOR)
+_row("torch._utils", "_rebuild_qtensor", "storage int shape shape tuple flag hooks", TENSOR)
+_row("torch._utils", "_rebuild_sparse_tensor _rebuild_sparse_csr_tensor", "inert tensors", TENSOR)
+_row("torch._utils", "_rebuild_nested_tensor", "*tensor", TENSOR)
+_row("torch._utils", "_rebuild_meta_tensor_no_storage", "name shape shape flag", TENSOR)
+_row("torch._utils", "_rebuild_wrapper_subclass",
+     "class name shape shape/none int/none inert inert/text flag", TENSOR)  # fmt: skip
+_row(
+    "torch._utils",
+    "_rebuild_device_tensor_from_numpy _rebuild_xla_tensor",
+    "array name text/inert flag",
+    TENSOR,
+)
+_row("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "tensor name text/inert flag", TENSOR)
+_row("torch.nested._internal.nested_tensor", "_rebuild_njt", "dict", TENSOR)
+_row("torch.nn.parameter", "Parameter Buffer UninitializedParameter UninitializedBuffer", "?tensor ?flag ?none",
+     TENSOR, state="tuple", new=True)  # fmt: skip
+_row("torch.autograd.variable", "Variable", "?tensor", TENSOR, state="tuple", new=True)
+_row("torch.nn.backends.thnn", "_get_thnn_function_backend", "")
+_row("torch.torch_version", "TorchVersion", "text", state="fields", new=True)
+_row(
+    "torch.jit._pickle",
+    "build_boollist build_doublelist build_intlist build_tensorlist",
+    "list/tuple",
+    LIST,
+)
+_row("torch.jit._pickle", "restore_type_tag", "literal text", LIST)
+_row("torch.jit._pickle", "build_tensor_from_id", "int", TENSOR)
+
+# Calls that call one of their arguments, or name something inside it. `ckptkit.trust` judges what they call.
+FROM_TYPE = _names(
+    {
+        "torch._tensor": "_rebuild_from_type_v2 _rebuild_from_type",
+        "torch.tensor": "_rebuild_from_type",
+    }
+)
+NEW_CALLS = _names({"copyreg": "__newobj__ __newobj_ex__"})
+RECONSTRUCT: Name = (
+    "copyreg",
+    "_reconstructor",
+)  # how protocols 0 and 1 make an object: (class, base, state)
+GETATTR: Name = ("builtins", "getattr")  # how protocols below 4 name what is inside a class
+LOAD: Name = ("torch.storage", "_load_from_bytes")  # how a storage is pickled outside torch.save
+# Called as their rows say, and nothing that anybody keeps as a value.
+CALLED_ONLY = _names({
+    "_operator": "getitem", "functools": "reduce", "operator": "getitem", "tensordict._reductions": "_make_td",
+})  # fmt: skip
+SPECIAL = FROM_TYPE | NEW_CALLS | {RECONSTRUCT, GETATTR, LOAD}
+
+# Names that stand for one argument.
+ARGUMENTS: dict[str, frozenset[Name]] = {
+    "ndarray": _names({"numpy": "ndarray matrix recarray"}),
+    "masked": _names({"numpy.ma": "MaskedArray", "numpy.ma.core": "MaskedArray"}),
+    "bit_generator": _names({
+        "numpy.random._mt19937": "MT19937", "numpy.random._pcg64": "PCG64 PCG64DXSM",
+        "numpy.random._philox": "Philox", "numpy.random._sfc64": "SFC64",
+    }),
+    "bit_generator_ctor": _names({"numpy.random._pickle": "__bit_generator_ctor"}),
+    "or": _names({"operator": "or_", "_operator": "or_"}),
+    "seed_sequence": _names({"numpy.random.bit_generator": "SeedSequence"}),
+    "tensordict": _names({"tensordict._td": "TensorDict", "tensordict.tensordict": "TensorDict"}),
+    "generic": _names({
+        "builtins": "dict frozenset list set tuple type",
+        "typing": "Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Literal Mapping Optional "
+        "OrderedDict Sequence Set Tuple Type Union",
+    }),
+}  # fmt: skip
 
 # Enumerations that trainers leave in checkpoints: pickled as a call that looks a member up by its value.
-_ENUMS = frozenset(
-    _names("deepspeed.runtime.zero.config", "ZeroStageEnum")
-    | _names("transformers.trainer_utils", "EvaluationStrategy", "FSDPOption", "HubStrategy", "IntervalStrategy",
-             "SaveStrategy", "SchedulerType")
-    | _names("transformers.training_args", "OptimizerNames", "ParallelMode")
-    | _names("transformers.debug_utils", "DebugOption")
-    | _names("transformers.utils.generic", "PaddingStrategy", "TensorType")
-    | _names("accelerate.utils.dataclasses", "DistributedType", "DynamoBackend", "PrecisionType", "RNGType",
-             "SageMakerDistributedType")
-    | _names("accelerate.state", "DistributedType")
-    | _names("torchvision.transforms.functional", "InterpolationMode")
-)  # fmt: skip
-
-_LOAD = Global("torch.storage", "_load_from_bytes")  # how a storage is pickled outside torch.save
-_GETATTR = Global("builtins", "getattr")
-_RECONSTRUCT = Global("copyreg", "_reconstructor")  # how protocols 0 and 1 make an object: (class, base, state)
-_SCRIPT = "torch.jit._pickle"  # build_intlist and its kin, restore_type_tag: their argument is their value
-_SIZED = ("bytearray", "bytes", "list", "tuple", "set", "frozenset", "deque", "Counter")
-
-
-def kind(node: Object) -> str:
-    """Which of the KINDS a call is. Stricter than `is_harmful`: here it is not the file that decides, but what runs."""
-    made, args = node.callable, node.args if isinstance(node.args, tuple) else ()
-    if not isinstance(made, Global):
-        return HARMFUL
-    if made == _LOAD and len(args) == 1:
-        return LOADS
-    if made == _RECONSTRUCT and len(args) == 3 and isinstance(args[0], Global) and _is_plain_base(args[1]):
-        return kind(Object(args[0], new=True))
-    if made == _GETATTR and len(args) == 2 and isinstance(args[0], Global) and str(args[1]).isidentifier():
-        return CLASS  # a class inside a class, as protocols below 4 name it
-    if made.module == _SCRIPT:
-        return HARMLESS
-    name = (made.module, made.name)
-    if _fills_memory(made, args):
-        return ALLOCATES
-    if is_harmful(Object(made, args, new=node.new)):
-        return ALLOCATES if name in WEIGHTS_ONLY and name not in _CALLERS else HARMFUL
-    own = _own_kind(name, node.new)
-    if name in _CALLERS and len(args) > _CALLERS[name] and isinstance(called := args[_CALLERS[name]], Global):
-        return max(own, _own_kind((called.module, called.name), _makes_new(made)), key=KINDS.index)
-    return own
-
-
-def _own_kind(name: tuple[str, str], new: bool) -> str:
-    """Of a call that is not harmful."""
-    if name in WEIGHTS_ONLY:
-        return ACCEPTED
-    if name in _INERT:
-        return HARMLESS
-    return CLASS if new or name in _ENUMS or name[0].partition(".")[0] in _GUARDED else UNKNOWN
-
-
-def _makes_new(made: Global) -> bool:
-    return made.module in ("copyreg", "numpy.random._pickle")
-
-
-def _is_plain_base(base: Node) -> bool:
-    return isinstance(base, Global) and base.module == "builtins" and base.name in (
-        "object", "list", "dict", "tuple", "set", "frozenset", "str", "bytes", "int", "float", "complex",
-    )  # fmt: skip
-
-
-def _fills_memory(made: Global, args: tuple[Node, ...]) -> bool:
-    """Whether a container is made of a number, which is its size, or of a range."""
-    if made.module not in ("builtins", "collections") or made.name not in _SIZED or not args:
-        return False
-    first = args[0]
-    sized = isinstance(first, int) and made.name.startswith("byte")
-    return sized or (isinstance(first, Object) and first.callable == Global("builtins", "range"))
-
-
-# Classes and functions of the standard library that models keep as values.
-_KEPT = frozenset((
-    "ArithmeticError", "AttributeError", "BaseException", "Ellipsis", "Exception", "False", "IndexError", "KeyError",
-    "None", "NotImplemented", "RuntimeError", "StopIteration", "True", "TypeError", "ValueError", "abs", "all", "any",
-    "bool", "bytearray", "bytes", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset", "hash",
-    "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next", "object", "pow",
-    "property", "range", "reversed", "round", "set", "slice", "sorted", "staticmethod", "classmethod", "str", "sum",
-    "super", "tuple", "type", "zip",
-))  # fmt: skip
-_KEPT_MODULES = frozenset((
-    "abc", "array", "collections", "copy", "copyreg", "dataclasses", "datetime", "decimal", "enum", "fractions",
-    "functools", "itertools", "math", "numbers", "operator", "pathlib", "random", "re", "statistics", "string",
-    "time", "typing", "uuid",
-))  # fmt: skip
-
-
-def is_out_of_place(name: Global) -> bool:
-    """Whether a value in a checkpoint has no business to be this class or function, even if nothing calls it."""
-    if (name.module, name.name) in WEIGHTS_ONLY | _INERT or name.module.startswith("__torch__."):
-        return False
-    top = name.module.partition(".")[0]
-    if top not in _GUARDED or top in ("torch", "numpy", "functorch", "torchgen"):
-        return False
-    if name.module == "builtins":
-        return name.name not in _KEPT
-    return top not in _KEPT_MODULES or "." in name.name
-
-
-def is_known(name: Global) -> bool:
-    """Whether it is in our tables: accepted by weights_only, harmless to call, or what loads a file inside."""
-    return (name.module, name.name) in WEIGHTS_ONLY | _INERT or name.module == _SCRIPT or name == _LOAD
-
-
-def describe(callable_: Node) -> str:
-    """The class or function that an Object is made by, for messages."""
-    return str(callable_) if isinstance(callable_, Global) else "the result of another call"
+ENUMS = _names({
+    "accelerate.state": "DistributedType",
+    "accelerate.utils.dataclasses": "DistributedType DynamoBackend PrecisionType RNGType SageMakerDistributedType",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "pytorch_lightning.trainer.states": "RunningStage TrainerFn TrainerStatus",
+    "torch.ao.quantization.quant_type": "QuantType",
+    "torch.ao.quantization.observer": "MappingType TorchAODType ZeroPointDomain",
+    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
+    "torch.distributed.fsdp.api": "BackwardPrefetch ShardingStrategy StateDictType",
+    "torchao.dtypes.utils": "ScaleCalculationMode",
+    "torchao.prototype.mx_formats.config": "ScaleCalculationMode",
+    "torchao.quantization.quant_primitives": "MappingType TorchAODType ZeroPointDomain",
+    "torchao.quantization.quantize_.common.kernel_preference": "KernelPreference",
+    "torchao.quantization.quantize_.workflows.float8.float8_packing_format": "Float8PackingFormat",
+    "torchao.quantization.quantize_.workflows.int4.int4_choose_qparams_algorithm": "Int4ChooseQParamsAlgorithm",
+    "torchao.quantization.quantize_.workflows.int4.int4_packing_format": "Int4PackingFormat",
+    "torchao.quantization.quantize_.workflows.intx.intx_packing_format": "IntxPackingFormat",
+    "torchao.float8.config": "CastConfig Float8TypeConfig ScalingGranularity ScalingType",
+    "torchao.float8.float8_training_tensor": "GemmInputRole",
+    "torchvision.transforms.functional": "InterpolationMode",
+    "transformers.debug_utils": "DebugOption",
+    "transformers.trainer_utils": "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy "
+    "SchedulerType",
+    "transformers.training_args": "OptimizerNames ParallelMode",
+    "transformers.utils.generic": "PaddingStrategy TensorType",
+})  # fmt: skip

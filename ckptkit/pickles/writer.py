@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.pickles.allowlist import describe, is_harmful
 from ckptkit.pickles.emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
 from ckptkit.pickles.objects import without_objects
+from ckptkit.pickles.trust import check_fields, check_name, check_object
 
 BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does
 
@@ -108,6 +108,10 @@ class _Writer(Emitter):
         names = ", ".join(sorted(self.refused)[:8]) + (", ..." if len(self.refused) > 8 else "")
         return (f"kept values that torch.load(weights_only=True) refuses: {names}",)
 
+    def _global_leaf(self, node: Global) -> None:
+        check_name(node)
+        self.emit(self._global(node))
+
     def _put_node(self, put: _Put) -> None:
         self.making.discard(id(put.node))
         self.emit(self._put(put.node))
@@ -142,6 +146,7 @@ class _Writer(Emitter):
         self.emit(self._global(ORDERED_DICT) + b")R" + self._put(node))
         yield from self._items(list(node.items()))
         if node.state is not None:
+            check_fields(node.state)
             yield node.state
             yield _BUILD
 
@@ -192,12 +197,8 @@ class _Writer(Emitter):
 
     def _object(self, node: Object) -> Iterator[Node]:
         self._begin(node)
-        if is_harmful(node):
-            raise UnsafeGlobalError(
-                f"the file calls {describe(node.callable)}, which has no business in a checkpoint",
-                hint="`ckptkit inspect` lists such values; --objects drop leaves them out",
-            )
-        yield node.callable
+        check_object(node)
+        self.emit(self._global(node.callable))
         yield node.args
         if node.kwargs is not None:
             yield node.kwargs

@@ -40,6 +40,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.common.plain_json import is_utf8
+from ckptkit.pickles.trust import check_fields, check_name, check_object
 
 Statement = list[Any]
 _INT = 10**19  # more digits are not read alike everywhere
@@ -122,6 +123,7 @@ class Writer:
         if flat:
             self._fill(number, "set", self._values(flat))
         if isinstance(node, OrderedDict) and node.state is not None:
+            check_fields(node.state)
             yield node.state
             self._fill(number, "build", [self._value(node.state)])
 
@@ -142,7 +144,9 @@ class Writer:
         if id(node) in self._making:
             raise UnsupportedError("an object is an argument of its own construction")
         self._making.add(id(node))
-        yield node.callable
+        check_object(node)
+        if self._number(node.callable) is None:
+            self._say(node.callable, "global", node.callable.module, node.callable.name)
         yield node.args
         yield node.kwargs
         made = self._values((node.callable, node.args, node.kwargs))
@@ -163,6 +167,7 @@ class Writer:
         elif isinstance(node, Blob):
             self._say(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
+            check_name(node)
             self._say(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
             raise AmbiguousError("a mapping has repeated or unhashable keys, which no output can keep")
