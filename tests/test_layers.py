@@ -28,6 +28,7 @@ LAYERS = (
     ("remote",),
     ("tensor",),
     ("tree",),
+    ("allowlist",),
     ("weights", "trust"),
     ("pickles", "notebook"),
     ("checkpoint",),
@@ -81,7 +82,7 @@ LONGEST_FILE = 400
 LONG_FUNCTIONS = {
     "formats.torch.unpickle:_loop": "the hot loop of the pickle machine: a call for each opcode would double its time",
 }
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {"allowlist.classes": "data: a line for each module of torch that has classes"}
 
 
 @cache

@@ -109,8 +109,9 @@ class _Writer(Emitter):
         return (f"kept values that torch.load(weights_only=True) refuses: {names}",)
 
     def _global_leaf(self, node: Global) -> None:
+        code = self._global(node)
         check_name(node)
-        self.emit(self._global(node))
+        self.emit(code)
 
     def _put_node(self, put: _Put) -> None:
         self.making.discard(id(put.node))

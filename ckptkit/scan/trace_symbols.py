@@ -9,7 +9,7 @@ from warnings import catch_warnings, simplefilter
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global, Object
-from ckptkit.pickles.allowlist import (
+from ckptkit.pickles.allowlist.rows import (
     BYTES,
     DICT,
     FLAG,

@@ -34,7 +34,7 @@ from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
 from ckptkit.pickles.globals import dtype_of
 from ckptkit.pickles.machine import unpickle
-from ckptkit.pickles.trust import is_harmful
+from ckptkit.pickles.trust import is_foreign
 
 NAME = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -124,7 +124,7 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
     for name in names:
         if (name.module, name.name) in _CLASSES:
             continue
-        if is_harmful(Object(name, new=True)):
+        if is_foreign(name):
             raise UnsafeGlobalError(
                 f"names {name}, which has no business there", hint="torch would call it: do not load this folder"
             )

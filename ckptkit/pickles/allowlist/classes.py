@@ -1,14 +1,15 @@
-"""Which classes a checkpoint may hold as objects or by name, and which functions by name: exact names, no calls.
+"""Which classes a checkpoint may hold as objects or by name, and which functions by name. Data only.
 
-An object of these classes is made through ``__new__`` and given its state. What their own ``__setstate__``,
-``__setattr__`` and ``__hash__`` do with plain values, tensors and objects of this list was read in torch 2.13 and in the
-releases of the other packages of 2026: they set attributes. Left out for what they do: datapipes and their wrappers
-(unpickle, iterate), DistributedDataParallel (talks to the process group), graph modules (compile), iterators of loaders.
+An object of these classes is made through ``__new__`` and given its state. What their own
+``__setstate__``, ``__setattr__`` and ``__hash__`` do with plain values, tensors and objects of this list
+was read in torch 2.13 and in the releases of the other packages of 2026: they set attributes. Left out
+for what they do: datapipes and their wrappers (unpickle, iterate), DistributedDataParallel (talks to
+the process group), graph modules (compile), iterators of loaders.
 """
 
 from __future__ import annotations
 
-from ckptkit.pickles.allowlist import Name
+from ckptkit.pickles.allowlist.rows import Name
 
 _LISTED = {
     "accelerate.state": "PartialState",
@@ -334,7 +335,7 @@ _KEPT = {
     "statistics": "mean median",
     "torch": (
         "abs atan bfloat16 channels_last channels_last_3d clamp contiguous_format cos dtype erf exp log "
-        "matmul mean memory_format preserve_format relu sigmoid sin softmax sqrt square sum tanh"
+        "int1 int2 int3 int4 int5 int6 int7 matmul mean memory_format preserve_format relu sigmoid sin softmax sqrt square sum tanh"
     ),
     "torch._C._nn": "elu_ gelu hardsigmoid hardswish leaky_relu log_sigmoid silu softplus",
     "torch.nn.functional": (
@@ -373,20 +374,23 @@ CLASSES = _names(_LISTED) | _names(_older(_LISTED))
 FILLED = _names(_FILLED)
 KEPT = _names(_KEPT)
 
-# Packages that people have beside torch: of those, and of whatever is installed here, only what is listed is known.
-PACKAGES = frozenset(
-    "IPython PIL absl aiohttp apport asttokens attr attrs bs4 boto3 botocore bottle celery certifi cffi "
-    "charset_normalizer click cloudpickle colorama cryptography cupy cv2 cython dask dateutil decorator "
-    "dill distributed django docutils docker executing fabric fastapi fickling filelock flask fsspec gdown "
-    "gevent git google greenlet h5py httpx huggingface_hub idlelib idna imageio invoke ipykernel "
-    "ipywidgets jax jedi jinja2 joblib jsonschema jupyter keras kiwisolver llvmlite lxml mako markdown "
-    "markupsafe matplotlib mlflow mpmath msgpack multiprocess mypy networkx nltk nose numba numexpr "
-    "nvidia onnx onnxruntime openai opt_einsum orjson pandas paramiko parso pexpect pip pkg_resources "
-    "platformdirs plotly plumbum polars prompt_toolkit protobuf psutil ptyprocess py py7zr pyarrow "
-    "pycparser pydantic pydantic_core pydoc_data pygments pyparsing pytest pytz rarfile ray regex "
-    "requests rich ruamel s3fs scipy seaborn sentencepiece setuptools sh simplejson six skimage sklearn "
-    "smart_open sqlalchemy starlette streamlit sympy tables tensorboard tensorflow tests_runner tokenizers "
-    "toolz torchgen tornado tqdm traitlets triton typer typing_extensions tzdata ujson urllib3 uvicorn "
-    "virtualenv wandb watchdog websockets werkzeug wheel wrapt xarray yaml zmq zstandard "
-    "_distutils_hack _pytest _yaml".split()
+# Packages that people have beside torch: of those, as of whatever is installed here, only what is
+# listed is known.
+_PACKAGES = (
+    "IPython PIL absl aiohttp apport asttokens attr attrs bs4 boto3 botocore bottle celery "
+    "certifi cffi charset_normalizer click cloudpickle colorama cryptography cupy cv2 cython "
+    "dask dateutil decorator dill distributed django docutils docker executing fabric fastapi "
+    "fickling filelock flask fsspec gdown gevent git google greenlet h5py httpx huggingface_hub "
+    "idlelib idna imageio invoke ipykernel ipywidgets jax jedi jinja2 joblib jsonschema jupyter "
+    "keras kiwisolver llvmlite lxml mako markdown markupsafe matplotlib mlflow mpmath msgpack "
+    "multiprocess mypy networkx nltk nose numba numexpr nvidia onnx onnxruntime openai "
+    "opt_einsum orjson pandas paramiko parso pexpect pip pkg_resources platformdirs plotly "
+    "plumbum polars prompt_toolkit protobuf psutil ptyprocess py py7zr pyarrow pycparser "
+    "pydantic pydantic_core pydoc_data pygments pyparsing pytest pytz rarfile ray regex "
+    "requests rich ruamel s3fs scipy seaborn sentencepiece setuptools sh simplejson six skimage "
+    "sklearn smart_open sqlalchemy starlette streamlit sympy tables tensorboard tensorflow "
+    "tests_runner tokenizers toolz torchgen tornado tqdm traitlets triton typer "
+    "typing_extensions tzdata ujson urllib3 uvicorn virtualenv wandb watchdog websockets "
+    "werkzeug wheel wrapt xarray yaml zmq zstandard _distutils_hack _pytest _yaml"
 )
+PACKAGES = frozenset(_PACKAGES.split())

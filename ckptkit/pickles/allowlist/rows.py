@@ -1,11 +1,11 @@
-"""The allowlist: which exact names a checkpoint may call, with which arguments, and which classes it may hold.
+"""Which exact names a checkpoint may call, and with which arguments. Data only, judged by ``calls``.
 
-Data only, judged by :mod:`ckptkit.trust`. A row of `ROWS` says what a call takes and gives. Arguments are words, one
-for each position: ``?`` before those that may be missing, ``*`` before the last one for any number of them, ``/``
-between alternatives. `KINDS` says which sorts of values a word stands for, and what a container of them may hold.
+A row of `ROWS` says what a call takes and gives. Arguments are words, one for each position: ``?``
+before those that may be missing, ``*`` before the last one for any number of them, ``/`` between
+alternatives. `KINDS` says which sorts of values a word stands for, and what a container may hold.
 
-A callable that asks its argument for methods (``dict``, ``list``, ``UUID``, ``Path`` ...) takes plain values, or
-containers that opcodes of the pickle make, and nothing that another call has made.
+A callable that asks its argument for methods (``dict``, ``list``, ``UUID``, ``Path`` ...) takes plain
+values, or containers of exactly Python's own types, and nothing else that a call has made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VALUES = UNKNOWN_SORT - 1  # all but what is not known
 
 
 class Kind(NamedTuple):
-    """Values of these sorts; containers among them hold nothing but those of `inside`, at `every` depth if asked."""
+    """Values of these sorts; containers among them hold only `inside`, at `every` depth if asked."""
 
     sorts: int
     inside: int = VALUES
@@ -78,9 +78,12 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 
 
 class Row(NamedTuple):
-    """``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result. ``new``: it may be made
-    through ``__new__`` too. ``state`` is the word for what BUILD may set, "" for nothing; ``fill`` are the other steps
-    that may follow: append, set, add."""
+    """One callable.
+
+    ``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result. ``new``: it
+    may be made through ``__new__`` too. ``state`` is the word for what BUILD may set, "" for nothing;
+    ``fill`` are the other steps that may follow: append, set, add.
+    """
 
     takes: tuple[tuple[str, ...], ...]
     gives: int
@@ -112,7 +115,7 @@ def _names(listed: dict[str, str]) -> frozenset[Name]:
 
 
 _STORAGES = " ".join(row.storage for row in TABLE if row.storage)
-_TENSORS = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+_TENSORS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _TENSOR_CLASSES = " ".join(f"{kind}Tensor" for kind in _TENSORS)
 _SPARSE_CLASSES = " ".join(f"{kind}Tensor" for kind in _TENSORS if kind != "Bool")
 _NOT_ON_CUDA = (
@@ -123,7 +126,7 @@ _NOT_ON_CUDA = (
     "QUInt2x4Storage",
 )
 _CUDA_STORAGES = " ".join(each for each in _STORAGES.split() if each not in _NOT_ON_CUDA)
-_DTYPES = " ".join(row.name for row in TABLE)
+DTYPES = " ".join(row.name for row in TABLE)
 _QSCHEMES = (
     "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric"
 )
@@ -134,7 +137,7 @@ WEIGHTS_ONLY = _names({
     "builtins": "bytearray complex set",
     "collections": "Counter OrderedDict",
     "torch": f"{_STORAGES} {_TENSOR_CLASSES} {_QSCHEMES} Size Tensor device "
-    + " ".join(name for name in _DTYPES.split() if not name.startswith("float6_")),
+    + " ".join(name for name in DTYPES.split() if not name.startswith("float6_")),
     "torch.cuda": f"{_CUDA_STORAGES} {_TENSOR_CLASSES}",
     "torch.sparse": _SPARSE_CLASSES,
     "torch.cuda.sparse": _SPARSE_CLASSES,
@@ -274,7 +277,7 @@ _row(
 _row("torch.jit._pickle", "restore_type_tag", "literal text", LIST)
 _row("torch.jit._pickle", "build_tensor_from_id", "int", TENSOR)
 
-# Calls that call one of their arguments, or name something inside it. `ckptkit.trust` judges what they call.
+# Calls that call one of their arguments, or name something inside it. ``calls`` judges what they call.
 FROM_TYPE = _names(
     {
         "torch._tensor": "_rebuild_from_type_v2 _rebuild_from_type",
