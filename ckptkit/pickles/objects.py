@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptkit.core.tree import Global, Node, Object, SetNode, join
 from ckptkit.pickles.pruning import parts, without
-from ckptkit.pickles.trust import describe, refused_by_weights_only
+from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 SHOWN = 8  # names in a note
 
@@ -24,11 +24,14 @@ def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
 
 
 def _is_refused(node: Node) -> bool:
-    """Whether the value names, anywhere in what makes it, something that weights_only refuses."""
-    return any(
-        refused_by_weights_only(each) if isinstance(each, Global) else isinstance(each, SetNode) and each.frozen
-        for each in parts(node)
-    )
+    """Whether the value names or calls, anywhere in what makes it, something that weights_only refuses."""
+    return any(map(_is_refused_part, parts(node)))
+
+
+def _is_refused_part(node: Node) -> bool:
+    if isinstance(node, Object):
+        return is_harmful(node)
+    return refused_by_weights_only(node) if isinstance(node, Global) else isinstance(node, SetNode) and node.frozen
 
 
 def _name(node: Node) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global
+from ckptkit.pickles import trust
 
 TORCH_LOAD = "torch.load"
 PICKLE = "pickle.load"
@@ -110,6 +111,13 @@ class Trace:
     doubts: tuple[str, ...]
     refused: str | None
     error: str | None
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether every step is one that may be written back, files inside aside."""
+        steps = all(call.kind in (*trust.WRITTEN, trust.LOADS) for call in self.calls)
+        whole = self.error is None and not self.doubts
+        return steps and whole and all(trust.out_of_place(name) is None for name in self.values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,14 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
         yield Remark("", error.message)
 
 
+def inside(source: ByteSource) -> Iterator[Seen]:
+    """What `pickles` would yield of a byte string in a pickle, if that were `source`."""
+    try:
+        yield from _Search().file(source, "", 1, sure=False)
+    except LimitError as error:
+        yield Remark("", error.message)
+
+
 class _Search:
     """One file being searched, and what of its limits is used up."""
 

@@ -150,6 +150,8 @@ CALLS = {
     "persistent-id": pickle2(SYSTEM + b"Q"),
     "setstate-computed": pickle2(name("mine.Net") + b")\x81}" + call("_codecs.encode", text("__frgfgngr__"), ROT13)
                                  + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
+    "setstate-ordered": pickle2(name("mine.Net") + b")\x81" + call("collections.OrderedDict") + text("__setstate__")
+                                + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
     "add-extension": pickle2(call("copyreg.add_extension", text("os"), text("system"), b"K\x01") + b"\x82\x01"),
     "broken-after": b"\x80\x02" + SYSTEM + b"\xff\xff",
     "cut-after": b"\x80\x02" + SYSTEM,
@@ -167,8 +169,6 @@ UNCLEAR = {
     "memory": pickle2(call("builtins.bytearray", b"\x8a\x06\x00\x00\x00\x00\x00\x01")),
     "storage-size": pickle2(call("torch.FloatStorage", b"J\xff\xff\xff\x7f")),
     "frame-in-frame": b"\x80\x04\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 2) + b"N.",
-    "setstate-ordered": pickle2(name("mine.Net") + b")\x81" + call("collections.OrderedDict") + text("__setstate__")
-                                + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
     "buffer": b"\x80\x05\x97.",
     "protocol-6": b"\x80\x06N.",
     "cut": PLAIN[:-3],

@@ -40,6 +40,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.common.plain_json import is_utf8
+from ckptkit.pickles.nested import check_blob, check_bytes, check_text
 from ckptkit.pickles.trust import check_fields, check_name, check_object
 
 Statement = list[Any]
@@ -89,6 +90,8 @@ class Writer:
         return self._numbers.get((node.module, node.name) if isinstance(node, Global) else id(node))
 
     def _value(self, node: Node) -> Any:
+        if node.__class__ is str:
+            check_text(node)
         return node if _is_inline(node) else [self._number(node)]
 
     def _values(self, nodes: Iterable[Node]) -> list[Any]:
@@ -165,6 +168,7 @@ class Writer:
             dtype = None if node.dtype is None else node.dtype.name
             self._say(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
         elif isinstance(node, Blob):
+            check_blob(node)
             self._say(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
             check_name(node)
@@ -219,8 +223,10 @@ def _spelt(node: Node) -> tuple[str, str]:
     if isinstance(node, str):
         return "text", _base64(node.encode("utf-8", "surrogatepass"))
     if isinstance(node, (bytes, bytearray)):
+        check_bytes(node)
         return type(node).__name__, _base64(node)
     if isinstance(node, ByteString):
+        check_bytes(node.data)
         return "python2", _base64(node.data)
     if isinstance(node, int):
         return "int", node.to_bytes(node.bit_length() // 8 + 1, "big", signed=True).hex()
