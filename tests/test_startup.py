@@ -52,6 +52,7 @@ def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], lis
 
 BASE = modules("cli cli.render errors text") | {""}
 ZIP_READING = modules("""
+    allowlist allowlist.calls allowlist.classes allowlist.names allowlist.rows
     bytesource checkpoint dtypes limits plan tensor tree trust weights
     formats formats.dict_keys formats.format formats.plain_json formats.strict_json
     formats.torch formats.torch.beside formats.torch.builders formats.torch.globals formats.torch.ndarray
@@ -73,7 +74,7 @@ CONVERTING = RENAMING | modules("cli.convert transforms.devices transforms.eleme
 PUBLISHING = modules("bridge copying preflight publish temporaries")
 COMPUTING = modules("bridge bridge.floats bridge.gather bridge.mean bridge.operations bridge.tensors")
 ZIP_WRITING = modules("""
-    formats.pruning formats.torch.objects formats.torch.pickle_emitter formats.torch.pickle_writer
+    formats.nested formats.pruning formats.torch.objects formats.torch.pickle_emitter formats.torch.pickle_writer
     formats.torch.zip_layout formats.torch.zip_writer
 """)
 SAFETENSORS_WRITING = modules("formats.leftovers formats.safetensors.writing")

@@ -1,13 +1,13 @@
-"""Refuses to write byte strings and texts that are files of their own with calls in them: whoever gets them may load
-them, and `scan` reports them."""
+"""Refuses to write byte strings and texts that are files of their own, with calls in them.
+
+Whoever gets them may load them, and `scan` reports them. The tracer is imported where there are any.
+"""
 
 from __future__ import annotations
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tree import Blob
-from ckptkit.pickles.streams import Program, Traced
-from ckptkit.scan.trace_symbols import looks_like_a_file
 
 
 def check_text(text: str) -> None:
@@ -27,10 +27,13 @@ def check_blob(blob: Blob) -> None:
 
 def check_bytes(data: bytes | bytearray | ByteSource) -> None:
     """Refuse bytes that are a file with calls in it. Raises UnsafeGlobalError."""
+    from ckptkit.scan.trace_symbols import looks_like_a_file
+
     source = data if isinstance(data, ByteSource) else Memory(bytes(data))
     if not looks_like_a_file(source.read(0, min(8, source.size))):
         return
-    from ckptkit.scan.find import inside  # it imports all formats, for files inside files
+    from ckptkit.pickles.streams import Program, Traced
+    from ckptkit.scan.find import inside
 
     for seen in inside(source):
         unproved = isinstance(seen, Traced) and not seen.trace.is_proved

@@ -94,8 +94,9 @@ def test_what_is_refused_and_what_drop_leaves(name: str, tmp_path: Path) -> None
         ["strip-module", src, out],
     ):
         assert invoke([*line]) in (2, 3) and not out.exists() and not whole.exists()
-    assert invoke(["convert", src, out, *DROP]) == 0
-    assert loaded(out) == [1.0, 1.0]
+    code = invoke(["convert", src, out, *DROP])
+    assert code == (3 if name == "wrapper-hidden" else 0)  # bytes of a list of numbers are not read
+    assert code == 3 or loaded(out) == [1.0, 1.0]
 
 
 def loaded(path: Path) -> list[float]:
