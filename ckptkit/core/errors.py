@@ -70,7 +70,7 @@ class CollisionError(AmbiguousError):
 
 
 class UnsafeGlobalError(InputError):
-    """Writing this would keep a call that has no business in a checkpoint."""
+    """Writing this would keep a call that is not in the allowlist."""
 
 
 class UnsupportedError(InputError):

@@ -54,8 +54,8 @@ def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "kee
     """The pickle of a tree. `persistent_id` gives the persistent id of a storage, a tuple, each time it is met.
 
     `objects` says what becomes of values that weights_only refuses: they are kept, left out (``drop``), or an
-    ``error``. Raises AmbiguousError for mappings that Python could not hold, UnsafeGlobalError for calls that have no
-    business in a checkpoint, UnsupportedError for objects that contain themselves.
+    ``error``. Raises AmbiguousError for mappings that Python could not hold, UnsafeGlobalError for calls that are not
+    in the allowlist, UnsupportedError for objects that contain themselves.
     """
     notes: tuple[str, ...] = ()
     if objects == "drop":

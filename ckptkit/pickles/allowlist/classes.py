@@ -337,6 +337,11 @@ _KEPT = {
         "abs atan bfloat16 channels_last channels_last_3d clamp contiguous_format cos dtype erf exp log "
         "int1 int2 int3 int4 int5 int6 int7 matmul mean memory_format preserve_format relu sigmoid sin softmax sqrt square sum tanh"
     ),
+    "torch._C": (
+        "_VariableFunctionsClass _VariableFunctionsClass.celu _VariableFunctionsClass.log_softmax "
+        "_VariableFunctionsClass.relu _VariableFunctionsClass.selu _VariableFunctionsClass.sigmoid "
+        "_VariableFunctionsClass.softmax _VariableFunctionsClass.tanh"
+    ),
     "torch._C._nn": "elu_ gelu hardsigmoid hardswish leaky_relu log_sigmoid silu softplus",
     "torch.nn.functional": (
         "celu elu elu_ gelu glu hardshrink hardsigmoid hardswish hardtanh layer_norm leaky_relu "
