@@ -119,7 +119,7 @@ def read_metadata(source: ByteSource) -> Described:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse what a checkpoint has no business to name; a warning for what others may have put there."""
+    """Refuse names of functions and of Python itself; warn of classes that others may have put there."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:

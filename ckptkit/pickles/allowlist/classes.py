@@ -114,6 +114,7 @@ _LISTED = {
         "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
         "TensorProperties TensorStorageMetadata"
     ),
+    "torch.distributed.checkpoint.planner": ("BytesIOWriteData LoadPlan ReadItem SavePlan TensorWriteData WriteItem"),
     "torch.distributed.device_mesh": "DeviceMesh",
     "torch.distributed.tensor": "DTensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
@@ -335,7 +336,8 @@ _KEPT = {
     "statistics": "mean median",
     "torch": (
         "abs atan bfloat16 channels_last channels_last_3d clamp contiguous_format cos dtype erf exp log "
-        "int1 int2 int3 int4 int5 int6 int7 matmul mean memory_format preserve_format relu sigmoid sin softmax sqrt square sum tanh"
+        "int1 int2 int3 int4 int5 int6 int7 "
+        "matmul mean memory_format preserve_format relu sigmoid sin softmax sqrt square sum tanh"
     ),
     "torch._C": (
         "_VariableFunctionsClass _VariableFunctionsClass.celu _VariableFunctionsClass.log_softmax "

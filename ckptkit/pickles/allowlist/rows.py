@@ -263,8 +263,9 @@ _row(
 )
 _row("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "tensor name text/inert flag", TENSOR)
 _row("torch.nested._internal.nested_tensor", "_rebuild_njt", "dict", TENSOR)
-_row("torch.nn.parameter", "Parameter Buffer UninitializedParameter UninitializedBuffer", "?tensor ?flag ?none",
+_row("torch.nn.parameter", "Parameter Buffer", "?tensor ?flag ?none",
      TENSOR, state="tuple", new=True)  # fmt: skip
+_row("torch.nn.parameter", "UninitializedParameter UninitializedBuffer", "flag", TENSOR)
 _row("torch.autograd.variable", "Variable", "?tensor", TENSOR, state="tuple", new=True)
 _row("torch.nn.backends.thnn", "_get_thnn_function_backend", "")
 _row("torch.torch_version", "TorchVersion", "text", state="fields", new=True)
@@ -326,6 +327,7 @@ ENUMS = _names({
     "torch.ao.quantization.observer": "MappingType TorchAODType ZeroPointDomain",
     "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.planner": "LoadItemType WriteItemType",
     "torch.distributed.fsdp.api": "BackwardPrefetch ShardingStrategy StateDictType",
     "torchao.dtypes.utils": "ScaleCalculationMode",
     "torchao.prototype.mx_formats.config": "ScaleCalculationMode",
