@@ -162,7 +162,9 @@ def test_names_are_exact() -> None:
     for name in (
         "torch.jit._pickle.__loader__.set_data", "torch._utils._rebuild_tensor_v2.__globals__", "random._os",
         "torch._utils.sys", "collections._sys", "torch.utils.collect_env.run", "numpy.lib.utils.safe_eval",
-        "functools.reduce", "operator.call", "builtins.getattr", "builtins.map", "torch.storage._load_from_bytes",
+        "functools.reduce", "operator.call",
+            "copy.deepcopy", "builtins.sorted", "dataclasses.dataclass", "torch._tensor._rebuild_from_type_v2",
+            "builtins.getattr", "builtins.map", "torch.storage._load_from_bytes",
         "mine.nets.__globals__", "sympy.sin", "pluggy.Result",
     ):  # fmt: skip
         assert out_of_place(Global(*name.rpartition(".")[::2])), name
@@ -193,6 +195,10 @@ def test_states() -> None:
     assert is_harmful(built(call("types.SimpleNamespace"), computed, "touch canary"))
     assert is_harmful(built(call("mine.Net", new=True), {"a": 1}, {"a": 2}))
     assert is_harmful(built(call("builtins.object"), {"a": 1}))
+    adam = {"defaults": {"lr": 0.1}, "param_groups": [{"params": [TENSOR]}], "state": {}}
+    assert not is_harmful(built(call("torch.optim.adam.Adam", new=True), adam))
+    assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "defaults": BAG}))
+    assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "param_groups": [BAG]}))
     once = call("mine.Net", new=True)
     once.steps = [("build", {"append": Global("mine", "run")}), ("append", ["touch canary"])]
     assert is_harmful(once)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.pickles.allowlist import rows as table
-from ckptkit.pickles.allowlist.classes import CLASSES, FILLED
+from ckptkit.pickles.allowlist.classes import CLASSES, FILLED, OPTIMIZERS
 from ckptkit.pickles.allowlist.names import (
     ACCEPTED,
     ALLOCATES,
@@ -230,7 +230,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, sort: int) -> str
     if not isinstance(made, Global) or sort == table.UNKNOWN_SORT:
         return UNSURE
     row = ROWS.get((made.module, made.name))
-    if sort == table.OBJECT:
+    if row is None and sort == table.OBJECT:
         return _object_step(view, made, step, value)
     if row is None:
         return _special_step(view, made, step, value)
@@ -242,6 +242,8 @@ def judge_step(view: View, made: Node, step: str, value: Node, sort: int) -> str
 def _object_step(view: View, made: Global, step: str, value: Node) -> str:
     """Judge a step of an object of a class outside the rows."""
     listed = (made.module, made.name) in CLASSES
+    if (made.module, made.name) in OPTIMIZERS:
+        return CLASS if step == "build" and fits_word(view, "optimizer", value) else UNSURE
     if step != "build":
         return UNSURE if listed and (made.module, made.name) not in FILLED else CLASS
     return CLASS if fits_word(view, "scalar/literal" if listed else "state", value) else UNSURE

@@ -304,19 +304,17 @@ _FILLED = {
     "pytorch_lightning.utilities.parsing": "AttributeDict",
 }
 
-# Kept as values, and called by nobody who only reads the file: element types, layouts, activations, types of Python.
+# Kept as values: element types, layouts, activations, types of Python. Some classes of the list call
+# methods of what is in their state: so nothing here may call or fetch what its arguments say (copy,
+# getattr, sorted with a key, dataclass).
 _KEPT = {
     "abc": "ABC",
     "builtins": (
         "ArithmeticError AttributeError BaseException Ellipsis Exception False IndexError KeyError None "
-        "NotImplemented RuntimeError StopIteration True TypeError ValueError abs all any bool bytearray "
-        "bytes complex dict divmod enumerate float frozenset hash int isinstance issubclass len list max "
-        "min object pow print range reversed round set slice sorted str sum tuple type zip"
+        "NotImplemented RuntimeError StopIteration True TypeError ValueError abs bool bytearray bytes complex "
+        "dict float frozenset int len list object print range set slice str sum tuple type"
     ),
-    "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque namedtuple",
-    "copy": "copy deepcopy",
-    "dataclasses": "dataclass field",
-    "enum": "Enum IntEnum",
+    "collections": "ChainMap Counter OrderedDict defaultdict deque",
     "fractions": "Fraction",
     "functools": "partial",
     "math": "ceil cos exp floor log log10 log2 pow sin sqrt tan tanh",
@@ -333,7 +331,6 @@ _KEPT = {
     "pandas": "NA NaT",
     "pandas._libs.missing": "NA",
     "pandas._libs.tslibs.nattype": "NaT",
-    "statistics": "mean median",
     "torch": (
         "abs atan bfloat16 channels_last channels_last_3d clamp contiguous_format cos dtype erf exp log "
         "int1 int2 int3 int4 int5 int6 int7 "
@@ -377,6 +374,12 @@ def _older(listed: dict[str, str]) -> dict[str, str]:
     }
 
 
+OPTIMIZERS = frozenset(
+    (module, name)
+    for module, names in _LISTED.items()
+    if module.startswith("torch.optim.") and module not in ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
+    for name in names.split()
+)  # their __setstate__ calls methods of the values of their state
 CLASSES = _names(_LISTED) | _names(_older(_LISTED))
 FILLED = _names(_FILLED)
 KEPT = _names(_KEPT)

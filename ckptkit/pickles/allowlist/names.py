@@ -62,14 +62,18 @@ def top_of(name: Global) -> str:
 
 def _is_listed(name: Global) -> bool:
     key = (name.module, name.name)
+    if key in table.SPECIAL:  # as a value it would call or fetch whatever it is given
+        return False
     if key in WEIGHTS_ONLY or key in KEPT or key in CLASSES or key in table.ENUMS:
         return True
     if key in ROWS and key not in table.CALLED_ONLY:
         return True
     if any(key in names for names in table.ARGUMENTS.values()):
         return True
-    outer, _, _ = name.name.rpartition(".")
-    return (name.module, outer) in table.ENUMS or (name.module == "torch" and key[1] in _DTYPES)
+    outer, _, last = name.name.rpartition(".")
+    return ((name.module, outer) in table.ENUMS and not _is_special(last)) or (
+        name.module == "torch" and key[1] in _DTYPES
+    )
 
 
 _DTYPES = frozenset(table.DTYPES.split())

@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     ),  # what BUILD sets as attributes
     "flag": (Kind(FLAG | INT),),
     "float": (Kind(FLOAT | INT),),
+    "generator": (Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY | INERT, every=True),),
     "hooks": (Kind(NONE | DICT | MAPPING),),
     "inert": (Kind(INERT),),
     "int": (Kind(INT),),
@@ -63,6 +64,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "none": (Kind(NONE),),
     "npdtype": (Kind(NUMPY_DTYPE),),
     "npstate": (Kind(TUPLE, SCALARS | TUPLE | DICT | NUMPY_DTYPE),),
+    "optimizer": (Kind(DICT, SCALARS | LITERALS | TENSOR | INERT, every=True),),
     "pairs": (Kind(DICT), Kind(LIST | TUPLE, LIST | TUPLE)),
     "plain": (Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY, every=True),),
     "scalar": (Kind(SCALARS),),
@@ -166,12 +168,12 @@ _row("builtins", "range", "int ?int ?int")
 _row("builtins", "object", "")
 _row("builtins", "type", "none")
 _row("builtins", "ArithmeticError AttributeError Exception IndexError KeyError RuntimeError StopIteration TypeError "
-     "ValueError", "*scalar", state="dict")  # fmt: skip
+     "ValueError", "*scalar", BAG, state="dict")  # fmt: skip
 _row("argparse", "Namespace", "", BAG, state="fields", new=True)
 _row("types", "SimpleNamespace", "", BAG, state="fields", new=True)
 _row("collections", "OrderedDict", "|pairs", MAPPING, state="fields", fill="set")
 _row("collections", "Counter", "|dict|literal", MAPPING, fill="set")
-_row("collections", "defaultdict", "?factory ?pairs", MAPPING, fill="set")
+_row("collections", "defaultdict", "?factory ?pairs", INERT, fill="set")
 _row("collections", "deque", "?literal ?optional_int", fill="append")
 _row("collections", "ChainMap", "", BAG, state="fields", new=True)
 _row("datetime", "date datetime time timedelta timezone", "*time", TIME)
@@ -180,8 +182,6 @@ _row("decimal", "Decimal", "?scalar")
 _row("fractions", "Fraction", "text|int ?int")
 _row("functools", "partial", "name *any", BAG, state="tuple")
 _row("itertools", "count", "?int ?int")
-_row("operator", "attrgetter", "*text", BAG)
-_row("operator", "itemgetter", "*scalar", BAG)
 _row("random", "Random", "?scalar", state="plain")
 _row("re", "_compile", "text int|bytes int")
 _row("uuid", "UUID", "?text", state="plain", new=True)
@@ -200,14 +200,14 @@ for _module in ("numpy.core", "numpy._core"):
     _row(f"{_module}.numeric", "_frombuffer", "bytes npdtype shape text ?tuple/none", ARRAY)
 _row("numpy", "dtype", "text ?flag ?flag", NUMPY_DTYPE, state="npstate")
 _row("numpy.ma.core", "_mareconstruct", "masked ndarray shape text/bytes", ARRAY, state="tuple")
-_row("numpy.random._pickle", "__bit_generator_ctor", "?text/bit_generator", state="any")
+_row("numpy.random._pickle", "__bit_generator_ctor", "?text/bit_generator", state="generator")
 _row(
     "numpy.random._pickle",
     "__generator_ctor __randomstate_ctor",
     "?text/inert ?bit_generator_ctor",
     state="any",
 )
-_row("numpy.random", "__RandomState_ctor", "?text/inert ?bit_generator_ctor", state="any")
+_row("numpy.random", "__RandomState_ctor", "?text/inert ?bit_generator_ctor", state="generator")
 _row(
     "numpy.random.bit_generator",
     "__pyx_unpickle_SeedSequence",
@@ -268,7 +268,7 @@ _row("torch.nn.parameter", "Parameter Buffer", "?tensor ?flag ?none",
 _row("torch.nn.parameter", "UninitializedParameter UninitializedBuffer", "flag", TENSOR)
 _row("torch.autograd.variable", "Variable", "?tensor", TENSOR, state="tuple", new=True)
 _row("torch.nn.backends.thnn", "_get_thnn_function_backend", "")
-_row("torch.torch_version", "TorchVersion", "text", state="fields", new=True)
+_row("torch.torch_version", "TorchVersion", "text", BAG, state="fields", new=True)
 _row(
     "torch.jit._pickle",
     "build_boollist build_doublelist build_intlist build_tensorlist",
