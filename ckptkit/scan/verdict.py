@@ -121,13 +121,17 @@ def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
     yield from trace.doubts
     for name in trace.values:
         reason = trust.out_of_place(name)
-        if reason is not None and name not in trusted:
+        if reason is not None and not _is_trusted(str(name), trusted):
             yield f"holds {name}, which {reason}; whoever gets it may call it"
     for call in trace.calls:
         if call.kind == trust.ALLOCATES:
             yield f"{call.name}{call.args} takes as much memory as the file says"
-        elif call.kind == trust.UNSURE and call.name not in trusted:
+        elif call.kind == trust.UNSURE and not _is_trusted(call.name, trusted):
             yield f"does not understand {call.opcode} of {call.name} with {call.args} (byte {call.offset:,})"
+
+
+def _is_trusted(name: str, trusted: Trusted) -> bool:
+    return name in trusted and not trust.is_guarded(name)
 
 
 class Finding(NamedTuple):

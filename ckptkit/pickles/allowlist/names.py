@@ -121,6 +121,12 @@ def class_kind(name: Global) -> str:
     return HARMFUL if top_of(name) in STANDARD else UNSURE
 
 
+def is_guarded(name: str) -> bool:
+    """Return whether a full name is of Python, torch or numpy, which nobody trusts as a whole; or no name at all."""
+    top = name.partition(".")[0]
+    return top in STANDARD or top in TORCH or not top.isidentifier()
+
+
 def is_foreign(name: Global) -> bool:
     """Return whether no checkpoint names this: of Python itself, or a function of torch or numpy, and not listed."""
     last = name.name.rpartition(".")[2]
