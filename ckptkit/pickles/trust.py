@@ -30,9 +30,10 @@ from ckptkit.pickles.allowlist.names import (
 from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
 
 __all__ = [
-    "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN", "UNSURE", "WEIGHTS_ONLY",
-    "WRITTEN", "Judged", "check_fields", "check_name", "check_object", "describe", "is_foreign", "is_guarded", "is_harmful",
-    "is_known", "judge_call", "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
+    "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN",
+    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "check_fields", "check_name", "check_object",
+    "describe", "is_foreign", "is_guarded", "is_harmful", "is_known", "judge_call",
+    "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
 ]  # fmt: skip
 
 
