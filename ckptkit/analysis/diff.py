@@ -9,14 +9,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit import compute
+from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
 from ckptkit.analysis.matching import Matching, match
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.compute import Difference
+from ckptkit.core import display
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import escape, plural, shape
-from ckptkit.doctor import advice
+from ckptkit.core.text import escape, plural
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -92,28 +93,9 @@ class Diff:
         looks = [f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}" for pairs, what in counted if pairs]
         return f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both sides{''.join(looks)}"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from ckptkit.views import notebook
-
-        pairs = (*self.renamed, *self.reshaped)
-        old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
-        missing = [name for name in self.missing if name not in new]
-        unexpected = [name for name in self.unexpected if name not in old]
-        renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
-        kinds = [(name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}") for name, a, b in self.mismatched]
-        changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in self.changed]
-        tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
-            ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
-            ("missing (not in A)", len(missing), ("name",), notebook.folded(missing)),
-            ("unexpected (only in A)", len(unexpected), ("name",), notebook.folded(unexpected)),
-            ("mismatched", len(kinds), ("name", "A", "B"), kinds),
-            ("changed", len(changed), ("name", "elements", "largest difference"), changed),
-        )
-        shown = [
-            notebook.table(f"{title}: {count:,}", headers, rows) for title, count, headers, rows in tables if count
-        ]
-        return notebook.page(self.summary, (*shown, *(notebook.line(f"hint: {each}") for each in self.advice)))
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows."""
+        return display.html(self)
 
     def __str__(self) -> str:
         """The summary, the first names of each kind, and what to type."""

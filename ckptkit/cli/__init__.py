@@ -1,8 +1,8 @@
 """The command line: words and options only. A command parses, calls the library once, and prints.
 
 Commands are imported when they are run, and the library inside their bodies, so that none pays for another.
-Exit codes are decided here and nowhere else: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed,
-5 a bug of ours, 130 interrupted, 141 the reader of the pipe is gone.
+Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed, 5 a bug, 130 interrupted,
+141 the reader of the pipe is gone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ COMMANDS = (
     "average", "merge", "ema", "run", "recover", "doctor", "scan", "stats", "show", "report", "browse",
     "verify", "digest", "batch", "completion", "train", "formats", "env",
 )  # fmt: skip
+ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands with a room of their own
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 # What people type who look for a command that has another name here.
@@ -47,7 +48,8 @@ class CommandLine(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"ckptkit.cli.{name.replace('-', '_')}").command
+        module = ELSEWHERE.get(name, f"ckptkit.cli.{name.replace('-', '_')}")
+        command: click.Command = import_module(module).command
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
 

@@ -19,6 +19,7 @@ from ckptkit.core.errors import ModelError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
+from ckptkit.loading import building
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
 from ckptkit.transforms import module_versions
@@ -278,10 +279,10 @@ def diff(
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
-        other = compute.model_from(other)
+        other = building.model_from(other)
     if isinstance(other, (str, os.PathLike, Checkpoint)):
         weights = open_checkpoint(other, key=key).weights
         return reports.compare(ck.weights, weights, values=values, atol=atol, rtol=rtol, name=name)
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
-    return reports.against(ck.weights, compute.model_shapes(other), name=name)
+    return reports.against(ck.weights, building.model_shapes(other), name=name)

@@ -1,8 +1,8 @@
 """Names: strip and add prefixes, rename, select.
 
 All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on a state_dict
-(:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its plain state_dict: its own names are
-attributes of classes that are not ours to change.
+(:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its plain state_dict: the names in it
+are attributes of the user's classes.
 """
 
 from __future__ import annotations
