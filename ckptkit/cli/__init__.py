@@ -23,11 +23,23 @@ from ckptkit import __version__
 from ckptkit.cli import render
 from ckptkit.core.errors import CkptkitError, InputError
 
-COMMANDS = (
-    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap",
-    "average", "merge", "ema", "run", "recover", "doctor", "scan", "stats", "show", "report", "browse",
-    "verify", "digest", "batch", "completion", "train", "formats", "env",
-)  # fmt: skip
+# The commands, in the groups and the order in which --help lists them, each with its topic of the manual.
+GROUPS = {
+    "Look": {
+        "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values", "show": "values",
+        "report": "pictures", "browse": "pictures",
+    },
+    "Change": {
+        "strip-module": "commands", "add-module": "commands", "remap": "commands", "convert": "formats",
+        "rename": "diagnosis", "extract": "fidelity", "wrap": "fidelity", "run": "recipes",
+    },
+    "Combine": {"average": "recipes", "merge": "recipes", "ema": "recipes"},
+    "Check": {"scan": "security", "verify": "integrity", "digest": "integrity", "recover": "integrity"},
+    "Many files": {"batch": "many-files"},
+    "Other": {"train": "trainer", "completion": "shell", "formats": "formats", "env": "library", "help": "commands"},
+}  # fmt: skip
+TOPICS = {name: topic for group in GROUPS.values() for name, topic in group.items()}
+COMMANDS = tuple(TOPICS)
 ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands with a room of their own
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
@@ -50,11 +62,24 @@ class CommandLine(click.Group):
             return None
         module = ELSEWHERE.get(name, f"ckptkit.cli.{name.replace('-', '_')}")
         command: click.Command = import_module(module).command
+        command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
 
             completing.teach(command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands in their groups."""
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            rows = []
+            for name in names:
+                command = self.get_command(ctx, name)
+                assert command is not None
+                rows.append((name.ljust(width), command.get_short_help_str(formatter.width - width - 6)))
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -39,15 +39,31 @@ def test_every_command_has_help_with_an_example(ckptkit: Ckptkit, name: str) -> 
 def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
     result = ckptkit("--help")
     assert result.exit_code == 0
-    listed = [line.split(maxsplit=1) for line in result.stdout.partition("Commands:\n")[2].splitlines()]
+    lines = result.stdout.partition("Look:\n")[2].splitlines()
+    listed = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
     assert [words[0] for words in listed] == list(cli.COMMANDS)
     assert not any(words[1].endswith("...") for words in listed)
+    assert [line for line in lines if line and line[0] != " "] == [f"{title}:" for title in [*cli.GROUPS][1:]]
+
+
+def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
+    listed = {line.split()[0] for line in ckptkit("help").stdout.splitlines()[1:]}
+    assert {*cli.TOPICS.values()} <= listed
+    assert "Manual: ckptkit help formats" in ckptkit("convert", "--help").stdout
+
+
+def test_help_shows_pages_and_commands(ckptkit: Ckptkit) -> None:
+    page = ckptkit("help", "diagnosis").stdout
+    assert page.startswith("# Why a checkpoint does not load") and "<!--" not in page and "```" not in page
+    assert ckptkit("help", "scan").stdout == ckptkit("scan", "--help").stdout
+    near = ckptkit("help", "formts")
+    assert near.exit_code == 2 and "did you mean formats" in near.stderr
 
 
 def test_no_command_is_usage_with_the_help(ckptkit: Ckptkit) -> None:
     result = ckptkit()
     assert result.exit_code == 2
-    assert "Commands:" in result.stdout
+    assert "Look:" in result.stdout
 
 
 def test_version(ckptkit: Ckptkit) -> None:
