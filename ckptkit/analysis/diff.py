@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from ckptkit.compute import Difference
 from ckptkit.core import display
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import escape, plural
+from ckptkit.core.text import escape, plural, some
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -105,13 +105,8 @@ class Diff:
             "mismatched": [each.name for each in self.mismatched],
             "changed": [each.name for each in self.changed],
         }
-        named = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        named = [f"{kind}: {some(names, 8)}" for kind, names in kinds.items() if names]
         return "\n".join(map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice))))
-
-
-def _some(names: Sequence[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def compare(

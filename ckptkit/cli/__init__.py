@@ -22,6 +22,7 @@ import click
 from ckptkit import __version__
 from ckptkit.cli import render
 from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.text import nearest
 
 # The commands, in the groups and the order in which --help lists them, each with its topic of the manual.
 GROUPS = {
@@ -135,12 +136,11 @@ class UnknownCommand(click.UsageError):
     """`word` is no command; ``hint`` is what may have been meant."""
 
     def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
-        from difflib import get_close_matches
         from shlex import join
 
         super().__init__(f"No such command {word!r}.", ctx)
         near = [SYNONYMS[word]] if word in SYNONYMS else [name for name in COMMANDS if name.startswith(word)]
-        near = near or get_close_matches(word, COMMANDS)
+        near = near or nearest(word, COMMANDS)
         self.hint = f"`{ctx.command_path} --help` explains"
         if near:
             self.hint = f"did you mean {', '.join(near)}? {self.hint}"

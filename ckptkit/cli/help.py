@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ckptkit.cli import COMMANDS, render
+from ckptkit.core.text import meant
 
 FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
@@ -67,10 +68,6 @@ def _schema(name: str) -> str:
 
 
 def _unknown(word: str, known: list[str], kind: str) -> click.UsageError:
-    from difflib import get_close_matches
-
     error = click.UsageError(f"No such {kind} {word!r}.")
-    near = get_close_matches(word, known)
-    meant = f"did you mean {', '.join(near)}? " if near else ""
-    error.hint = f"{meant}`ckptkit help` lists the topics"  # type: ignore[attr-defined]
+    error.hint = f"{meant(word, known)}`ckptkit help` lists the topics"  # type: ignore[attr-defined]
     return error

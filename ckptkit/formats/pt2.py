@@ -24,7 +24,6 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.containers import strict_json
-from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
@@ -32,6 +31,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node, OrderedDict
 from ckptkit.formats.common import zip_extras
 from ckptkit.formats.format import Format, Probe

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from struct import Struct
 
 from ckptkit.containers.tar import Member, first_name, is_tar, read_members
-from ckptkit.containers.zip_entries import shown
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.formats.format import Format, Probe

@@ -17,6 +17,7 @@ from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import ModelError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.loading import building
@@ -63,18 +64,12 @@ class LoadReport:
     def faults(self) -> Iterator[str]:
         """A line for each way in which file and model differ."""
         if self.missing:
-            yield f"missing in the file: {_some(self.missing)}"
+            yield f"missing in the file: {some(self.missing, 8)}"
         if self.unexpected:
-            yield f"not in the model: {_some(self.unexpected)}"
+            yield f"not in the model: {some(self.unexpected, 8)}"
         if self.mismatched:
             shapes = [f"{name} {a} instead of {b}" for name, (a, b) in self.mismatched.items()]
-            yield f"of another shape: {_some(shapes)}"
-
-
-def _some(names: Iterable[str], shown: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+            yield f"of another shape: {some(shapes, 8)}"
 
 
 def load_into(

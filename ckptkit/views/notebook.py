@@ -15,7 +15,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.fold import Item, fold
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import escape, plural, shape, size
+from ckptkit.core.text import and_more, escape, plural, shape, size
 from ckptkit.core.tree import LEAVES, Node, children, key_text
 from ckptkit.core.weights import Weights
 
@@ -41,7 +41,7 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], ope
     """A table below its title, which opens and closes it; the first of very many rows."""
     cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
     head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
-    more = line(f"and {len(rows) - ROWS:,} more") if len(rows) > ROWS else ""
+    more = line(and_more(len(rows) - ROWS).strip()) if len(rows) > ROWS else ""
     return (
         f"<details{' open' if opened else ''}><summary>{text(title)}</summary>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>{more}</details>"

@@ -24,10 +24,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
-from ckptkit.formats.dcp.metadata import Chunk, Place, shown
+from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 

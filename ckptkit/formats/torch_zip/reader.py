@@ -16,13 +16,14 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-from ckptkit.containers.zip_entries import REPLACED, shown
+from ckptkit.containers.zip_entries import REPLACED
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.plan import Patch, Plan
 from ckptkit.core.tensor import Storage
+from ckptkit.core.text import shown
 from ckptkit.formats.common import zip_extras
 from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
 from ckptkit.formats.torch_zip import extra_records
