@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from ckptkit import formats
+from ckptkit.formats.format import Format, Lazy
+from ckptkit.formats.table import FORMATS
 from tests.conftest import ENVIRONMENT
 from tests.matrix import Fixture
 
@@ -84,11 +86,9 @@ def test_the_spy_sees_all(tmp_path: Path) -> None:
     assert {"click", "numpy"} <= {*others}
 
 
-@pytest.mark.parametrize("name", formats.MODULES)
-def test_formats_are_what_the_table_says(name: str) -> None:
-    """The names and suffixes by which a format is found without importing the others."""
-    format = formats.by_name(name)
-    assert format is not None
-    assert format.name == name
-    assert {*format.suffixes} == {suffix for suffix, each in formats.SUFFIXES.items() if each == name}
+@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
+def test_every_function_of_a_format_is_there(format: Format) -> None:
+    """The table names them as text."""
+    functions = [getattr(format, field.name) for field in fields(format)]
+    assert all(callable(each._function) for each in functions if isinstance(each, Lazy))
     assert format.layout is not None or not format.suffixes

@@ -20,10 +20,10 @@ from ckptkit.core.plan import OutputFile, Plan, crc32_combine
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Global, Node, OrderedDict
-from ckptkit.formats.common import zip_extras
+from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import is_utf8
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.npy import header, read_array
 
 SUFFIX = ".npy"
@@ -52,7 +52,7 @@ def read(probe: Probe) -> Checkpoint:
         if array.pickled is not None:
             globals.update(dict.fromkeys(array.pickled.globals))
             warnings += [f"array {shown(name)} holds objects of Python: a pickle", *array.pickled.warnings]
-    return Checkpoint(root, FORMAT.name, archive.source, globals=tuple(globals), warnings=tuple(warnings))
+    return Checkpoint(root, table.NPZ.name, archive.source, globals=tuple(globals), warnings=tuple(warnings))
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -113,9 +113,3 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
     if tensor.storage is None or tensor.layout != "strided":
         return "meta" if tensor.storage is None else tensor.layout
     return tensor.dtype.name if tensor.dtype.numpy is None else None
-
-
-FORMAT = Format(
-    "npz", "an archive of numpy arrays", matches, read, (".npz",), layout, check=zip_extras.check,
-    pickles=zip_extras.pickles,
-)  # fmt: skip

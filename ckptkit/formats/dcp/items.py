@@ -119,7 +119,7 @@ class Files:
         key = file, offset
         if key not in self._headers:
             source = self.folder.open(file)
-            read = safetensors.FORMAT.read(Probe(Section(source, offset, source.size - offset)))
+            read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
             tensors = read.root if isinstance(read.root, dict) else {}
             self._headers[key] = Header(tensors, _saved_offsets(read.metadata.get(_SHARDING, "{}")))
         return self._headers[key]

@@ -10,11 +10,10 @@ from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import some
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import TORCH_LEGACY, TORCH_ZIP
 
-FORMATS = (zip_archive.FORMAT, torch_legacy.FORMAT)
+FORMATS = (TORCH_ZIP, TORCH_LEGACY)
 _SIZE = Global("torch", "Size")
 
 

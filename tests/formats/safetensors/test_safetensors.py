@@ -42,7 +42,7 @@ from ckptkit.core.plan import Deferred, Plan, Summed
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import TORCH_ZIP
 
 State = dict[str, torch.Tensor]
 SHARED = [row.name for row in TABLE if row.safetensors and hasattr(torch, row.name)]
@@ -88,7 +88,7 @@ def sample(name: str) -> torch.Tensor:
 def saved(state: object, folder: Path) -> Checkpoint:
     """What ckptkit reads of what torch saves."""
     torch.save(state, folder / "saved.pth")
-    return zip_archive.FORMAT.read(Probe(LocalFile(folder / "saved.pth")))
+    return TORCH_ZIP.read(Probe(LocalFile(folder / "saved.pth")))
 
 
 def executed(plan: Plan) -> bytes:
@@ -954,8 +954,8 @@ def test_records_are_not_inherited(tmp_path: Path) -> None:
 def test_a_checkpoint_of_torch_comes_back_through_safetensors(tmp_path: Path) -> None:
     state = Tied().state_dict()
     written(saved({"epoch": 3, "state_dict": state}, tmp_path), tmp_path / "x.safetensors")
-    assert zip_archive.FORMAT.layout is not None
-    plan = zip_archive.FORMAT.layout(read_file(tmp_path / "x.safetensors"), WriteOptions())
+    assert TORCH_ZIP.layout is not None
+    plan = TORCH_ZIP.layout(read_file(tmp_path / "x.safetensors"), WriteOptions())
     (tmp_path / "y.pth").write_bytes(executed(plan))
     again = torch.load(tmp_path / "y.pth", weights_only=True)
     assert type(again) is OrderedDict and list(again) == list(state)
