@@ -30,7 +30,7 @@ FORBIDDEN_METHODS = ("extractall", "unpack_archive", "find_class")
 # Methods that are forbidden in a file that imports one of these modules.
 ARCHIVES = ("tarfile", "zipfile")
 # Modules named at run time: ckptkit's own, imported when they are used, and the model class that the user typed.
-IMPORTERS = {"__init__.py", "compute/__init__.py", "formats/__init__.py", "loading/building.py", "cli/__init__.py"}
+IMPORTERS = {"__init__.py", "compute/__init__.py", "formats/format.py", "loading/building.py", "cli/__init__.py"}
 
 
 def found(source: str) -> Iterator[str]:
