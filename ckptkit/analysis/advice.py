@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import join
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
 WRAPPERS = ("module.", "_orig_mod.")

@@ -14,7 +14,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights
-from ckptkit.pickles.allowlist import describe, is_harmful
+from ckptkit.pickles.trust import describe, is_harmful
 
 
 class Row(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckptkit.core.text import plural, some
 from ckptkit.core.tree import Global, Node, Object, SetNode, join
-from ckptkit.pickles.allowlist import describe, refused_by_weights_only
 from ckptkit.pickles.pruning import parts, without
+from ckptkit.pickles.trust import describe, refused_by_weights_only
 
 SHOWN = 8  # names in a note
 

@@ -74,7 +74,7 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that a pickle machine would make, the first of its `kind` (of `ckptkit.pickles.allowlist`) for this callable."""
+    """A call that a pickle machine would make, the first of its `kind` (of `ckptkit.pickles.trust`) for this callable."""
 
     name: str  # what is called
     opcode: str

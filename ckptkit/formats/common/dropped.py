@@ -12,7 +12,7 @@ from ckptkit.core.text import and_more, shown, some
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats.common.plain_json import encode, is_plain, is_utf8
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))

@@ -33,9 +33,9 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
-from ckptkit.pickles.allowlist import is_harmful
 from ckptkit.pickles.globals import dtype_of
 from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.trust import is_harmful
 
 NAME = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
