@@ -56,7 +56,7 @@ def command(file: str, spec: str | None, args: dict[str, object], key: str | Non
 
 
 def _model(spec: str | None, args: dict[str, object]) -> Any:
-    from ckptkit.compute import model_from
+    from ckptkit.loading.building import model_from
 
     return None if spec is None else model_from(spec, args)
 

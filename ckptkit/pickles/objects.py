@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptkit.core.text import plural, some
 from ckptkit.core.tree import Global, Node, Object, SetNode, join
 from ckptkit.pickles.pruning import parts, without
 from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
@@ -18,9 +19,7 @@ def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
     if not dropped:
         return root, ()
     named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
-    more = ", ..." if len(named) > SHOWN else ""
-    count = "1 value" if len(named) == 1 else f"{len(named):,} values"
-    return pruned, (f"left out {count} that weights_only refuses: {', '.join(named[:SHOWN])}{more}",)
+    return pruned, (f"left out {plural(len(named), 'value')} that weights_only refuses: {some(named, SHOWN)}",)
 
 
 def _is_refused(node: Node) -> bool:
