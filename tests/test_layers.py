@@ -68,11 +68,9 @@ OTHERS = {
     "aiohttp": ("remote",),
     "safetensors": ("bridge",),
     "distributed": ("workers",),
-    "typing_extensions": None,
     "yaml": ("recipes",),
-    "tomli": ("recipes",),
 }
-LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed", "typing_extensions")
+LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed")
 TRAINER_IS_SEEN_BY = "cli.train"
 
 LONGEST_FUNCTION = 60

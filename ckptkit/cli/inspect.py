@@ -120,9 +120,9 @@ def _digests(rows: list[Row]) -> list[str | None]:
 
 
 def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
+    from ckptkit.analysis.advice import advise
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
-    from ckptkit.doctor.advice import advise
 
     summary = summarize(checkpoint)
     rows = _rows(summary, want)

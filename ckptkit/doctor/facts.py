@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ckptkit.analysis.advice import TORCH, convert, edit
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.tree import Node, join
-from ckptkit.doctor.advice import TORCH, convert, edit
 
 SHOWN = 4  # names in a sentence
 FOLDERS = {
