@@ -92,12 +92,16 @@ def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
 
 def _devices(facts: Facts) -> Iterator[Cause]:
     held = Counter(row.tensor.device for row in facts.summary.rows)
-    away = [device for device in held if device != "meta" and not _is_here(device, facts.devices)]
+    here = ("cpu",) if facts.devices is None else facts.devices
+    away = [device for device in held if device != "meta" and not _is_here(device, here)]
+    lacks = "which this machine does not have"
+    if facts.devices is None:
+        lacks = "and torch, which would know if this machine has it, is not installed"
     if away and facts.summary.format in TORCH_FILES:
         yield Cause(
             "device",
             ERROR,
-            f"It was saved on {some(away)}, which this machine does not have.",
+            f"It was saved on {some(away)}, {lacks}.",
             'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA device". '
             "map_location='cpu' does the same as this command, each time anew.",
             edit("remap", facts.path, "cpu", "--to", "cpu"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute, formats
 from ckptkit.analysis.matching import Kind
-from ckptkit.analysis.summary import summarize
+from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import verify
 from ckptkit.api import Conversion, PathLike, convert, open_place
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -199,14 +199,12 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
 
 def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:
     summary = summarize(checkpoint)
-    tags = {row.tensor.device for row in summary.rows} - {"cpu", "meta"}
-    devices: Any = compute.environment()["devices"] if tags else ("cpu",)
     source = checkpoint.source
     facts = Facts(
         path,
         summary,
         checkpoint.root,
-        devices=tuple(devices),
+        devices=_devices(summary),
         lacking=_lacking(checkpoint),
         ambiguous=_ambiguous(checkpoint),
         no_index=isinstance(source, Folder)
@@ -216,6 +214,14 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         with_model=with_model,
     )
     return content.causes(facts)
+
+
+def _devices(summary: Summary) -> tuple[str, ...] | None:
+    """The devices of this machine, None where torch would have to be asked and is not installed."""
+    if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
+        return ("cpu",)
+    here: Any = compute.environment()
+    return tuple(here["devices"]) if here["torch"] else None
 
 
 def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
