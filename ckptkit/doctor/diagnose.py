@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute, formats
 from ckptkit.analysis.matching import Kind
+from ckptkit.analysis.pairing import prefixes
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import verify
 from ckptkit.api import Conversion, PathLike, convert, open_place
@@ -33,7 +34,7 @@ from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
-from ckptkit.loading.model import is_implied, prefixes
+from ckptkit.loading.model import is_implied
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
@@ -257,17 +258,17 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
         return [Cause("no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it.")]
     theirs = {name: Kind(*kind) for name, kind in compute.model_shapes(model).items()}
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
-    strip, add = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
+    way = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
     versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
-    there = {add + name.removeprefix(strip) for name in ours}
+    there = {way(name) for name in ours}
     wanted = {
         name: kind
         for name, kind in theirs.items()
-        if name in there or not is_implied(strip + name.removeprefix(add), versions)
+        if name in there or not is_implied(way.strip + name.removeprefix(way.add), versions)
     }
     for name, kind in ours.items():  # torch before 0.4 had no shape ()
-        other = wanted.get(add + name.removeprefix(strip))
+        other = wanted.get(way(name))
         if kind.shape == (1,) and other is not None and other.shape == ():
             ours[name] = Kind(kind.dtype, ())
     ties = [[name for name in same if name in wanted] for same in compute.model_ties(model)]
-    return fit.causes(fit.Fitting(path, ours, wanted, strip, add, ties, options))
+    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options))

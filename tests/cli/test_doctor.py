@@ -174,6 +174,93 @@ def test_renamed(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     net().load_state_dict(load(paste(found["renamed"])))
 
 
+MOST = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes=3):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, classes)
+"""
+
+
+def most(folder: Path, prefix: str = "", **options: int) -> tuple[nn.Module, Path]:
+    """A net, and a file with its weights, of which most begin otherwise than they do in the net."""
+    (folder / "nets.py").write_text(MOST)
+    namespace: dict[str, Any] = {}
+    exec(MOST, namespace)
+    torch.manual_seed(1)
+    state = namespace["Net"](**options).state_dict()
+    state = {
+        name.replace("layers.", "encoder.blocks.").replace("embed.", "tok."): value for name, value in state.items()
+    }
+    torch.save({prefix + name: value for name, value in state.items()}, folder / "run.pth")
+    return namespace["Net"](), folder / "run.pth"
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_most_keys_have_another_beginning(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, prefix: str
+) -> None:
+    """What is right already stays so, whichever of the commands is typed."""
+    model, path = most(tmp_path, prefix)
+    options = ("--model", f"{tmp_path / 'nets.py'}:Net")
+    found = diagnose(path, *options)
+    right = [name for name in model.state_dict() if name.startswith(("norm.", "head."))]
+    for cause in found.values():
+        keys = {key.removeprefix(prefix) for key in load(paste(cause))}
+        assert keys >= {*right}
+    keys = {name.removeprefix("module.") for name in load(path)}
+    named = {part.split(" -> ")[0] for part in found["renamed"]["title"].partition(": ")[2].split(", ")}
+    assert all(name.removeprefix(prefix) in keys for name in named if "." in name and " and " not in name)
+    done = ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
+    assert done.exit_code == 0 and "left without a change" not in done.stderr
+    fixed, source = load(tmp_path / "fixed.pth"), load(path)
+    model.load_state_dict(fixed)
+    assert torch.equal(fixed["embed.weight"], source[prefix + "tok.weight"])
+    assert torch.equal(fixed["layers.3.bias"], source[prefix + "encoder.blocks.3.bias"])
+
+
+def test_a_new_beginning_alone_is_one_substitution(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    model, path = most(tmp_path)
+    state = {name.replace("tok.", "embed."): value for name, value in load(path).items()}
+    torch.save(state, path)
+    found = diagnose(path, "--model", f"{tmp_path / 'nets.py'}:Net")
+    assert found.keys() == {"renamed"} and " --sub " in found["renamed"]["command"]
+    model.load_state_dict(load(paste(found["renamed"])))
+
+
+def test_a_new_beginning_and_another_head(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    _, path = most(tmp_path, classes=5)
+    options = ("--model", f"{tmp_path / 'nets.py'}:Net")
+    assert diagnose(path, *options).keys() == {"renamed", "mismatched"}
+    ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
+    assert diagnose(tmp_path / "fixed.pth", *options).keys() == {"mismatched"}
+    head = [name for name in load(tmp_path / "fixed.pth") if "head" in name]
+    assert head == ["head.weight", "head.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norm_of_either_kind(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\nfrom torch.nn.utils import weight_norm, parametrizations\n"
+        "def old():\n    return nn.Sequential(weight_norm(nn.Linear(3, 2)))\n"
+        "def new():\n    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec((tmp_path / "nets.py").read_text(), namespace)
+    for kind in ("old", "new"):
+        torch.save(namespace[kind]().state_dict(), tmp_path / f"{kind}.pth")
+    nets = f"{tmp_path / 'nets.py'}:"
+    namespace["new"]().load_state_dict(load(tmp_path / "old.pth"))  # by a hook of torch
+    assert diagnose(tmp_path / "old.pth", "--model", f"{nets}new", code=0) == {}
+    found = diagnose(tmp_path / "new.pth", "--model", f"{nets}old")
+    assert found.keys() == {"renamed"} and "100%" in found["renamed"]["explanation"]
+    namespace["old"]().load_state_dict(load(paste(found["renamed"])))
+
+
 def test_mismatched(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NET)
     torch.save(net(classes=7).state_dict(), tmp_path / "run.pth")
