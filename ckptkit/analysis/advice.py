@@ -104,10 +104,15 @@ def _waste(summary: Summary, path: str) -> Iterator[str]:
 
 def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Weights that quantised layers keep out of the state_dict."""
-    number = sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
+    number = packed(summary)
     if number:
         command = convert(path, "float", "--dequantize")
         yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
+
+
+def packed(summary: Summary) -> int:
+    """The number of quantized tensors that are not in the state_dict."""
+    return sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
@@ -123,7 +128,7 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     said = f"torch.load(weights_only=True) refuses {_some(refused)}"
     if summary.weights is not None and summary.is_module:
         yield f"{said}; for the weights alone: {edit('convert', path, 'weights', suffix='.safetensors')}"
-    elif summary.objects:
+    elif summary.objects and summary.survives_dropping():
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said

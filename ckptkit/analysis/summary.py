@@ -78,6 +78,18 @@ class Summary:
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
     is_module: bool = False  # whether the weights are those of a whole pickled module
 
+    def survives_dropping(self) -> bool:
+        """Whether `--objects drop` leaves a tensor, or a value where there is no tensor."""
+        inside = {tuple(map(_identity, each.path)) for each in self.objects}
+
+        def is_outside(path: Path) -> bool:
+            keys = tuple(map(_identity, path))
+            return not any(keys[:depth] in inside for depth in range(len(keys) + 1))
+
+        if self.rows:
+            return any(row.tensor.kind != "ndarray" and is_outside(row.path) for row in self.rows)
+        return any(row.value is not None and is_outside(row.path) for row in self.values)
+
     def in_module(self, path: Path) -> bool:
         """Whether a value is an attribute somewhere inside the pickled module that holds the weights."""
         base = self.weights if self.is_module else None
@@ -199,6 +211,11 @@ class _Survey:
             storage_nbytes=storage_nbytes,
             unused_nbytes=sum(rest for rest in free if rest > 0),
         )
+
+
+def _identity(key: Node) -> object:
+    """What says which key it is, without a comparison that a file could make run for long."""
+    return key if key.__class__ is str or key.__class__ is int else id(key)
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -7,11 +7,12 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ckptkit.analysis.advice import TORCH, argument, convert, edit
+from ckptkit.analysis.advice import TORCH, argument, convert, edit, packed
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 
 OTHER_FILES = ("safetensors", "npz", "npy", "pickle", "pt2")  # that torch.load refuses
+_PACKED = " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes float32 of them."
 _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 
@@ -73,14 +74,16 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
 
 def _program(facts: Facts) -> Iterator[Cause]:
     if facts.summary.format == "torchscript":
+        dequantize = packed(facts.summary) > 0
+        options = ["--dequantize"] * dequantize
         yield Cause(
             "program",
             WARNING,
             "It is a TorchScript program, not a state_dict.",
             "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
-            "your own needs its weights.",
-            convert(facts.path, "weights"),
-            Fix(bare=is_wrapped(facts)),
+            "your own needs its weights." + _PACKED * dequantize,
+            convert(facts.path, "weights", *options),
+            Fix(bare=is_wrapped(facts), dequantize=dequantize),
         )
 
 

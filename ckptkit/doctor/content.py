@@ -68,6 +68,8 @@ def _refused(facts: Facts) -> Iterator[Cause]:
         return
     harm = [each for each in summary.warnings if each.startswith("loading it with pickle would call")]
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
+    if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
+        what += " It holds nothing else, and no weights: without such values nothing would be left."
     yield Cause(
         "weights-only",
         ERROR,
@@ -85,7 +87,7 @@ def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
         return edit("convert", facts.path, "weights", suffix=".safetensors"), None
     if is_wrapped(facts):
         return alone(facts, "weights"), Fix(bare=True, drop_objects=True)
-    if arrays and len(arrays) == len(facts.summary.rows):
+    if not facts.summary.survives_dropping():
         return None, None  # there is nothing else in it
     return convert(facts.path, "plain", "--objects", "drop"), Fix(drop_objects=True)
 
@@ -115,18 +117,19 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
     """Whether much of the file is the state of optimizers."""
-    everything, optimizers = 0, 0
     inside: int | None = None  # depth of an optimizer, while the walk is in it
-    seen: set[int] = set()
+    theirs: dict[int, int] = {}  # bytes of each storage, by its id
+    others: dict[int, int] = {}  # optimizers may hold the weights themselves
     for path, node in walk(facts.root):
         inside = None if inside is not None and len(path) <= inside else inside
         if inside is None and path and is_optimizer(node):
             inside = len(path)
         tensor = as_tensor(node)
-        if tensor is not None and tensor.storage is not None and id(tensor.storage) not in seen:
-            seen.add(id(tensor.storage))
-            everything += tensor.storage.nbytes
-            optimizers += tensor.storage.nbytes if inside is not None else 0
+        if tensor is not None and tensor.storage is not None:
+            side = others if inside is None else theirs
+            side[id(tensor.storage)] = tensor.storage.nbytes
+    everything = sum({**theirs, **others}.values())
+    optimizers = sum(nbytes for storage, nbytes in theirs.items() if storage not in others)
     if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, WASTE):
         yield Cause(
             "optimizer",

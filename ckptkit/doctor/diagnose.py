@@ -112,6 +112,10 @@ def cure(
 
 
 def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+    if fix.dequantize:
+        from ckptkit.transforms.quantized import dequantize
+
+        yield dequantize
     if fix.bare:
         yield bare
     if fix.strip:

@@ -402,6 +402,47 @@ def test_optimizer(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     model.load_state_dict(load(small))
 
 
+def test_optimizer_of_the_weights_themselves(diagnose: Diagnose, tmp_path: Path) -> None:
+    """Its groups hold the parameters: without it the file would be as large."""
+    model = nn.Linear(512, 512)
+    groups = [{"params": list(model.parameters()), "lr": 0.1}]
+    held = {"param_groups": groups, "state": {}}
+    torch.save({"optimizer": held, "model": model.state_dict()}, tmp_path / "run.pth")
+    assert load(tmp_path / "run.pth")["model"]["weight"].data_ptr()
+    assert "optimizer" not in diagnose(tmp_path / "run.pth")
+
+
+class Arguments:
+    """As transformers pickles them, in training_args.bin."""
+
+    lr = 0.1
+
+
+@pytest.mark.parametrize("value", [Arguments(), [Arguments()], {"a": Arguments(), "b": None}])
+def test_dropping_objects_that_are_all_there_is(
+    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, value: object
+) -> None:
+    torch.save(value, tmp_path / "training_args.bin")
+    found = diagnose(tmp_path / "training_args.bin")
+    assert found["weights-only"]["command"] is None and not found["weights-only"]["fixable"]
+    assert "--objects drop" not in ckptkit("inspect", tmp_path / "training_args.bin").stdout
+    ckptkit("doctor", tmp_path / "training_args.bin", "--fix", tmp_path / "fixed.bin")
+    done = ckptkit("convert", tmp_path / "training_args.bin", tmp_path / "x.pth", "--objects", "drop")
+    assert done.exit_code == 2 and "nothing is left" in done.stderr
+    assert not (tmp_path / "fixed.bin").exists() and not (tmp_path / "x.pth").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantized_program(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    made: Any = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear})
+    torch.jit.save(torch.jit.script(made), tmp_path / "q.pt")
+    cause = diagnose(tmp_path / "q.pt")["program"]
+    state = load(paste(cause))
+    assert torch.equal(state["0.weight"], made[0].weight().dequantize())
+    assert ckptkit("doctor", tmp_path / "q.pt", "--fix", tmp_path / "fixed.pt").exit_code == 0
+    assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
+
+
 def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1000, 1000)[:2]}, tmp_path / "run.pth")
     small = paste(diagnose(tmp_path / "run.pth")["slices"])
