@@ -21,7 +21,7 @@ NAMED = 4  # globals that are named before "and N more"
 def advise(summary: Summary) -> tuple[str, ...]:
     """Sentences that end in a command, for what keeps this checkpoint from loading or makes it larger than it is."""
     path = summary.path
-    found = (_prefixes, _devices, _waste, _packed, _objects, _others)
+    found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
     return tuple(line for advice in found for line in advice(summary, path))
 
 
@@ -132,6 +132,14 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said
+
+
+def _inner(summary: Summary, path: str) -> Iterator[str]:
+    """Byte strings that are files: checkpoints that a library packed into its own."""
+    if summary.inner:
+        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner]
+        look = shlex.join(("ckptkit", "scan", *argument(path)))
+        yield f"byte strings that are files of their own, not looked into here: {_some(places)}; {look} does"
 
 
 def _others(summary: Summary, path: str) -> Iterator[str]:

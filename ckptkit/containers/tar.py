@@ -22,6 +22,7 @@ from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
 
+_HERE = re.compile(r"^(\./)+")
 BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
@@ -89,9 +90,10 @@ def read_members(source: ByteSource) -> dict[str, Member]:
     folded: set[str] = set()
     links: list[str] = []
     for member, link in _members(source):
-        if member.name.lower() in folded:
+        place = _HERE.sub("", member.name.lower())
+        if place in folded:
             raise AmbiguousError(f"two members have the name {shown(member.name)}")
-        folded.add(member.name.lower())
+        folded.add(place)
         members[member.name] = member
         links += [link] if link else []
         check("tar_members", len(members), "members of a tar file")
@@ -205,12 +207,19 @@ def _member(header: _Header, records: dict[bytes, bytes], data: Range) -> tuple[
 
 
 def _name(name: bytes, kind: str) -> str:
-    """The name as text: torch's are four words, and other tar files have names that everybody reads alike."""
+    """The name as text: torch's are four words, and other tar files have names that everybody reads alike.
+
+    A leading ``./`` stays: what `tar -C FOLDER .` packs is in the same places without it, but torch looks for its
+    records without it.
+    """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")
     if not text.isascii() or not text.isprintable() or not text:
         raise FormatError(f"a tar member has the name {shown(name)}")
-    parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
+    inside = _HERE.sub("", text)
+    if kind == "folder" and inside in ("", "."):  # the folder that `tar -C FOLDER .` packs
+        return text
+    parts = (inside[:-1] if kind == "folder" and inside.endswith("/") else inside).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
         raise PathError(f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}")
     return text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from ckptkit.analysis.advice import WASTE, convert, edit
+from ckptkit.analysis.advice import WASTE, argument, convert, edit
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import container, names
@@ -18,7 +19,7 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 
 def causes(facts: Facts) -> list[Cause]:
     """All that apply, those of the container first."""
-    looks = (container.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices)
+    looks = (container.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices, _inner)
     return [cause for look in looks for cause in look(facts)]
 
 
@@ -151,4 +152,18 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each tensor.",
             convert(facts.path, "compact", "--compact"),
             Fix(compact=True),
+        )
+
+
+def _inner(facts: Facts) -> Iterator[Cause]:
+    """Checkpoints in byte strings, as skorch pickles its nets."""
+    inner = facts.summary.inner
+    if inner:
+        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
+        yield Cause(
+            "inner",
+            NOTE,
+            f"Byte strings in it are files of their own: {some(places)}.",
+            "Weights may be in there, which only the library that wrote the file unpacks; scan looks into them.",
+            shlex.join(("ckptkit", "scan", *argument(facts.path))),
         )

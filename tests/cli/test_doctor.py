@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -451,6 +452,64 @@ def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
 
 
 # The container
+
+
+@pytest.mark.parametrize("name", ["a.pkl", "a.pdparams", "a.npz", "a.npy", "config.pkl"])
+def test_what_torch_load_refuses(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, name: str) -> None:
+    arrays, path = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.zeros(3, "f4")}, tmp_path / name
+    if name == "a.npz":
+        np.savez(path, **arrays)
+    elif name == "a.npy":
+        np.save(path, arrays["fc.bias"])
+    else:
+        path.write_bytes(pickle.dumps({"lr": 0.1} if name == "config.pkl" else arrays, 2))
+    for weights_only in (True, False):
+        with pytest.raises((RuntimeError, pickle.UnpicklingError, EOFError)):
+            torch.load(path, weights_only=weights_only)
+    cause = diagnose(path)["not-torch"]
+    if name in ("config.pkl", "a.npy"):  # which names no tensor
+        assert cause["command"] is None
+        return
+    out = paste(cause)
+    state = load(out) if out.suffix == ".pth" else load_file(out)
+    assert {key: value.tolist() for key, value in state.items()} == {
+        key: value.tolist() for key, value in arrays.items()
+    }
+    assert diagnose(out, code=0) == {}
+
+
+def test_states_of_generators_are_no_weights(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    import random
+
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    torch.save(state, tmp_path / "rng_state.pth")  # as transformers does
+    torch.save({"rng": np.random.RandomState(1), "epoch": 3, "model": 1}, tmp_path / "run.pth")
+    for name in ("rng_state.pth", "run.pth"):
+        found = diagnose(tmp_path / name)
+        assert found.keys() == {"weights-only"} and found["weights-only"]["command"] is None
+        facts = json.loads(ckptkit("inspect", "--json", tmp_path / name).stdout)["files"][0]
+        assert facts["weights"] is None
+
+
+def test_slices_of_graphs_are_no_weights(diagnose: Diagnose, tmp_path: Path) -> None:
+    """(data, slices), as PyTorch Geometric saves processed data sets."""
+    data = {"x": torch.ones(5, 2), "edge_index": torch.zeros(2, 3, dtype=torch.int64)}
+    slices = {"x": torch.tensor([0, 2, 5]), "edge_index": torch.tensor([0, 1, 3])}
+    torch.save((data, slices, None), tmp_path / "data.pt")
+    assert diagnose(tmp_path / "data.pt", code=0) == {}
+    torch.save({"model": slices}, tmp_path / "run.pth")  # a name that says what it is
+    assert "wrapper" in diagnose(tmp_path / "run.pth")
+
+
+def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    """As skorch pickles its nets."""
+    inner = io.BytesIO()
+    torch.save(net().state_dict(), inner)
+    value = {"history": [1, 2], "raw": inner.getvalue(), "odd": b"\x80\x04.", "long": bytes(10_000)}
+    (tmp_path / "net.pkl").write_bytes(pickle.dumps(value))
+    title = diagnose(tmp_path / "net.pkl")["inner"]["title"]
+    assert "raw (zip archive" in title and "odd" not in title and "long" not in title
+    assert "raw (zip archive" in ckptkit("inspect", tmp_path / "net.pkl").stdout
 
 
 def test_cut(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
