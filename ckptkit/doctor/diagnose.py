@@ -69,6 +69,11 @@ class Diagnosis:
         """What one plan can do about all of it, None if that is nothing."""
         return None if self.checkpoint is None else together(self.causes)
 
+    @property
+    def unmended(self) -> tuple[Cause, ...]:
+        """What `fix` leaves as it is."""
+        return tuple(cause for cause in self.causes if cause.fix is None)
+
 
 def examine(
     path: PathLike, *, model: nn.Module | None = None, key: str | None = None, options: tuple[str, ...] = ()
@@ -164,7 +169,7 @@ def _salvaged(place: ByteSource | Folder) -> Salvaged | None:
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """The last of the folders in this one, or else beside it, that can be read."""
+    """The last of the folders in this one, or else of the same run beside it, that can be read."""
     inside = [os.path.join(place.name, name) for name in place.folders()]
     path = os.path.abspath(place.name)
     above = os.path.dirname(path)
@@ -172,13 +177,21 @@ def _whole_beside(place: Folder) -> str | None:
         beside = [os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name) for name in Folder(above).folders()]
     except CkptkitError:
         beside = []
-    for each in (*_latest(inside), *_latest(each for each in beside if os.path.abspath(each) != path)):
+    related = [each for each in beside if os.path.abspath(each) != path and _is_related(each, path)]
+    for each in (*_latest(inside), *_latest(related)):
         try:
             formats.read(Folder(each))
         except CkptkitError:
             continue
         return each
     return None
+
+
+def _is_related(path: str, other: str) -> bool:
+    """Whether two folders are of one run by their names: equal but for numbers, or for a suffix."""
+    names = [os.path.basename(each) for each in (path, other)]
+    steps = {_NUMBER.sub("#", name) for name in names}
+    return len(steps) == 1 or len({name.partition(".")[0] for name in names}) == 1
 
 
 def _latest(paths: Any) -> list[str]:

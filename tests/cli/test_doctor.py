@@ -139,6 +139,39 @@ def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
     assert diagnose(tmp_path / "run.safetensors", code=0) == {}
 
 
+def test_network_of_lightning_among_other_parts(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    """What --fix leaves is not said to load."""
+    state = {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
+    state["criterion.weight"] = torch.ones(3)
+    torch.save({"state_dict": state, "pytorch-lightning_version": "2.5.0"}, tmp_path / "run.ckpt")
+    found = diagnose(tmp_path / "run.ckpt")
+    net().load_state_dict(load(paste(found["attribute"]))["state_dict"])
+    done = ckptkit("doctor", tmp_path / "run.ckpt", "--fix", tmp_path / "fixed.pth")
+    assert done.exit_code == 1 and "loads" not in done.stdout.splitlines()[-1]
+    assert "not mended" in done.stdout
+
+
+def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1)}, tmp_path / "it's.pth")
+    os.link(tmp_path / "it's.pth", tmp_path / "link.pth")
+    for name in ("it's.pth", "link.pth"):
+        done = ckptkit("doctor", tmp_path / "it's.pth", "--fix", tmp_path / name, "--force")
+        assert done.exit_code == 2 and "--in-place" not in done.stderr
+        option, path = shlex.split(done.stderr.partition("hint: ")[2])
+        assert (option, path) == ("--fix", str(tmp_path / "it's-fixed.pth"))
+    assert ckptkit("doctor", tmp_path / "it's.pth", "--fix", path).exit_code == 0
+
+
+def test_a_save_that_failed(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        torch.save({"a": torch.ones(2), "f": lambda: 0}, tmp_path / "failed.pth")
+    done = ckptkit("doctor", tmp_path / "failed.pth")
+    assert done.exit_code == 3 and "half-way" in done.stdout and "page" not in done.stdout
+    assert "half-way" in ckptkit("inspect", tmp_path / "failed.pth").stderr
+
+
 @pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
 def test_prefix_inside(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     wrapped = net()
@@ -663,6 +696,10 @@ def test_half_written_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> N
     cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
     assert f"{tmp_path / 'step_10'} is complete" in cause["explanation"]
     net().load_state_dict(load(paste(cause))["model"])
+    for step in ("step_10", "step_9"):  # another run's, then
+        (tmp_path / step).rename(tmp_path / f"other_{step}")
+    cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
+    assert cause["command"] is None and "is complete" not in cause["explanation"]
 
 
 def test_zero(diagnose: Diagnose, paste: Paste) -> None:
