@@ -1,4 +1,4 @@
-"""Commands where something is not there: torch, or the calls of Linux that Windows and macOS do not have.
+"""Commands where something is missing: torch, or calls of Linux that Windows and macOS lack.
 
 A ``sitecustomize`` takes it away before ckptkit starts, in worker processes too. No one has run
 ckptkit on Windows or macOS: this shows only that nothing depends on what these do not have.

@@ -99,7 +99,7 @@ HELP = BASE | {f"cli.{name.replace('-', '_')}" for name in COMMANDS} | modules("
 """)  # fmt: skip
 DIFF = (READING | REPORTING | COMPUTING) - {"cli.inspect"} | modules("""
     cli.diff cli.diff_text fold cli.fold_pairs
-    reports.advice reports.diff reports.families reports.matching reports.rules reports.similarity
+    reports.advice reports.diff reports.families reports.matching reports.pairing reports.rules reports.similarity
 """)
 
 # For each command line, in which PTH and SAFETENSORS are files, every module of ckptkit that it imports.

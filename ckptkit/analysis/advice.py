@@ -125,9 +125,12 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
-    said = f"torch.load(weights_only=True) refuses {_some(refused)}"
+    what = "TorchScript" if summary.format == "torchscript" else _some(refused)
+    said = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
-        yield f"{said}; for the weights alone: {edit('convert', path, 'weights', suffix='.safetensors')}"
+        options = ["--dequantize"] * (packed(summary) > 0)
+        command = edit("convert", path, "weights", *options, suffix=".safetensors")
+        yield f"{said}; for the weights alone: {command}"
     elif summary.objects and summary.survives_dropping():
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:

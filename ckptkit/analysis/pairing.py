@@ -113,7 +113,7 @@ def _before(new: Shapes, old: Shapes) -> Iterator[tuple[str, str]]:
 
 
 def fits(ours: Shape | None, theirs: Shape | None) -> bool:
-    """Whether torch would take it. torch before 0.4 had no shape (): its scalars are of shape (1,)."""
+    """Whether torch would take it. Before torch 0.4 scalars had the shape (1,)."""
     return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
 
 

@@ -12,7 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
-from ckptkit.core.weights import Weights
+from ckptkit.core.weights import Weights, place_of
 from ckptkit.pickles.allowlist import describe, is_harmful
 
 
@@ -88,11 +88,11 @@ class Summary:
     is_module: bool = False  # whether the weights are those of a whole pickled module
 
     def survives_dropping(self) -> bool:
-        """Whether `--objects drop` leaves what there is: weights, else all tensors, else a value."""
-        inside = {tuple(map(_identity, each.path)) for each in self.objects}
+        """Whether `--objects drop` leaves weights, where there are none all tensors, else a value."""
+        inside = {place_of(each.path) for each in self.objects}
 
         def is_outside(path: Path) -> bool:
-            keys = tuple(map(_identity, path))
+            keys = place_of(path)
             return not any(keys[:depth] in inside for depth in range(len(keys) + 1))
 
         rows = [row.tensor.kind != "ndarray" and is_outside(row.path) for row in self.rows]
@@ -225,11 +225,6 @@ class _Survey:
             storage_nbytes=storage_nbytes,
             unused_nbytes=sum(rest for rest in free if rest > 0),
         )
-
-
-def _identity(key: Node) -> object:
-    """What says which key it is, without a comparison that a file could make run for long."""
-    return key if key.__class__ is str or key.__class__ is int else id(key)
 
 
 def _same(path: Path, other: Path) -> bool:

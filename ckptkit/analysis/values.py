@@ -45,7 +45,7 @@ def _odd(node: Node) -> tuple[str, Plain] | None:
 
 
 def inner_file(node: Node) -> tuple[str, int] | None:
-    """What kind of file a long byte string is, and its length; None for bytes that look like none."""
+    """The kind of file that a long byte string is, and its length; None for other bytes."""
     if isinstance(node, Blob):
         size = node.extent.length
         head = node.extent.source.read(node.extent.offset, min(size, _HEAD)) if isinstance(node.extent, Range) else b""

@@ -207,10 +207,10 @@ def _member(header: _Header, records: dict[bytes, bytes], data: Range) -> tuple[
 
 
 def _name(name: bytes, kind: str) -> str:
-    """The name as text: torch's are four words, and other tar files have names that everybody reads alike.
+    """The name as text: torch's are four words, and others have names that all readers agree on.
 
-    A leading ``./`` stays: what `tar -C FOLDER .` packs is in the same places without it, but torch looks for its
-    records without it.
+    A leading ``./`` stays: what `tar -C FOLDER .` packs is in the same places without it, but torch
+    looks for its records without it.
     """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")

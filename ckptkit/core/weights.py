@@ -130,7 +130,7 @@ _GENERATORS = (("tensor", "uint8", (5056,)), ("tensor", "uint8", (16,)), ("ndarr
 
 
 def _are_generators(values: list[Tensor | None]) -> bool:
-    """Whether all tensors are states of generators, as ``rng_state.pth`` and numpy's RandomState hold them."""
+    """Whether all tensors are states of generators of random numbers (``rng_state.pth``)."""
     kinds = [(each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None]
     return bool(kinds) and len(values) <= _MOST and all(kind in _GENERATORS for kind in kinds)
 
@@ -141,11 +141,25 @@ Found = tuple[Path, Node, dict[str, Node]]
 
 
 def _without_graphs(found: Iterable[Found]) -> list[Found]:
-    """Without the slices of graph data, where each graph begins in the tensors beside them, and these tensors:
-    PyTorch Geometric saves (data, slices)."""
+    """Leave out graph data, which PyTorch Geometric saves as (data, slices).
+
+    Slices say where each graph begins in the tensors of the same names beside them.
+    """
     listed = list(found)
-    slices = {path[:-1]: set(nodes) for path, _, nodes in listed if path[-1].__class__ is int and _are_places(nodes)}
-    return [each for each in listed if not slices.get(each[0][:-1], {None}) <= each[2].keys()]
+    slices: dict[object, dict[str, Node]] = {
+        place_of(path[:-1]): nodes for path, _, nodes in listed if path[-1].__class__ is int and _are_places(nodes)
+    }
+    kept = []
+    for path, node, nodes in listed:
+        beside = slices.get(place_of(path[:-1]))
+        if beside is None or not beside.keys() <= nodes.keys():
+            kept.append((path, node, nodes))
+    return kept
+
+
+def place_of(path: Path) -> tuple[object, ...]:
+    """A path to look up. Odd keys go by identity: a file could make `==` run for long."""
+    return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
 
 
 def _are_places(nodes: Mapping[str, Node]) -> bool:

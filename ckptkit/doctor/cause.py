@@ -13,7 +13,7 @@ NOTE = "note"  # it loads, and costs more or is something else than one may thin
 
 @dataclass(frozen=True)
 class Fix:
-    """What one plan can do. An empty fix writes the checkpoint anew, which is enough for what is wrong with a file."""
+    """What one plan can do. An empty fix writes the checkpoint anew: enough for a faulty file."""
 
     bare: bool = False  # the weights as a checkpoint of their own
     strip: tuple[str, ...] = ()

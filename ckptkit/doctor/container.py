@@ -14,7 +14,10 @@ from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 OTHER_FILES = ("safetensors", "npz", "npy", "pickle", "pt2")  # that torch.load refuses
 _PACKED = " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes float32 of them."
 REFUSED = {  # by torch.load, and how
-    "pickle": ("a pickle made without torch.save", '"Weights only load failed", or "Invalid magic number"'),
+    "pickle": (
+        "a pickle made without torch.save",
+        '"Weights only load failed", or "Invalid magic number"',
+    ),
     "npz": ("a file of numpy.savez", '"file in archive is not in a subdirectory"'),
     "npy": ("a file of numpy.save", '"Weights only load failed"'),
 }
@@ -78,7 +81,7 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
 
 
 def _elsewhere(facts: Facts) -> Iterator[Cause]:
-    """What its name does not say to be a file of torch.save, and people load as one nevertheless."""
+    """Yield the cause for a file of numpy or pickle, whose name promises nothing else."""
     format, path = facts.summary.format, facts.path.lower()
     if format not in REFUSED or path.endswith(TORCH):
         return
@@ -94,7 +97,7 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
 
 
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
-    """What makes a file of it that torch.load reads, or safetensors where that would hold numpy's arrays."""
+    """Return the command and fix that make a file for torch.load, or safetensors of numpy's arrays."""
     if facts.summary.weights is None:
         return None, None
     arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)

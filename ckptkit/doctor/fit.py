@@ -23,7 +23,7 @@ SHOWN, LONG = 3, 200  # names in a sentence, and characters of each
 class Fitting:
     """Names and kinds of both sides, and how they meet.
 
-    ``ours`` as they are in the file; ``way`` are the prefixes by which most of them become ``theirs``;
+    ``ours`` as they are in the file; ``way``: prefixes by which most of them become ``theirs``;
     ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the command line.
     """
 
@@ -129,7 +129,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
 
 
 def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
-    """The command that renames by what the names begin with, None where that is not all there is."""
+    """The command that renames by beginnings of names, None where that is not all there is."""
     rules = dict.fromkeys(_rule(old, new) for old, new in names.items())
     if any(fitting.way) or len(rules) > RULES or not all(old for old, _ in rules):
         return None

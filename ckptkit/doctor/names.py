@@ -92,7 +92,8 @@ def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
         "attribute",
         NOTE,
         f"{count:,} of {len(names):,} keys start with {prefix!r}.",
-        "Is that what the LightningModule calls its network? The network alone has no such names, and --model tells.",
+        "Is that what the LightningModule calls its network? The network alone has no such names, "
+        "and --model tells if it is so.",
         edit("convert", facts.path, "network", "--keep", f"{escape(prefix)}*", "--strip", prefix),
     )
 

@@ -78,9 +78,10 @@ def load_into(
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
     takes for most names to meet; of tied weights of the model one name is enough; what hooks of
-    modules take under other names, they get. About 1 GiB of the file is in memory at once, more only if
-    one module has more. Raises ModelError if `strict` and anything is missing, unexpected or of another shape (before
-    anything is copied), and for a model on the meta device, which has nowhere to copy to.
+    modules take under other names, they get. About 1 GiB of the file is in memory at once, more
+    only if one module has more. Raises ModelError if `strict` and anything is missing, unexpected
+    or of another shape (before anything is copied), and for a model on the meta device, which has
+    nowhere to copy to.
     """
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
@@ -119,8 +120,8 @@ class _Answer(NamedTuple):
 def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _Answer | None:
     """The answer of torch to all of `nodes`: hooks of modules take names that are not their own.
 
-    Nothing is loaded: a copy of the model on the meta device takes tensors without bytes. None where
-    that cannot be had: a module that cannot be copied, a hook that looks at values.
+    Nothing is loaded: a copy of the model on the meta device takes tensors without bytes. None
+    where that cannot be had: a module that cannot be copied, a hook that looks at values.
     """
     values = Values(Tensors("meta"))
     try:

@@ -37,7 +37,7 @@ class Member(NamedTuple):
 
 
 def extent(source: ByteSource) -> tuple[int, int] | None:
-    """Where the archive begins and ends that readers find from the end of a file, whatever it begins with."""
+    """Where the archive begins and ends that readers find from the end of a file."""
     end = _end(source)
     if end is None:
         return None

@@ -474,6 +474,8 @@ def test_quantized_program(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, t
     state = load(paste(cause))
     assert torch.equal(state["0.weight"], made[0].weight().dequantize())
     assert ckptkit("doctor", tmp_path / "q.pt", "--fix", tmp_path / "fixed.pt").exit_code == 0
+    hints = [line for line in ckptkit("inspect", tmp_path / "q.pt").stdout.splitlines() if "convert" in line]
+    assert hints and all("--dequantize" in line for line in hints)
     assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
 
 
