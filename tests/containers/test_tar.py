@@ -267,8 +267,8 @@ def test_TR_04_duplicate_names(second: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [b"", b"\x1b[2J", b"\n", b"\x7f", b"\xff", "é".encode(), b"/a", b"../a", b"a/../b", b"..", b".", b"./../a", b"./",
-     b"a//b", b"a\\b", b"a/"],
+    [b"", b"\x1b[2J", b"\n", b"\x7f", b"\xff", "é".encode(), b"/a", b"../a", b"a/../b", b"..", b".", b"./a", b"a//b",
+     b"a\\b", b"a/"],
 )  # fmt: skip
 def test_TR_04_names(name: bytes) -> None:
     refused((PathError, FormatError), archive(member(name, DATA)))
@@ -277,7 +277,7 @@ def test_TR_04_names(name: bytes) -> None:
         refused((PathError, FormatError), archive(records((b"path", b"a")), member(name, DATA)))
 
 
-@pytest.mark.parametrize("prefix", [b"..", b"./..", b"/", b"a/../b", b"\xc3"])
+@pytest.mark.parametrize("prefix", [b"..", b".", b"/", b"a/../b", b"\xc3"])
 def test_TR_04_prefixes(prefix: bytes) -> None:
     refused((PathError, FormatError), archive(member("a", DATA, prefix=prefix)))
     assert contents(archive(member("a", DATA, prefix=b"x/y"))) == {"x/y/a": DATA}
