@@ -14,16 +14,17 @@ from ckptkit.pickles.pruning import parts, without
 SHOWN = 8  # names in a note
 
 
-def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
+def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tuple[str, ...]]:
     """The tree without its opaque values, and a note that names them.
 
     An object that weights_only accepts goes all the same if it holds one that it refuses. Raises
-    UsageError where no tensor is left of those that there were, or nothing at all.
+    UsageError where no tensor is left of those that there were, or nothing at all, unless it
+    `may_be_empty`.
     """
     pruned, dropped = without(root, _is_refused)
     if not dropped:
         return root, ()
-    if not _has_more(pruned, tensors=any(map(_is_tensor, parts(root)))):
+    if not may_be_empty and not _has_more(pruned, tensors=any(map(_is_tensor, parts(root)))):
         held = join(dropped[0][0]) or "the root"
         raise UsageError(
             f"without its Python objects nothing is left of it: {held} is a {_name(dropped[0][1])}",
