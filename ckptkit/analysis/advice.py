@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckptkit.analysis.summary import Summary
+from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import join
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
 WRAPPERS = ("module.", "_orig_mod.")
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar")  # suffixes that torch-zip is written to
-NAMED = 4  # globals that are named before "and N more"
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def _devices(summary: Summary, path: str) -> Iterator[str]:
     devices = Counter(row.tensor.device for row in summary.rows)
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
-        yield f"saved on {_some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
+        yield f"saved on {some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
 
 
 def _waste(summary: Summary, path: str) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
-    what = "TorchScript" if summary.format == "torchscript" else _some(refused)
+    what = "TorchScript" if summary.format == "torchscript" else some(refused)
     said = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)
@@ -142,16 +142,10 @@ def _inner(summary: Summary, path: str) -> Iterator[str]:
     if summary.inner:
         places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner]
         look = shlex.join(("ckptkit", "scan", *argument(path)))
-        yield f"byte strings that are files of their own, not looked into here: {_some(places)}; {look} does"
+        yield f"byte strings that are files of their own, not looked into here: {some(places)}; {look} does"
 
 
 def _others(summary: Summary, path: str) -> Iterator[str]:
     """How to choose what else could be meant by the weights."""
-    for key in map(join, summary.others[:NAMED]):
+    for key in map(join, summary.others[:NAMES]):
         yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - NAMED
-    return ", ".join(listed[:NAMED]) + (f" and {more:,} more" if more > 0 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -15,9 +15,10 @@ from ckptkit.analysis.matching import Matching
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.analysis.pairing import is_taken_by_torch, pairs
 from ckptkit.compute import Difference
+from ckptkit.core import display
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import escape, plural, shape
+from ckptkit.core.text import escape, plural, some
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -93,28 +94,9 @@ class Diff:
         looks = [f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}" for pairs, what in counted if pairs]
         return f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both sides{''.join(looks)}"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from ckptkit.views import notebook
-
-        pairs = (*self.renamed, *self.reshaped)
-        old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
-        missing = [name for name in self.missing if name not in new]
-        unexpected = [name for name in self.unexpected if name not in old]
-        renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
-        kinds = [(name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}") for name, a, b in self.mismatched]
-        changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in self.changed]
-        tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
-            ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
-            ("missing (not in A)", len(missing), ("name",), notebook.folded(missing)),
-            ("unexpected (only in A)", len(unexpected), ("name",), notebook.folded(unexpected)),
-            ("mismatched", len(kinds), ("name", "A", "B"), kinds),
-            ("changed", len(changed), ("name", "elements", "largest difference"), changed),
-        )
-        shown = [
-            notebook.table(f"{title}: {count:,}", headers, rows) for title, count, headers, rows in tables if count
-        ]
-        return notebook.page(self.summary, (*shown, *(notebook.line(f"hint: {each}") for each in self.advice)))
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows."""
+        return display.html(self)
 
     def __str__(self) -> str:
         """The summary, the first names of each kind, and what to type."""
@@ -124,13 +106,8 @@ class Diff:
             "mismatched": [each.name for each in self.mismatched],
             "changed": [each.name for each in self.changed],
         }
-        named = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        named = [f"{kind}: {some(names, 8)}" for kind, names in kinds.items() if names]
         return "\n".join(map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice))))
-
-
-def _some(names: Sequence[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def compare(

@@ -11,9 +11,10 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import and_more
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights, place_of
-from ckptkit.pickles.allowlist import describe, is_harmful
+from ckptkit.pickles.trust import describe, is_harmful
 
 
 class Row(NamedTuple):
@@ -197,7 +198,7 @@ class _Survey:
 
     def warnings(self) -> Iterator[str]:
         for made, (first, *more) in self.harmful.items():
-            also = f" and at {len(more):,} more" if more else ""
+            also = and_more(len(more))
             yield f"loading it with pickle would call {made}, for the value at {join(first) or 'the root'}{also}"
 
     def _number(self, storage: Storage) -> int:

@@ -74,7 +74,7 @@ def _check_destination(file: str, destination: str | None) -> None:
 
 
 def _model(spec: str | None, args: dict[str, object]) -> Any:
-    from ckptkit.compute import model_from
+    from ckptkit.loading.building import model_from
 
     return None if spec is None else model_from(spec, args)
 

@@ -18,7 +18,7 @@ def command(as_json: bool) -> None:
     \b
     Example: ckptkit env
     """
-    from ckptkit.compute import environment
+    from ckptkit.loading.building import environment
 
     found: dict[str, Any] = {"ckptkit": __version__, **environment()}
     if as_json:

@@ -17,10 +17,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import shown
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
+from ckptkit.core.text import shown
 
 _HERE = re.compile(r"^\./")
 BLOCK = 512

@@ -82,7 +82,7 @@ class UnsupportedError(InputError):
 
 
 class LimitError(InputError):
-    """A limit of :mod:`ckptkit.limits` is exceeded."""
+    """A limit of :mod:`ckptkit.core.limits` is exceeded."""
 
 
 class TensorError(InputError):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import some
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
 
 # In the order in which they are preferred.
@@ -354,13 +355,13 @@ class _Missed:
         said = []
         if self.classes:
             said.append(
-                f"a module is read without the code of its classes ({_some(list(self.classes))}): what their own "
+                f"a module is read without the code of its classes ({some(list(self.classes))}): what their own "
                 "state_dict or get_extra_state would add is not there"
             )
         if self.hooks:
-            said.append(f"hooks that would change the state_dict of a module did not run: {_some(self.hooks)}")
+            said.append(f"hooks that would change the state_dict of a module did not run: {some(self.hooks)}")
         if self.names:
-            said.append(f"a module holds weights in a form of their own, which are not there: {_some(self.names)}")
+            said.append(f"a module holds weights in a form of their own, which are not there: {some(self.names)}")
         return tuple(said)
 
 
@@ -370,10 +371,6 @@ def _is_of_torch(hook: Node) -> bool:
         hook = hook.state.get("hook")
     made = hook.callable if isinstance(hook, Object) else hook
     return isinstance(made, Global) and made.module.partition(".")[0] == "torch"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
 
 
 _COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")

@@ -12,7 +12,7 @@ from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import container, names
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import compute, formats
+from ckptkit import formats
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.pairing import prefixes
 from ckptkit.analysis.summary import Summary, summarize
@@ -34,6 +34,7 @@ from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
+from ckptkit.loading import building
 from ckptkit.loading.model import is_implied
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
@@ -238,7 +239,7 @@ def _devices(summary: Summary) -> tuple[str, ...] | None:
     """The devices of this machine, None where torch would have to be asked and is not installed."""
     if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
         return ("cpu",)
-    here: Any = compute.environment()
+    here: Any = building.environment()
     return tuple(here["devices"]) if here["torch"] else None
 
 
@@ -248,7 +249,7 @@ def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
         return is_torch and name.name not in _OLD and not name.name.endswith("Storage")
 
     names = [(name.module, name.name) for name in checkpoint.globals if may_be_new(name)]
-    return tuple(compute.torch_lacks(names)) if names else ()
+    return tuple(building.torch_lacks(names)) if names else ()
 
 
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -273,7 +274,7 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
     weights = checkpoint.selection
     if weights is None:
         return [Cause("no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it.")]
-    theirs = {name: Kind(*kind) for name, kind in compute.model_shapes(model).items()}
+    theirs = {name: Kind(*kind) for name, kind in building.model_shapes(model).items()}
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
     way = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
     versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
@@ -287,5 +288,5 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
         other = wanted.get(way(name))
         if kind.shape == (1,) and other is not None and other.shape == ():
             ours[name] = Kind(kind.dtype, ())
-    ties = [[name for name in same if name in wanted] for same in compute.model_ties(model)]
+    ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
     return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.analysis.advice import TORCH, convert, edit
 from ckptkit.analysis.summary import Summary
+from ckptkit.core import text
 from ckptkit.core.tree import Node, join
 
 SHOWN = 4  # names in a sentence
@@ -59,5 +60,4 @@ def is_lightning(facts: Facts) -> bool:
 
 
 def some(names: Iterable[str]) -> str:
-    listed = [each[:80] for each in names]
-    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN:,} more" if len(listed) > SHOWN else "")
+    return text.some((each[:80] for each in names), SHOWN)

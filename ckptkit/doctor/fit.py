@@ -12,6 +12,7 @@ from ckptkit.analysis.advice import argument, convert, edit
 from ckptkit.analysis.matching import Kind, Renamed
 from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.text import plural, some
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out
@@ -121,7 +122,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
     return Cause(
         "renamed",
         ERROR,
-        f"{_count(len(names), 'key')} with another name in the model: {_some(texts)}.",
+        f"{plural(len(names), 'key')} with another name in the model: {_some(texts)}.",
         f"Shapes and names say so, the least sure of them with {least:.0%}; to look through them: {look}",
         _substituted(fitting, names) or _doctor(fitting, "renamed"),
         Fix(names={fitting.way(old): new for old, new in names.items()}),
@@ -163,7 +164,7 @@ def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> I
         yield Cause(
             "mismatched",
             ERROR,
-            f"{_count(len(shapes), 'key')} of another shape: {_some(texts)}.",
+            f"{plural(len(shapes), 'key')} of another shape: {_some(texts)}.",
             '"size mismatch", with strict=False as well. If that layer is to be trained anew, '
             "leave it out of the file, and "
             "load with strict=False.",
@@ -176,7 +177,7 @@ def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
         yield Cause(
             "unexpected",
             ERROR,
-            f"{_count(len(names), 'key')} that the model does not have: {_some(names)}.",
+            f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
             '"Unexpected key(s) in state_dict"; strict=False leaves them out without a word.',
             _without(fitting.path, names) if len(names) < len(fitting.ours) else None,
         )
@@ -187,7 +188,7 @@ def _missing(names: Sequence[str]) -> Iterator[Cause]:
         yield Cause(
             "missing",
             ERROR,
-            f"The file lacks {_count(len(names), 'key')} of the model: {_some(names)}.",
+            f"The file lacks {plural(len(names), 'key')} of the model: {_some(names)}.",
             '"Missing key(s) in state_dict"; with strict=False the model keeps its initial '
             "values for them, without a word.",
         )
@@ -201,7 +202,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
         yield Cause(
             "dtype",
             NOTE,
-            f"{_count(len(other), 'key')} of another dtype: {_some(kinds)}.",
+            f"{plural(len(other), 'key')} of another dtype: {_some(kinds)}.",
             "load_state_dict casts them to those of the model without a word; with assign=True, "
             "or as a file, they stay.",
             convert(fitting.path, other[0][1], "--cast", other[0][1]),
@@ -225,11 +226,5 @@ def _doctor(fitting: Fitting, mark: str) -> str:
     return shlex.join(("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path)))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _some(texts: Sequence[str]) -> str:
-    return ", ".join(each[:LONG] for each in texts[:SHOWN]) + (
-        f" and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
-    )
+    return some((each[:LONG] for each in texts), SHOWN)

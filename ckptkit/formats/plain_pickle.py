@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.streams import Found, PickleStream
 
@@ -44,7 +45,7 @@ def read(probe: Probe) -> Checkpoint:
         raise AmbiguousError(
             f"{source.size - pickled.stop:,} bytes follow the pickle: other readers may take them for something else"
         )
-    return Checkpoint(pickled.root, FORMAT.name, source, globals=pickled.globals, warnings=pickled.warnings)
+    return Checkpoint(pickled.root, table.PICKLE.name, source, globals=pickled.globals, warnings=pickled.warnings)
 
 
 def _unpickled(probe: Probe) -> Unpickled:
@@ -63,13 +64,3 @@ def _unpickled(probe: Probe) -> Unpickled:
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """It alone; what may follow is for whoever looks for it."""
     return iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),)) if matches(probe) else None
-
-
-FORMAT = Format(
-    name="pickle",
-    title="a plain pickle, such as a dict of numpy arrays",
-    matches=matches,
-    read=read,
-    rewrite_as="torch-zip",
-    pickles=pickles,
-)

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,10 @@ from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
+from ckptkit.loading import building
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
 from ckptkit.transforms import module_versions
@@ -57,18 +59,12 @@ class LoadReport:
     def faults(self) -> Iterator[str]:
         """A line for each way in which file and model differ."""
         if self.missing:
-            yield f"missing in the file: {_some(self.missing)}"
+            yield f"missing in the file: {some(self.missing, 8)}"
         if self.unexpected:
-            yield f"not in the model: {_some(self.unexpected)}"
+            yield f"not in the model: {some(self.unexpected, 8)}"
         if self.mismatched:
             shapes = [f"{name} {a} instead of {b}" for name, (a, b) in self.mismatched.items()]
-            yield f"of another shape: {_some(shapes)}"
-
-
-def _some(names: Iterable[str], shown: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+            yield f"of another shape: {some(shapes, 8)}"
 
 
 def load_into(
@@ -294,10 +290,10 @@ def diff(
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
-        other = compute.model_from(other)
+        other = building.model_from(other)
     if isinstance(other, (str, os.PathLike, Checkpoint)):
         weights = open_checkpoint(other, key=key).weights
         return reports.compare(ck.weights, weights, values=values, atol=atol, rtol=rtol, name=name)
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
-    return reports.against(ck.weights, compute.model_shapes(other), name=name)
+    return reports.against(ck.weights, building.model_shapes(other), name=name)

@@ -13,7 +13,7 @@ from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
 

@@ -6,10 +6,11 @@ from types import NoneType
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import TypedStorage
+from ckptkit.core.text import plural, some
 from ckptkit.core.tree import Global, Node, Object, SetNode, join, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles.allowlist import describe, refused_by_weights_only
 from ckptkit.pickles.pruning import parts, without
+from ckptkit.pickles.trust import describe, refused_by_weights_only
 
 SHOWN = 8  # names in a note
 
@@ -32,9 +33,7 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
             "writes its weights alone, if it has any",
         )
     named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
-    more = ", ..." if len(named) > SHOWN else ""
-    count = "1 value" if len(named) == 1 else f"{len(named):,} values"
-    return pruned, (f"left out {count} that weights_only refuses: {', '.join(named[:SHOWN])}{more}",)
+    return pruned, (f"left out {plural(len(named), 'value')} that weights_only refuses: {some(named, SHOWN)}",)
 
 
 def _has_more(root: Node, tensors: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What `scan` talks about: where pickles are, and what a pickle machine would do with them. Facts, without a judgement.
+"""Where pickles are, and what loading them would do: facts, without a verdict.
 
 Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by :mod:`ckptkit.scan.verdict`.
 """
@@ -74,7 +74,7 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that a pickle machine would make, the first of its `kind` (of `ckptkit.trust`) for this callable."""
+    """A call that loading would make, the first of its `kind` (of :mod:`ckptkit.pickles.trust`) for this callable."""
 
     name: str  # what is called
     opcode: str

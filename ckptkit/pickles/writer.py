@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.pickles.allowlist import describe, is_harmful
 from ckptkit.pickles.emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
 from ckptkit.pickles.objects import without_objects
+from ckptkit.pickles.trust import describe, is_harmful
 
 BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckptkit import formats
 from ckptkit.containers.tar import is_tar
 from ckptkit.containers.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
 from ckptkit.containers.zip_reader import MAGIC
@@ -19,6 +18,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global
 from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import FORMATS
 from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
 from ckptkit.scan import find_tar as hidden_tar
 from ckptkit.scan import find_zip as hidden_zip
@@ -190,7 +190,7 @@ class _Search:
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
     """What the first format that takes the file finds in it; why the reader of its format would refuse it."""
     refusal = None
-    for format in formats.FORMATS:
+    for format in FORMATS:
         try:
             found = None if format.pickles is None else format.pickles(probe)
         except CkptkitError as error:

@@ -17,7 +17,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global, Object
-from ckptkit.pickles import allowlist
+from ckptkit.pickles import trust
 from ckptkit.pickles.machine import collector_paused
 from ckptkit.pickles.streams import Call, Trace
 from ckptkit.scan.trace_notes import Notes
@@ -353,11 +353,9 @@ class Tracer(Notes):
         parts = state if isinstance(state, tuple) else (state,)
         hook = next((each.hook for each in parts if isinstance(each, Sign) and each.hook), None)
         if isinstance(target, Global):
-            self.note(f"{target} (changed)", allowlist.HARMFUL, state)
+            self.note(f"{target} (changed)", trust.HARMFUL, state)
         elif hook is not None:
-            self.note(
-                f"{allowlist.describe(getattr(target, 'callable', None))}.{hook} (replaced)", allowlist.HARMFUL, state
-            )
+            self.note(f"{trust.describe(getattr(target, 'callable', None))}.{hook} (replaced)", trust.HARMFUL, state)
         if not (isinstance(target, Object) and isinstance(target.callable, Global)):
             self.refuse("sets the state of what has none")
 

@@ -8,7 +8,7 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource, Memory
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, Object
-from ckptkit.pickles import allowlist
+from ckptkit.pickles import trust
 from ckptkit.pickles.streams import Nested
 from ckptkit.scan.trace_symbols import Sign, brief, looks_like_a_file
 from ckptkit.scan.trace_window import Stop, Window
@@ -71,11 +71,11 @@ class Notes:
         if isinstance(made, Global):
             self.called[id(made)] = self.called.get(id(made), 0) + 1
         node = Object(made, args, new=new)
-        kind = allowlist.kind(node)
-        self.note(allowlist.describe(made), kind, args if shown is None else shown)
-        if kind != allowlist.ACCEPTED and not isinstance(made, Global):
+        kind = trust.kind(node)
+        self.note(trust.describe(made), kind, args if shown is None else shown)
+        if kind != trust.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a value")
-        if kind == allowlist.LOADS and not self._loads(args[0]):
+        if kind == trust.LOADS and not self._loads(args[0]):
             self.doubt("loads a file that only running it would tell")
         return self._result(made, args, node)
 
@@ -125,7 +125,7 @@ class Notes:
     def change(self, target: Any, values: Any, accepted: bool) -> None:
         """Items are added to something: what a class does about that is its own affair, a name is none of ours."""
         if isinstance(target, Global):
-            self.note(f"{target} (changed)", allowlist.HARMFUL, values)
+            self.note(f"{target} (changed)", trust.HARMFUL, values)
         if not accepted:
             self.refuse("changes what is no list or dict")
 

@@ -22,7 +22,7 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from ckptkit.core.tree import Global
-from ckptkit.pickles import allowlist
+from ckptkit.pickles import trust
 from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
 
 NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
@@ -35,7 +35,7 @@ LABELS = {
     CODE: "would run code",
 }
 FINDINGS = (UNKNOWN, CODE)
-_RUNS = (allowlist.UNKNOWN, allowlist.HARMFUL)
+_RUNS = (trust.UNKNOWN, trust.HARMFUL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
     trace = found.trace
     script = found.loader == TORCHSCRIPT
     runs = tuple(each for each in trace.calls if each.kind in _RUNS and each.name not in trusted)
-    runs += tuple(each for each in trace.calls if each.kind == allowlist.HARMFUL and each not in runs)
+    runs += tuple(each for each in trace.calls if each.kind == trust.HARMFUL and each not in runs)
     refused = found.no_weights_only or trace.refused
     needs = tuple(name for name in trace.globals if _is_needed(name, found, script))
     reasons = tuple(_reasons(found))
@@ -109,8 +109,8 @@ def _is_needed(name: Global, found: Traced, script: bool) -> bool:
     """Whether a name is a class that has to be allowed, or trusted. What is in our tables need not be where
     weights_only is no option; a program of TorchScript has its own classes in it."""
     if found.no_weights_only is None:
-        return allowlist.refused_by_weights_only(name)
-    return not (allowlist.is_known(name) or (script and name.module.startswith("__torch__")))
+        return trust.refused_by_weights_only(name)
+    return not (trust.is_known(name) or (script and name.module.startswith("__torch__")))
 
 
 def _reasons(found: Traced) -> Iterator[str]:
@@ -119,10 +119,10 @@ def _reasons(found: Traced) -> Iterator[str]:
         yield f"a machine would stop: {trace.error}"
     yield from trace.doubts
     for name in trace.values:
-        if allowlist.is_out_of_place(name):
+        if trust.is_out_of_place(name):
             yield f"holds {name}, which nothing in it calls; whoever gets it may"
     for call in trace.calls:
-        if call.kind == allowlist.ALLOCATES:
+        if call.kind == trust.ALLOCATES:
             yield f"{call.name}{call.args} takes as much memory as the file says"
 
 

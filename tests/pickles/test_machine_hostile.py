@@ -34,8 +34,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, rebuild, walk
-from ckptkit.formats import plain_pickle
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import PICKLE
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
 from tests.conftest import ROOT
@@ -381,7 +381,7 @@ def test_PK_13_bytes_after_the_pickle(tmp_path: Path) -> None:
 
     assert unpickle(LocalFile(path)).stop == len(data)
     with pytest.raises(AmbiguousError, match="follow"):
-        plain_pickle.FORMAT.read(Probe(LocalFile(path)))
+        PICKLE.read(Probe(LocalFile(path)))
 
 
 # Damage

@@ -30,11 +30,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
-from ckptkit.pickles.allowlist import is_harmful
 from ckptkit.pickles.globals import dtype_of
 from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.trust import is_harmful
 
 NAME = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -86,11 +87,6 @@ class Described(NamedTuple):
     entries: dict[str, Entry]
     paths: dict[str, Path]
     warnings: tuple[str, ...]
-
-
-def shown(name: str) -> str:
-    """A tensor's name for a message."""
-    return repr(name if len(name) <= _SHOWN else name[: _SHOWN - 3] + "...")
 
 
 def read_metadata(source: ByteSource) -> Described:

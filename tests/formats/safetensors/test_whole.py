@@ -25,8 +25,8 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import walk
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors import FORMAT
 from ckptkit.formats.safetensors.record import RESERVED
+from ckptkit.formats.table import SAFETENSORS as FORMAT
 from tests.matrix import NAMES, Fixture
 from tests.random_checkpoints import make
 from tests.torch_equality import same

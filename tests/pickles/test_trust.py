@@ -8,7 +8,7 @@ import pytest
 from torch._weights_only_unpickler import _get_allowed_globals
 
 from ckptkit.core.tree import Global, Node, Object
-from ckptkit.pickles.allowlist import WEIGHTS_ONLY, describe, is_harmful, refused_by_weights_only
+from ckptkit.pickles.trust import WEIGHTS_ONLY, describe, is_harmful, refused_by_weights_only
 
 
 def call(name: str, *args: Node, new: bool = False) -> Object:
