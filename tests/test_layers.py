@@ -54,11 +54,9 @@ OTHERS = {
     "aiohttp": ("remote",),
     "safetensors": ("compute", "loading"),
     "distributed": ("run",),
-    "typing_extensions": None,
     "yaml": ("run",),
-    "tomli": ("run",),
 }
-LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed", "typing_extensions")
+LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed")
 
 
 @cache

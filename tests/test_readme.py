@@ -92,7 +92,7 @@ def mistyped(text: str, folder: Path) -> str:
     path = folder / "README.py"
     path.write_text(readme.program(text, run=False))
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--python-version", "3.10", "--no-pretty", str(path)],
+        [sys.executable, "-m", "mypy", "--strict", "--python-version", "3.11", "--no-pretty", str(path)],
         capture_output=True, encoding="utf-8", cwd=ROOT, env={**ENVIRONMENT, "MYPYPATH": str(ROOT)}, timeout=600,
     )  # fmt: skip
     return "" if done.returncode == 0 else done.stdout + done.stderr

@@ -21,7 +21,7 @@ TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar")  # suffix
 def advise(summary: Summary) -> tuple[str, ...]:
     """Sentences that end in a command, for what keeps this checkpoint from loading or makes it larger than it is."""
     path = summary.path
-    found = (_prefixes, _devices, _waste, _packed, _objects, _others)
+    found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
     return tuple(line for advice in found for line in advice(summary, path))
 
 
@@ -104,10 +104,15 @@ def _waste(summary: Summary, path: str) -> Iterator[str]:
 
 def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Weights that quantised layers keep out of the state_dict."""
-    number = sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
+    number = packed(summary)
     if number:
         command = convert(path, "float", "--dequantize")
         yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
+
+
+def packed(summary: Summary) -> int:
+    """The number of quantized tensors that are not in the state_dict."""
+    return sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
@@ -120,13 +125,24 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
-    said = f"torch.load(weights_only=True) refuses {some(refused)}"
+    what = "TorchScript" if summary.format == "torchscript" else some(refused)
+    said = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
-        yield f"{said}; for the weights alone: {edit('convert', path, 'weights', suffix='.safetensors')}"
-    elif summary.objects:
+        options = ["--dequantize"] * (packed(summary) > 0)
+        command = edit("convert", path, "weights", *options, suffix=".safetensors")
+        yield f"{said}; for the weights alone: {command}"
+    elif summary.objects and summary.survives_dropping():
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said
+
+
+def _inner(summary: Summary, path: str) -> Iterator[str]:
+    """Byte strings that are files: checkpoints that a library packed into its own."""
+    if summary.inner:
+        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner]
+        look = shlex.join(("ckptkit", "scan", *argument(path)))
+        yield f"byte strings that are files of their own, not looked into here: {some(places)}; {look} does"
 
 
 def _others(summary: Summary, path: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from ckptkit import compute
 from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
-from ckptkit.analysis.matching import Matching, match
+from ckptkit.analysis.matching import Matching
 from ckptkit.analysis.matching import Renamed as Renamed
+from ckptkit.analysis.pairing import is_taken_by_torch, pairs
 from ckptkit.compute import Difference
 from ckptkit.core import display
 from ckptkit.core.errors import CkptkitError
@@ -149,9 +150,13 @@ def against(a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *,
     mismatched = tuple(Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape)
     ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
     theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
+    found = _names(a, shapes, name, ours, theirs, mismatched=mismatched)
+    placed = [each for each in found.renamed if is_taken_by_torch(each)]
+    for each in placed:
+        del ours[each.old], theirs[each.new]
     everything = sum(prod(shape) for _, shape in shapes.values())
     silent = Silent(len(ours), _parameters(ours), len(theirs), _parameters(theirs), everything)
-    return _names(a, shapes, name, ours, theirs, mismatched=mismatched, silent=silent)
+    return replace(found, silent=silent)
 
 
 def _parameters(kinds: Mapping[str, Kind]) -> int:
@@ -192,7 +197,7 @@ def _names(
     **found: Any,
 ) -> Diff:
     """What is `found` already, and how the names differ."""
-    matching = match(unexpected, missing)
+    matching = pairs(unexpected, missing, a.keys() & b.keys())
     helpful = list(_prefix_advice(a, b, missing, unexpected, name))
     if matching.renamed and not helpful:
         helpful.append(

@@ -21,7 +21,7 @@ import click
 
 from ckptkit import __version__
 from ckptkit.cli import render
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, foreseen
 from ckptkit.core.text import nearest
 
 # The commands, in the groups and the order in which --help lists them, each with its topic of the manual.
@@ -201,8 +201,7 @@ def _failed(error: BaseException) -> int:
         return CLOSED_PIPE
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the help, printed by click
         error = render.stdout_failed(error)
-    if isinstance(error, MemoryError):
-        error = InputError("needs more memory than there is")
+    error = foreseen(error)
     if isinstance(error, CkptkitError):
         say(str(error), error.hint)
         if error.where == render.STDOUT:

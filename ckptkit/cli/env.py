@@ -25,7 +25,9 @@ def command(as_json: bool) -> None:
         render.emit_json({"schema": "ckptkit.env/1", **found})
         return
     devices = found.pop("devices")
-    render.emit(*render.table(("", ""), [(name, str(value)) for name, value in found.items() if value is not None]))
+    found["torch"] = found["torch"] or "not installed"
+    rows = [(name, str(value)) for name, value in found.items() if value is not None]
+    render.emit(*render.table(("", ""), rows))
     cells = [
         (name, each["title"], "" if each["memory"] is None else render.size(each["memory"]))
         for name, each in devices.items()

@@ -8,7 +8,7 @@ count where there is nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -72,7 +72,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
     for qualifies in (_is_pure, _is_arrays, _is_mixed):
         if (nodes := _read(root, qualifies)) is not None:
             return Weights((), root, nodes)
-        found = list(_search(root, qualifies))
+        found = _without_graphs(_search(root, qualifies))
         known = list(_well_known(root, found)) or (_mostly(root) if qualifies is _is_pure else [])
         if not known and found and qualifies is _is_pure and (nodes := _read_most(root)) is not None:
             found.insert(0, ((), root, nodes))
@@ -119,14 +119,53 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
         return None
     named = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
     tensors = [value if value.__class__ is Tensor else as_tensor(value) for value in named.values()]
-    if not qualifies(tensors):
+    if not qualifies(tensors) or _are_generators(tensors):
         return None
     if None not in tensors:
         return named
     return {key: value for (key, value), tensor in zip(named.items(), tensors, strict=True) if tensor is not None}
 
 
+# States of generators of random numbers: of torch on the CPU and on a GPU, and of numpy (MT19937).
+_GENERATORS = (("tensor", "uint8", (5056,)), ("tensor", "uint8", (16,)), ("ndarray", "uint32", (624,)))
+
+
+def _are_generators(values: list[Tensor | None]) -> bool:
+    """Whether all tensors are states of generators of random numbers (``rng_state.pth``)."""
+    kinds = [(each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None]
+    return bool(kinds) and len(values) <= _MOST and all(kind in _GENERATORS for kind in kinds)
+
+
+_MOST = 64  # entries of a mapping of generator states
+
 Found = tuple[Path, Node, dict[str, Node]]
+
+
+def _without_graphs(found: Iterable[Found]) -> list[Found]:
+    """Leave out graph data, which PyTorch Geometric saves as (data, slices).
+
+    Slices say where each graph begins in the tensors of the same names beside them.
+    """
+    listed = list(found)
+    slices: dict[object, dict[str, Node]] = {
+        place_of(path[:-1]): nodes for path, _, nodes in listed if path[-1].__class__ is int and _are_places(nodes)
+    }
+    kept = []
+    for path, node, nodes in listed:
+        beside = slices.get(place_of(path[:-1]))
+        if beside is None or not beside.keys() <= nodes.keys():
+            kept.append((path, node, nodes))
+    return kept
+
+
+def place_of(path: Path) -> tuple[object, ...]:
+    """A path to look up. Odd keys go by identity: a file could make `==` run for long."""
+    return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
+
+
+def _are_places(nodes: Mapping[str, Node]) -> bool:
+    tensors = list(map(as_tensor, nodes.values()))
+    return all(each is not None and each.dtype.name == "int64" and len(each.shape) == 1 for each in tensors)
 
 
 def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:

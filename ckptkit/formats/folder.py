@@ -136,7 +136,8 @@ def _meant(probe: Probe) -> ByteSource | Folder:
         raise UnsupportedError(
             f"holds {len(chosen.files)} model-parallel parts of a Llama release ({_listed(chosen.files)}): each has a "
             "part of every tensor, and which dimension is cut depends on the layer",
-            hint=f"convert_llama_weights_to_hf.py of transformers joins them; or name one part, e.g. {chosen.files[0]}",
+            hint="take the release in the format of transformers, whose files are whole; "
+            f"or name one part, e.g. {chosen.files[0]}",
         )
     (name,) = chosen.files
     return probe.folder.open(name)

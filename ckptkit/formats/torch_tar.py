@@ -223,7 +223,9 @@ def _nothing(made: Node) -> TypedStorage:
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """The records, in two of which pickles and numbers alternate, and whatever else is in the file."""
-    return _pickles(probe.source, read_members(probe.source)) if matches(probe) else None
+    if not matches(probe):
+        return None
+    return _pickles(probe.source, read_members(probe.source, here=True))
 
 
 def _pickles(source: ByteSource, members: dict[str, Member]) -> Iterator[Found]:

@@ -75,7 +75,7 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that a pickle machine would make, the first of its `kind` (of `ckptkit.pickles.trust`) for this callable."""
+    """A call that loading would make, the first of its `kind` (of :mod:`ckptkit.pickles.trust`) for this callable."""
 
     name: str  # what is called
     opcode: str

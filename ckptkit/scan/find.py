@@ -76,7 +76,7 @@ class _Search:
         """What no format claims, or other readers see."""
         source, head = probe.source, probe.head
         is_zip = head.startswith(MAGIC)
-        if not is_zip and depth == 0 and hidden_zip.has_end(source):
+        if not is_zip and depth == 0 and _ends_as_zip(source, head):
             yield Remark(where, "ends as a zip archive does, and begins as something else: two readers, two files")
             yield from self._all(hidden_zip.pickles(source), where, depth, sure)
         elif is_zip and not claimed:
@@ -207,6 +207,18 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
         if found is not None:
             return found, None
     return None, refusal
+
+
+def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
+    """Whether readers of zip archives would see one that is not a whole member of a tar file."""
+    archive = hidden_zip.extent(source)
+    if archive is None or not is_tar(head):
+        return archive is not None
+    start, stop = archive
+    members = (each.source for each in hidden_tar.pickles(source) if isinstance(each, Inner))
+    return not any(
+        isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size for each in members
+    )
 
 
 def _base(source: ByteSource) -> int | None:

@@ -359,7 +359,7 @@ OBJECTS: dict[str, Any] = {
     "deque": collections.deque([1, 2], 3),
     "namespace": argparse.Namespace(lr=0.1, name="x"),
     "path": pathlib.PurePosixPath("a/b"),
-    "datetime": datetime.datetime(2020, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc),
+    "datetime": datetime.datetime(2020, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
     "timedelta": datetime.timedelta(days=1),
     "frozenset": frozenset([1]),
     "slice": slice(1, 2),

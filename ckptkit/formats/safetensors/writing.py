@@ -84,8 +84,11 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     from ckptkit.formats.safetensors.whole import Whole, said
     from ckptkit.pickles.objects import without_objects
 
-    root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
-    if notes and options.objects == "error":
+    root, strict = checkpoint.root, options.objects == "error"
+    notes: tuple[str, ...] = ()
+    if options.objects != "keep":
+        root, notes = without_objects(root, may_be_empty=strict)
+    if notes and strict:
         raise UnsafeGlobalError(
             f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
         )

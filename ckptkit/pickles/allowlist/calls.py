@@ -2,7 +2,7 @@
 
 A value is plain, or inert (a row makes it of arguments that the row takes), or an object of a class
 whose state is plain or inert, or not known. The tracer asks for each opcode of a pickle that is scanned,
-:mod:`ckptkit.trust` for each object of a tree that is written: there is no second table.
+:mod:`ckptkit.pickles.trust` for each object of a tree that is written: there is no second table.
 """
 
 from __future__ import annotations

@@ -76,12 +76,8 @@ def _parsed(path: Path) -> Any:
 
 
 def _from_toml(data: bytes) -> Any:
-    import sys
+    import tomllib
 
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     return tomllib.loads(data.decode())
 
 

@@ -381,9 +381,9 @@ def test_ST_10_small_elements_that_do_not_fill_bytes(dtype: str, shape: list[int
 
 
 def test_ST_11_trailing_data() -> None:
-    for header, data in (({"a": entry(0, 1)}, b"xy"), ({}, b"x")):
+    for text, data in (({"a": entry(0, 1)}, b"xy"), ({}, b"x")):
         with pytest.raises(CorruptError, match="follow the last tensor"):
-            read(file_of(header, data))
+            read(file_of(text, data))
 
 
 def test_ST_11_missing_data() -> None:
