@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -18,8 +18,6 @@ from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-
-    from typing_extensions import Unpack
 
     from ckptkit.publish.write import Published
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ckptkit.core import display
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.tensor import Tensor
@@ -87,19 +88,15 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         """What the prompt shows: a line, without an address of anything. Reads headers only, and never fails."""
-        return f"<Checkpoint {self._heading()}>"
+        return f"<Checkpoint {self.heading}>"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the weights and what lies beside them."""
-        from ckptkit.views import notebook
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows: the weights and the other entries."""
+        return display.html(self)
 
-        try:
-            weights = self.selection
-        except CkptkitError:  # which the heading says
-            weights = None
-        return notebook.checkpoint(self._heading(), self.root, weights)
-
-    def _heading(self) -> str:
+    @property
+    def heading(self) -> str:
+        """One line: where it is, its format, how many tensors, parameters and bytes. Never raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection

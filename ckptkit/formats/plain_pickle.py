@@ -17,8 +17,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.core.tensor import TypedStorage
 from ckptkit.core.tree import Blob, Global, Node, Object
-from ckptkit.formats import torch_legacy
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table, torch_legacy
+from ckptkit.formats.format import Probe
 from ckptkit.pickles.globals import REDUCERS
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.streams import Found, PickleStream
@@ -56,7 +56,7 @@ def read(probe: Probe) -> Checkpoint:
             f"{source.size - pickled.stop:,} bytes follow the pickle: other readers may take them for something else"
         )
     names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
-    return Checkpoint(pickled.root, FORMAT.name, source, globals=names, warnings=pickled.warnings)
+    return Checkpoint(pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings)
 
 
 class _Stored:
@@ -105,13 +105,3 @@ def _unpickled(probe: Probe, stored: _Stored) -> Unpickled:
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """It alone; what may follow is for whoever looks for it."""
     return iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),)) if matches(probe) else None
-
-
-FORMAT = Format(
-    name="pickle",
-    title="a plain pickle: numpy arrays, tensors, a module",
-    matches=matches,
-    read=read,
-    rewrite_as="torch-zip",
-    pickles=pickles,
-)

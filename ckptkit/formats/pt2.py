@@ -24,7 +24,6 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.containers import strict_json
-from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
@@ -32,9 +31,10 @@ from ckptkit.core.dtypes import BY_NAME, UNKNOWN, unknown
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node, OrderedDict
-from ckptkit.formats.common import zip_extras
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 from ckptkit.formats.torch_zip.reader import Archive
 
@@ -88,7 +88,7 @@ class _Archive(Archive):
         if self.pickled:
             warnings.append(f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}")
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
-        return Checkpoint(root, FORMAT.name, self.directory.source, warnings=tuple(warnings))
+        return Checkpoint(root, table.PT2.name, self.directory.source, warnings=tuple(warnings))
 
     def _names(self, before: str, after: str) -> list[str]:
         start = self.folder + before
@@ -169,20 +169,8 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         raise UnsupportedError("is an exported program whose weights are not where torch.export.save puts them")
     return Checkpoint(
         {part: each.root for part, each in held.items()},
-        FORMAT.name,
+        table.PT2.name,
         directory.source,
         globals=tuple(dict.fromkeys(name for each in held.values() for name in each.globals)),
         warnings=tuple(warning for each in held.values() for warning in each.warnings),
     )
-
-
-FORMAT = Format(
-    name="pt2",
-    title="torch.export.save: the weights of an exported program (.pt2)",
-    matches=matches,
-    read=read,
-    program=True,
-    rewrite_as="torch-zip",
-    check=zip_extras.check,
-    pickles=zip_extras.pickles,
-)

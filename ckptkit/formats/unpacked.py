@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Folder, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip.reader import KNOWN, Archive
 
 _PICKLE, _DATA, _TOP = "data.pkl", "data", "archive"
@@ -82,14 +83,4 @@ def read(probe: Probe) -> Checkpoint:
     warnings = archive.check()
     tree = archive.unpickle(_DATA)
     warnings += archive.unused(KNOWN)
-    return Checkpoint(tree.root, FORMAT.name, folder, {}, tree.globals, (*tree.warnings, *warnings))
-
-
-FORMAT = Format(
-    name="torch-unpacked",
-    title="an unpacked archive of torch.save: a folder with data.pkl",
-    matches=matches,
-    read=read,
-    listed=True,
-    rewrite_as="torch-zip",
-)
+    return Checkpoint(tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, (*tree.warnings, *warnings))

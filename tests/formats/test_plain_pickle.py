@@ -14,9 +14,10 @@ import ckptkit
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats import plain_pickle, torch_legacy
+from ckptkit.formats import plain_pickle
 from ckptkit.formats.format import Probe
-from ckptkit.formats.plain_pickle import FORMAT
+from ckptkit.formats.table import PICKLE as FORMAT
+from ckptkit.formats.table import TORCH_LEGACY
 from tests.conftest import Corpus
 from tests.pickles.making import emit, same, to_python
 from tests.pickles.test_ndarray import array_of, tensor_of
@@ -112,7 +113,7 @@ def test_persistent_ids_are_refused() -> None:
 def test_a_real_array_saved_by_torch(corpus: Corpus) -> None:
     """torch.save of a numpy array, before 1.6: a legacy stream without storages, its fourth pickle."""
     path = corpus / "allennlp__2019-06_elmo_es_align.pth"
-    checkpoint = torch_legacy.FORMAT.read(Probe(LocalFile(path)))
+    checkpoint = TORCH_LEGACY.read(Probe(LocalFile(path)))
     array = array_of(tensor_of(checkpoint.root))
     again = pickle.loads(emit(checkpoint.root).data, encoding="latin1")
     assert again.tobytes() == array.tobytes()

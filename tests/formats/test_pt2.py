@@ -16,8 +16,8 @@ from torch import nn
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
-from ckptkit.formats import pt2
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import PT2
 from tests.formats.conformance import check_equal, elements, elements_of
 from tests.formats.torchscript.scripts import rezipped
 
@@ -51,8 +51,8 @@ def path(program: torch.export.ExportedProgram, tmp_path: Path) -> Path:
 
 def read(data: bytes | Path) -> Checkpoint:
     probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pt2"))
-    assert pt2.FORMAT.matches(probe)
-    return pt2.FORMAT.read(probe)
+    assert PT2.matches(probe)
+    return PT2.read(probe)
 
 
 def detached(tensors: Any) -> dict[str, torch.Tensor]:

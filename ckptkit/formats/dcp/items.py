@@ -24,10 +24,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
-from ckptkit.formats.dcp.metadata import Chunk, Place, shown
+from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 
@@ -118,7 +119,7 @@ class Files:
         key = file, offset
         if key not in self._headers:
             source = self.folder.open(file)
-            read = safetensors.FORMAT.read(Probe(Section(source, offset, source.size - offset)))
+            read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
             tensors = read.root if isinstance(read.root, dict) else {}
             self._headers[key] = Header(tensors, _saved_offsets(read.metadata.get(_SHARDING, "{}")))
         return self._headers[key]

@@ -31,11 +31,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
-from ckptkit.pickles.allowlist import is_harmful
 from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.trust import is_foreign
 
 NAME = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -96,11 +97,6 @@ class Described(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def shown(name: str) -> str:
-    """A tensor's name for a message."""
-    return repr(name if len(name) <= _SHOWN else name[: _SHOWN - 3] + "...")
-
-
 def read_metadata(source: ByteSource) -> Described:
     """What the file says.
 
@@ -127,12 +123,12 @@ def read_metadata(source: ByteSource) -> Described:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse what a checkpoint has no business to name; a warning for what others may have put there."""
+    """Refuse names of functions and of Python itself; warn of classes that others may have put there."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:
             continue
-        if is_harmful(Object(name, new=True)):
+        if is_foreign(name):
             raise UnsafeGlobalError(
                 f"names {name}, which has no business there", hint="torch would call it: do not load this folder"
             )

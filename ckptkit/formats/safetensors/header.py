@@ -11,6 +11,7 @@ from ckptkit.core.dtypes import BY_SAFETENSORS, FLOAT4, DType
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shown
 from ckptkit.formats.format import Probe
 
 _WHITE = b" \t\r\n"
@@ -117,8 +118,3 @@ def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
         )
     if reached < size:
         raise CorruptError(f"{size - reached:,} bytes follow the last tensor")
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."

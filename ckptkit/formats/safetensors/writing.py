@@ -13,10 +13,11 @@ from ckptkit.core.errors import TensorError, UnsafeGlobalError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import shown, some
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import dump, is_utf8
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors.header import METADATA, shown
+from ckptkit.formats.safetensors.header import METADATA
 from ckptkit.formats.safetensors.record import (
     FRAMEWORK,
     RESERVED,
@@ -88,8 +89,11 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     from ckptkit.pickles.objects import without_objects
     from ckptkit.pickles.writer import write_pickle
 
-    root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
-    if notes and options.objects == "error":
+    root, strict = checkpoint.root, options.objects == "error"
+    notes: tuple[str, ...] = ()
+    if options.objects != "keep":
+        root, notes = without_objects(root, may_be_empty=strict)
+    if notes and strict:
         raise UnsafeGlobalError(
             f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
         )
@@ -110,9 +114,8 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -
 def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
-        some = ", ".join(f"{shown(name)} ({why})" for name, why in refused[:3])
-        more = f" and {len(refused) - 3:,} more" if len(refused) > 3 else ""
-        raise TensorError(f"safetensors cannot hold {some}{more}", hint=_way_out({why for _, why in refused}))
+        named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
+        raise TensorError(f"safetensors cannot hold {named}", hint=_way_out({why for _, why in refused}))
 
 
 def _way_out(obstacles: set[str]) -> str:

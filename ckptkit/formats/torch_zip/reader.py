@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from ckptkit.containers.zip_entries import REPLACED, shown
+from ckptkit.containers.zip_entries import REPLACED
 from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.plan import Patch, Plan
 from ckptkit.core.tensor import Storage
-from ckptkit.formats.common import zip_extras
-from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
+from ckptkit.core.text import shown
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
@@ -59,7 +59,7 @@ def _read(archive: Archive) -> Checkpoint:
     tree = archive.unpickle("data")
     warnings += [*archive.unverified(), *archive.unused(KNOWN)]
     source, metadata = archive.directory.source, _metadata(archive)
-    return Checkpoint(tree.root, FORMAT.name, source, metadata, tree.globals, (*tree.warnings, *warnings))
+    return Checkpoint(tree.root, table.TORCH_ZIP.name, source, metadata, tree.globals, (*tree.warnings, *warnings))
 
 
 def _metadata(archive: Archive) -> dict[str, str]:
@@ -193,39 +193,3 @@ class Archive:
             return []
         some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
         return [f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"]
-
-
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """One file with the whole tree and the storages that it refers to. See :mod:`zip_layout`."""
-    from ckptkit.formats.torch_zip import writer as zip_layout  # reading does not pay for writing
-
-    return zip_layout.layout(checkpoint, options)
-
-
-def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
-    """See :mod:`zip_patch`."""
-    from ckptkit.formats.torch_zip import patching as zip_patch
-
-    return zip_patch.patch(before, after, options)
-
-
-def salvage(probe: Probe) -> Salvaged | None:
-    """See :mod:`zip_salvage`."""
-    from ckptkit.formats.torch_zip import recovering as zip_salvage
-
-    return zip_salvage.salvage(probe)
-
-
-FORMAT = Format(
-    name="torch-zip",
-    title="torch.save since 1.6: a zip archive",
-    matches=matches,
-    read=read,
-    suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
-    layout=layout,
-    everything="always",
-    salvage=salvage,
-    check=zip_extras.check,
-    patch=patch,
-    pickles=zip_extras.pickles,
-)

@@ -151,7 +151,9 @@ def _locked(path: str) -> Iterator[int]:
     """A descriptor to append lines with, ours alone; what is torn at its end is cut off."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        fd = os.open(path, flags, 0o666)
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
     try:

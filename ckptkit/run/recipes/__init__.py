@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
+from ckptkit.core.text import nearest
 from ckptkit.core.tree import find
 from ckptkit.transforms import combine, devices, elements, keys, quantized, structure
 
@@ -55,7 +55,7 @@ def load(name: str) -> Recipe:
     if name in names():
         return _recipe(name, _parsed(FOLDER / f"{name}.yaml"))
     if not name.endswith(_SUFFIXES):
-        close = get_close_matches(name, names(), n=1) or names()
+        close = nearest(name, names()) or names()
         raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
     return _recipe(name, _parsed(Path(name)))
 
@@ -76,12 +76,8 @@ def _parsed(path: Path) -> Any:
 
 
 def _from_toml(data: bytes) -> Any:
-    import sys
+    import tomllib
 
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     return tomllib.loads(data.decode())
 
 
@@ -126,7 +122,7 @@ def _steps(said: list[Any]) -> Iterator[Step]:
             raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
         if word not in STEPS:
-            close = get_close_matches(str(word), STEPS, n=1) or STEPS
+            close = nearest(str(word), STEPS) or STEPS
             raise _WrongError(f"step {number}: {word!r} is no step", hint=f"did you mean {', '.join(close)}?")
         try:
             yield STEPS[word](given)

@@ -6,7 +6,7 @@ import argparse
 import collections
 import json
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import walk
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors import FORMAT
 from ckptkit.formats.safetensors.record import RESERVED
+from ckptkit.formats.table import SAFETENSORS as FORMAT
 from tests.formats.torch_zip.archives import archive
 from tests.formats.torchscript.scripts import QUIET, script
 from tests.matrix import NAMES, Fixture
@@ -228,6 +228,12 @@ def test_PK_a_harmful_call_is_not_written_back(tmp_path: Path) -> None:
             return os.system, ("true",)
 
     torch.save({"w": torch.ones(2), "harm": Harm()}, tmp_path / "in.pth")
+    with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
+        convert(tmp_path / "in.pth", tmp_path / "all.safetensors", options=ALL)
+
+
+def test_PK_a_call_that_somebody_wrote_into_a_skeleton_is_not_written_back(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "harm": PurePosixPath("true")}, tmp_path / "in.pth")
     between = tmp_path / "all.safetensors"
     with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
         convert(tmp_path / "in.pth", between, options=ALL)

@@ -30,7 +30,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip.reader import FORMAT
+from ckptkit.formats.table import TORCH_ZIP as FORMAT
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements_of
