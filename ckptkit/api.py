@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import Patch, Plan
+from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
-from ckptkit.publish.journal import SUFFIX, journal_path
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-
-    from typing_extensions import Unpack
 
     from ckptkit.publish.write import Published
 
@@ -84,41 +82,6 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
         raise
 
 
-@contextmanager
-def steady(place: ByteSource | Folder) -> Iterator[None]:
-    """Say that files are being changed, where that is why something failed, or where it would go unnoticed.
-
-    Nobody else is asked to wait for a reader: bytes of before and after may have been read together.
-    """
-    try:
-        yield
-    except Exception as error:
-        if changed := _changing(place):
-            raise changed from error
-        raise
-    if changed := _changing(place):
-        raise changed
-
-
-def _changing(place: ByteSource | Folder) -> CkptkitError | None:
-    files = [
-        each for each in (place.opened() if isinstance(place, Folder) else (place,)) if isinstance(each, LocalFile)
-    ]
-    for each in files:
-        try:
-            each.check_unchanged()
-            if _has_journal(each.path):
-                from ckptkit.publish import patching
-
-                patching.look(each.path)
-        except InputChangedError:
-            hint = "run the command again when it is no longer written to"
-            return InputError("was changed while it was read", where=each.name, hint=hint)
-        except InputError as error:
-            return error
-    return None
-
-
 def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
     """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and their list.
 
@@ -127,25 +90,6 @@ def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
     CorruptError if no tensor is left, UnsupportedError for a format of which nothing can be recovered.
     """
     return _read(open_place(path, settle=True), partial(formats.salvage, unverified=unverified))
-
-
-def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
-    """The file or folder at `path`, which must be whole: an edit in place may have been interrupted there.
-
-    With `settle` it is undone; else, that is an error. Raises PathError, InputError.
-    """
-    if not urls.is_url(path) and _has_journal(path):
-        from ckptkit.publish import patching
-
-        (patching.settle if settle else patching.look)(os.fspath(path))
-    return formats.open_place(path)
-
-
-def _has_journal(path: PathLike) -> bool:
-    try:
-        return any(name.endswith(SUFFIX) for name in os.listdir(path))
-    except OSError:  # not a folder
-        return os.path.lexists(journal_path(path))
 
 
 def save(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptkit.analysis import manifest
 from ckptkit.analysis.checksums import summed
 from ckptkit.analysis.tensor_digest import tensor_id
-from ckptkit.api import PathLike, open_checkpoint, open_place
+from ckptkit.api import PathLike, open_checkpoint
 from ckptkit.compute.expanded import Allowance
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import Folder
@@ -18,6 +18,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.format import Finding, Part
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all

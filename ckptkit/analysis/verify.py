@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
 from ckptkit.analysis.digests import Matches, Progress, differences, digest
-from ckptkit.api import PathLike, open_place, steady
+from ckptkit.api import PathLike
 from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -17,6 +17,7 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, Trunc
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Finding, Format, Part, Probe
 
 COMPARED = 1_000  # findings of which none is said twice; more are told as they are

@@ -9,6 +9,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
+from ckptkit.core.text import some
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -153,10 +154,9 @@ def lines(verdict: Verdict) -> Iterator[str]:
 
 def said(finding: Finding) -> str:
     """One finding: the file in a folder, what is wrong, and the tensors that it hits."""
-    names = ", ".join(finding.tensors[:NAMED])
-    more = f" and {len(finding.tensors) - NAMED:,} more" if len(finding.tensors) > NAMED else ""
+    names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""
-    return f"{place}{finding.what}" + (f" ({names}{more})" if names else "")
+    return f"{place}{finding.what}" + (f" ({names})" if names else "")
 
 
 def _hints(verdict: Verdict) -> Iterable[str]:

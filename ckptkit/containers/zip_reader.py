@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows, shown
+from ckptkit.containers.zip_entries import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, Record
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -31,6 +31,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import check, check_inflated
+from ckptkit.core.text import shown
 
 __all__ = ["MAGIC", "Entry", "ZipDirectory", "read_directory"]
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ckptkit.core.errors import LimitError, UsageError
+from ckptkit.core.text import guess
 
 PREFIX = "CKPTKIT_LIMIT_"
 
@@ -75,11 +76,7 @@ def from_environment(environment: Mapping[str, str]) -> Limits:
 
 def _name(variable: str, known: Mapping[str, str]) -> str:
     if variable not in known:
-        from difflib import get_close_matches  # costs 10 ms
-
-        close = get_close_matches(variable, known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else None
-        raise UsageError(f"{variable}: there is no such limit", hint=hint)
+        raise UsageError(f"{variable}: there is no such limit", hint=guess(variable, known))
     return known[variable]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.containers.zip_reader import MAGIC, ZipDirectory, read_directory
 from ckptkit.core.bytesource import ByteSource, Folder, Record
@@ -113,6 +114,22 @@ class Finding:
     hint: str | None = None
 
 
+@dataclass(frozen=True)
+class Lazy:
+    """A function of this room by its place, ``"module:function"``, imported when it is first called."""
+
+    place: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        module, _, name = self.place.partition(":")
+        function: Callable[..., Any] = getattr(import_module(f"ckptkit.formats.{module}"), name)
+        return function
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One on-disk format. What it cannot do is None; generic code asks for the capability, never for the name.
@@ -135,7 +152,9 @@ class Format:
     title: str  # for people
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    suffixes: tuple[str, ...] = ()  # that choose it for writing
+    suffixes: tuple[str, ...] = ()  # of its files; for a format with a layout, those that choose it for writing
+    is_folder: bool = False
+    loaded_by_torch: bool = False  # whether torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
     listed: bool = False  # whether it is found in a list of a folder's files, which a web server does not give

@@ -32,7 +32,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import Node
-from ckptkit.formats.format import RECOVER, Format, Probe, Salvaged
+from ckptkit.formats.format import RECOVER, Probe, Salvaged
+from ckptkit.formats.table import TORCH_LEGACY
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
 from ckptkit.pickles.storages import StorageTable
@@ -82,7 +83,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     end = stream.bind(keys, table.itemsizes())
     left = max(0, source.size - end)
     return Checkpoint(
-        tree.root, FORMAT.name, source, sources.metadata,
+        tree.root, TORCH_LEGACY.name, source, sources.metadata,
         globals=(*system.globals, *tree.globals, *keys.globals),
         warnings=(
             *tree.warnings, *endian_warning(system.root), *sources.warnings,
@@ -231,15 +232,3 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     if not matches(probe):
         return None
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
-
-
-FORMAT = Format(
-    name="torch-legacy",
-    title="torch.save before 1.6: a stream of pickles and storages",
-    matches=matches,
-    read=read,
-    rewrite_as="torch-zip",
-    salvage=salvage,
-    salvageable=salvageable,
-    pickles=pickles,
-)

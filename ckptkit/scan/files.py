@@ -12,10 +12,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from ckptkit import formats
-from ckptkit.api import open_place, steady
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
+from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.remote import urls
 from ckptkit.scan import find as hidden
 from ckptkit.scan.verdict import FileVerdict, Trusted, judge_file

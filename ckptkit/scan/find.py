@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckptkit import formats
 from ckptkit.containers.tar import is_tar
 from ckptkit.containers.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
 from ckptkit.containers.zip_reader import MAGIC
@@ -19,6 +18,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global
 from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import FORMATS
 from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
 from ckptkit.scan import find_tar as hidden_tar
 from ckptkit.scan import find_zip as hidden_zip
@@ -35,6 +35,14 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
     search = _Search()
     try:
         yield from search.file(source, "", 0, sure=True)
+    except LimitError as error:
+        yield Remark("", error.message)
+
+
+def inside(source: ByteSource) -> Iterator[Seen]:
+    """What `pickles` would yield of a byte string in a pickle, if that were `source`."""
+    try:
+        yield from _Search().file(source, "", 1, sure=False)
     except LimitError as error:
         yield Remark("", error.message)
 
@@ -75,7 +83,7 @@ class _Search:
         """What no format claims, or other readers see."""
         source, head = probe.source, probe.head
         is_zip = head.startswith(MAGIC)
-        if not is_zip and depth == 0 and hidden_zip.has_end(source):
+        if not is_zip and depth == 0 and _ends_as_zip(source, head):
             yield Remark(where, "ends as a zip archive does, and begins as something else: two readers, two files")
             yield from self._all(hidden_zip.pickles(source), where, depth, sure)
         elif is_zip and not claimed:
@@ -197,7 +205,7 @@ class _Search:
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
     """What the first format that takes the file finds in it; why the reader of its format would refuse it."""
     refusal = None
-    for format in formats.FORMATS:
+    for format in FORMATS:
         try:
             found = None if format.pickles is None else format.pickles(probe)
         except CkptkitError as error:
@@ -206,6 +214,18 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
         if found is not None:
             return found, None
     return None, refusal
+
+
+def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
+    """Whether readers of zip archives would see one that is not a whole member of a tar file."""
+    archive = hidden_zip.extent(source)
+    if archive is None or not is_tar(head):
+        return archive is not None
+    start, stop = archive
+    members = (each.source for each in hidden_tar.pickles(source) if isinstance(each, Inner))
+    return not any(
+        isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size for each in members
+    )
 
 
 def _base(source: ByteSource) -> int | None:

@@ -26,14 +26,13 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedDict
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import safetensors, torch_legacy
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.format import Finding, Format, Part, Probe
 from ckptkit.formats.safetensors.record import ATTRIBUTE, Restored
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
-SHARD_FORMATS = (safetensors.FORMAT, zip_archive.FORMAT, torch_legacy.FORMAT)
+SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
 _TOTAL_IS = "the index says"

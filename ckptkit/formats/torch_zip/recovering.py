@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptkit import compute
-from ckptkit.containers.zip_entries import MAGIC, shown
+from ckptkit.containers.zip_entries import MAGIC
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check_inflated
 from ckptkit.core.tensor import Storage
+from ckptkit.core.text import shown
 from ckptkit.formats.common.recovering import AGAIN, salvaged
 from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Salvaged
 from ckptkit.formats.torch_zip import extra_records

@@ -24,7 +24,7 @@ from ckptkit.run.batch.inputs import Mark, mark
 
 NAME = ".ckptkit-batch.jsonl"
 PAUSE = 30.0  # seconds between two uploads of the manifest
-_CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LARGEST = 256 << 20  # bytes of a manifest
 SHARE = 20  # and at least that many times what one takes
 

@@ -19,7 +19,6 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.text import nearest
 from ckptkit.core.tree import find
 from ckptkit.transforms import combine, devices, elements, keys, quantized, structure
 
@@ -59,7 +59,7 @@ def load(name: str) -> Recipe:
     if name in names():
         return _recipe(name, _parsed(FOLDER / f"{name}.yaml"))
     if not name.endswith(_SUFFIXES):
-        close = get_close_matches(name, names(), n=1) or names()
+        close = nearest(name, names()) or names()
         raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
     return _recipe(name, _parsed(Path(name)))
 
@@ -81,12 +81,8 @@ def _parsed(path: Path) -> Any:
 
 
 def _from_toml(data: bytes) -> Any:
-    import sys
+    import tomllib
 
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     return tomllib.loads(data.decode())
 
 
@@ -147,7 +143,7 @@ def _steps(said: list[Any]) -> Iterator[Step]:
             raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
         if word not in STEPS:
-            close = get_close_matches(_shown(word).strip("'"), STEPS, n=1) or STEPS
+            close = nearest(_shown(word).strip("'"), STEPS) or STEPS
             raise _WrongError(f"step {number}: {_shown(word)} is no step", hint=f"did you mean {', '.join(close)}?")
         try:
             yield STEPS[word](given)

@@ -27,10 +27,10 @@ from ckptkit.core.tree import Node
 from ckptkit.formats import torch_tar
 from ckptkit.formats.common.zip_pickles import pickles
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.torch_legacy import FORMAT as LEGACY
+from ckptkit.formats.table import TORCH_LEGACY as LEGACY
+from ckptkit.formats.table import TORCH_ZIP as ZIP
 from ckptkit.formats.torch_zip import patching as zip_patch
-from ckptkit.formats.torch_zip.reader import FORMAT as ZIP
-from ckptkit.formats.torch_zip.reader import salvage
+from ckptkit.formats.torch_zip.recovering import salvage
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.plain_tensor import PlainTensors, _match
 from ckptkit.pickles.streams import Inner, PickleStream
