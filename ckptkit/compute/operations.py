@@ -23,7 +23,7 @@ dequant   dtype, scale, zero_point        quantised elements of `dtype` as float
 mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
+dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
 ``dequant`` and ``mean`` has one input, and is a pure function of its inputs, its parameters and the range of the output
 that is asked for.
 """

@@ -20,7 +20,7 @@ from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
-from ckptkit.tasks import Reread, Task, Turned, cut
+from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -9,6 +9,7 @@ from ckptkit.compute import contiguous
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural, quoted
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, is_optimizer
@@ -20,7 +21,7 @@ from ckptkit.rules.reversal import check_reversible
 from ckptkit.rules.sizes import Config
 from ckptkit.transforms import keys as names
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.nodes import count, nodes, some
+from ckptkit.transforms.nodes import nodes
 
 _SIZES = (1, 2, 4, 8, 16)  # bytes of an element that can be moved in any way
 
@@ -138,8 +139,8 @@ class _Step:
         lost: list[str] = []
         paths = module_versions.moved(module_versions.of(target.entries) or {}, making.pairs, lost)
         if lost:
-            entry = count(len(lost), "_metadata entry")
-            making.warnings.append(f"dropped {entry}: made of several that differ: {some(lost)}")
+            entry = plural(len(lost), "_metadata entry")
+            making.warnings.append(f"dropped {entry}: made of several that differ: {quoted(lost)}")
         return names.Rewritten(entries, lambda _: paths, [*making.notes()], making.warnings)
 
     def _reversible(self, shapes: Mapping[str, tuple[int, ...]], outcome: Outcome) -> str | None:
@@ -189,7 +190,7 @@ class _Making:
                 placed.append((order[key], key, node))
         placed.sort(key=lambda each: each[0])
         if self._mixed:
-            self.warnings.append(f"parameters and plain tensors made one: {some(self._mixed)}")
+            self.warnings.append(f"parameters and plain tensors made one: {quoted(self._mixed)}")
         return {name: node for _, name, node in placed}
 
     def _node(self, name: str, made: Target) -> Node:
@@ -274,7 +275,7 @@ class _Making:
         taken = [done.taken for done in self.done.values()]
         matched, made = sum(each.matched for each in taken), sum(each.made for each in taken)
         kept = len(self.outcome.kept)
-        keys = count(len(self.tensors), "key")
+        keys = plural(len(self.tensors), "key")
         yield f"rules: {matched:,} of {keys} taken, {kept:,} kept; {made:,} written"
         for each in taken:
             if each.dropped:
@@ -282,7 +283,7 @@ class _Making:
             if each.zeros:
                 yield f"rule {each.number} wrote {each.zeros:,} zeros"
         if apart := self._untied():
-            yield f"no longer tied: {some(apart)}"
+            yield f"no longer tied: {quoted(apart)}"
 
     def _untied(self) -> list[str]:
         """Keys that held one view of memory, and whose targets do not."""

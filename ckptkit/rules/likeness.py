@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import plural, quoted
 from ckptkit.core.text import shape as shape_text
-from ckptkit.transforms.nodes import count, some
 
 Shapes = Mapping[str, Shape | None]  # None: the shape is not known
 
@@ -22,9 +22,9 @@ def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoin
     found = {key: tensor.shape for key, tensor in checkpoint.weights.items()}
     faults = []
     if missing := [key for key in expected if key not in found]:
-        faults.append(f"{count(len(missing), 'key')} missing: {some(missing)}")
+        faults.append(f"{plural(len(missing), 'key')} missing: {quoted(missing)}")
     if more := [key for key in found if key not in expected]:
-        faults.append(f"{count(len(more), 'key')} too many: {some(more)}")
+        faults.append(f"{plural(len(more), 'key')} too many: {quoted(more)}")
     shapes = [
         f"{key} {shape_text(found[key])} instead of {shape_text(shape)}"
         for key, shape in expected.items()

@@ -19,16 +19,19 @@ A recipe is a YAML or TOML file:
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ckptkit.api import Step, open_checkpoint
+from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.text import nearest
 from ckptkit.core.tree import find
 from ckptkit.rules.applying import Asked
 from ckptkit.rules.applying import step as apply_step
@@ -42,6 +45,7 @@ from ckptkit.transforms import combine, devices, elements, keys, quantized, stru
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
 _BYTES = 1 << 20  # of a recipe
+_SHOWN = 120  # characters of a value in a message
 _PARTS = {"about", "steps", "output", "args", "source", "checked"}
 _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
 
@@ -77,43 +81,56 @@ def load(name: str, asked: Asked | None = None) -> Recipe:
     if name in names():
         return _recipe(name, _parsed(FOLDER / f"{name}.yaml"), asked)
     if not name.endswith(_SUFFIXES):
-        close = get_close_matches(name, names(), n=1) or names()
+        close = nearest(name, names()) or names()
         raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
     return _recipe(name, _parsed(Path(name)), asked)
 
 
 def _parsed(path: Path) -> Any:
-    """The plain values in a file."""
+    """The plain values in a file. Raises UsageError."""
     where = os.fspath(path)
     try:
-        data = path.read_bytes()[: _BYTES + 1]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=where) from error
-    if len(data) > _BYTES:
-        raise UsageError(f"is larger than {_BYTES:,} bytes: it is no recipe", where=where)
+        with closing(LocalFile(path)) as source:
+            if source.size > _BYTES:
+                raise UsageError(f"is larger than {_BYTES:,} bytes: it is no recipe", where=where)
+            data = source.read(0, source.size)
+    except InputError as error:
+        raise UsageError(error.message, where=where, hint=error.hint) from error
     try:
         return _from_toml(data) if path.suffix == ".toml" else _from_yaml(data)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not valid: {error}", where=where) from error
+        raise UsageError(f"is not valid: {_line(str(error))}", where=where) from error
 
 
 def _from_toml(data: bytes) -> Any:
-    import sys
+    import tomllib
 
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     return tomllib.loads(data.decode())
 
 
 def _from_yaml(data: bytes) -> Any:
     import yaml
 
+    from ckptkit.run.recipes.plain_yaml import PlainLoader
+
     try:
-        return yaml.safe_load(data)
+        return yaml.load(data, PlainLoader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from error
+        raise ValueError(str(error)) from error
+
+
+def _line(text: str) -> str:
+    """At most a line of a text, which may come from the file."""
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _shown(value: Any) -> str:
+    """At most a line of a value."""
+    try:
+        return _line(reprlib.repr(value))
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
 
 
 def _recipe(name: str, said: Any, asked: Asked) -> Recipe:
@@ -125,7 +142,7 @@ def _recipe(name: str, said: Any, asked: Asked) -> Recipe:
         output = _table(parts.get("output", {}), set(_OUTPUT))
         for key, value in output.items():
             if not isinstance(value, _OUTPUT[key]):
-                raise _WrongError(f"output: {key} is {value!r}")
+                raise _WrongError(f"output: {key} is {_shown(value)}")
         about, facts, checked = (_optional(parts, word) for word in ("about", "source", "checked"))
         known = list(_said(steps))
         defaults = _sizes(parts.get("args", {}))
@@ -200,8 +217,8 @@ def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int])
             return Expectations(_texts(said.given), asked.config).check
         if word not in STEPS:
             known = [*STEPS, "rules", "expect"]
-            close = get_close_matches(str(word), known, n=1) or known
-            raise _WrongError(f"step {number}: {word!r} is no step", hint=f"did you mean {', '.join(close)}?")
+            close = nearest(_shown(word).strip("'"), known) or known
+            raise _WrongError(f"step {number}: {_shown(word)} is no step", hint=f"did you mean {', '.join(close)}?")
         return STEPS[word](said.given)
     except _WrongError as error:
         if str(error).startswith("step "):
@@ -231,10 +248,10 @@ def _parsed_rules(said: Said, defaults: dict[str, str | int]) -> Rules:
 def _sizes(given: Any) -> dict[str, str | int]:
     """Words with what is said of their sizes."""
     if not isinstance(given, dict):
-        raise _WrongError(f"{given!r} is no table of sizes")
+        raise _WrongError(f"{_shown(given)} is no table of sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
-            raise _WrongError(f"{word}: {size!r} is no size", hint="h: 32, h: config.num_attention_heads")
+            raise _WrongError(f"{word}: {_shown(size)} is no size", hint="h: 32, h: config.num_attention_heads")
     return {str(word): size for word, size in given.items()}
 
 
@@ -243,7 +260,7 @@ def _sizes(given: Any) -> dict[str, str | int]:
 
 def _text(given: Any) -> str:
     if not isinstance(given, str) or not given:
-        raise _WrongError(f"{given!r} is no text")
+        raise _WrongError(f"{_shown(given)} is no text")
     return given
 
 
@@ -253,14 +270,14 @@ def _texts(given: Any) -> list[str]:
 
 def _table(given: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not given.keys() <= known:
-        odd = sorted(map(repr, given.keys() - known)) if isinstance(given, dict) else [repr(given)]
+        odd = sorted(map(_shown, given.keys() - known)) if isinstance(given, dict) else [_shown(given)]
         raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
     return given
 
 
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
-        raise _WrongError(f"{given!r} is no table of texts")
+        raise _WrongError(f"{_shown(given)} is no table of texts")
     return {_text(key): value if isinstance(value, str) else _text(value) for key, value in given.items()}
 
 
@@ -269,7 +286,7 @@ def _plain(step: Step) -> Callable[[Any], Step]:
 
     def made(given: Any) -> Step:
         if given is not True:
-            raise _WrongError(f"{given!r} is not true, which is all that it can be")
+            raise _WrongError(f"{_shown(given)} is not true, which is all that it can be")
         return step
 
     return made
