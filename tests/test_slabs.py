@@ -46,7 +46,9 @@ def source(folder: Path, *shape: int, itemsize: int = 2) -> tuple[Range, np.ndar
     return Range(Counting(folder / "in"), 4, data.nbytes), data
 
 
-def gather(extent: Range, itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Derived:
+def gather(
+    extent: Range, itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Derived:
     return Derived("gather", (extent,), (itemsize, shape, stride, 0), extent.length)
 
 
@@ -104,7 +106,8 @@ def test_matrices_one_after_another(tmp_path: Path) -> None:
 
 
 def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
-    """Each is small, and the rows of the target are long: in order, all would be read for each tile."""
+    """Each is small, and the rows of the target are long: in order, all would be read for each
+    tile."""
     extent, data = source(tmp_path, 64, 96, 2_048)
     boxes = tuple(((0, 96 * n), (2_048, 96), (1, 2_048), n * 2 * 96 * 2_048) for n in range(64))
     made = Derived("chunks", (extent,) * 64, (2, (2_048, 96 * 64), boxes), extent.length)
@@ -125,7 +128,9 @@ def test_what_is_no_large_transpose(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [40, 3_000])
-def test_tiles_of_a_transpose_read_little_twice(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_a_transpose_read_little_twice(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In order, as a checksum or a pipe needs it."""
     monkeypatch.setattr(tiles, "TILE", 100_000)
     monkeypatch.setattr(tiles, "LARGE", 4_000_000)

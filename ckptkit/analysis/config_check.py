@@ -46,7 +46,9 @@ class Mismatch:
 def mismatches(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Mismatch]:
     """What the tensors contradict."""
     checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype)
-    text: Mapping[str, Any] = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), {})
+    text: Mapping[str, Any] = next(
+        (config[key] for key in _TEXT if isinstance(config.get(key), dict)), {}
+    )
     said = {**config, **text}
     return [found for check in checks for found in check(said, tensors)]
 
@@ -75,7 +77,9 @@ def _is_vision(name: str) -> bool:
 
 def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
     said = _field(config, LAYERS)
-    counts = {prefix: n for prefix, n in _numbers(_LAYER, tensors).items() if not _is_vision(prefix)}
+    counts = {
+        prefix: n for prefix, n in _numbers(_LAYER, tensors).items() if not _is_vision(prefix)
+    }
     if said is None or not counts:
         return
     extra = config.get("num_nextn_predict_layers")
@@ -89,7 +93,9 @@ def _experts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterat
     said = _field(config, EXPERTS)
     if said is None:
         return
-    counts = Counter(n for prefix, n in _numbers(_EXPERT, tensors).items() if not _is_vision(prefix))
+    counts = Counter(
+        n for prefix, n in _numbers(_EXPERT, tensors).items() if not _is_vision(prefix)
+    )
     stacked = [t.shape[0] for name, t in tensors.items() if _is_stacked(name) and len(t.shape) == 3]
     for count in sorted({*counts, *stacked} - {said[1]}):
         yield Mismatch("experts", *said, f"{count} experts")
@@ -144,7 +150,9 @@ def _head(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[
 
 
 def _dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
-    field = next((name for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None)
+    field = next(
+        (name for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None
+    )
     counts: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.dtype.kind == "float":

@@ -22,7 +22,9 @@ FINDINGS = 1
     help="Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME (repeatable).",
 )  # fmt: skip
 @click.option("--like", metavar="OTHER", help="Expect the names and shapes of OTHER.")
-@click.option("--config", metavar="FILE", help="Sizes of the model; without it, config.json beside FILE.")
+@click.option(
+    "--config", metavar="FILE", help="Sizes of the model; without it, config.json beside FILE."
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="Print what is wrong only.")
 @options.key
@@ -52,7 +54,9 @@ def command(
     said = configuration.beside(checkpoint.source) if config is None else configuration.read(config)
     found = list(_findings(checkpoint, list(lines), like, said))
     if as_json:
-        render.emit_json({"schema": SCHEMA, "file": file, "checked_config": said is not None, "findings": found})
+        render.emit_json(
+            {"schema": SCHEMA, "file": file, "checked_config": said is not None, "findings": found}
+        )
     else:
         render.emit(*(render.escape(f"{file}: {each['text']}") for each in found))
         if not found and not quiet:
@@ -61,14 +65,22 @@ def command(
     return FINDINGS if found else 0
 
 
-def _findings(checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any) -> list[dict[str, str]]:
+def _findings(
+    checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any
+) -> list[dict[str, str]]:
     from ckptkit.analysis.config_check import mismatches
     from ckptkit.rules.expecting import Expectations
     from ckptkit.rules.likeness import UnlikeError, check_like
 
-    found = [{"code": "expectation", "text": text} for text in Expectations(lines, config).failures(checkpoint)]
+    found = [
+        {"code": "expectation", "text": text}
+        for text in Expectations(lines, config).failures(checkpoint)
+    ]
     if config is not None:
-        found += [{"code": each.code, "text": str(each)} for each in mismatches(config, checkpoint.weights)]
+        found += [
+            {"code": each.code, "text": str(each)}
+            for each in mismatches(config, checkpoint.weights)
+        ]
     if like is not None:
         from ckptkit.cli.like import expected
 

@@ -34,7 +34,10 @@ def expected(name: str) -> Shapes:
 
 def _has_shards(name: str) -> bool:
     folder = os.path.dirname(name)
-    return all(os.path.exists(os.path.join(folder, os.path.basename(file))) for file in set(_index(name).values()))
+    return all(
+        os.path.exists(os.path.join(folder, os.path.basename(file)))
+        for file in set(_index(name).values())
+    )
 
 
 def _index(name: str) -> dict[str, str]:

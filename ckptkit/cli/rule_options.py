@@ -26,7 +26,9 @@ def sizes(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) 
 
 def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command --config and --arg, the sizes that rules need."""
-    config = click.option("--config", metavar="FILE", help="Sizes for rules; without it, config.json beside SRC.")
+    config = click.option(
+        "--config", metavar="FILE", help="Sizes for rules; without it, config.json beside SRC."
+    )
     args = click.option(
         "--arg", "args", metavar="NAME=INT", multiple=True, callback=sizes,
         help="A size for rules (repeatable).",
@@ -34,7 +36,9 @@ def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
     return config(args(command))
 
 
-def asked(edit: options.Edit, config: str | None, args: dict[str, int], reverse: bool = False) -> Asked:
+def asked(
+    edit: options.Edit, config: str | None, args: dict[str, int], reverse: bool = False
+) -> Asked:
     """What steps of rules are asked for, as the options of `with_sizes` say."""
     from ckptkit.rules import config as configuration
     from ckptkit.rules.applying import Asked

@@ -14,20 +14,38 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         known = list(map(recipes.load, recipes.names()))
         rows = [(each.name, each.about) for each in known if not each.source]
         render.emit(*render.table(("recipe", "what it makes"), rows))
-        layouts = [(each.name, each.about, each.source, each.checked or "not checked") for each in known if each.source]
-        render.emit("", *render.table(("layout", "from, to", "facts from", "checked against"), layouts))
+        layouts = [
+            (each.name, each.about, each.source, each.checked or "not checked")
+            for each in known
+            if each.source
+        ]
+        render.emit(
+            "", *render.table(("layout", "from, to", "facts from", "checked against"), layouts)
+        )
         ctx.exit()
 
 
 @click.command("run")
 @click.argument("recipe", metavar="RECIPE")
 @options.edit
-@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Say which there are.")
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list,
+    help="Say which there are.",
+)
 @click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
 @rule_options.with_sizes
 @options.key
 def command(
-    recipe: str, edit: options.Edit, key: str | None, reverse: bool, config: str | None, args: dict[str, int]
+    recipe: str,
+    edit: options.Edit,
+    key: str | None,
+    reverse: bool,
+    config: str | None,
+    args: dict[str, int],
 ) -> None:
     """Carry out the steps of a recipe, as one plan.
 

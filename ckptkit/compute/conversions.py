@@ -85,7 +85,9 @@ def layouts_of_model(model: Any, model_type: str) -> Layouts:
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
     forward = [
-        each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
+        each
+        for each in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(each, PrefixChange)
     ]
     back = [each.reverse_transform() for each in forward[::-1]]
     work = _Reading(
@@ -103,7 +105,9 @@ def layouts_of_model(model: Any, model_type: str) -> Layouts:
 
 
 class _Reading:
-    def __init__(self, model: Any, renamings: list[Any], converters: list[Any], forward: dict[int, Any]) -> None:
+    def __init__(
+        self, model: Any, renamings: list[Any], converters: list[Any], forward: dict[int, Any]
+    ) -> None:
         self.model, self.renamings, self.converters, self.forward = (
             model,
             renamings,

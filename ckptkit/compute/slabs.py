@@ -98,7 +98,9 @@ def _row_major(shape: tuple[int, ...]) -> list[int]:
     return strides[::-1]
 
 
-def _matrices(source: Extent, origin: int, place: int, dims: Dims, itemsize: int) -> Iterator[Matrix]:
+def _matrices(
+    source: Extent, origin: int, place: int, dims: Dims, itemsize: int
+) -> Iterator[Matrix]:
     """Yield the large matrices of a box, if it is made of such."""
     rows = next((dim for dim in dims if dim[2] == 1 and dim[1] > 1), None)
     columns = next((dim for dim in dims if dim[1] == 1 and dim[2] > 1), None)

@@ -85,7 +85,9 @@ def _matrices(segment: Segment) -> list[Matrix]:
     return blocks(extent)
 
 
-def _turning(path: str, start: int, segment: Segment, matrices: list[Matrix], size: int) -> Iterator[Task]:
+def _turning(
+    path: str, start: int, segment: Segment, matrices: list[Matrix], size: int
+) -> Iterator[Task]:
     """Yield tasks for the blocks of a segment, and one for its checksum if that is needed."""
     batch: list[Matrix] = []
     held = 0

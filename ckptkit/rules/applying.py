@@ -74,8 +74,9 @@ def apply_rules(
 
     `keep` names the keys that no rule takes (globs, or ``"rest"`` for all). Sizes that neither
     rules nor shapes say come from `args`, `sizes`, and `config`: that of the model, by default
-    config.json beside the checkpoint. `reverse` runs the rules backwards. `keys` names other mappings by their
-    paths. Raises UsageError where a rule is wrong, TensorError where the tensors do not fit.
+    config.json beside the checkpoint. `reverse` runs the rules backwards. `keys` names other
+    mappings by their paths. Raises UsageError where a rule is wrong, TensorError where the tensors
+    do not fit.
     """
     if not isinstance(rules, Rules):
         rules = Rules.parse([rules] if isinstance(rules, str) else rules, sizes)
@@ -123,7 +124,11 @@ class _Step:
         self.is_relaid = False
 
     def rewritten(self, target: names.Target) -> names.Rewritten:
-        tensors = {name: tensor for name in target.names if (tensor := as_tensor(target.entries[name])) is not None}
+        tensors = {
+            name: tensor
+            for name in target.names
+            if (tensor := as_tensor(target.entries[name])) is not None
+        }
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         args = self.asked.args
         outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
@@ -149,7 +154,9 @@ class _Step:
             return None
         back = self.rules
         try:
-            check_reversible(back, shapes, outcome, keep=self.keep, config=self.config, args=self.asked.args)
+            check_reversible(
+                back, shapes, outcome, keep=self.keep, config=self.config, args=self.asked.args
+            )
         except NotReversibleError as error:
             if self.asked.reverse and not any(taken.dropped for taken in outcome.taken):
                 raise NotReversibleError(f"not reversible: {error.message}") from error
@@ -230,10 +237,14 @@ class _Making:
                 raise TensorError(about(rule, message), hint="a rule without [ ] renames")
             if tensor.dtype != first.dtype:
                 message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
-                raise TensorError(about(rule, message), hint="cast first: `- cast: float32`, --cast")
+                raise TensorError(
+                    about(rule, message), hint="cast first: `- cast: float32`, --cast"
+                )
             if tensor.device != first.device:
                 message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
-                raise TensorError(about(rule, message), hint="remap first: `- remap: cpu`, --to cpu")
+                raise TensorError(
+                    about(rule, message), hint="remap first: `- remap: cpu`, --to cpu"
+                )
 
     def _storage(self, made: Target, first: Tensor) -> Storage:
         """The storage of a target; one for all that are made in the same way of the same memory."""
@@ -254,7 +265,9 @@ class _Making:
             found = in_bytes(copies, dtype.bits)
             if found is None or not self._rows_are_whole(made):
                 hint = f"elements of {dtype} are packed along the last dimension: keep it whole"
-                message = about(made.rule, f"{made.sources[0]} would be taken apart inside of a byte")
+                message = about(
+                    made.rule, f"{made.sources[0]} would be taken apart inside of a byte"
+                )
                 raise TensorError(message, hint=hint)
             copies, itemsize = found, 1
         elif itemsize not in _SIZES:

@@ -113,9 +113,13 @@ def _said(side: Side) -> dict[str, Kind]:
 def _check_kinds(word: str, left: Kind, right: Kind) -> None:
     if isinstance(left, tuple) and isinstance(right, tuple):
         if len(left) != len(right):
-            raise RuleError(f"{word} has {len(left)} labels on the left and {len(right)} on the right")
+            raise RuleError(
+                f"{word} has {len(left)} labels on the left and {len(right)} on the right"
+            )
     elif left != right:
-        raise RuleError(f"{word} is {_kind_text(left)} on the left and {_kind_text(right)} on the right")
+        raise RuleError(
+            f"{word} is {_kind_text(left)} on the left and {_kind_text(right)} on the right"
+        )
 
 
 def _kind_text(kind: Kind) -> str:

@@ -109,7 +109,12 @@ def _composed(outer: Piece, inner: Sequence[Piece], total: int) -> list[Piece] |
     if ours is None or None in theirs:
         return None
     made = [each for pieces in theirs for each in pieces or ()]
-    return [each for part in ours for piece in _touching(part, made) for each in _common(part, piece, grid)]
+    return [
+        each
+        for part in ours
+        for piece in _touching(part, made)
+        for each in _common(part, piece, grid)
+    ]
 
 
 def _touching(outer: Piece, inner: Sequence[Piece]) -> Iterator[Piece]:

@@ -53,7 +53,9 @@ def _folder(source: ByteSource | Folder | None) -> Folder | None:
 
 def _parsed(source: ByteSource) -> Mapping[str, Any]:
     if source.size > BYTES:
-        raise UsageError(f"is larger than {BYTES:,} bytes: it is no configuration", where=source.name)
+        raise UsageError(
+            f"is larger than {BYTES:,} bytes: it is no configuration", where=source.name
+        )
     try:
         found = json.loads(source.read(0, source.size).decode())
     except (ValueError, RecursionError) as error:

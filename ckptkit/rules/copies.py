@@ -63,7 +63,9 @@ class Layout:
 class Arrangement:
     """A rule whose sizes are known as far as they are said."""
 
-    def __init__(self, number: int, rule: Rule, words: Words, known: Known, ragged: Mapping[str, str]) -> None:
+    def __init__(
+        self, number: int, rule: Rule, words: Words, known: Known, ragged: Mapping[str, str]
+    ) -> None:
         self.number, self.rule, self.words, self.ragged = number, rule, words, ragged
         self.bases = set(ragged.values())
         self.said: dict[Symbol, int] = {}
@@ -79,7 +81,9 @@ class Arrangement:
     def _agree(self, word: str, count: int) -> None:
         said = self.said.setdefault((word, None), count)
         if said != count:
-            raise RuleError(about(self.number, f"{word} has {count} labels, and {word}={said} is said"))
+            raise RuleError(
+                about(self.number, f"{word} has {count} labels, and {word}={said} is said")
+            )
 
     def symbol(self, word: str, indices: Indices) -> Symbol:
         variable = self.ragged.get(word)
@@ -112,7 +116,9 @@ class Arrangement:
 
     # From shapes to sizes
 
-    def solve(self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[Member]) -> Layout:
+    def solve(
+        self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[Member]
+    ) -> Layout:
         """Targets of a group. Raises MisfitError where its shapes do not fit the rule."""
         rest = self._rest(members)
         left = expanded(self.rule.left.shape, rest)
@@ -135,9 +141,13 @@ class Arrangement:
             if rank < fixed or (rank > fixed and not open_ended):
                 shape = shape_text(self.rule.left)
                 message = f"{member.key} has {plural(rank, 'dimension')}, and {shape}"
-                raise MisfitError(about(self.number, f"{message} {'at least ' * open_ended}{fixed}"))
+                raise MisfitError(
+                    about(self.number, f"{message} {'at least ' * open_ended}{fixed}")
+                )
             if rank != len(members[0].shape):
-                message = f"{members[0].key} and {member.key} differ in the number of their dimensions"
+                message = (
+                    f"{members[0].key} and {member.key} differ in the number of their dimensions"
+                )
                 raise MisfitError(about(self.number, message))
         return len(members[0].shape) - fixed if open_ended else 0
 
@@ -196,22 +206,32 @@ class Arrangement:
     def _unsaid(self, axes: Axes, elements: int, missing: list[Symbol]) -> RuleError:
         words = list(dict.fromkeys(word for word, _ in missing))
         text = dimension_text(axes)
-        message = f"nothing says how {elements} falls into {text}: give all but one of {', '.join(words)}"
+        message = (
+            f"nothing says how {elements} falls into {text}: give all but one of {', '.join(words)}"
+        )
         if len(words) == 1:
             (word,) = words
             count = self.words.labels(self.ragged[word]) or 0
-            message = f"nothing says how {elements} falls into {text}: give {word} for all labels but one"
-            return RuleError(about(self.number, message), hint=f"with {word}={'|'.join(['N'] * count)}")
+            message = (
+                f"nothing says how {elements} falls into {text}: give {word} for all labels but one"
+            )
+            return RuleError(
+                about(self.number, message), hint=f"with {word}={'|'.join(['N'] * count)}"
+            )
         hint = f"--arg {words[0]}=32, `with {words[0]}=...`, or config.json"
         return RuleError(about(self.number, message), hint=hint)
 
-    def _differs(self, symbol: Symbol, members: Sequence[Member], solved: list[dict[Symbol, int]]) -> MisfitError:
+    def _differs(
+        self, symbol: Symbol, members: Sequence[Member], solved: list[dict[Symbol, int]]
+    ) -> MisfitError:
         """What to say of a size that members of one group do not agree on."""
         word = symbol[0]
         values = [found.get(symbol) for found in solved]
         position = self._differing(members, values)
         if position is None:
-            return MisfitError(about(self.number, f"{word} differs between {members[0].key} and others"))
+            return MisfitError(
+                about(self.number, f"{word} differs between {members[0].key} and others")
+            )
         variable = self.words.gathered[position]
         kind = self.words.left_kinds.get(variable)
         by: dict[str, int | None] = {}
@@ -222,7 +242,9 @@ class Arrangement:
         name = "the dimensions of ... " if word.startswith(REST) else word
         message = about(self.number, f"{name} differs with {variable} ({shown})")
         if isinstance(kind, tuple):
-            return MisfitError(message, hint=f"with {word}={'|'.join('_' * len(kind))}, or a size for each")
+            return MisfitError(
+                message, hint=f"with {word}={'|'.join('_' * len(kind))}, or a size for each"
+            )
         return MisfitError(message, hint="parts of different sizes need labels, not numbers")
 
     def _differing(self, members: Sequence[Member], values: list[int | None]) -> int | None:

@@ -63,9 +63,13 @@ def parse_expectation(text: str) -> Expectation:
         found = _WORD.match(rest, at)
         if found is None or found["word"] not in _WORDS:
             odd = rest[at:].split()[0]
-            raise RuleError(f"{text!r}: {odd!r} is no condition", hint=f"one of {', '.join(_WORDS)}")
+            raise RuleError(
+                f"{text!r}: {odd!r} is no condition", hint=f"one of {', '.join(_WORDS)}"
+            )
         if (found["value"] is None) != (found["word"] in _BARE):
-            raise RuleError(f"{text!r}: {found['word']} {'has no' if found['value'] else 'needs a'} value")
+            raise RuleError(
+                f"{text!r}: {found['word']} {'has no' if found['value'] else 'needs a'} value"
+            )
         said[found["word"]] = found["value"]
         at = found.end()
     return Expectation(
@@ -131,7 +135,9 @@ def _values(config: Config) -> Value:
         rule = Rule(side, side, sizes=(("size", given),))
         size = evaluate(rule, Settings(config=config)).sizes.get("size")
         if size is None and given != (None,):
-            raise RuleError(f"nothing says {given_text(given)}", hint="--config FILE, or config.json")
+            raise RuleError(
+                f"nothing says {given_text(given)}", hint="--config FILE, or config.json"
+            )
         return None if size is None else size[0]
 
     return value

@@ -214,7 +214,10 @@ def _labelled(names: list[str], word: str) -> str:
     while len({name[low : low + 1] for name in names}) == 1:
         low += 1
     high = 0
-    while all(len(name) - high > low for name in names) and len({n[len(n) - high - 1] for n in names}) == 1:
+    while (
+        all(len(name) - high > low for name in names)
+        and len({n[len(n) - high - 1] for n in names}) == 1
+    ):
         high += 1
     labels = [name[low : len(name) - high] for name in names]
     if any(set("{}|*") & set(label) for label in labels) or len(set(labels)) < len(labels):
@@ -230,8 +233,12 @@ def _lines(pairs: list[_Pair]) -> list[str]:
     if carried is None:
         return [f"{p.old}{p.old_dims} -> {p.new}{p.new_dims}{p.sizes}" for p in pairs]
     first = pairs[0]
-    left = _numbered(first.old, [f"l{n}" if n in carried.values() else None for n in range(len(old[0]))])
-    right = _numbered(first.new, [f"l{carried[n]}" if n in carried else None for n in range(len(new[0]))])
+    left = _numbered(
+        first.old, [f"l{n}" if n in carried.values() else None for n in range(len(old[0]))]
+    )
+    right = _numbered(
+        first.new, [f"l{carried[n]}" if n in carried else None for n in range(len(new[0]))]
+    )
     return [f"{left}{first.old_dims} -> {right}{first.new_dims}{first.sizes}"]
 
 

@@ -29,7 +29,9 @@ class Grid:
         self.strides = sorted({*strides, 1}, reverse=True)
         outer = [total, *self.strides[:-1]]
         fits = all(big % small == 0 for big, small in zip(outer, self.strides, strict=True))
-        self.sizes = [big // small for big, small in zip(outer, self.strides, strict=True)] if fits else []
+        self.sizes = (
+            [big // small for big, small in zip(outer, self.strides, strict=True)] if fits else []
+        )
 
     def box(self, first: int, dims: Sequence[tuple[int, int, int]]) -> Box | None:
         """The box of the elements from position `first`; dims are (elements, stride, other stride).

@@ -62,7 +62,11 @@ def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
 
 def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
     """The bytes of `total` elements. Raises UnsupportedError for what takes too long to read."""
-    found = [piece._replace(dims=normal(piece.dims)) for each in pieces for piece in looked_through(each, itemsize)]
+    found = [
+        piece._replace(dims=normal(piece.dims))
+        for each in pieces
+        for piece in looked_through(each, itemsize)
+    ]
     if not total:
         return Range(_ZEROS.source, 0, 0)
     for piece in found:
@@ -138,7 +142,9 @@ def _corners(piece: Piece, dims: Sequence[tuple[int, int, int]]) -> Iterator[tup
         return
     (n, read, written), rest = dims[0], dims[1:]
     for index in range(n):
-        moved = piece._replace(start=piece.start + index * read, place=piece.place + index * written)
+        moved = piece._replace(
+            start=piece.start + index * read, place=piece.place + index * written
+        )
         yield from _corners(moved, rest)
 
 
@@ -174,7 +180,9 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
         while not _is_dense(piece._replace(dims=piece.dims[outer:])):
             outer += 1
         if len(found) + prod(n for n, _, _ in piece.dims[:outer]) > RUNS:
-            raise UnsupportedError("a target is made of too many small pieces", hint="say it in two steps of rules")
+            raise UnsupportedError(
+                "a target is made of too many small pieces", hint="say it in two steps of rules"
+            )
         inner = piece.dims[outer:]
         for start, place in _corners(piece, piece.dims[:outer]):
             found.append(Piece(piece.source, start, place, inner))
@@ -212,5 +220,7 @@ def in_bytes(copies: Sequence[Copy], bits: int) -> tuple[Copy, ...] | None:
         if (read, written) != (1, 1) or any(count * bits % 8 for count in counts):
             return None
         outer = tuple((m, r * bits // 8, w * bits // 8) for m, r, w in kept[:-1])
-        found.append(Copy(source, start * bits // 8, place * bits // 8, (*outer, (n * bits // 8, 1, 1))))
+        found.append(
+            Copy(source, start * bits // 8, place * bits // 8, (*outer, (n * bits // 8, 1, 1)))
+        )
     return tuple(found)

@@ -85,7 +85,9 @@ class Pattern:
             number += 1
         return at == len(key)
 
-    def _index(self, index: Index, key: str, number: int, at: int, values: Values, steps: Steps) -> bool:
+    def _index(
+        self, index: Index, key: str, number: int, at: int, values: Values, steps: Steps
+    ) -> bool:
         known = values.get(index.words)
         for value, end in self._choices(index, key, number, at, steps):
             steps.take((end - at) >> 8)
@@ -100,7 +102,9 @@ class Pattern:
             values[index.words] = known
         return False
 
-    def _choices(self, index: Index, key: str, number: int, at: int, steps: Steps) -> Iterator[tuple[Value, int]]:
+    def _choices(
+        self, index: Index, key: str, number: int, at: int, steps: Steps
+    ) -> Iterator[tuple[Value, int]]:
         """Yield the values that a variable may have at a place of the key, and where they end."""
         if index.kind in (STAR, STARS):
             yield from self._texts(index, key, number, at)

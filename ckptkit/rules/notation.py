@@ -8,7 +8,9 @@ STAR, STARS = "*", "**"
 ABSENT = "-"  # the label of a part that is not there
 REST = "..."
 
-Kind = str | tuple[str, ...] | None  # STAR, STARS, labels; None: a number, or what the rule says elsewhere
+Kind = (
+    str | tuple[str, ...] | None
+)  # STAR, STARS, labels; None: a number, or what the rule says elsewhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ def parse_rule(text: str) -> Rule:
     reader.blanks()
     arrow = next((each for each in ("->?", "->") if text.startswith(each, reader.at)), None)
     if arrow is None:
-        raise RuleError(f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint="LEFT -> RIGHT")
+        raise RuleError(
+            f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint="LEFT -> RIGHT"
+        )
     reader.at += len(arrow)
     right = reader.side()
     reader.blanks()
@@ -142,7 +144,9 @@ class _Reader:
 def _variable(text: str) -> Variable:
     found = _VARIABLE.fullmatch(text)
     if found is None:
-        raise RuleError(f"{{{text}}} is no variable", hint="e.g. {l}, {l+1}, {p:q|k|v}, {m:*}, {(m e)}")
+        raise RuleError(
+            f"{{{text}}} is no variable", hint="e.g. {l}, {l+1}, {p:q|k|v}, {m:*}, {(m e)}"
+        )
     words: tuple[str, ...] = (found["word"],) if found["word"] else tuple(found["words"].split())
     odd = [word for word in words if not is_word(word)]
     if odd or (not found["word"] and len(words) < 2):
@@ -164,8 +168,14 @@ def _kind(text: str, whole: str) -> Kind:
     labels = tuple(label.strip() for label in text.split("|"))
     check("rule_labels", len(labels), "labels of a variable")
     if any("*" in label for label in labels):
-        raise RuleError(f"{{{whole}}}: a label has no *", hint="{m:*} is any component, {m:**} any text")
-    twice = [label for label in labels if labels.count(label) > 1][:1] if len(set(labels)) < len(labels) else []
+        raise RuleError(
+            f"{{{whole}}}: a label has no *", hint="{m:*} is any component, {m:**} any text"
+        )
+    twice = (
+        [label for label in labels if labels.count(label) > 1][:1]
+        if len(set(labels)) < len(labels)
+        else []
+    )
     if twice:
         raise RuleError(f"{{{whole}}} has the label {twice[0]!r} twice")
     return labels
@@ -197,7 +207,9 @@ def _axis(token: str, text: str) -> Iterator[str]:
     if token == "1":
         return
     if token.isdigit():
-        raise RuleError(f"[{text}]: {token} is no axis", hint=f"name it: two, and `with two={token}`")
+        raise RuleError(
+            f"[{text}]: {token} is no axis", hint=f"name it: two, and `with two={token}`"
+        )
     if not is_word(token):
         raise RuleError(f"[{text}]: {token!r} is no axis", hint="an axis is letters, digits and _")
     yield token
@@ -314,7 +326,9 @@ class _Tokens:
             if self.takes(")"):
                 return inner
             raise RuleError(f"{self.text!r}: a ( without its )")
-        raise RuleError(f"{self.text!r}: {text!r} is no size", hint="a number, a word, or config.NAME")
+        raise RuleError(
+            f"{self.text!r}: {text!r} is no size", hint="a number, a word, or config.NAME"
+        )
 
 
 def _integer(text: str) -> int:

@@ -177,12 +177,16 @@ Group = tuple[int, tuple[Value, ...]]  # position of the rule, values of its loo
 class Planning:
     """Takes every key, groups them, and collects the targets in the order of the keys."""
 
-    def __init__(self, rules: list[Ready], shapes: Mapping[str, Shape], keep: str | Sequence[str]) -> None:
+    def __init__(
+        self, rules: list[Ready], shapes: Mapping[str, Shape], keep: str | Sequence[str]
+    ) -> None:
         self.rules, self.shapes = rules, shapes
         self.keep = [REST] if keep == REST else [keep] if isinstance(keep, str) else list(keep)
         self.steps = Steps(len(shapes))
         self.families: dict[str, list[Ready]] = {}
-        self.taken = tuple(Taken(each.number, each.rule, origins=each.known.origins) for each in rules)
+        self.taken = tuple(
+            Taken(each.number, each.rule, origins=each.known.origins) for each in rules
+        )
 
     def outcome(self) -> Outcome:
         matches, left = self._matches()
@@ -248,7 +252,9 @@ class Planning:
             shadowed = next((k for k in matches if match(k, self.steps) is not None), None)
             if shadowed is not None:
                 first = matches[shadowed][0].number
-                raise UncoveredError(f"{message} that rule {first} leaves: {shadowed}", hint="order")
+                raise UncoveredError(
+                    f"{message} that rule {first} leaves: {shadowed}", hint="order"
+                )
             close = nearest("".join(map(str, ready.rule.left.name)), self.shapes)
             near = f"; nearest: {close[0]}" if close else ""
             raise UncoveredError(message + near, hint="->? if it may be missing")

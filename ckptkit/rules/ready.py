@@ -97,20 +97,26 @@ class Ready:
         said = []
         values = self._loops(like)
         sizes = {word: size for (word, _), size in self.arrangement.said.items()}
-        target = self._rendered(self.right, {**dict.fromkeys(self.words.scattered, 0), **values}, sizes)
+        target = self._rendered(
+            self.right, {**dict.fromkeys(self.words.scattered, 0), **values}, sizes
+        )
         for word, index in zip(self.words.gathered, indices, strict=True):
             labels = self.words.left_kinds.get(word)
             values[word] = index
             said.append(f"{word}={labels[index] if isinstance(labels, tuple) else index}")
         key = self._rendered(self.left, values, sizes)
         message = f"{target or self.rule.right} lacks {' '.join(said)}{f' ({key})' if key else ''}"
-        return MisfitError(about(self.number, message), hint="the tensor is missing, or the rule is wrong")
+        return MisfitError(
+            about(self.number, message), hint="the tensor is missing, or the rule is wrong"
+        )
 
     def _loops(self, member: Member) -> dict[str, Value]:
         found = self.left.match(member.key, Steps(1)) or {}
         return {words[0]: value for words, value in found.items() if len(words) == 1}
 
-    def _rendered(self, pattern: Pattern, values: Mapping[str, Value], sizes: Mapping[str, int]) -> str | None:
+    def _rendered(
+        self, pattern: Pattern, values: Mapping[str, Value], sizes: Mapping[str, int]
+    ) -> str | None:
         try:
             return pattern.render(values, sizes)
         except KeyError:  # of an index of several words, which is not known here

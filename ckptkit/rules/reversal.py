@@ -24,7 +24,10 @@ def check_reversible(
     for taken in outcome.taken:
         if taken.dropped:
             raise NotReversibleError(f"rule {taken.number} drops {taken.dropped:,} elements")
-    made = {name: shapes[name] if target is None else target.shape for name, target in outcome.targets.items()}
+    made = {
+        name: shapes[name] if target is None else target.shape
+        for name, target in outcome.targets.items()
+    }
     back = rules.reversed()
     try:
         found = back.outcome(made, keep=keep, config=config, args=args)

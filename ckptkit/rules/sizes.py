@@ -202,7 +202,11 @@ def words_of(rule: Rule) -> set[str]:
 
 def _shift_words(variables: tuple[Variable, ...]) -> set[str]:
     shifts = (variable.shift for variable in variables)
-    return {shift.amount for shift in shifts if isinstance(shift, Shift) and isinstance(shift.amount, str)}
+    return {
+        shift.amount
+        for shift in shifts
+        if isinstance(shift, Shift) and isinstance(shift.amount, str)
+    }
 
 
 def _words_of_given(given: Given) -> set[str]:

@@ -15,7 +15,9 @@ import pytest
 
 from tests.interop.conftest import Ckptkit, assert_same
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: interop)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: interop)"
+)
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -54,7 +56,9 @@ def clip() -> Any:
         "bos_token_id": 0,
         "pad_token_id": 0,
     }
-    config = transformers.CLIPConfig(text_config=text, vision_config={**SIZES, **VISION}, projection_dim=16)
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**SIZES, **VISION}, projection_dim=16
+    )
     return transformers.CLIPModel(config)
 
 
@@ -69,7 +73,9 @@ def whisper() -> Any:
 
 
 def vae() -> Any:
-    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed (extra: interop)")
+    diffusers = pytest.importorskip(
+        "diffusers", reason="diffusers is not installed (extra: interop)"
+    )
     return diffusers.AutoencoderKL(
         block_out_channels=(8, 8, 16, 16), norm_num_groups=4, sample_size=16, layers_per_block=2,
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
@@ -85,7 +91,9 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "torchtitan-deepseek-v3": causal("deepseek_v3", **MLA),
     "torchtitan-gpt-oss": causal("gpt_oss", num_local_experts=2, num_experts_per_tok=1),
     "mixtral": causal("mixtral", num_local_experts=3),
-    "moe-experts": causal("qwen3_moe", num_experts=3, moe_intermediate_size=24, num_experts_per_tok=2),
+    "moe-experts": causal(
+        "qwen3_moe", num_experts=3, moe_intermediate_size=24, num_experts_per_tok=2
+    ),
     "timm-vit": vit,
     "openai-clip": clip,
     "openai-whisper": whisper,
@@ -113,7 +121,9 @@ def test_the_names_of_the_library_are_made(name: str, ckptkit: Ckptkit, tmp_path
 
 
 @pytest.mark.parametrize(("name", "new"), [("falcon", True), ("falcon-7b", False)])
-def test_fused_heads_are_those_that_falcon_takes(name: str, new: bool, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_fused_heads_are_those_that_falcon_takes(
+    name: str, new: bool, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     """By the method of the model that splits what the fused matrix gives."""
     from transformers.models.falcon.modeling_falcon import FalconAttention
 

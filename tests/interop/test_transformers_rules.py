@@ -15,7 +15,9 @@ import pytest
 import ckptkit
 from tests.interop.conftest import Ckptkit, assert_same
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: interop)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: interop)"
+)
 pytest.importorskip("transformers.conversion_mapping", reason="transformers 5 has both layouts")
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -48,10 +50,16 @@ def tiny(model_type: str) -> Any:
     """A small model of the type, on the CPU."""
     config = transformers.AutoConfig.for_model(model_type)
     for name, value in TINY.items():
-        if isinstance(getattr(config, name, None), int) and not isinstance(getattr(config, name), bool):
+        if isinstance(getattr(config, name, None), int) and not isinstance(
+            getattr(config, name), bool
+        ):
             setattr(config, name, value)
     config = type(config)(
-        **{k: v for k, v in config.to_dict().items() if not k.startswith(("layer_types", "mlp_layer", "rope"))}
+        **{
+            k: v
+            for k, v in config.to_dict().items()
+            if not k.startswith(("layer_types", "mlp_layer", "rope"))
+        }
     )
     torch.manual_seed(0)
     for name in (
@@ -97,7 +105,9 @@ def test_each_layout_gives_the_other(model_type: str, tmp_path: Path) -> None:
         assert_same(a, b)
         DONE.append(model_type)
         return
-    lines = [f"{left} ->? {right}" for left, _, right in (line.partition(" -> ") for line in found.lines)]
+    lines = [
+        f"{left} ->? {right}" for left, _, right in (line.partition(" -> ") for line in found.lines)
+    ]
     for source, expected, reverse in ((files, b, False), (new, a, True)):
         made = ckptkit.apply_rules(
             ckptkit.open(source / "model.safetensors"),

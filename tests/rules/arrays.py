@@ -46,7 +46,8 @@ def numbered(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 def same(found: Arrays, expected: Arrays) -> bool:
     return found.keys() == expected.keys() and all(
-        found[name].shape == each.shape and np.array_equal(found[name], each) for name, each in expected.items()
+        found[name].shape == each.shape and np.array_equal(found[name], each)
+        for name, each in expected.items()
     )
 
 

@@ -111,7 +111,9 @@ def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> 
         (tmp_path / "run" / "config.json").unlink()
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "{" * 100_000, '{"a": ' + "9" * 5_000 + "}", " " * (2 << 20)])
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", "{" * 100_000, '{"a": ' + "9" * 5_000 + "}", " " * (2 << 20)]
+)
 def test_what_is_no_configuration(tmp_path: Path, command: Ckptkit, text: str) -> None:  # noqa: F811
     torch.save({"q": torch.ones(4)}, tmp_path / "a.pth")
     (tmp_path / "c.json").write_text(text)
@@ -123,7 +125,9 @@ def test_what_is_no_configuration(tmp_path: Path, command: Ckptkit, text: str) -
 
 
 def test_one_line_rules(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
-    torch.save({"a.q": torch.ones(2, 3), "a.k": torch.zeros(2, 3), "n": torch.ones(1)}, tmp_path / "a.pth")
+    torch.save(
+        {"a.q": torch.ones(2, 3), "a.k": torch.zeros(2, 3), "n": torch.ones(1)}, tmp_path / "a.pth"
+    )
     rule = "a.{p:q|k} [o i] -> qk [(p o) i]"
     done = command("convert", tmp_path / "a.pth", tmp_path / "b.safetensors", "--rule", rule)
     assert done.exit_code == 0, done.stderr
@@ -132,7 +136,9 @@ def test_one_line_rules(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
     odd = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "o=3")
     assert odd.exit_code == 3
     assert not (tmp_path / "c.pth").exists()
-    unused = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "x=3")
+    unused = command(
+        "convert", tmp_path / "a.pth", tmp_path / "c.pth", "--rule", rule, "--arg", "x=3"
+    )
     assert unused.exit_code == 2
     assert "--arg x" in unused.stderr
     bare = command("convert", tmp_path / "a.pth", tmp_path / "c.pth", "--arg", "x=3")
@@ -237,7 +243,9 @@ def applied(state: Any, *lines: str, tmp_path: Path, **given: Any) -> Any:
 
 
 def test_a_target_has_a_storage_of_its_own(tmp_path: Path) -> None:
-    _, found = applied({"qkv": torch.arange(12.0)}, "qkv [(p o)] -> {p:q|k|v} [o]", tmp_path=tmp_path)
+    _, found = applied(
+        {"qkv": torch.arange(12.0)}, "qkv [(p o)] -> {p:q|k|v} [o]", tmp_path=tmp_path
+    )
     assert [found[p].untyped_storage().nbytes() for p in "qkv"] == [16, 16, 16]
 
 
@@ -325,7 +333,9 @@ def test_metadata_goes_where_the_modules_go(tmp_path: Path) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
+            self.experts = torch.nn.ModuleList(
+                [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+            )
             self.norm = torch.nn.BatchNorm1d(2)
             self.act = torch.nn.ReLU()
 
@@ -368,7 +378,9 @@ def test_a_way_back_that_is_not_exact_is_refused(tmp_path: Path) -> None:
     assert sorted(made.weights) == ["q.x", "q2.x"]
     torch.save({"c.0": torch.ones(1), "d.1": torch.ones(1)}, tmp_path / "x.pth")
     with pytest.raises(NotReversibleError, match="not reversible: rule 1 would take 1, which"):
-        ckptkit.apply_rules(ckptkit.open(tmp_path / "x.pth"), ["{m:*} -> c.{m}", "{l} -> d.{l}"], reverse=True)
+        ckptkit.apply_rules(
+            ckptkit.open(tmp_path / "x.pth"), ["{m:*} -> c.{m}", "{l} -> d.{l}"], reverse=True
+        )
 
 
 def test_fixtures_of_each_kind_of_input(tmp_path: Path) -> None:
@@ -377,7 +389,9 @@ def test_fixtures_of_each_kind_of_input(tmp_path: Path) -> None:
 
     array = np.arange(60, dtype=">f4").reshape(5, 12)
     np.savez_compressed(tmp_path / "a.npz", x=array)
-    made = ckptkit.apply_rules(ckptkit.open(tmp_path / "a.npz"), "x [o (h d)] -> y [(h o) d] with h=3")
+    made = ckptkit.apply_rules(
+        ckptkit.open(tmp_path / "a.npz"), "x [o (h d)] -> y [(h o) d] with h=3"
+    )
     ckptkit.save(made, tmp_path / "b.pth")
     expected = array.astype("<f4").reshape(5, 3, 4).transpose(1, 0, 2).reshape(15, 4)
     assert torch.load(tmp_path / "b.pth")["y"].tolist() == expected.tolist()

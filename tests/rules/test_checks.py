@@ -156,7 +156,9 @@ def test_config_against_tensors(
 
 
 def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
-    save_file({"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 2, 2)}, tmp_path / "m.safetensors")
+    save_file(
+        {"model.layers.0.mlp.experts.down_proj": torch.zeros(4, 2, 2)}, tmp_path / "m.safetensors"
+    )
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     done = command("check", tmp_path / "m.safetensors")
     assert "num_experts is 8, and the tensors have 4 experts" in done.stdout

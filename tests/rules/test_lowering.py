@@ -34,7 +34,8 @@ def computed(plan: Any, arrays: dict[str, Any]) -> dict[str, Copied]:
     found = {}
     for name, target in plan.items():
         sources = tuple(
-            each if hasattr(each := arrays[source], "locate") else record(each) for source in target.sources
+            each if hasattr(each := arrays[source], "locate") else record(each)
+            for source in target.sources
         )
         found[name] = Copied(sources, target.copies, 4, 4 * prod(target.shape))
     return found
@@ -54,7 +55,9 @@ def values(found: dict[str, Copied], like: dict[str, np.ndarray]) -> bool:
 def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering, "RUN", run)
-        assert values(computed(Rules.parse([case.rule]).plan(shapes(case.left)), case.left), case.right)
+        assert values(
+            computed(Rules.parse([case.rule]).plan(shapes(case.left)), case.left), case.right
+        )
 
 
 @given(case=uneven())
@@ -89,7 +92,8 @@ def _depth(extent: Any) -> int:
 def test_a_step_sees_through_shards_and_permutes(
     sizes: list[int], first: list[int], second: list[int], data: st.DataObject
 ) -> None:
-    """A tensor that is itself put together from shards of any sizes, then permuted, then permuted."""
+    """A tensor that is itself put together from shards of any sizes, then permuted, then
+    permuted."""
     rows = data.draw(st.integers(1, 6))
     cut = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
     (array,) = numbered((rows, *sizes))

@@ -43,7 +43,9 @@ def grouped(draw: st.DrawFn, axes: list[str]) -> list[list[str]]:
 
 
 def text(dimensions: list[list[str]]) -> str:
-    words = [each[0] if len(each) == 1 else f"({' '.join(each)})" if each else "1" for each in dimensions]
+    words = [
+        each[0] if len(each) == 1 else f"({' '.join(each)})" if each else "1" for each in dimensions
+    ]
     return " ".join(words)
 
 
@@ -92,7 +94,9 @@ def cases(draw: st.DrawFn) -> Case:
     for here, there in (("left", "right"), ("right", "left")):
         indices = [*names["loop"], *names[here]]
         dimensions = draw(grouped([*names[there], *free])) if names[there] or free else []
-        name = "t" + "".join(f".{{{w}{_labels(w, sizes, here) if w in labelled else ''}}}" for w in indices)
+        name = "t" + "".join(
+            f".{{{w}{_labels(w, sizes, here) if w in labelled else ''}}}" for w in indices
+        )
         sides[here] = (
             f"{name} [{text(dimensions)}]",
             _cut(whole, words, sizes, indices, dimensions, labelled, here),
@@ -117,7 +121,8 @@ def _cut(
     found = {}
     for values in product(*(range(sizes[word]) for word in indices)):
         parts = [
-            f".{side[0]}{word}{n}" if word in labelled else f".{n}" for word, n in zip(indices, values, strict=True)
+            f".{side[0]}{word}{n}" if word in labelled else f".{n}"
+            for word, n in zip(indices, values, strict=True)
         ]
         found["t" + "".join(parts)] = np.ascontiguousarray(turned[values]).reshape(shape)
     return found
@@ -142,7 +147,9 @@ def uneven(draw: st.DrawFn) -> tuple[str, dict[str, np.ndarray], dict[str, np.nd
     n = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
     labels = "qkv"[: len(n)]
     parts = dict(zip(labels, numbered(*((g, each, d, i) for each in n)), strict=True))
-    joined = np.concatenate([part.reshape(g, -1, i) for part in parts.values()], axis=1).reshape(-1, i)
+    joined = np.concatenate([part.reshape(g, -1, i) for part in parts.values()], axis=1).reshape(
+        -1, i
+    )
     sizes = "|".join(map(str, n))
     rule = f"{{p:{'|'.join(labels)}}} [(g n d) i] -> qkv [(g p n d) i] with n={sizes} g={g} d={d}"
     return rule, {p: part.reshape(-1, i) for p, part in parts.items()}, {"qkv": joined}
@@ -185,14 +192,18 @@ terms = st.recursive(
         words.map(lambda w: Term("word", (w,))),
         st.just(Term("config", ("blocks.0.dim",))),
     ),
-    lambda inner: st.builds(lambda sign, a, b: Term(sign, (a, b)), st.sampled_from("+-*/"), inner, inner),
+    lambda inner: st.builds(
+        lambda sign, a, b: Term(sign, (a, b)), st.sampled_from("+-*/"), inner, inner
+    ),
     max_leaves=6,
 )
 choices = st.none() | st.lists(terms, min_size=1, max_size=2).map(tuple)
 sizes = st.dictionaries(words, st.lists(choices, min_size=1, max_size=3).map(tuple))
 
 
-@given(st.builds(Rule, side(), side(), st.booleans(), sizes.map(lambda found: tuple(found.items()))))
+@given(
+    st.builds(Rule, side(), side(), st.booleans(), sizes.map(lambda found: tuple(found.items())))
+)
 @settings(max_examples=300, deadline=None)
 def test_what_is_printed_reads_as_the_same_rule(rule: Rule) -> None:
     assert parse_rule(str(rule)) == rule

@@ -33,7 +33,9 @@ def experts(count: int, *parts: str) -> Shapes:
 def test_experts_are_in_the_order_of_their_numbers() -> None:
     keys = [f"experts.{n}.w" for n in range(12)]
     arrays = dict(zip(keys, numbered(*[(2,)] * 12), strict=True))
-    made = Rules.parse(["experts.{e}.w [o] -> experts [e o]"]).plan(shapes(dict(sorted(arrays.items()))))
+    made = Rules.parse(["experts.{e}.w [o] -> experts [e o]"]).plan(
+        shapes(dict(sorted(arrays.items())))
+    )
     assert carried_out(made, arrays)["experts"].tolist() == [arrays[key].tolist() for key in keys]
 
 
@@ -43,7 +45,9 @@ def test_labels_meet_by_position() -> None:
 
 
 def test_the_first_rule_takes_a_key() -> None:
-    made = plan("a.{l+n}.w -> m.{l} with n=2", "a.{l}.w -> b.{l}", of={f"a.{n}.w": () for n in range(4)})
+    made = plan(
+        "a.{l+n}.w -> m.{l} with n=2", "a.{l}.w -> b.{l}", of={f"a.{n}.w": () for n in range(4)}
+    )
     assert list(made) == ["b.0", "b.1", "m.0", "m.1"]
 
 
@@ -278,7 +282,9 @@ def test_a_rule_that_cannot_be(line: str, said: str) -> None:
         (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, and p=3", None),
     ],
 )
-def test_a_checkpoint_that_a_rule_does_not_fit(lines: list[str], of: Shapes, said: str, hint: str | None) -> None:
+def test_a_checkpoint_that_a_rule_does_not_fit(
+    lines: list[str], of: Shapes, said: str, hint: str | None
+) -> None:
     if "n is" in said:
         with pytest.raises(RuleError):
             Rules.parse(lines)

@@ -62,7 +62,8 @@ def test_fused_heads_of_gpt_neox(tmp_path: Path, command: Ckptkit) -> None:  # n
     assert done.exit_code == 0, done.stderr
     parts = fused.view(4, 3 * 2, 5).split(2, dim=1)
     expected = {
-        f"gpt_neox.layers.0.attention.{p}_proj.weight": part.reshape(8, 5) for p, part in zip("qkv", parts, strict=True)
+        f"gpt_neox.layers.0.attention.{p}_proj.weight": part.reshape(8, 5)
+        for p, part in zip("qkv", parts, strict=True)
     }
     assert_same(ckptkit.load(tmp_path / "b.pth"), expected)
 

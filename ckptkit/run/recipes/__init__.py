@@ -75,14 +75,18 @@ def names() -> list[str]:
 def load(name: str, asked: Asked | None = None) -> Recipe:
     """The recipe in the file `name`, or the one that comes with ckptkit under that name.
 
-    `asked` is what its rules are asked for: sizes, a configuration, the way back. Raises UsageError.
+    `asked` is what its rules are asked for: sizes, a configuration, the way back. Raises
+    UsageError.
     """
     asked = asked or Asked()
     if name in names():
         return _recipe(name, _parsed(FOLDER / f"{name}.yaml"), asked)
     if not name.endswith(_SUFFIXES):
         close = nearest(name, names()) or names()
-        raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
+        raise UsageError(
+            f"there is no recipe {name!r}",
+            hint=f"did you mean {', '.join(close)}? or name a .yaml file",
+        )
     return _recipe(name, _parsed(Path(name)), asked)
 
 
@@ -201,9 +205,14 @@ def _said(said: list[Any]) -> Iterator[Said]:
                 yield Said("rules", each["rules"], beside)
                 continue
             odd = ", ".join(sorted(map(repr, beside.keys() - _BESIDE_RULES)))
-            raise _WrongError(f"step {number} (rules): {odd} is nothing that rules have", "keep, sizes, keys")
+            raise _WrongError(
+                f"step {number} (rules): {odd} is nothing that rules have", "keep, sizes, keys"
+            )
         if not isinstance(each, dict) or len(each) != 1:
-            raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
+            raise _WrongError(
+                f"step {number} is not one word and what it is given",
+                hint="e.g. `- strip: module.`",
+            )
         ((word, given),) = each.items()
         yield Said(word, given, {})
 
@@ -218,7 +227,10 @@ def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int])
         if word not in STEPS:
             known = [*STEPS, "rules", "expect"]
             close = nearest(_shown(word).strip("'"), known) or known
-            raise _WrongError(f"step {number}: {_shown(word)} is no step", hint=f"did you mean {', '.join(close)}?")
+            raise _WrongError(
+                f"step {number}: {_shown(word)} is no step",
+                hint=f"did you mean {', '.join(close)}?",
+            )
         return STEPS[word](said.given)
     except _WrongError as error:
         if str(error).startswith("step "):
@@ -251,7 +263,9 @@ def _sizes(given: Any) -> dict[str, str | int]:
         raise _WrongError(f"{_shown(given)} is no table of sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
-            raise _WrongError(f"{word}: {_shown(size)} is no size", hint="h: 32, h: config.num_attention_heads")
+            raise _WrongError(
+                f"{word}: {_shown(size)} is no size", hint="h: 32, h: config.num_attention_heads"
+            )
     return {str(word): size for word, size in given.items()}
 
 
@@ -270,7 +284,11 @@ def _texts(given: Any) -> list[str]:
 
 def _table(given: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not given.keys() <= known:
-        odd = sorted(map(_shown, given.keys() - known)) if isinstance(given, dict) else [_shown(given)]
+        odd = (
+            sorted(map(_shown, given.keys() - known))
+            if isinstance(given, dict)
+            else [_shown(given)]
+        )
         raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
     return given
 
@@ -278,7 +296,10 @@ def _table(given: Any, known: set[str]) -> dict[str, Any]:
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
         raise _WrongError(f"{_shown(given)} is no table of texts")
-    return {_text(key): value if isinstance(value, str) else _text(value) for key, value in given.items()}
+    return {
+        _text(key): value if isinstance(value, str) else _text(value)
+        for key, value in given.items()
+    }
 
 
 def _plain(step: Step) -> Callable[[Any], Step]:
@@ -305,7 +326,9 @@ def _extract(given: Any) -> Step:
             except UsageError:
                 continue
             return structure.extract(ck, key)
-        raise UsageError(f"has no entry {' or '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries")
+        raise UsageError(
+            f"has no entry {' or '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries"
+        )
 
     return step
 
@@ -316,7 +339,9 @@ def _select(given: Any) -> Step:
 
     def step(ck: Checkpoint) -> Checkpoint:
         """What a recipe drops need not be there: not every checkpoint of a kind has it."""
-        there = [glob for glob in drop if any(fnmatchcase(name, glob) for name in ck.required.nodes)]
+        there = [
+            glob for glob in drop if any(fnmatchcase(name, glob) for name in ck.required.nodes)
+        ]
         return keys.select(ck, keep, there) if keep or there else ck
 
     return step
@@ -334,7 +359,10 @@ def _add(given: Any) -> Step:
 
 def _rename(given: Any) -> Step:
     said = _table(given, {"map", "sub"})
-    mapping, substitutions = _mapping(said.get("map", {})), list(_mapping(said.get("sub", {})).items())
+    mapping, substitutions = (
+        _mapping(said.get("map", {})),
+        list(_mapping(said.get("sub", {})).items()),
+    )
     return lambda ck: keys.rename(ck, mapping, substitutions)
 
 
