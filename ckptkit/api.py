@@ -12,7 +12,7 @@ from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.format import Format, Salvaged, WriteOptions
+from ckptkit.formats.format import Asked, Format, Salvaged, WriteOptions
 from ckptkit.publish.journal import SUFFIX, journal_path
 from ckptkit.remote import urls
 
@@ -62,13 +62,17 @@ class Conversion:
         return (*self.checkpoint.warnings, *said)
 
 
-def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> Checkpoint:
+def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None, asked: Asked | None = None) -> Checkpoint:
     """The checkpoint in a file or folder: headers are read, no tensor is, and torch is not imported.
 
-    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``). Raises an InputError for what is
-    not a checkpoint, PathError for what is not there.
+    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``), `asked` says how the
+    files of many processes are put together. Raises an InputError for what is not a checkpoint, PathError
+    for what is not there.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else _read(open_place(path), formats.read)
+    if isinstance(path, Checkpoint):
+        checkpoint = path
+    else:
+        checkpoint = _read(open_place(path), lambda place: formats.read(place, asked))
     return checkpoint if key is None else checkpoint.with_key(key)
 
 
@@ -135,14 +139,21 @@ def convert(
     format: str | None = None,
     options: WriteOptions | None = None,
     dry_run: bool = False,
+    part_only: bool = False,
+    asked: Asked | None = None,
     **publishing: Unpack[Publishing],
 ) -> Conversion:
     """Read `source`, apply the steps in order, write `destination`, or change the source itself if `in_place`.
 
     With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is changed in place by
-    the few bytes that differ, if they are few; without, it is written anew. The rest is as for `save`.
+    the few bytes that differ, if they are few; without, it is written anew. A part of a checkpoint of several
+    processes is taken for itself with `part_only` alone; `asked` is as for `open_checkpoint`, the rest as for `save`.
     """
-    checkpoint = open_checkpoint(source, key=key)
+    checkpoint = open_checkpoint(source, key=key, asked=asked)
+    if part_only:
+        checkpoint = checkpoint.alone()
+    elif not keep_format:
+        checkpoint = checkpoint.whole()
     path = _own_place(checkpoint, format) if in_place else destination
     if path is None:
         raise UsageError("there is no destination")

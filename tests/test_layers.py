@@ -28,7 +28,9 @@ LAYERS = (
     ("remote",),
     ("tensor",),
     ("tree",),
-    ("weights", "trust"),
+    ("weights", "trust", "pieces"),
+    ("piece_forms",),
+    ("parts",),
     ("pickles", "notebook"),
     ("checkpoint",),
     ("plan",),
@@ -69,7 +71,7 @@ OTHERS = {
     "safetensors": ("bridge",),
     "distributed": ("workers",),
     "typing_extensions": None,
-    "yaml": ("recipes",),
+    "yaml": ("recipes", "formats"),
     "tomli": ("recipes",),
 }
 LAZY = ("torch", "numpy", "fsspec", "aiohttp", "safetensors", "distributed", "typing_extensions")

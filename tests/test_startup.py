@@ -86,10 +86,13 @@ FORMATS = (
     | COMPUTING
     | modules("""
     cli.formats remote remote.urls formats.torch.zip_check
-    formats.dcp formats.dcp.boxes formats.dcp.metadata
+    formats.dcp formats.boxes formats.dcp.metadata
     formats.deepspeed formats.deepspeed.module formats.deepspeed.partitions formats.deepspeed.places
     formats.deepspeed.ranks formats.deepspeed.reader formats.deepspeed.states formats.deepspeed.universal
-    formats.folder formats.leftovers formats.npy formats.npz formats.safetensors.writing
+    formats.folder formats.leftovers formats.npy formats.npz formats.parallel formats.safetensors.writing
+    formats.assembly formats.parallel.copies formats.parallel.cutting formats.parallel.joining formats.parallel.llama
+    formats.parallel.llama_parts formats.parallel.megatron formats.parallel.megatron_parts formats.parallel.tables
+    formats.parallel.verbs piece_forms pieces
     formats.sharded formats.sharded.safetensors_shards formats.sharded.shards formats.sharded.split
     formats.sharded.torch_shards formats.torch.plain_pickle formats.torch.zip_writer
 """)

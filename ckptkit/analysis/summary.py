@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit.analysis.values import Plain, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError
+from ckptkit.core.errors import AmbiguousError, CkptkitError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights
 from ckptkit.pickles.allowlist import describe, is_harmful
+
+if TYPE_CHECKING:
+    from ckptkit.core.parts import PartOf
+    from ckptkit.core.pieces import Piece
 
 
 class Row(NamedTuple):
@@ -24,6 +28,13 @@ class Row(NamedTuple):
     tensor: Tensor
     storage: int | None
     nbytes: int  # logical
+    local: Piece | None = None  # of which this file holds a piece: nbytes is that of the piece
+
+    @property
+    def device(self) -> str:
+        """Where it was saved from; of a piece, where the piece was."""
+        held = self.local.local() if self.local is not None else []
+        return held[0].device if held else self.tensor.device
 
     @property
     def place(self) -> str:
@@ -77,6 +88,8 @@ class Summary:
     totals: Totals
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
     is_module: bool = False  # whether the weights are those of a whole pickled module
+    part: PartOf | None = None  # which part of a checkpoint of several processes it is
+    about: str = ""  # what a folder was made of
 
     def in_module(self, path: Path) -> bool:
         """Whether a value is an attribute somewhere inside the pickled module that holds the weights."""
@@ -111,6 +124,8 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         totals=survey.totals(),
         others=() if weights is None else weights.others,
         is_module=weights is not None and weights.is_module,
+        part=checkpoint.part,
+        about=checkpoint.about,
     )
 
 
@@ -146,7 +161,9 @@ class _Survey:
             if kind is Tensor:
                 self._tensor(path, node, name_of(path[base:]) if name_of and base is not None else None)
             elif kind is Object and node.tensor is not None:
-                self._tensor(path, node.tensor, name_of(path[base:]) if name_of and base is not None else None)
+                name = name_of(path[base:]) if name_of and base is not None else None
+                if not self._piece(path, node, name):
+                    self._tensor(path, node.tensor, name)
                 shown = depth
             elif (value := plain(node)) is not None:
                 self._value(path, node, *value)
@@ -157,6 +174,24 @@ class _Survey:
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         number = None if tensor.storage is None else self._number(tensor.storage)
         self.rows.append(Row(name, path, tensor, number, tensor.nbytes))
+
+    def _piece(self, path: Path, node: Object, name: str | None) -> bool:
+        """Note what a file holds of a tensor of several ranks; whether it is one."""
+        if node.global_ is None or node.global_.name != "_rebuild_from_type_v2":
+            return False
+        from ckptkit.core.piece_forms import piece_of  # few files have any
+
+        try:
+            piece = piece_of(node)
+        except CkptkitError:
+            return False
+        if piece is None or node.tensor is None:
+            return False
+        storages = [each.storage for each in piece.local() if each.storage is not None]
+        numbers = [self._number(storage) for storage in storages]
+        nbytes = sum(each.nbytes for each in piece.local())
+        self.rows.append(Row(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece))
+        return True
 
     def _value(self, path: Path, node: Node, kind: str, value: Plain) -> None:
         if isinstance(node, TypedStorage):
@@ -185,7 +220,7 @@ class _Survey:
         free = [storage.nbytes for storage in self.storages]
         total, storage_nbytes = 0, sum(free)
         in_weights = any(row.name is not None for row in self.rows)
-        for number, (name, _, tensor, storage, nbytes) in enumerate(self.rows):
+        for number, (name, _, tensor, storage, nbytes, _) in enumerate(self.rows):
             total += nbytes
             if storage is not None:
                 free[storage] -= nbytes

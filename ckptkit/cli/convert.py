@@ -11,10 +11,12 @@ from ckptkit.cli import options
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.formats.format import Asked
 
 
 @click.command("convert")
 @options.edit
+@options.asked
 @click.option("--dequantize", is_flag=True, help="Make float32 of quantized weights, packed ones too.")
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--device-map", "devices", metavar="A=B", multiple=True, callback=options.pairs, help="Retag A as B.")
 @click.option("--compact", is_flag=True, help="Leave out what storages hold beyond their tensors.")
 @options.key
-def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
+def command(edit: options.Edit, asked: Asked | None, key: str | None, **transforms: Any) -> None:
     """Convert to another format, changed on the way.
 
     Any format that can be read becomes any that can be written.
@@ -40,7 +42,7 @@ def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
     Example: ckptkit convert run.pth run.safetensors
              ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
     """
-    edit.run(*_steps(**transforms), key=key, keep_format=False)
+    edit.run(*_steps(**transforms), key=key, keep_format=False, asked=asked)
 
 
 def _steps(

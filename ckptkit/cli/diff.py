@@ -61,8 +61,8 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     """The names of the renamed keys as JSON, old to new, and what to do with them."""
     from json import dumps
 
+    from ckptkit.analysis.advice import rename
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.doctor.advice import rename
     from ckptkit.publish.write import publish
 
     data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"

@@ -16,6 +16,7 @@ from ckptkit.remote import urls
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Row, Summary
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.formats.format import Asked
 
 SCHEMA = "ckptkit.inspect/1"
 T = TypeVar("T")
@@ -41,7 +42,10 @@ class Wanted(NamedTuple):
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
 @click.option("--textconv", is_flag=True, help="One line for each tensor and value, with digests: for git diff.")
 @options.key
-def command(files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, **wanted: Any) -> int:
+@options.asked
+def command(
+    files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, asked: Asked | None, **wanted: Any
+) -> int:
     """Show what is in checkpoints.
 
     Lists tensors, values and objects with their places and devices. Reads headers only and runs nothing.
@@ -61,9 +65,9 @@ def command(files: tuple[str, ...], as_json: bool, textconv: bool, key: str | No
         raise click.UsageError("--digest goes with --json")
     failures: list[CkptkitError] = []
     if as_json:
-        render.emit_json({"schema": SCHEMA, "files": _each(files, key, lambda ck: _facts(ck, want), failures)})
+        render.emit_json({"schema": SCHEMA, "files": _each(files, key, asked, lambda ck: _facts(ck, want), failures)})
     else:
-        for number, lines in enumerate(_each(files, key, lambda ck: _lines(ck, want), failures)):
+        for number, lines in enumerate(_each(files, key, asked, lambda ck: _lines(ck, want), failures)):
             render.emit(*[""] * bool(number))
             render.write(f"{line}\n" for line in lines)
     return InputError.exit_code if failures else 0
@@ -77,21 +81,29 @@ def _textconv(file: str, key: str | None) -> int:
 
 
 def _each(
-    files: Sequence[str], key: str | None, show: Callable[[Checkpoint], T], failures: list[CkptkitError]
+    files: Sequence[str],
+    key: str | None,
+    asked: Asked | None,
+    show: Callable[[Checkpoint], T],
+    failures: list[CkptkitError],
 ) -> Iterator[T]:
     """What `show` makes of each file. One file alone raises, before anything is printed."""
-    shown = _readable(files, key, show, failures)
+    shown = _readable(files, key, asked, show, failures)
     return chain(list(islice(shown, 1)), shown)
 
 
 def _readable(
-    files: Sequence[str], key: str | None, show: Callable[[Checkpoint], T], failures: list[CkptkitError]
+    files: Sequence[str],
+    key: str | None,
+    asked: Asked | None,
+    show: Callable[[Checkpoint], T],
+    failures: list[CkptkitError],
 ) -> Iterator[T]:
     from ckptkit.api import open_checkpoint
 
     for file in files:
         try:
-            with closing(open_checkpoint(file, key=key)) as checkpoint:
+            with closing(open_checkpoint(file, key=key, asked=asked)) as checkpoint:
                 shown = show(checkpoint)
         except CkptkitError as error:
             if len(files) == 1:
@@ -120,9 +132,9 @@ def _digests(rows: list[Row]) -> list[str | None]:
 
 
 def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
+    from ckptkit.analysis.advice import advise
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
-    from ckptkit.doctor.advice import advise
 
     summary = summarize(checkpoint)
     rows = _rows(summary, want)

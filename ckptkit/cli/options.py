@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
-    from ckptkit.formats.format import Loss
+    from ckptkit.formats.format import Asked, Loss
     from ckptkit.run.workers import Pool
 
 SCHEMA = "ckptkit.edit/1"
@@ -50,7 +50,9 @@ class Edit:
     objects: str
     ties: str
     everything: bool
+    part_only: bool
     shard_size: int | None
+    ranks: int | None
     workers: int | None
     scheduler: str | None
 
@@ -66,6 +68,7 @@ class Edit:
         key: str | None = None,
         keep_format: bool = True,
         source: Checkpoint | None = None,
+        asked: Asked | None = None,
         lost: Sequence[Loss] = (),
     ) -> None:
         """Read, apply the steps, write, and say so. `source` is what has been read already, `lost` what could not."""
@@ -82,16 +85,27 @@ class Edit:
                 keep_format=keep_format,
                 key=key,
                 format=self.format,
-                options=WriteOptions(self.objects, self.ties, everything=self.everything, shard_size=self.shard_size),
+                options=WriteOptions(
+                    self.objects, self.ties, everything=self.everything, shard_size=self.shard_size, ranks=self.ranks
+                ),
                 force=self.force,
                 durable=self.durable,
                 verify=self.verify,
                 allow_expand=self.allow_expand,
                 dry_run=self.dry_run,
+                part_only=self.part_only and source is None,
+                asked=asked,
                 progress=progress,
                 executor=pool,
             )
         self.report(done, lost)
+
+    def opened(self, path: str, key: str | None) -> Checkpoint:
+        """One of several sources; a part of a checkpoint only if it is meant as it is."""
+        from ckptkit.api import open_checkpoint
+
+        checkpoint = open_checkpoint(path, key=key)
+        return checkpoint.alone() if self.part_only else checkpoint.whole()
 
     def with_defaults(self, said: Mapping[str, Any]) -> Edit:
         """This, where it does not say otherwise, with what a recipe says of the output."""
@@ -121,7 +135,7 @@ class Edit:
             yield pool
 
     def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
-        count = _tensors(done.checkpoint)
+        count = _tensors(done.checkpoint, done.plan)
         if self.as_json:
             render.emit_json({**_facts(self, done, count), **({"lost": list(map(asdict, lost))} if lost else {})})
         elif not self.quiet:
@@ -155,15 +169,22 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
     return said + ([f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else [])
 
 
-def _tensors(checkpoint: Checkpoint) -> int:
-    """The weights, or every tensor where it is not clear which they are."""
+def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
+    """The tensors that are written: what the plan counts, and names of one tensor; else the weights, or every
+    tensor where it is not clear which they are."""
     from ckptkit.core.errors import AmbiguousError
+    from ckptkit.core.plan import Plan
 
+    written = plan.tensors if isinstance(plan, Plan) else None
     try:
         if checkpoint.selection is not None:
-            return len(checkpoint.selection.nodes)
+            nodes = checkpoint.selection.nodes.values()
+            again = len(nodes) - len({id(node) for node in nodes})
+            return len(nodes) if written is None else written + again
     except AmbiguousError:
         pass
+    if written is not None:
+        return written
     from ckptkit.analysis.summary import summarize
 
     return summarize(checkpoint).totals.tensors
@@ -232,9 +253,11 @@ _EDIT = (
         default="alias",
         help="Tensors with the same bytes, in a format without views.",
     ),
+    click.option("--part-only", is_flag=True, help="Take one part of a checkpoint of several processes as it is."),
     click.option(
         "--shard-size", metavar="SIZE", callback=size, help="Write DST as a folder of files of up to 5GB, say."
     ),
+    click.option("--ranks", metavar="N", type=click.IntRange(1, 1 << 16), help="Cut the weights into N parts."),
     click.option("--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."),
     click.option("--scheduler", metavar="URL", help="Share it among the workers of a Dask cluster: tcp://HOST:8786."),
     click.option("--all", "everything", is_flag=True, help="Keep everything, also in a format made for weights alone."),
@@ -272,6 +295,32 @@ def _decorated(command: Callable[..., Any], options: Iterable[Callable[..., Any]
     for option in reversed(tuple(options)):
         command = option(command)
     return command
+
+
+def asked(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options about folders that many processes wrote; it gets them as its argument `asked`."""
+
+    @wraps(command)
+    def with_asked(*, table: str | None, check_copies: bool, copies: str, **given: Any) -> Any:
+        from ckptkit.formats.format import Asked
+
+        said = table is not None or check_copies or copies != "compare"
+        how = "check" if check_copies and copies == "compare" else copies
+        return command(asked=Asked(how, table) if said else None, **given)
+
+    return _decorated(with_asked, _ASKED)
+
+
+_ASKED = (
+    click.option("--parts", "table", metavar="FILE", help="A YAML table that says how the parts in SRC were cut."),
+    click.option("--check-copies", is_flag=True, help="Read and compare all that several processes hold alike."),
+    click.option(
+        "--copies",
+        type=click.Choice(["compare", "first"]),
+        default="compare",
+        help="Of copies that differ, refuse them or take the first.",
+    ),
+)
 
 
 def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:

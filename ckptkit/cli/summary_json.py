@@ -34,19 +34,31 @@ def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | 
             "nbytes": number(totals.nbytes),
             "storage_nbytes": number(totals.storage_nbytes),
         },
+        **_of_processes(summary),
     }
+
+
+def _of_processes(summary: Summary) -> dict[str, Any]:
+    """What a part is of, and what a folder of parts was made of; nothing for other checkpoints."""
+    found: dict[str, Any] = {"about": summary.about} if summary.about else {}
+    if summary.part is not None:
+        part = summary.part
+        said = {"kind": part.kind, "said": part.said, "detail": part.detail, "folder": part.folder}
+        found["part"] = said
+    return found
 
 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes = row
+    name, path, leaf, storage, nbytes, piece = row
+    local = {} if piece is None else {"local_shapes": [each.shape for each in piece.local()]}
     return {
         "name": name,
         "path": join(path),
         "keys": key_list(path),
         "shape": leaf.shape,
         "dtype": leaf.dtype.name,
-        "device": leaf.device,
+        "device": row.device,
         "stride": leaf.stride,
         "offset": leaf.offset,
         "storage": storage,
@@ -54,6 +66,7 @@ def tensor(row: Row) -> dict[str, Any]:
         "requires_grad": leaf.requires_grad,
         "kind": leaf.kind,
         "layout": leaf.layout,
+        **local,
     }
 
 

@@ -21,6 +21,10 @@ LONG = 200  # characters of a value; likewise
 def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterator[str]:
     """Everything but warnings and advice; of a pickled module, its weights only."""
     yield escape(_heading(summary))
+    if summary.about:
+        yield escape(summary.about)
+    if summary.part is not None:
+        yield escape(f"this is {summary.part}")
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
     shared = _shared(rows)
@@ -57,7 +61,7 @@ def _shared(rows: Iterable[Row]) -> set[int | None]:
 def _item(row: Row, shared: set[int | None]) -> Item:
     tensor = row.tensor
     name = row.name if row.name is not None else row.place
-    columns = (tensor.dtype.name, tensor.shape, tensor.device, _remark(row, shared))
+    columns = (tensor.dtype.name, tensor.shape, row.device, _remark(row, shared))
     return Item(name, columns, row.nbytes)
 
 
@@ -65,6 +69,12 @@ def _remark(row: Row, shared: set[int | None]) -> str:
     """What is not plain about a tensor."""
     tensor = row.tensor
     storage = tensor.storage
+    if row.local is not None:
+        from ckptkit.core.parts import extent
+
+        local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
+        place = extent(row.local)
+        return f"here {local}" + (f": {place}" if place else "")
     if (
         storage is not None
         and storage.record.length == row.nbytes

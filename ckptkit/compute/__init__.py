@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptkit.compute.mean import has_mean, mean_record
+    from ckptkit.compute.mean import has_mean, mean_record, sum_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
     from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
     from ckptkit.compute.tensors import (
@@ -52,6 +52,7 @@ __all__ = [
     "parts",
     "rebuild",
     "stream",
+    "sum_record",
     "tally",
     "to_torch_storage",
     "torch_dtype",
@@ -66,7 +67,7 @@ _PLACES = {
         "tensors",
     ),
     **dict.fromkeys(("BINS", "Histogram", "Part", "Tally", "numbers", "parts", "tally"), "tallies"),
-    **dict.fromkeys(("has_mean", "mean_record"), "mean"),
+    **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
 }
 

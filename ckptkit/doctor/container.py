@@ -7,7 +7,8 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ckptkit.doctor.advice import TORCH, argument, convert, edit
+from ckptkit.analysis.advice import TORCH, argument, convert, edit
+from ckptkit.core.parts import PartOf
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 
@@ -18,6 +19,20 @@ _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 def causes(facts: Facts) -> Iterator[Cause]:
     for look in (_container, _suffix, _program, _version, _lacking, _index, _shard, _ambiguous):
         yield from look(facts)
+
+
+def part(path: str, found: PartOf) -> Cause:
+    """The cause of a file that is one part of a checkpoint: nothing that is done to it alone makes it whole."""
+    command = None
+    if found.folder is not None:
+        command = shlex.join(("ckptkit", "convert", *argument(found.folder), "whole.safetensors"))
+    return Cause(
+        "part",
+        ERROR,
+        f"It is {found}.",
+        "A model needs all parts: they are put together from the folder that holds them.",
+        command,
+    )
 
 
 def _container(facts: Facts) -> Iterator[Cause]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from ckptkit.analysis.advice import WASTE, convert, edit
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import container, names
-from ckptkit.doctor.advice import WASTE, convert, edit
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
 from ckptkit.pickles.allowlist import refused_by_weights_only

@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
-from ckptkit.doctor import content, fit, refused
+from ckptkit.doctor import container, content, fit, refused
 from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
 from ckptkit.formats.folder import INDEX
@@ -90,6 +90,8 @@ def examine(
         salvaged = _salvaged(place)
         checkpoint, lost = (salvaged.checkpoint, salvaged.lost) if salvaged is not None else (checkpoint, ())
     checkpoint = checkpoint if key is None else checkpoint.with_key(key)
+    if checkpoint.part is not None:
+        return Diagnosis(typed, (*found, container.part(typed, checkpoint.part)), checkpoint, readable=True)
     found += _content(typed, checkpoint, model is not None)
     if model is not None and not any(cause.id == "ambiguous" for cause in found):
         found += _fit(typed, checkpoint, model, options)
@@ -105,7 +107,10 @@ def cure(
     """
     fix = found.fix
     if fix is None or found.checkpoint is None:
+        if found.checkpoint is not None:
+            found.checkpoint.whole()
         raise UsageError("there is nothing that ckptkit could do about it", where=found.path)
+    found.checkpoint.whole()
     options = WriteOptions(objects="drop" if fix.drop_objects else "keep")
     return convert(found.checkpoint, destination, *_steps(fix), options=options, force=force, progress=progress)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ckptkit.analysis.advice import TORCH, convert, edit
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.tree import Node, join
-from ckptkit.doctor.advice import TORCH, convert, edit
 
 SHOWN = 4  # names in a sentence
 FOLDERS = {
     "dcp": "is a folder of torch.distributed.checkpoint (FSDP and others)",
     "deepspeed": "is a folder of DeepSpeed (ZeRO)",
+    "parallel": "is a folder of the parts that many processes wrote",
 }
 TORCH_FILES = ("torch-zip", "torch-legacy", "torch-tar")
 

@@ -11,12 +11,12 @@ from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.format import Finding, Format, Part, Probe, Salvaged, WriteOptions
+from ckptkit.formats.format import Asked, Finding, Format, Part, Probe, Salvaged, WriteOptions
 from ckptkit.remote import urls
 
 # In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in
 # which torch tries them. A plain pickle comes after the legacy stream, which begins with one; a folder that stands for
-# one of its files comes after all others. Where each is, by its name.
+# one of its files comes after all others; the last two are written and never found. Where each is, by its name.
 MODULES = {
     "torchscript": "torchscript.reader",
     "torch-zip": "torch_zip.reader",
@@ -25,6 +25,7 @@ MODULES = {
     "torch-legacy": "torch_legacy",
     "safetensors": "safetensors",
     "dcp": "dcp",
+    "parallel": "parallel",
     "deepspeed": "deepspeed.reader",
     "sharded": "sharded.safetensors_shards",
     "sharded-bin": "sharded.torch_shards",
@@ -32,6 +33,8 @@ MODULES = {
     "npy": "npy",
     "pickle": "plain_pickle",
     "folder": "folder",
+    "llama-parts": "parallel.llama_parts",
+    "megatron-parts": "parallel.megatron_parts",
 }
 # What `Format.suffixes` of all of them come to: the one that a suffix chooses is found without importing the others.
 SUFFIXES = {
@@ -84,13 +87,22 @@ def identify(probe: Probe) -> Format:
     raise refusal
 
 
-def read(place: ByteSource | Folder) -> Checkpoint:
+def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
-    probe = Probe(place)
+    probe = Probe(place, asked)
     try:
-        return identify(probe).read(probe)
+        return _reader(probe).read(probe)
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
+
+
+def _reader(probe: Probe) -> Format:
+    """The format that reads it; a table of parts is for a folder of parts."""
+    if probe.asked.table is None:
+        return identify(probe)
+    if not probe.is_folder:
+        raise UsageError("is a file, and --parts says how the files of a folder go together", where=probe.name)
+    return _imported("parallel")
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
@@ -178,11 +190,25 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}")
     try:
+        checkpoint = _without_pieces(checkpoint, format, options)
         if holds_program(checkpoint) and not options.everything:
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
     except CkptkitError as error:
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def _without_pieces(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Checkpoint:
+    """The checkpoint with plain tensors for those of several processes, where the output cannot keep such.
+
+    Raises UnsupportedError if it has but a part of them.
+    """
+    keeps = options.everything or format.everything == "always"
+    if keeps and options.objects != "drop" and format.name == checkpoint.format:
+        return checkpoint
+    if not options.everything:
+        checkpoint.whole()
+    return checkpoint if keeps and options.objects != "drop" else checkpoint.plain()
 
 
 def patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions) -> Patch | None:

@@ -14,7 +14,7 @@ from ckptkit.core.plan import Plan, Segment, Summed
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
     """What is there now, if it may be replaced by the output."""
     names = [file.name for file in plan.files]
-    if len(set(names)) < len(names) or any(name != os.path.basename(name) or name in (".", "..") for name in names):
+    if len(set(names)) < len(names) or not all(map(_is_inside, names)):
         raise UsageError(f"the output would have files of one name, or outside their folder: {names[:8]}")
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
@@ -37,6 +37,11 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
     elif not force:
         raise OutputExistsError("exists already", where=path, hint="--force replaces it")
     return old
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is plain, or leads into folders of plain names."""
+    return name == "" or all(part not in ("", ".", "..") and part == os.path.basename(part) for part in name.split("/"))
 
 
 def files_of(origin: ByteSource | Folder | None) -> list[ByteSource]:

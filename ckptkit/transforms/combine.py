@@ -41,7 +41,7 @@ def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = 
 
 
 def _weights(ck: Checkpoint) -> Weights:
-    return ck.required
+    return ck.whole().required
 
 
 def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
@@ -121,6 +121,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises UsageError if there is no
     entry that training loops use for them.
     """
+    ck.whole()
     for name in AVERAGED:
         for path in (name, f"ema.{name}"):
             try:

@@ -44,6 +44,34 @@ dist.destroy_process_group()
 if child:
     sys.exit(os.waitpid(child, 0)[1])
 """,
+    "ranks": """
+import os, sys
+rank = next((each for each in (1, 2, 3) if not os.fork()), 0)
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+os.makedirs(path, exist_ok=True)
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store4"), rank=rank, world_size=4)
+mesh = init_device_mesh("cpu", (4,))
+parts = ((f"layers.{i}.weight", torch.full((max(1, rows // 4), columns), i + rank / 4)) for i in range(count))
+model = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts}
+torch.save(model, f"{path}/model_world_size_4_rank_{rank}.pt")
+dist.barrier()
+dist.destroy_process_group()
+if not rank:
+    sys.exit(max(os.waitpid(-1, 0)[1] for _ in range(3)))
+""",
+    "columns": """
+import os, sys, torch
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+os.makedirs(path, exist_ok=True)
+for rank in range(4):
+    whole = {"norm.weight": torch.ones(4 * max(1, columns // 4))}
+    for i in range(count):
+        whole[f"layers.{i}.attention.wo.weight"] = torch.full((rows, max(1, columns // 4)), i + rank / 4)
+    torch.save(whole, f"{path}/consolidated.{rank:02d}.pth")
+""",
     "zero3": """
 import sys, torch
 from pathlib import Path

@@ -102,6 +102,8 @@ WORKS = (
         _IN_PLACE,
     ),
     Work("DCP folder of 2 ranks", "dcp", "convert {src} out.safetensors", "dcp", _moved(1.6, 300), sizes="one"),
+    Work("rank files of 4 ranks", "ranks", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
+    Work("columns of 4 parts", "columns", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
     Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
 )  # fmt: skip
 

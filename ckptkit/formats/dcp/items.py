@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit import compute
 from ckptkit.containers import strict_json
 from ckptkit.containers.zip_reader import MAGIC
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
+from ckptkit.core.bytesource import ByteSource, Extent, Folder, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.pieces import Box
+from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
+from ckptkit.formats.common.assembly import assembled
 from ckptkit.formats.dcp.metadata import Chunk, Place, shown
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
@@ -150,43 +151,10 @@ class Assembled:
     length: int  # bytes
 
     def locate(self) -> Extent:
-        """Copied from the files, one range after another, where the chunks follow each other; else computed."""
-        held = [self._tensor(chunk) for chunk in self.chunks]
-        if not _is_row(self.shape, self.chunks):
-            return self._arranged(held)
-        extents = [_outside(compute.contiguous(tensor).locate()) for tensor in held]
-        return extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
+        """Copied from the files where the chunks follow each other; else computed."""
+        boxes = [Box(chunk.offsets, chunk.sizes, self._tensor(chunk)) for chunk in self.chunks]
+        return assembled(self.dtype, self.shape, boxes, self.length)
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         with self.files.reading(self.name, chunk.place):
             return self.files.chunk(self.name, self.dtype, chunk)
-
-    def _arranged(self, held: list[Tensor]) -> Derived:
-        inputs, boxes = [], []
-        for chunk, tensor in zip(self.chunks, held, strict=True):
-            extent, stride, start = _view(tensor)
-            inputs.append(_outside(extent))
-            boxes.append((chunk.offsets, chunk.sizes, stride, start))
-        return Derived("chunks", tuple(inputs), (self.dtype.itemsize, self.shape, tuple(boxes)), self.length)
-
-
-def _outside(extent: Extent) -> Extent:
-    """The same bytes, ranges of items named as ranges of their file: what the kernel can copy."""
-    if isinstance(extent, Derived):
-        return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
-    source, offset, length = extent
-    return Range(source.whole, source.offset + offset, length) if isinstance(source, Section) else extent
-
-
-def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
-    """Bytes that hold the elements as they are meant, strides in elements, and the byte of the first element."""
-    storage = tensor.storage
-    if storage is None or tensor.conj or tensor.neg or storage.big_endian:
-        return compute.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
-    return storage.record.locate(), tensor.stride, tensor.offset * tensor.dtype.itemsize
-
-
-def _is_row(shape: Shape, chunks: tuple[Chunk, ...]) -> bool:
-    """Whether the chunks, one after another, are the whole: they cut its first dimension of more than one index."""
-    axis = next((axis for axis, n in enumerate(shape) if n > 1), len(shape))
-    return all(chunk.sizes[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)

@@ -31,7 +31,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
-from ckptkit.formats.dcp.boxes import check_cover
+from ckptkit.formats.boxes import check_cover
 from ckptkit.pickles.allowlist import is_harmful
 from ckptkit.pickles.globals import dtype_of
 from ckptkit.pickles.machine import unpickle

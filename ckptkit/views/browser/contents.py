@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptkit import compute
+from ckptkit.analysis.advice import argument
 from ckptkit.analysis.shares import Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import join
-from ckptkit.doctor.advice import argument
 
 ROWS = 16  # of a grid
 COUNTED = 1 << 20  # elements that are read for statistics

@@ -1,0 +1,77 @@
+"""Folders of what many processes wrote, each its part of every tensor: put together as one
+checkpoint.
+
+:mod:`ranks` are the rank files of FSDP and tensor parallelism, whose pickles say which box each
+holds; the others are tables (:mod:`tables`): which file holds which part, and how each tensor was
+cut.
+
+A part alone is no checkpoint; see :mod:`ckptkit.parts`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.formats.format import Finding, Format, Part, Probe
+
+# Names that files and folders of parts have, and others too: most folders have none, and pay for no layout.
+_SIGN = re.compile(
+    r"mp_rank_|model-rank-|^metadata\.json$|^latest$|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
+)
+OWN = "own"  # the table of the user
+LAYOUTS = (
+    "refused",
+    "megatron",
+    "llama",
+    "deepspeed",
+    "fairscale",
+    "ranks",
+)  # in the order in which they are tried
+
+
+def matches(probe: Probe) -> bool:
+    """Whether some layout claims the folder, or a table was given for it."""
+    return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
+
+
+def _layout(probe: Probe) -> str | None:
+    if probe.asked.table is not None:
+        return OWN
+    if FORMAT not in probe.kept:
+        modules = ((name, import_module(f"{__name__}.{name}")) for name in LAYOUTS)
+        probe.kept[FORMAT] = next((name for name, module in modules if module.matches(probe)), None)
+    found = probe.kept[FORMAT]
+    return found if isinstance(found, str) else None
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The checkpoint that the files make together. See the layouts."""
+    name = _layout(probe)
+    assert name is not None
+    found: Checkpoint = import_module(f"{__name__}.{name}").read(probe, FORMAT.name)
+    return found
+
+
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """The records of every file that was read."""
+    from ckptkit.formats.common import zip_check
+
+    read(probe)
+    for source in probe.folder.opened():
+        inner = Probe(source)
+        if inner.zip is not None:
+            yield from zip_check.members(inner.zip, source.name.removeprefix(probe.folder.name).lstrip("/"))
+
+
+FORMAT = Format(
+    name="parallel",
+    title="the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
+    matches=matches,
+    read=read,
+    listed=True,
+    rewrite_as="torch-zip",
+    check=check,
+)
