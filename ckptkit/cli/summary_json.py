@@ -50,7 +50,7 @@ def _of_processes(summary: Summary) -> dict[str, Any]:
 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes, piece = row
+    name, path, leaf, storage, nbytes, piece, _ = row
     local = {} if piece is None else {"local_shapes": [each.shape for each in piece.local()]}
     return {
         "name": name,

@@ -85,6 +85,8 @@ def _remark(row: Row, shared: set[int | None]) -> str:
     ):  # as almost all are
         return ""
     said = [] if tensor.layout == "strided" else [tensor.layout]
+    if row.inside:
+        said[0] += f" of {plural(len(row.inside), 'tensor')} below"
     if tensor.kind == "ndarray":
         said.append("numpy")
     if tensor.storage is not None:

@@ -24,7 +24,7 @@ mean      target, (dtype, weight)...      weighted mean of the elements of all i
 sum       target, (dtype, weight)...      weighted sum of them
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
+dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
 ``dequant``, ``mean`` and ``sum`` has one input, and is a pure function of its inputs, its parameters and the range of
 the output that is asked for.
 """

@@ -23,7 +23,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
-from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.format import Finding, Part, Probe
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
 SUFFIXES = (SAFETENSORS, BIN, ".pth", ".pt", ".ckpt", ".th", ".npz")
@@ -214,13 +214,3 @@ def _main(probe: Probe) -> str | None:
         return source.read(0, min(source.size, 256)).decode("utf-8", "replace").strip()
     finally:
         refs.close()
-
-
-FORMAT = Format(
-    name="folder",
-    title="a folder with one checkpoint in it; the Hugging Face cache of a model",
-    matches=matches,
-    read=read,
-    listed=True,
-    check=check,
-)

@@ -25,10 +25,10 @@ from ckptkit.containers.tar import read_members
 from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
-from ckptkit.core.limits import CEILINGS, LIMITS, MOST, PREFIX, Limits, check, from_environment
+from ckptkit.core.limits import CEILINGS, INFLATED, LIMITS, MOST, PREFIX, Limits, check, from_environment
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
-from ckptkit.formats.boxes import check_cover
+from ckptkit.formats.common.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import Part, check_grid
 from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
@@ -167,6 +167,7 @@ def written(plan: Plan) -> Case:
     return case
 
 
+LARGE = zipped("a", data=bytes(1_000_000), deflated=True)
 TAR_RECORD = record(b"comment", b"1" * 100)
 
 # name -> how much is needed, and what needs it.
@@ -188,6 +189,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "zip_entries": (50, lambda folder: read_directory(zipped(*map(str, range(50))))),
     "zip_directory_bytes": (100, lambda folder: read_directory(zipped("a" * 54))),
     "record_bytes": (1_000, lambda folder: read_directory(zipped("a", data=bytes(1_000))).read("a")),
+    "inflated_free": (1_000_000 - INFLATED * LARGE.size, lambda folder: read_directory(LARGE).read("a")),
     "inflate_ratio": (50, lambda folder: read_directory(zipped("a", data=zeros(50), deflated=True)).locate("a")),
     "tar_members": (50, lambda folder: read_members(Memory(archive(*(header(str(n)) for n in range(50)))))),
     "tar_records_bytes": (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptkit.containers import strict_json
@@ -23,12 +23,13 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.pieces import Box
-from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
 from ckptkit.formats.common.assembly import assembled
-from ckptkit.formats.dcp.metadata import Chunk, Place, shown
+from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 
@@ -119,7 +120,7 @@ class Files:
         key = file, offset
         if key not in self._headers:
             source = self.folder.open(file)
-            read = safetensors.FORMAT.read(Probe(Section(source, offset, source.size - offset)))
+            read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
             tensors = read.root if isinstance(read.root, dict) else {}
             self._headers[key] = Header(tensors, _saved_offsets(read.metadata.get(_SHARDING, "{}")))
         return self._headers[key]
@@ -141,7 +142,10 @@ def _offsets(entry: object) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembled:
-    """The bytes of a whole tensor: its chunks, which are looked for when the bytes are needed."""
+    """The bytes of a whole tensor: its chunks, which are looked for when the bytes are needed.
+
+    ``order`` lists the axes from the outermost in memory to the innermost.
+    """
 
     files: Files
     name: str
@@ -149,12 +153,35 @@ class Assembled:
     shape: Shape
     chunks: tuple[Chunk, ...]
     length: int  # bytes
+    order: Shape
 
     def locate(self) -> Extent:
-        """Copied from the files where the chunks follow each other; else computed."""
-        boxes = [Box(chunk.offsets, chunk.sizes, self._tensor(chunk)) for chunk in self.chunks]
-        return assembled(self.dtype, self.shape, boxes, self.length)
+        """Copied from the files where the chunks follow each other in memory; else computed."""
+        boxes = [
+            Box(self._permuted(chunk.offsets), self._permuted(chunk.sizes), self._tensor(chunk))
+            for chunk in self.chunks
+        ]
+        return assembled(self.dtype, self._permuted(self.shape), boxes, self.length)
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         with self.files.reading(self.name, chunk.place):
-            return self.files.chunk(self.name, self.dtype, chunk)
+            found = self.files.chunk(self.name, self.dtype, chunk)
+        return replace(found, shape=self._permuted(found.shape), stride=self._permuted(found.stride))
+
+    def _permuted(self, sizes: Shape) -> Shape:
+        return tuple(sizes[axis] for axis in self.order)
+
+
+def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
+    """The axes from the outermost in memory to the innermost, and the strides that belong to them.
+
+    Those of the tensor that was saved, where its elements lie side by side (channels_last,
+    transposed); row-major order for anything else, such as an expanded tensor.
+    """
+    axes = tuple(range(len(shape)))
+    if stride is not None and 0 not in shape:
+        order = tuple(sorted(axes, key=lambda axis: -stride[axis]))
+        dense = contiguous_stride(tuple(shape[axis] for axis in order))
+        if all(shape[axis] == 1 or stride[axis] == step for axis, step in zip(order, dense, strict=True)):
+            return order, stride
+    return axes, contiguous_stride(shape)

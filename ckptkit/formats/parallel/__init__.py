@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.table import PARALLEL
 
 # Names that files and folders of parts have, and others too: most folders have none, and pay for no layout.
 _SIGN = re.compile(
@@ -40,10 +41,10 @@ def matches(probe: Probe) -> bool:
 def _layout(probe: Probe) -> str | None:
     if probe.asked.table is not None:
         return OWN
-    if FORMAT not in probe.kept:
+    if PARALLEL not in probe.kept:
         modules = ((name, import_module(f"{__name__}.{name}")) for name in LAYOUTS)
-        probe.kept[FORMAT] = next((name for name, module in modules if module.matches(probe)), None)
-    found = probe.kept[FORMAT]
+        probe.kept[PARALLEL] = next((name for name, module in modules if module.matches(probe)), None)
+    found = probe.kept[PARALLEL]
     return found if isinstance(found, str) else None
 
 
@@ -51,7 +52,7 @@ def read(probe: Probe) -> Checkpoint:
     """The checkpoint that the files make together. See the layouts."""
     name = _layout(probe)
     assert name is not None
-    found: Checkpoint = import_module(f"{__name__}.{name}").read(probe, FORMAT.name)
+    found: Checkpoint = import_module(f"{__name__}.{name}").read(probe, PARALLEL.name)
     return found
 
 
@@ -64,14 +65,3 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
         inner = Probe(source)
         if inner.zip is not None:
             yield from zip_check.members(inner.zip, source.name.removeprefix(probe.folder.name).lstrip("/"))
-
-
-FORMAT = Format(
-    name="parallel",
-    title="the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
-    matches=matches,
-    read=read,
-    listed=True,
-    rewrite_as="torch-zip",
-    check=check,
-)

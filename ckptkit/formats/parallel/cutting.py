@@ -17,7 +17,7 @@ from ckptkit.formats.common.assembly import Joined
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.parallel.tables import Table
 from ckptkit.formats.parallel.verbs import Drop, Refuse, Same
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.torch_zip import writer
 
 
 def ranks_of(options: WriteOptions, name: str) -> int:
@@ -54,5 +54,5 @@ def _part(boxes: list[Box]) -> Tensor:
 
 def file(name: str, root: Node, options: WriteOptions) -> OutputFile:
     """One file of a folder, as torch.save writes it."""
-    plan = zip_archive.layout(Checkpoint(root), options)
+    plan = writer.layout(Checkpoint(root), options)
     return replace(plan.files[0], name=name)

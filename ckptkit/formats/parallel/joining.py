@@ -11,8 +11,8 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.pieces import Box
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.formats.boxes import check_cover
 from ckptkit.formats.common.assembly import Joined
+from ckptkit.formats.common.boxes import check_cover
 from ckptkit.formats.parallel.copies import Copies, Copy
 
 _SHOWN = 80  # characters of a name in a message

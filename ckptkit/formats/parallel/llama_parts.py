@@ -6,9 +6,10 @@ from __future__ import annotations
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.parallel.cutting import cut, file, ranks_of
 from ckptkit.formats.parallel.llama import EMBEDDING, PARAMS, read_params, table
+from ckptkit.formats.table import LLAMA_PARTS
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -17,7 +18,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     Raises UsageError for weights of other names, and where nothing says along which dimension the
     embedding is cut.
     """
-    count = ranks_of(options, FORMAT.name)
+    count = ranks_of(options, LLAMA_PARTS.name)
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.metadata.get(PARAMS, "")
     params = read_params(text.encode())
@@ -46,11 +47,6 @@ def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
     return True
 
 
-FORMAT = Format(
-    name="llama-parts",
-    title="the parts of a Llama release of Meta (consolidated.NN.pth), to write alone",
-    matches=lambda probe: False,
-    read=lambda probe: Checkpoint(None),
-    layout=layout,
-    readable=False,
-)
+def matches(probe: Probe) -> bool:
+    """Never: the format is written, and its folders are read as `parallel`."""
+    return False

@@ -13,9 +13,10 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import Global, Node, Object, OrderedDict
 from ckptkit.formats.folder import TRACKER
-from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.parallel.cutting import cut, file, ranks_of
 from ckptkit.formats.parallel.megatron import FILE, LEGACY, Arguments, arguments_of, table
+from ckptkit.formats.table import MEGATRON_PARTS
 
 _NAMESPACE = Global("argparse", "Namespace")
 
@@ -23,7 +24,7 @@ _NAMESPACE = Global("argparse", "Namespace")
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """A folder of an iteration, with the tracker beside it. Raises UsageError where the arguments
     are missing."""
-    count = ranks_of(options, FORMAT.name)
+    count = ranks_of(options, MEGATRON_PARTS.name)
     root = checkpoint.root
     if not isinstance(root, dict) or not isinstance(root.get("args"), dict):
         raise UsageError(
@@ -79,11 +80,6 @@ def _nested(part: OrderedDict) -> dict[str, Node]:
     return made
 
 
-FORMAT = Format(
-    name="megatron-parts",
-    title="Megatron-LM, cut for tensor parallelism (mp_rank_NN), to write alone",
-    matches=lambda probe: False,
-    read=lambda probe: Checkpoint(None),
-    layout=layout,
-    readable=False,
-)
+def matches(probe: Probe) -> bool:
+    """Never: the format is written, and its folders are read as `parallel`."""
+    return False
