@@ -31,7 +31,7 @@ FORBIDDEN_METHODS = ("extractall", "unpack_archive", "find_class")
 ARCHIVES = ("tarfile", "zipfile")
 # Modules named at run time: ckptkit's own, imported when they are used, and the model class that the user typed.
 IMPORTERS = {
-    "__init__.py", "compute/__init__.py", "formats/format.py", "formats/parallel/__init__.py", "loading/building.py",
+    "__init__.py", "compute/__init__.py", "formats/format.py", "loading/building.py",
     "cli/__init__.py",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import import_module
+from types import ModuleType
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import Finding, Part, Probe
@@ -22,15 +22,6 @@ from ckptkit.formats.table import PARALLEL
 _SIGN = re.compile(
     r"mp_rank_|model-rank-|^metadata\.json$|^latest$|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
-OWN = "own"  # the table of the user
-LAYOUTS = (
-    "refused",
-    "megatron",
-    "llama",
-    "deepspeed",
-    "fairscale",
-    "ranks",
-)  # in the order in which they are tried
 
 
 def matches(probe: Probe) -> bool:
@@ -38,21 +29,45 @@ def matches(probe: Probe) -> bool:
     return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
 
 
-def _layout(probe: Probe) -> str | None:
+def _layouts() -> Iterator[ModuleType]:
+    """The layouts in the order in which they are tried, each imported when it is reached."""
+    from ckptkit.formats.parallel import refused
+
+    yield refused
+    from ckptkit.formats.parallel import megatron
+
+    yield megatron
+    from ckptkit.formats.parallel import llama
+
+    yield llama
+    from ckptkit.formats.parallel import deepspeed
+
+    yield deepspeed
+    from ckptkit.formats.parallel import fairscale
+
+    yield fairscale
+    from ckptkit.formats.parallel import ranks
+
+    yield ranks
+
+
+def _layout(probe: Probe) -> ModuleType | None:
+    """The layout that claims the folder, or the table that was given for it."""
     if probe.asked.table is not None:
-        return OWN
+        from ckptkit.formats.parallel import own
+
+        return own
     if PARALLEL not in probe.kept:
-        modules = ((name, import_module(f"{__name__}.{name}")) for name in LAYOUTS)
-        probe.kept[PARALLEL] = next((name for name, module in modules if module.matches(probe)), None)
+        probe.kept[PARALLEL] = next((each for each in _layouts() if each.matches(probe)), None)
     found = probe.kept[PARALLEL]
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, ModuleType) else None
 
 
 def read(probe: Probe) -> Checkpoint:
     """The checkpoint that the files make together. See the layouts."""
-    name = _layout(probe)
-    assert name is not None
-    found: Checkpoint = import_module(f"{__name__}.{name}").read(probe, PARALLEL.name)
+    layout = _layout(probe)
+    assert layout is not None
+    found: Checkpoint = layout.read(probe, PARALLEL.name)
     return found
 
 
