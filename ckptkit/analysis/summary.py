@@ -1,4 +1,5 @@
-"""What is in a checkpoint: every tensor, value and object with its path, and the totals. One walk over the tree."""
+"""What is in a checkpoint: every tensor, value and object with its path, and the totals. One walk
+over the tree."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where there is none."""
+    """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where
+    there is none."""
 
     name: str | None  # in the weights, None elsewhere
     path: Path
@@ -47,7 +49,8 @@ class Row(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex, storage, or dotted."""
+    """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex,
+    storage, or dotted."""
 
     path: Path
     type: str
@@ -70,10 +73,11 @@ class Inner(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones counted once.
+    """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones
+    counted once.
 
-    `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once; `unused_nbytes` what
-    storages hold beyond the tensors that lie in them.
+    `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once;
+    `unused_nbytes` what storages hold beyond the tensors that lie in them.
     """
 
     tensors: int
@@ -85,7 +89,8 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that `inspect` tells. `weights` is the path of the state_dict, None if there is none or several."""
+    """Everything that `inspect` tells. `weights` is the path of the state_dict, None if there is
+    none or several."""
 
     path: str
     format: str
@@ -105,7 +110,8 @@ class Summary:
     about: str = ""  # what a folder was made of
 
     def survives_dropping(self) -> bool:
-        """Whether `--objects drop` leaves weights, where there are none all tensors, else a value."""
+        """Whether `--objects drop` leaves weights, where there are none all tensors, else a
+        value."""
         inside = {place_of(each.path) for each in self.objects}
 
         def is_outside(path: Path) -> bool:
@@ -118,14 +124,15 @@ class Summary:
         return any(row.value is not None and is_outside(row.path) for row in self.values)
 
     def in_module(self, path: Path) -> bool:
-        """Whether a value is an attribute somewhere inside the pickled module that holds the weights."""
+        """Whether a value is an attribute somewhere inside the pickled module that holds the
+        weights."""
         base = self.weights if self.is_module else None
         return base is not None and len(path) > len(base) and _same(path[: len(base)], base)
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:
-    """The facts of `checkpoint`. Reads no tensor bytes. Raises LimitError for a tree that is nested too deep, and
-    UsageError if the checkpoint's `key` names no mapping of tensors."""
+    """The facts of `checkpoint`. Reads no tensor bytes. Raises LimitError for a tree that is nested
+    too deep, and UsageError if the checkpoint's `key` names no mapping of tensors."""
     warnings = checkpoint.warnings
     weights = None
     try:
@@ -170,7 +177,8 @@ class _Survey:
     def run(self, root: Node) -> None:
         """Visit every node once for each path; what is shown as a tensor or value is not entered.
 
-        The walk goes down before it goes on, so whatever comes after a node and lies deeper is inside it.
+        The walk goes down before it goes on, so whatever comes after a node and lies deeper is
+        inside it.
         """
         target = self.weights.node if self.weights else self
         name_of = _naming(self.weights) if self.weights else None
@@ -187,7 +195,9 @@ class _Survey:
                 base = depth
             kind = node.__class__
             if kind is Tensor:
-                self._tensor(path, node, name_of(path[base:]) if name_of and base is not None else None)
+                self._tensor(
+                    path, node, name_of(path[base:]) if name_of and base is not None else None
+                )
             elif kind is Object and node.tensor is not None:
                 name = name_of(path[base:]) if name_of and base is not None else None
                 if not self._piece(path, node, name):
@@ -219,16 +229,21 @@ class _Survey:
         storages = [each.storage for each in piece.local() if each.storage is not None]
         numbers = [self._number(storage) for storage in storages]
         nbytes = sum(each.nbytes for each in piece.local())
-        self.rows.append(Row(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece))
+        self.rows.append(
+            Row(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece)
+        )
         return True
 
     def _inside(self, path: Path, node: Object) -> None:
-        """The tensors that a tensor subclass is made of, below its own row, which has the sum of their bytes."""
+        """The tensors that a tensor subclass is made of, below its own row, which has the sum of
+        their bytes."""
         if node.tensor is None or node.tensor.layout != "subclass":
             return
         held = list(inner_tensors(node.args))
         nbytes = sum(tensor.nbytes for _, tensor in held)
-        self.rows[-1] = self.rows[-1]._replace(nbytes=nbytes, inside=tuple(tensor for _, tensor in held))
+        self.rows[-1] = self.rows[-1]._replace(
+            nbytes=nbytes, inside=tuple(tensor for _, tensor in held)
+        )
         for below, tensor in held:
             self._tensor((*path, *below), tensor, None)
 
@@ -278,7 +293,8 @@ class _Survey:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Whether two paths are one. Keys of any kind are compared by identity: a file could make `==` run for long."""
+    """Whether two paths are one. Keys of any kind are compared by identity: a file could make `==`
+    run for long."""
     return len(path) == len(other) and all(
         a is b or (a.__class__ is b.__class__ and isinstance(a, (str, int)) and a == b)
         for a, b in zip(path, other, strict=True)

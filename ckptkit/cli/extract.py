@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 @click.command("extract")
 @options.edit
 @options.asked
-@click.option("--key", metavar="PATH", required=True, help="Where the entry is: keys joined by dots.")
+@click.option(
+    "--key", metavar="PATH", required=True, help="Where the entry is: keys joined by dots."
+)
 def command(edit: options.Edit, asked: Asked | None, key: str) -> None:
     """Write one entry as a checkpoint of its own.
 

@@ -1,9 +1,10 @@
-"""Strided views, and arrays put together from such, in row-major order, in bounded memory whatever the strides.
+"""Strided views, and arrays put together from such, in row-major order, in bounded memory whatever
+the strides.
 
-The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed indices of the
-dimensions before. A tile, or the region of it that is one view's, is read in boxes: from the smallest stride up, a
-dimension is read whole, gaps included, as long as the gaps are small and the box is; the next is cut, the others are
-taken index by index.
+The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed
+indices of the dimensions before. A tile, or the region of it that is one view's, is read in boxes:
+from the smallest stride up, a dimension is read whole, gaps included, as long as the gaps are small
+and the box is; the next is cut, the others are taken index by index.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ if TYPE_CHECKING:
 TILE = 16 << 20  # bytes of the output made at once
 JOINED = 4 << 20  # the same of an array that is put together from several inputs
 BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
-CALL = 64 << 10  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
+CALL = (
+    64 << 10
+)  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
 
 Dim = tuple[int, int]  # elements, stride in bytes
-Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, stride, first byte of the input
-Read = Callable[[int, int], bytes | memoryview]  # of so many bytes at an offset, until the next is read
+Box = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[int, ...], int
+]  # offsets, sizes, stride, first byte of the input
+Read = Callable[
+    [int, int], bytes | memoryview
+]  # of so many bytes at an offset, until the next is read
 
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
@@ -104,8 +111,11 @@ def _index(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def assemble(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes `start` to `stop` of the array whose boxes `derived` describes; each of `reads` reads one input."""
+def assemble(
+    reads: Sequence[Read], derived: Derived, start: int, stop: int
+) -> Iterator[memoryview]:
+    """Bytes `start` to `stop` of the array whose boxes `derived` describes; each of `reads` reads
+    one input."""
     import numpy as np
 
     itemsize, shape, boxes = derived.parameters
@@ -113,7 +123,9 @@ def assemble(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> 
     axis, width = _tile([(n, 0) for n in shape], itemsize, JOINED)
     row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
     unit = np.dtype(_UNITS[itemsize])
-    room = np.empty(min(width, shape[axis]) * row // itemsize, unit)  # of every tile: new pages cost more than copies
+    room = np.empty(
+        min(width, shape[axis]) * row // itemsize, unit
+    )  # of every tile: new pages cost more than copies
     at = start
     while at < stop:
         outer, rest = divmod(at, shape[axis] * row)
@@ -139,7 +151,12 @@ def _read_region(read: Read, tile: np.ndarray[Any, Any], low: tuple[int, ...], b
         return
     region = tile[tuple(slice(a - c, b - c) for a, b, c in zip(begin, end, low, strict=True))]
     steps = tuple(s * tile.itemsize for s in stride)
-    _fill(region, read, origin + sum((a - b) * s for a, b, s in zip(begin, offsets, steps, strict=True)), steps)
+    _fill(
+        region,
+        read,
+        origin + sum((a - b) * s for a, b, s in zip(begin, offsets, steps, strict=True)),
+        steps,
+    )
 
 
 def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memoryview:

@@ -20,19 +20,26 @@ _COMPONENTS = {
 
 
 def has_mean(dtype: DType) -> bool:
-    """Whether elements of `dtype` have a mean of their own type: floating-point and complex ones."""
-    return dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
+    """Whether elements of `dtype` have a mean of their own type: floating-point and complex
+    ones."""
+    return (
+        dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
+    )
 
 
 def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
-    """The sums of the elements of `records`, all of `dtype`, added up as float64 and rounded once."""
+    """The sums of the elements of `records`, all of `dtype`, added up as float64 and rounded
+    once."""
     name = _COMPONENTS.get(dtype.name, dtype.name)
     parameters = (name, *(each for _ in records for each in (name, 1.0)))
     return Pending("sum", records, parameters, records[-1].length)
 
 
-def mean_record(records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]) -> Record:
-    """The mean of the elements of `records`, of `types`, weighted by `shares`; it has the type of the last.
+def mean_record(
+    records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
+) -> Record:
+    """The mean of the elements of `records`, of `types`, weighted by `shares`; it has the type of
+    the last.
 
     Complex numbers are averaged by component.
     """
@@ -42,7 +49,8 @@ def mean_record(records: tuple[Record, ...], types: tuple[DType, ...], shares: t
 
 
 class Mean:
-    """What a Derived ``mean`` or ``sum`` says: dtypes and weights of its inputs, and the dtype of the result."""
+    """What a Derived ``mean`` or ``sum`` says: dtypes and weights of its inputs, and the dtype of
+    the result."""
 
     def __init__(self, derived: Derived) -> None:
         target, *rest = derived.parameters
@@ -57,7 +65,9 @@ class Mean:
         return encode(_sum(values, self.shares, self.divisor), self.target)
 
 
-def _sum(values: list[np.ndarray[Any, Any]], shares: list[float], divisor: float) -> np.ndarray[Any, Any]:
+def _sum(
+    values: list[np.ndarray[Any, Any]], shares: list[float], divisor: float
+) -> np.ndarray[Any, Any]:
     """The weighted sum over `divisor`; an infinite or missing number stays one."""
     import numpy as np
 

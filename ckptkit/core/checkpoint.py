@@ -20,7 +20,8 @@ from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
 if TYPE_CHECKING:
     from ckptkit.core.parts import PartOf
 
-# What a file has that is worth a look at whether it is a part: names of files, entries, and classes in its pickle.
+# What a file has that is worth a look at whether it is a part: names of files, entries, and classes
+# in its pickle.
 _FILES = re.compile(
     r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_|consolidated\.[0-9]{2}\.pth"
     r"|model-rank-[0-9]+-part-"
@@ -39,11 +40,12 @@ def _is_looked_at(root: Node, names: Iterable[Global], file: str) -> bool:
 class Checkpoint:
     """A tree of plain values with lazy tensors, and where it came from.
 
-    ``format`` is the name of the format that it was read from; ``metadata`` the strings that a container keeps
-    beside the tree (safetensors' ``__metadata__``); ``globals`` every class and function that its pickles name;
-    ``warnings`` what a reader or transform noticed; ``notes`` what transforms did; ``origin`` is opaque to all but
-    the format that set it; ``key`` names the entry to take as the weights instead of looking for it. ``part_only``
-    says that a part of a checkpoint is meant as it is; ``about`` is a phrase on what a folder was made of.
+    ``format`` is the name of the format that it was read from; ``metadata`` the strings that a
+    container keeps beside the tree (safetensors' ``__metadata__``); ``globals`` every class and
+    function that its pickles name; ``warnings`` what a reader or transform noticed; ``notes`` what
+    transforms did; ``origin`` is opaque to all but the format that set it; ``key`` names the entry
+    to take as the weights instead of looking for it. ``part_only`` says that a part of a checkpoint
+    is meant as it is; ``about`` is a phrase on what a folder was made of.
     """
 
     root: Node
@@ -60,8 +62,8 @@ class Checkpoint:
 
     @cached_property
     def selection(self) -> Weights | None:
-        """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and UsageError for a
-        `key` that names none."""
+        """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and
+        UsageError for a `key` that names none."""
         try:
             return locate(self.root, self.key)
         except CkptkitError as error:
@@ -69,7 +71,8 @@ class Checkpoint:
 
     @cached_property
     def part(self) -> PartOf | None:
-        """Which part of a checkpoint of several processes this file is, None if it is whole as far as it tells."""
+        """Which part of a checkpoint of several processes this file is, None if it is whole as far
+        as it tells."""
         file = self.name if isinstance(self.source, ByteSource) else None
         if file is None or not _is_looked_at(self.root, self.globals, os.path.basename(file)):
             return None
@@ -83,13 +86,15 @@ class Checkpoint:
         return any(each.name in _CLASSES for each in self.globals)
 
     def whole(self) -> Checkpoint:
-        """This checkpoint. Raises UnsupportedError if it is a part of one, and that was not said to be meant."""
+        """This checkpoint. Raises UnsupportedError if it is a part of one, and that was not said to
+        be meant."""
         if self.part is not None and not self.part_only:
             raise self.part.refusal().at(self.name or "")
         return self
 
     def alone(self) -> Checkpoint:
-        """The part of a checkpoint that this file is, meant as it is: pieces of tensors are tensors of their own."""
+        """The part of a checkpoint that this file is, meant as it is: pieces of tensors are tensors
+        of their own."""
         if self.part is None:
             return replace(self.plain(), part_only=True)
         noticed = f"this is {self.part}: what is written is no whole checkpoint"
@@ -97,7 +102,8 @@ class Checkpoint:
         return replace(made, warnings=(*made.warnings, noticed), part_only=True)
 
     def plain(self) -> Checkpoint:
-        """This checkpoint with a tensor of its own for each DTensor and ShardedTensor: what this file holds of it."""
+        """This checkpoint with a tensor of its own for each DTensor and ShardedTensor: what this
+        file holds of it."""
         if not self._has_pieces:
             return self
         from ckptkit.core import parts
@@ -106,7 +112,8 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file. Raises UsageError if there is none."""
+        """The state_dict: name -> Tensor, in the order of the file. Raises UsageError if there is
+        none."""
         return self.required.tensors
 
     @property
@@ -137,7 +144,9 @@ class Checkpoint:
         """The file or folder, for messages."""
         return self.source.name if self.source is not None else None
 
-    def with_root(self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> Checkpoint:
+    def with_root(
+        self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()
+    ) -> Checkpoint:
         """This checkpoint with another tree, and what is to be said about the change."""
         said, noticed = (*self.notes, *notes), (*self.warnings, *warnings)
         return replace(self, root=root, notes=said, warnings=noticed)
@@ -147,7 +156,8 @@ class Checkpoint:
         return replace(self, key=key)
 
     def __repr__(self) -> str:
-        """What the prompt shows: a line, without an address of anything. Reads headers only, and never fails."""
+        """What the prompt shows: a line, without an address of anything. Reads headers only, and
+        never fails."""
         return f"<Checkpoint {self.heading}>"
 
     def _repr_html_(self) -> str | None:
@@ -156,7 +166,8 @@ class Checkpoint:
 
     @property
     def heading(self) -> str:
-        """One line: where it is, its format, how many tensors, parameters and bytes. Never raises."""
+        """One line: where it is, its format, how many tensors, parameters and bytes. Never
+        raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection
@@ -165,7 +176,9 @@ class Checkpoint:
         if weights is None:
             return f"{where}: no weights"
         tensors = weights.tensors.values()
-        different = {(id(each.storage or each), each.offset, each.shape): each.numel for each in tensors}
+        different = {
+            (id(each.storage or each), each.offset, each.shape): each.numel for each in tensors
+        }
         parameters, nbytes = sum(different.values()), sum(each.nbytes for each in tensors)
         place = f" in {escape(join(weights.path))}" if weights.path else ""
         return f"{where}: {plural(len(tensors), 'tensor')}, {parameters:,} parameters, {size(nbytes)}{place}"

@@ -26,7 +26,9 @@ FSDP, MEGATRON, LLAMA, DEEPSPEED, FAIRSCALE = "fsdp", "megatron", "llama", "deep
 VLLM = "vllm"
 _WORLD = re.compile(r"world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.")
 _LAYER = re.compile(r"layer_([0-9]{2,9})-model_([0-9]{2,9})-model_states\.pt")
-_ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_(?:model|optim)_states\.pt")
+_ZERO = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_(?:model|optim)_states\.pt"
+)
 _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
 _TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
@@ -151,7 +153,9 @@ def extent(piece: Piece, rank: int | None = None) -> str:
     if len(boxes) > 1:
         return f"{len(boxes):,} runs of rows"
     said = []
-    for dim, (at, n, whole) in enumerate(zip(boxes[0].offsets, boxes[0].sizes, piece.shape, strict=True)):
+    for dim, (at, n, whole) in enumerate(
+        zip(boxes[0].offsets, boxes[0].sizes, piece.shape, strict=True)
+    ):
         if n < whole:
             what = ("rows", "columns")[dim] if dim < 2 else f"dimension {dim}: indexes"
             span = f"{what} {at:,} to {at + n - 1:,}" if n > 1 else f"{what[:-1]} {at:,}"
@@ -202,7 +206,9 @@ def _deepspeed(root: Node, path: str) -> PartOf | None:
         named = _TENSOR_RANK.fullmatch(name)
         if (type(world) is int and world > 1) or (named and int(named[1])):
             rank = f"tensor rank {int(named[1])}" if named else "one tensor rank"
-            return PartOf(DEEPSPEED, f"{rank} of {world} of a DeepSpeed checkpoint", "", _folder(path))
+            return PartOf(
+                DEEPSPEED, f"{rank} of {world} of a DeepSpeed checkpoint", "", _folder(path)
+            )
     return None
 
 
@@ -219,7 +225,9 @@ def _llama(root: Node, path: str) -> PartOf | None:
     named = _CONSOLIDATED.fullmatch(os.path.basename(path))
     if not isinstance(root, dict) or not named:
         return None
-    norm, output = (as_tensor(root.get(key)) for key in ("norm.weight", "layers.0.attention.wo.weight"))
+    norm, output = (
+        as_tensor(root.get(key)) for key in ("norm.weight", "layers.0.attention.wo.weight")
+    )
     if norm is None or output is None or len(norm.shape) != 1 or len(output.shape) != 2:
         return None
     count = norm.shape[0] // output.shape[1] if output.shape[1] else 1

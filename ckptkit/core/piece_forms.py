@@ -119,7 +119,9 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     meshes[id(spec["mesh"])] = mesh
     placements = tuple(_placement(each, len(whole.shape)) for each in spec["placements"])
     if len(placements) != len(mesh.shape):
-        raise FormatError(f"holds {len(placements)} placements for a mesh of {len(mesh.shape)} dimensions")
+        raise FormatError(
+            f"holds {len(placements)} placements for a mesh of {len(mesh.shape)} dimensions"
+        )
     order = spec.get("shard_order")
     return MeshPiece(
         whole.dtype, whole.shape, _rank(spec["mesh"], mesh), mesh.ranks, len(mesh.ranks),
@@ -245,7 +247,9 @@ def integers(tensor: Node) -> tuple[int, ...]:
     if not isinstance(place, Range):
         raise UnsupportedError("holds a mesh that is compressed")
     data = place.read()
-    return tuple(int.from_bytes(data[at : at + size], order, signed=True) for at in range(0, len(data), size))
+    return tuple(
+        int.from_bytes(data[at : at + size], order, signed=True) for at in range(0, len(data), size)
+    )
 
 
 def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:

@@ -25,7 +25,9 @@ _KINDS = {
     "_Partial": PARTIAL,
 }
 
-Runs = tuple[tuple[int, int], ...]  # begin and end of indices in one dimension, in the order of the piece
+Runs = tuple[
+    tuple[int, int], ...
+]  # begin and end of indices in one dimension, in the order of the piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Mesh:
         if rank not in self.ranks:
             raise CorruptError(f"rank {rank:,} is not on its mesh of {len(self.ranks):,} ranks")
         place = self.ranks.index(rank)
-        return tuple(place // step % n for n, step in zip(self.shape, steps(self.shape), strict=True))
+        return tuple(
+            place // step % n for n, step in zip(self.shape, steps(self.shape), strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +98,12 @@ class MeshPiece(Piece):
     tensor: Tensor
     mesh: Mesh
     placements: tuple[Placement, ...]
-    order: Mapping[int, tuple[int, ...]] | None  # tensor dim -> mesh dims in the order in which they cut it
-    ordered: bool  # whether the pickle is of a torch that would say another order than left to right
+    order: (
+        Mapping[int, tuple[int, ...]] | None
+    )  # tensor dim -> mesh dims in the order in which they cut it
+    ordered: (
+        bool  # whether the pickle is of a torch that would say another order than left to right
+    )
 
     def local(self) -> list[Tensor]:
         return [self.tensor]
@@ -115,12 +123,18 @@ class MeshPiece(Piece):
         runs = [self._runs(dim, coordinates) for dim in range(len(self.shape))]
         derived = tuple(sum(b - a for a, b in each) for each in runs)
         if derived != self.tensor.shape:
-            raise CorruptError(f"rank {held:,} holds {self.tensor.shape} of {self.shape}, its placements say {derived}")
+            raise CorruptError(
+                f"rank {held:,} holds {self.tensor.shape} of {self.shape}, its placements say {derived}"
+            )
         return list(_boxes(runs, self.tensor)) if self.tensor.numel else []
 
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
         """The indices along a dimension of the tensor that stand at `coordinates` of the mesh."""
-        cuts = [d for d, each in enumerate(self.placements) if each.kind != REPLICATE and each.dim == dim]
+        cuts = [
+            d
+            for d, each in enumerate(self.placements)
+            if each.kind != REPLICATE and each.dim == dim
+        ]
         whole: Runs = ((0, self.shape[dim]),)
         if any(self.placements[d].kind == STRIDED for d in cuts):
             return self._strided(cuts, whole, coordinates)
@@ -165,7 +179,9 @@ class ShardPiece(Piece):
     """Of a ShardedTensor: boxes are said in so many numbers, those of all ranks in each file."""
 
     shards: tuple[Box, ...]
-    listed: tuple[tuple[int, Shape, Shape], ...]  # rank, offsets and sizes of every shard of the group
+    listed: tuple[
+        tuple[int, Shape, Shape], ...
+    ]  # rank, offsets and sizes of every shard of the group
 
     def local(self) -> list[Tensor]:
         return [each.tensor for each in self.shards]
@@ -177,9 +193,13 @@ class ShardPiece(Piece):
             raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
         for each in self.shards:
             if each.tensor.shape != each.sizes:
-                raise CorruptError(f"rank {self.rank} holds {each.tensor.shape}, its shard says {each.sizes}")
+                raise CorruptError(
+                    f"rank {self.rank} holds {each.tensor.shape}, its shard says {each.sizes}"
+                )
             if (self.rank, each.offsets, each.sizes) not in self.listed:
-                raise CorruptError(f"the shard at {each.offsets} is not among those that the tensor lists")
+                raise CorruptError(
+                    f"the shard at {each.offsets} is not among those that the tensor lists"
+                )
         return [each for each in self.shards if each.tensor.numel]
 
 
@@ -237,7 +257,9 @@ def part(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
     """The view of `sizes` elements from `start` on, which the caller knows to be there."""
     steps = zip(start, tensor.stride, strict=True)
     offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
-    return Tensor(tensor.storage, tensor.dtype, sizes, tensor.stride, offset, conj=tensor.conj, neg=tensor.neg)
+    return Tensor(
+        tensor.storage, tensor.dtype, sizes, tensor.stride, offset, conj=tensor.conj, neg=tensor.neg
+    )
 
 
 def steps(shape: Shape) -> Shape:

@@ -22,14 +22,16 @@ from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Rang
 
 
 class Summed(NamedTuple):
-    """`extent`, counted into checksum `number`. Extents with one number follow each other in the file."""
+    """`extent`, counted into checksum `number`. Extents with one number follow each other in the
+    file."""
 
     extent: Extent
     number: int
 
 
 class Deferred(NamedTuple):
-    """`template` with the CRC-32 of checksum `number` put at `position` (4 bytes, little-endian), for each hole."""
+    """`template` with the CRC-32 of checksum `number` put at `position` (4 bytes, little-endian),
+    for each hole."""
 
     template: bytes
     holes: tuple[tuple[int, int], ...]  # (position, number)
@@ -57,8 +59,8 @@ def length(segment: Segment) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file and its segments in order: its name inside a folder, with slashes where that has folders of its own,
-    "" if the plan is that file alone."""
+    """One file and its segments in order: its name inside a folder, with slashes where that has
+    folders of its own, "" if the plan is that file alone."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -73,8 +75,8 @@ class OutputFile:
 class Plan:
     """Everything that one command writes.
 
-    `notes` are what the format could not keep, for the report; `tensors` is how many tensors are written
-    where these are others than the weights, None where they are the weights.
+    `notes` are what the format could not keep, for the report; `tensors` is how many tensors are
+    written where these are others than the weights, None where they are the weights.
     """
 
     files: tuple[OutputFile, ...]
@@ -128,9 +130,9 @@ class Edit(NamedTuple):
 class Patch:
     """What becomes of `base` where it lies: other bytes in a few places, and the size `size`.
 
-    In this order, so that no reader takes for whole what is not: ``breaks`` makes the file one that nobody can read,
-    ``edits`` (rising, apart from each other and from the seal) change it, ``seal`` makes it whole again. Without a
-    seal nothing changes.
+    In this order, so that no reader takes for whole what is not: ``breaks`` makes the file one that
+    nobody can read, ``edits`` (rising, apart from each other and from the seal) change it, ``seal``
+    makes it whole again. Without a seal nothing changes.
     """
 
     base: LocalFile
@@ -170,8 +172,9 @@ def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
 def crc32_combine(first: int, second: int, size: int) -> int:
     """The CRC-32 of two runs of bytes, from those of each and the size of the second.
 
-    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply it by x**(8 size).
-    The CRC-32 of the second run follows from those of the first and of both in the same way.
+    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply
+    it by x**(8 size). The CRC-32 of the second run follows from those of the first and of both in
+    the same way.
     """
     return _multiply(_power(8 * size), first) ^ second
 

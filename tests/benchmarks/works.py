@@ -23,8 +23,9 @@ class Budget(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One work of ckptkit. In `command`, ``{src}`` is the input, ``{twin}`` an equal file, ``{fresh}`` a copy of the
-    input that may be changed. `budgets` says on how many tensors it runs; `job` is a key of `peers.PROGRAMS`."""
+    """One work of ckptkit. In `command`, ``{src}`` is the input, ``{twin}`` an equal file,
+    ``{fresh}`` a copy of the input that may be changed. `budgets` says on how many tensors it runs;
+    `job` is a key of `peers.PROGRAMS`."""
 
     name: str
     kind: str  # of the input
@@ -109,8 +110,14 @@ WORKS = (
 
 
 def cases(sizes: Iterable[float], tensors: Iterable[int], only: str) -> Iterator[Case]:
-    """Every work whose name has `only` in it, on every input that it is for; those on one input follow each other."""
-    found = [case for work in WORKS if only in work.name for case in _cases(work, sorted(sizes), set(tensors))]
+    """Every work whose name has `only` in it, on every input that it is for; those on one input
+    follow each other."""
+    found = [
+        case
+        for work in WORKS
+        if only in work.name
+        for case in _cases(work, sorted(sizes), set(tensors))
+    ]
     inputs = dict.fromkeys(case.input for case in found)
     return (case for each in inputs for case in found if case.input == each)
 

@@ -33,7 +33,9 @@ def ranks(
     folder.mkdir(exist_ok=True)
     mesh = torch.tensor([0, 1])
     for rank, (start, stop) in enumerate(((0, 4), (4, 7))):
-        held = dtensor(WHOLE, WHOLE[start:stop], mesh_of_tensor(mesh, _coordinate_on_dim=[rank]), (shard(0),))
+        held = dtensor(
+            WHOLE, WHOLE[start:stop], mesh_of_tensor(mesh, _coordinate_on_dim=[rank]), (shard(0),)
+        )
         save({"w": held, "b": torch.tensor([buffers[rank]]), **more}, folder / names.format(rank))
     return folder
 
@@ -52,7 +54,11 @@ def llama(folder: Path) -> Path:
 
 
 def neox(folder: Path) -> Path:
-    return making.neox(folder, 2, residual=True)[0] / "global_step5" / "layer_02-model_01-model_states.pt"
+    return (
+        making.neox(folder, 2, residual=True)[0]
+        / "global_step5"
+        / "layer_02-model_01-model_states.pt"
+    )
 
 
 def fairscale(folder: Path) -> Path:
@@ -129,7 +135,9 @@ def test_edits_that_lose_nothing_are_allowed(tmp_path: Path) -> None:
 def test_the_commands_name_the_folder(run: Run, tmp_path: Path) -> None:
     path = fsdp(tmp_path / "x")
     shown = run("inspect", path)
-    assert "this is rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor" in shown.stdout
+    assert (
+        "this is rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor" in shown.stdout
+    )
     assert "[7, 2]" in shown.stdout and "here [4, 2]: rows 0 to 3 of 7" in shown.stdout
     found = run("doctor", path)
     assert f"ckptkit convert {tmp_path / 'x'} whole.safetensors" in found.stdout and found.code == 1
@@ -174,7 +182,9 @@ def test_a_renamed_rank_is_refused(tmp_path: Path) -> None:
 def test_a_missing_rank_is_named_like_the_others(tmp_path: Path) -> None:
     folder = ranks(tmp_path / "x", names="part_{}_rank00{}.pt".replace("{}", "a", 1))
     (folder / "part_a_rank001.pt").unlink()
-    with pytest.raises(CorruptError, match=r"rank 1 of 2 is missing: there is no part_a_rank001\.pt"):
+    with pytest.raises(
+        CorruptError, match=r"rank 1 of 2 is missing: there is no part_a_rank001\.pt"
+    ):
         ckptkit.open(folder)
 
 
@@ -206,7 +216,9 @@ def test_a_name_that_promises_another_world_is_refused(tmp_path: Path) -> None:
 
 def test_unequal_copies_are_refused_or_the_first_is_taken(run: Run, tmp_path: Path) -> None:
     folder = ranks(tmp_path / "x", buffers=(1.0, 2.0))
-    with pytest.raises(CorruptError, match=r"'b' should be the same in rank0\.pt and rank1\.pt, and 1 of 1"):
+    with pytest.raises(
+        CorruptError, match=r"'b' should be the same in rank0\.pt and rank1\.pt, and 1 of 1"
+    ):
         ckptkit.open(folder)
     done = run("convert", "--copies", "first", folder, tmp_path / "out.pth")
     assert done.code == 0 and "copies differ" in done.stderr
@@ -230,7 +242,9 @@ def test_a_name_that_one_rank_lacks_is_refused(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
-def test_copies_without_checksums_are_read_where_they_are_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+def test_copies_without_checksums_are_read_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """Large ones are passed over by default, and said; --check-copies reads them."""
     from ckptkit.formats.parallel import copies
 

@@ -18,7 +18,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import Finding, Part, Probe
 from ckptkit.formats.table import PARALLEL
 
-# Names that files and folders of parts have, and others too: most folders have none, and pay for no layout.
+# Names that files and folders of parts have, and others too: most folders have none, and pay for no
+# layout.
 _SIGN = re.compile(
     r"mp_rank_|model-rank-|^metadata\.json$|^latest$|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
@@ -79,4 +80,6 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
     for source in probe.folder.opened():
         inner = Probe(source)
         if inner.zip is not None:
-            yield from zip_check.members(inner.zip, source.name.removeprefix(probe.folder.name).lstrip("/"))
+            yield from zip_check.members(
+                inner.zip, source.name.removeprefix(probe.folder.name).lstrip("/")
+            )

@@ -82,7 +82,9 @@ class Copies:
             )
         if self.passed:
             names = list(dict.fromkeys(self.passed))
-            some = ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
+            some = ", ".join(names[:4]) + (
+                f" and {len(names) - 4:,} more" if len(names) > 4 else ""
+            )
             yield f"copies differ, the first of each was taken: {some}"
 
 

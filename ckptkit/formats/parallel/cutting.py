@@ -44,7 +44,9 @@ def cut(tensors: Mapping[str, Tensor], table: Table, count: int) -> list[Ordered
 def _part(boxes: list[Box]) -> Tensor:
     """A tensor of its own, made of the boxes at their offsets."""
     first = boxes[0].tensor
-    shape: Shape = tuple(max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(first.shape)))
+    shape: Shape = tuple(
+        max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(first.shape))
+    )
     if len(boxes) == 1:
         storage = Storage(compute.contiguous(first))
     else:

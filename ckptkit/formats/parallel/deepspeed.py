@@ -74,18 +74,26 @@ class _Reading:
 
     def read(self, format: str) -> Checkpoint:
         layers = any(map(LAYER.fullmatch, self.names))
-        models = {name: self.reader.fields(name).node for name in filter(MODEL.fullmatch, self.names)}
+        models = {
+            name: self.reader.fields(name).node for name in filter(MODEL.fullmatch, self.names)
+        }
         first: Mapping[Node, Node] = next(iter(models.values()), {})
         parts = list(self._layers() if layers else self._models(models))
         axes = {TP: 1 + max(part.at[TP] for part in parts)}
         numbers = sorted({part.at.get(_LAYER, 0) for part in parts})
         for number in numbers:
-            check_grid([part for part in parts if part.at.get(_LAYER, 0) == number], axes, {TP: _TENSOR})
+            check_grid(
+                [part for part in parts if part.at.get(_LAYER, 0) == number], axes, {TP: _TENSOR}
+            )
         self._check_said(first, axes[TP], layers)
         merged = merge(parts, axes, self._table(first, axes[TP]), self.joiner)
         left = [name for name in self.names if _ZERO.fullmatch(name)]
-        warnings = [f"the optimizer and its fp32 weights are left out: {listed(left)}"] if left else []
-        kept = {key: node for key, node in first.items() if key not in ("module", INFO, "mp_world_size")}
+        warnings = (
+            [f"the optimizer and its fp32 weights are left out: {listed(left)}"] if left else []
+        )
+        kept = {
+            key: node for key, node in first.items() if key not in ("module", INFO, "mp_world_size")
+        }
         what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
         return Checkpoint(
             {"module": merged.tensors, **kept}, format, self.top, globals=tuple(self.reader.globals),
@@ -122,7 +130,9 @@ class _Reading:
         world = first.get("mp_world_size")
         stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
         if not layers and type(stages) is int and stages > 1:
-            raise UnsupportedError(f"has {stages} pipeline stages in files of ranks, which are not put together")
+            raise UnsupportedError(
+                f"has {stages} pipeline stages in files of ranks, which are not put together"
+            )
         expected = said if type(said) is int and said > 0 else world
         if type(expected) is int and expected != count and (not layers or said is not None):
             raise CorruptError(
@@ -226,5 +236,7 @@ def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
     for text in listed_here:
         plain = isinstance(text, str) and len(text) < 400 and _PLAIN.fullmatch(text)
         if not plain or text.count("*") + text.count("+") > _REPEATS:
-            raise UnsupportedError(f"its {INFO} holds the pattern {str(text)[:80]!r}, which ckptkit does not follow")
+            raise UnsupportedError(
+                f"its {INFO} holds the pattern {str(text)[:80]!r}, which ckptkit does not follow"
+            )
         yield re.compile(f"(?:{text}).*", re.DOTALL)

@@ -28,7 +28,9 @@ from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.tables import TP, Part, Table, check_grid, merge, rule
 from ckptkit.formats.parallel.verbs import Cut, Mean, Same
 
-NAME = re.compile(r"(?P<stem>.+?)(?:-model_part-(?P<part>[0-9]{1,4}))?-shard(?P<shard>[0-9]{1,6})\.pt")
+NAME = re.compile(
+    r"(?P<stem>.+?)(?:-model_part-(?P<part>[0-9]{1,4}))?-shard(?P<shard>[0-9]{1,6})\.pt"
+)
 METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
 TABLE = Table(
@@ -66,7 +68,9 @@ def read(probe: Probe, format: str) -> Checkpoint:
         stems.add(found["stem"])
         grid[int(found["part"] or 0), int(found["shard"])] = name, reader.fields(name)
     if len(stems) > 1:
-        raise CorruptError(f"holds the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}")
+        raise CorruptError(
+            f"holds the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}"
+        )
     axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
     files = [Part(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]
     check_grid(files, axes, {TP: "model part"})
@@ -100,7 +104,9 @@ def _whole(shards: Shards, joiner: Joiner) -> Iterator[tuple[str, Node]]:
         prefix = f"{path}." if path else ""
         for backing in said.names("params"):
             flat.add(prefix + backing)
-            made |= _unflattened(shards, index, prefix, backing, said.node.get("no_broadcast_optim_state") is True)
+            made |= _unflattened(
+                shards, index, prefix, backing, said.node.get("no_broadcast_optim_state") is True
+            )
     for node in described:
         for pair in Fields(node, name).node.get("shared_param_info") or ():
             if isinstance(pair, (tuple, list)) and len(pair) == 2 and pair[0] in made:
@@ -113,12 +119,18 @@ def _whole(shards: Shards, joiner: Joiner) -> Iterator[tuple[str, Node]]:
     yield from made.items()
 
 
-def _unflattened(shards: Shards, index: int, prefix: str, backing: str, alone: bool) -> dict[str, Node]:
+def _unflattened(
+    shards: Shards, index: int, prefix: str, backing: str, alone: bool
+) -> dict[str, Node]:
     """The parameters in one flat parameter, which lies in the shards one after another."""
     pieces: list[Tensor] = []
     layout: Fields | None = None
     for name, fields in shards[:1] if alone else shards:
-        said = Fields(fields.fields(METADATA).items(PARAMETERS)[index], name).fields("params").fields(backing)
+        said = (
+            Fields(fields.fields(METADATA).items(PARAMETERS)[index], name)
+            .fields("params")
+            .fields(backing)
+        )
         layout = layout or said
         tensor = as_tensor(fields.names("model").get(prefix + backing))
         padding = said.integers("padding")[0]
@@ -129,7 +141,9 @@ def _unflattened(shards: Shards, index: int, prefix: str, backing: str, alone: b
     row = Row(pieces)
     names, shapes, sizes = layout.items("names"), layout.items("shapes"), layout.integers("numels")
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
-        raise CorruptError(f"{prefix + backing!r} has {row.numel:,} elements, its metadata say {sum(sizes):,}")
+        raise CorruptError(
+            f"{prefix + backing!r} has {row.numel:,} elements, its metadata say {sum(sizes):,}"
+        )
     made: dict[str, Node] = {}
     start = 0
     for each, node, size in zip(names, shapes, sizes, strict=True):

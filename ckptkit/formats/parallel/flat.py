@@ -141,7 +141,9 @@ def _units(shapes: dict[str, Shape], held: Sequence[dict[int, State]]) -> list[U
 
 def _elements(state: State) -> int:
     """Elements of a flat piece; of scalars none."""
-    return max((t.numel for each in state.values() if (t := as_tensor(each)) and t.shape), default=0)
+    return max(
+        (t.numel for each in state.values() if (t := as_tensor(each)) and t.shape), default=0
+    )
 
 
 def _ways(shapes: dict[str, Shape]) -> Iterator[list[Unit]]:
@@ -172,7 +174,9 @@ def _fits(units: list[Unit], shapes: dict[str, Shape], sizes: list[list[int]]) -
     return True
 
 
-def _cut(unit: Unit, shapes: dict[str, Shape], values: Sequence[Node]) -> Iterator[tuple[str, Node]]:
+def _cut(
+    unit: Unit, shapes: dict[str, Shape], values: Sequence[Node]
+) -> Iterator[tuple[str, Node]]:
     """The values of one entry by the names of its parameters."""
     tensors = [as_tensor(value) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
@@ -204,7 +208,9 @@ def _groups(node: Node, units: list[Unit], shapes: dict[str, Shape]) -> Node:
     made = []
     for group in node:
         numbers = group.get(_PARAMS) if isinstance(group, dict) else None
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(units) for n in numbers):
+        if not isinstance(numbers, list) or not all(
+            type(n) is int and 0 <= n < len(units) for n in numbers
+        ):
             raise UnknownError("its groups name parameters that are not there")
         named = {name for number in numbers for name in units[number].names}
         made.append({**group, _PARAMS: [name for name in shapes if name in named]})

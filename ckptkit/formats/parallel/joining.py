@@ -41,7 +41,9 @@ class Joiner:
         for each in held:
             known = boxes.setdefault((each.box.offsets, each.box.sizes), each)
             if known is not each:
-                self.copies.add(Copy(name, known.box.tensor, each.box.tensor, (known.file, each.file)))
+                self.copies.add(
+                    Copy(name, known.box.tensor, each.box.tensor, (known.file, each.file))
+                )
         try:
             check_cover(shape, list(boxes))
         except CkptkitError as error:

@@ -156,7 +156,9 @@ def _heads(params: Mapping[str, Any]) -> int | tuple[int, ...]:
 
 def _experts(params: Mapping[str, Any]) -> int:
     inner = params.get("moe_args")
-    found = integer(inner, "num_experts") if isinstance(inner, dict) else integer(params, "num_experts")
+    found = (
+        integer(inner, "num_experts") if isinstance(inner, dict) else integer(params, "num_experts")
+    )
     return found or 1
 
 
@@ -178,4 +180,6 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
             hint="take the release with fewer parts (MP8)",
         )
     if key.shape[0] != expected:
-        raise CorruptError(f"its keys have {key.shape[0]:,} rows, {PARAMS} says {expected:,}: a part is missing")
+        raise CorruptError(
+            f"its keys have {key.shape[0]:,} rows, {PARAMS} says {expected:,}: a part is missing"
+        )

@@ -92,7 +92,9 @@ class Arguments:
 def matches(probe: Probe) -> bool:
     """The folder of an iteration."""
     names = [name for name in probe.names if _FOLDER.fullmatch(name)]
-    return bool(names) and any(FILE in probe.folder.sub(name) for name in _folders(probe.folder, names))
+    return bool(names) and any(
+        FILE in probe.folder.sub(name) for name in _folders(probe.folder, names)
+    )
 
 
 def _folders(folder: Folder, names: list[str]) -> list[str]:
@@ -218,16 +220,22 @@ def _rules(gated: int) -> Iterator[Rule]:
     yield rule(r".*\._extra_state.*", Drop("state of Transformer Engine, of one process"))
     yield rule(r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", Same())
     yield rule(r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", Same())
-    yield rule(r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", Same())
+    yield rule(
+        r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", Same()
+    )
     yield rule(
         r".*\.experts\.weight[12]",
-        Refuse("experts in one tensor (GroupedMLP without Transformer Engine) are not put together"),
+        Refuse(
+            "experts in one tensor (GroupedMLP without Transformer Engine) are not put together"
+        ),
     )
     yield rule(r".*\.mixer\..*", Refuse("layers of Mamba are not put together"))
     yield rule(r".*\.(linear_proj|linear_fc2)\.bias[0-9]*", Same())
     yield rule(r".*\.(linear_proj|linear_fc2)\.weight[0-9]*", Cut(1))
     yield rule(r".*\.linear_fc1\.(weight|bias)[0-9]*", Cut(0, gated))
-    yield rule(r".*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)", Cut(0))
+    yield rule(
+        r".*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)", Cut(0)
+    )
     yield rule(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)", Same())
     yield rule(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", Cut(0))
 
@@ -274,7 +282,9 @@ def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
     """What else the first rank saved. Its arguments, as a plain dict, are those of the whole
     model."""
     kept = {
-        key: node for key, node in root.items() if key not in (*_OF_PROCESS, "args") and not _MODEL.fullmatch(str(key))
+        key: node
+        for key, node in root.items()
+        if key not in (*_OF_PROCESS, "args") and not _MODEL.fullmatch(str(key))
     }
     whole = {
         "tensor_model_parallel_size",
@@ -282,7 +292,11 @@ def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
         "expert_model_parallel_size",
     }
     said = {key: value for key, value in arguments.said.items() if _is_plain(value)}
-    said = {key: 1 if key in whole else value for key, value in said.items() if key != "model_parallel_size"}
+    said = {
+        key: 1 if key in whole else value
+        for key, value in said.items()
+        if key != "model_parallel_size"
+    }
     for key in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"):
         said.update({key: None} if key in said else {})
     version = max(arguments.version, 3.0)

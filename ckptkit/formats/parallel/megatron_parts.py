@@ -33,7 +33,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         )
     tensors = checkpoint.required.tensors
     said = arguments_of(root)
-    arguments = Arguments({**said.said, "tensor_model_parallel_size": count}, max(said.version, 3.0))
+    arguments = Arguments(
+        {**said.said, "tensor_model_parallel_size": count}, max(said.version, 3.0)
+    )
     legacy = any(name.startswith(LEGACY) for name in tensors)
     parts = cut(tensors, table(arguments, legacy=legacy), count)
     iteration = root.get("iteration")

@@ -52,13 +52,23 @@ class OwnTable:
     def __init__(self, path: str) -> None:
         self.path = path
         said = self._said()
-        if not isinstance(said, dict) or not set(said) <= _KEYS or not {"files", "rules"} <= set(said):
-            raise self._wrong("is no table with files and rules", f"it may have {', '.join(sorted(_KEYS))}")
+        if (
+            not isinstance(said, dict)
+            or not set(said) <= _KEYS
+            or not {"files", "rules"} <= set(said)
+        ):
+            raise self._wrong(
+                "is no table with files and rules", f"it may have {', '.join(sorted(_KEYS))}"
+            )
         self.files = self._pattern(said["files"])
         self.root = said.get("root")
         if TP not in self.files.groupindex:
-            raise self._wrong("names no rank in files", r"write (?P<tp>[0-9]+) where its number stands")
-        self.table = Table(tuple(map(self._rule, self._list(said["rules"]))), self._offsets(said.get("layers")))
+            raise self._wrong(
+                "names no rank in files", r"write (?P<tp>[0-9]+) where its number stands"
+            )
+        self.table = Table(
+            tuple(map(self._rule, self._list(said["rules"]))), self._offsets(said.get("layers"))
+        )
 
     def _said(self) -> Any:
         try:
@@ -69,7 +79,9 @@ class OwnTable:
         return yaml_text.parse(data, self.path)
 
     def _wrong(self, message: str, hint: str | None = None) -> UsageError:
-        return UsageError(message, where=self.path, hint=hint or "`ckptkit help parallel` shows a table")
+        return UsageError(
+            message, where=self.path, hint=hint or "`ckptkit help parallel` shows a table"
+        )
 
     def _pattern(self, text: Any) -> re.Pattern[str]:
         try:
@@ -110,7 +122,9 @@ class OwnTable:
         pattern = self._pattern(node.get("pattern"))
         axes = tuple(map(str, node["by"]))
         if not pattern.groups or not set(axes) <= set(self.files.groupindex):
-            raise self._wrong("layers count along axes that files do not name, or their pattern has no group")
+            raise self._wrong(
+                "layers count along axes that files do not name, or their pattern has no group"
+            )
         return (Offset(pattern, axes),)
 
 
@@ -125,7 +139,9 @@ def read(probe: Probe, format: str) -> Checkpoint:
         if (found := own.files.fullmatch(place))
     ]
     if not parts:
-        raise UsageError(f"no file in {probe.name} has a name like {own.files.pattern!r}", where=own.path)
+        raise UsageError(
+            f"no file in {probe.name} has a name like {own.files.pattern!r}", where=own.path
+        )
     axes = {axis: 1 + max(part.at[axis] for part in parts) for axis in own.files.groupindex}
     check_grid(parts, axes, {})
     merged = merge(parts, axes, own.table, joiner)
@@ -153,7 +169,9 @@ def _at(found: re.Match[str]) -> dict[str, int]:
     try:
         return {axis: int(number or 0) for axis, number in found.groupdict().items()}
     except ValueError as error:
-        raise UsageError(f"the groups of files match something else than numbers: {found[0]!r}") from error
+        raise UsageError(
+            f"the groups of files match something else than numbers: {found[0]!r}"
+        ) from error
 
 
 def _entries(reader: Reader, folder: Folder, name: str, own: OwnTable) -> dict[str, Node]:

@@ -138,7 +138,9 @@ class _Reading:
             root = self.reader.read(name).root
             said = {piece.rank for piece in _pieces(root, self.known)} - {None}
             if len(said) > 1:
-                raise CorruptError(f"holds pieces of several ranks: {sorted(map(str, said))}", where=name)
+                raise CorruptError(
+                    f"holds pieces of several ranks: {sorted(map(str, said))}", where=name
+                )
             rank = number if not said else int(str(said.pop()))
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
             if rank != number and by_name:
@@ -158,7 +160,9 @@ class _Reading:
             root = Merger(ranked, self.joiner, self.known).merged()
         except CorruptError as error:
             raise _missing(missing, names, world) from error
-        self.warnings.append(f"{listed(names)} missing: what they hold is in copies that other ranks hold")
+        self.warnings.append(
+            f"{listed(names)} missing: what they hold is in copies that other ranks hold"
+        )
         return root
 
     def _optimizer(self, kind: Kind, model: list[Ranked], world: World) -> dict[str, Node]:
@@ -169,7 +173,9 @@ class _Reading:
             _check_ranks(kind.group, ranked, self.known)
             return {OPTIMIZER: self._merged(kind.group, ranked, world)}
         if {each.rank for each in ranked} != {each.rank for each in model}:
-            raise CorruptError(f"{listed(list(kind.group.files.values()))} are not of the ranks of the model")
+            raise CorruptError(
+                f"{listed(list(kind.group.files.values()))} are not of the ranks of the model"
+            )
         try:
             return {OPTIMIZER: flat.merged(ranked, model, self.joiner)}
         except flat.UnknownError as error:
@@ -179,7 +185,11 @@ class _Reading:
     def _rest(self, kinds: Sequence[Kind]) -> dict[str, Node]:
         made: dict[str, Node] = {}
         for kind in kinds:
-            key = REST if REST in kind.group.pattern else kind.group.pattern.partition("\0")[0].strip("_-.")
+            key = (
+                REST
+                if REST in kind.group.pattern
+                else kind.group.pattern.partition("\0")[0].strip("_-.")
+            )
             made[key] = self.reader.read(kind.group.first).root
             if len(kind.group.files) > 1:
                 self.warnings.append(f"{key} is of each rank its own: that of the first is taken")
@@ -233,12 +243,16 @@ def _check_ranks(group: Group, ranked: Sequence[Ranked], known: Known) -> World:
     every.update(range(count) if len(every) < count else ())
     others = [each.file for each in ranked if each.rank not in every]
     if others:
-        raise CorruptError(f"is of {count:,} ranks, but there are files of others: {listed(others)}")
+        raise CorruptError(
+            f"is of {count:,} ranks, but there are files of others: {listed(others)}"
+        )
     return World(tuple(sorted(every)), count)
 
 
 def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> CorruptError:
-    some = ", ".join(f"{rank:,}" for rank in missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+    some = ", ".join(f"{rank:,}" for rank in missing[:_SHOWN]) + (
+        ", ..." if len(missing) > _SHOWN else ""
+    )
     what = "rank" if len(missing) == 1 else "ranks"
     are = "is" if len(missing) == 1 else "are"
     return CorruptError(

@@ -19,7 +19,9 @@ _LOOKED_AT = 4  # folders
 
 
 def matches(probe: Probe) -> bool:
-    return any(map(VLLM.fullmatch, probe.names)) or ("metadata.json" in probe.names and _is_zarr(probe))
+    return any(map(VLLM.fullmatch, probe.names)) or (
+        "metadata.json" in probe.names and _is_zarr(probe)
+    )
 
 
 def _is_zarr(probe: Probe) -> bool:

@@ -145,7 +145,9 @@ def merge(parts: Sequence[Part], axes: Mapping[str, int], table: Table, joiner: 
 
 
 class _Merge:
-    def __init__(self, parts: Sequence[Part], axes: Mapping[str, int], table: Table, joiner: Joiner) -> None:
+    def __init__(
+        self, parts: Sequence[Part], axes: Mapping[str, int], table: Table, joiner: Joiner
+    ) -> None:
         self.parts = parts
         self.axes = axes
         self.table = table
@@ -168,15 +170,21 @@ class _Merge:
 
     # Names
 
-    def _renumbered(self, offset: Offset, named: dict[int, dict[str, Node]]) -> dict[int, dict[str, Node]]:
+    def _renumbered(
+        self, offset: Offset, named: dict[int, dict[str, Node]]
+    ) -> dict[int, dict[str, Node]]:
         """The names of all parts with their numbers counted up along the axes."""
         counts: dict[tuple[int, ...], int] = {}
         for part in self.parts:
             point = self._along(offset, part)
-            numbers = {int(found[1]) for name in named[id(part)] if (found := offset.pattern.search(name))}
+            numbers = {
+                int(found[1]) for name in named[id(part)] if (found := offset.pattern.search(name))
+            }
             count = len(numbers)
             if numbers != set(range(count)):
-                raise CorruptError(f"its {offset.what} in {part.file} are not numbered from 0: {sorted(numbers)[:8]}")
+                raise CorruptError(
+                    f"its {offset.what} in {part.file} are not numbered from 0: {sorted(numbers)[:8]}"
+                )
             if counts.setdefault(point, count) != count:
                 raise CorruptError(
                     f"{part.file} has {count:,} {offset.what}, another file of the same stage {counts[point]:,}"
@@ -187,19 +195,28 @@ class _Merge:
             starts[point] = total
             total += counts.get(point, 0)
         if offset.total is not None and total not in (0, offset.total):
-            raise CorruptError(f"its parts have {total:,} {offset.what} in all, its arguments say {offset.total:,}")
-        return {id(part): _shifted(offset, named[id(part)], starts[self._along(offset, part)]) for part in self.parts}
+            raise CorruptError(
+                f"its parts have {total:,} {offset.what} in all, its arguments say {offset.total:,}"
+            )
+        return {
+            id(part): _shifted(offset, named[id(part)], starts[self._along(offset, part)])
+            for part in self.parts
+        }
 
     def _along(self, offset: Offset, part: Part) -> tuple[int, ...]:
         return tuple(part.at.get(axis, 0) for axis in offset.by)
 
-    def _rows(self, named: dict[int, dict[str, Node]]) -> dict[str, dict[int, list[tuple[Node, str]]]]:
+    def _rows(
+        self, named: dict[int, dict[str, Node]]
+    ) -> dict[str, dict[int, list[tuple[Node, str]]]]:
         """By name and rank of the axis that cuts: what the files hold, more than one where they are
         copies."""
         rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
         for part in self.parts:
             for name, node in named[id(part)].items():
-                rows.setdefault(name, {}).setdefault(part.at.get(TP, 0), []).append((node, part.file))
+                rows.setdefault(name, {}).setdefault(part.at.get(TP, 0), []).append(
+                    (node, part.file)
+                )
         for name, by_rank in rows.items():
             lacking = [rank for rank in range(self.axes.get(TP, 1)) if rank not in by_rank]
             if lacking:
@@ -239,7 +256,11 @@ class _Merge:
             if len(held) > 1:
                 self.joiner.same(name, held)
         if count == 1:
-            return self.joiner.plain(parts[0][0]) if isinstance(verb, Cut) else verb.join(name, parts, self.joiner)
+            return (
+                self.joiner.plain(parts[0][0])
+                if isinstance(verb, Cut)
+                else verb.join(name, parts, self.joiner)
+            )
         try:
             self._check_verb(name, verb, parts)
             return verb.join(name, parts, self.joiner)
@@ -266,9 +287,13 @@ class _Merge:
         if not isinstance(verb, Cut) or not first.numel:
             return
         copies = [Copy(name, first, each, (file, place)) for each, place in others]
-        if any((copy.other.dtype, copy.other.shape) != (first.dtype, first.shape) for copy in copies):
+        if any(
+            (copy.other.dtype, copy.other.shape) != (first.dtype, first.shape) for copy in copies
+        ):
             return
-        if not all(self.joiner.copies.same(copy, always=copy.first.nbytes <= _PEEK) for copy in copies):
+        if not all(
+            self.joiner.copies.same(copy, always=copy.first.nbytes <= _PEEK) for copy in copies
+        ):
             return
         if _is_constant(first):
             self.constant.append(name)
@@ -312,7 +337,9 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    )
 
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:

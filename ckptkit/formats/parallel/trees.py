@@ -112,7 +112,9 @@ class Merger:
             if odd:
                 where = (self.ranks[0].file, ranked.file)
                 has, lacks = where if odd[0] in first else where[::-1]
-                raise CorruptError(f"{_name((*path, odd[0]))} is in {has} and not in {lacks}", hint=_MIXED)
+                raise CorruptError(
+                    f"{_name((*path, odd[0]))} is in {has} and not in {lacks}", hint=_MIXED
+                )
         made = {key: self._node((*path, key), [node[key] for node in nodes]) for key in keys}
         return OrderedDict(made, first.state) if isinstance(first, OrderedDict) else made
 
@@ -121,7 +123,10 @@ class Merger:
         for ranked, node in zip(self.ranks, nodes, strict=True):
             if not isinstance(node, (list, tuple)) or len(node) != len(first):
                 raise self._differ(path, ranked, f"{len(first):,} values", "not as many")
-        made = [self._node((*path, number), [node[number] for node in nodes]) for number in range(len(first))]
+        made = [
+            self._node((*path, number), [node[number] for node in nodes])
+            for number in range(len(first))
+        ]
         return tuple(made) if isinstance(first, tuple) else made
 
     def _check_equal(self, path: Path, nodes: Sequence[Node]) -> None:
@@ -147,7 +152,9 @@ def _name(path: Path) -> str:
 
 def _value(node: Node) -> str:
     if isinstance(node, (str, bytes, int, float, complex, type(None))):
-        return key_text(node)[:_SHOWN] if not isinstance(node, (str, bytes)) else repr(node[:_SHOWN])
+        return (
+            key_text(node)[:_SHOWN] if not isinstance(node, (str, bytes)) else repr(node[:_SHOWN])
+        )
     return f"a {type(node).__name__}"
 
 

@@ -25,7 +25,9 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.formats.parallel.copies import Copy
 from ckptkit.formats.parallel.joining import Held, Joiner
 
-Parts = Sequence[tuple[Tensor, str]]  # those of one tensor in the order of the ranks, and the files that hold them
+Parts = Sequence[
+    tuple[Tensor, str]
+]  # those of one tensor in the order of the ranks, and the files that hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Verb:
     def cut(self, name: str, whole: Tensor, count: int) -> list[list[Box]]:
         """The boxes that each of `count` parts is made of. Raises UsageError where they do not come
         out even."""
-        raise UsageError(f"{name!r} cannot be cut: its parts would not be the ones that were put together")
+        raise UsageError(
+            f"{name!r} cannot be cut: its parts would not be the ones that were put together"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,9 @@ class Heads(Verb):
         for tensor, file in parts:
             heads, rest = divmod(tensor.shape[0], 3 * self.rows)
             if rest:
-                raise CorruptError(f"{name!r}: {tensor.shape[0]:,} rows in {file} are no heads of {self.rows}")
+                raise CorruptError(
+                    f"{name!r}: {tensor.shape[0]:,} rows in {file} are no heads of {self.rows}"
+                )
             sizes = {"3": 3, "h": heads, "d": self.rows}
             steps = {axis: _after(self.order, axis, sizes) for axis in self.order}
             for head, kind in product(range(heads), range(3)):
@@ -162,11 +168,15 @@ class Mean(Verb):
     def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
         first = _numbers(name, parts)
         (tensor, file), *others = parts
-        if all(joiner.copies.same(Copy(name, tensor, each, (file, place))) for each, place in others):
+        if all(
+            joiner.copies.same(Copy(name, tensor, each, (file, place))) for each, place in others
+        ):
             return joiner.plain(tensor)
         records = tuple(compute.contiguous(each) for each, _ in parts)
         shares = (1.0,) * len(parts)
-        return _computed(first, Storage(compute.mean_record(records, (first.dtype,) * len(parts), shares)))
+        return _computed(
+            first, Storage(compute.mean_record(records, (first.dtype,) * len(parts), shares))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +197,9 @@ def _alike(name: str, parts: Parts, dim: int) -> Tensor:
     """The first of the parts, which agree in everything but one dimension."""
     (first, file), *_ = parts
     if dim >= len(first.shape):
-        raise CorruptError(f"{name!r} is of shape {first.shape} in {file}: it has no dimension {dim}")
+        raise CorruptError(
+            f"{name!r} is of shape {first.shape} in {file}: it has no dimension {dim}"
+        )
     for tensor, place in parts:
         same = tensor.dtype == first.dtype and len(tensor.shape) == len(first.shape)
         if not same or _with(tensor.shape, dim, 0) != _with(first.shape, dim, 0):
@@ -202,7 +214,9 @@ def _numbers(name: str, parts: Parts) -> Tensor:
     """The first of the parts, which are of one shape and type, and have a mean."""
     (first, file), *_ = parts
     for tensor, place in parts:
-        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not compute.has_mean(tensor.dtype):
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not compute.has_mean(
+            tensor.dtype
+        ):
             raise CorruptError(
                 f"{name!r} is {first.dtype} {first.shape} in {file} and {tensor.dtype} "
                 f"{tensor.shape} in {place}: "

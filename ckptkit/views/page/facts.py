@@ -62,7 +62,8 @@ def _file(seen: Seen) -> dict[str, Any]:
 
 
 def _others(summary: Summary) -> dict[str, Any]:
-    """What there is besides tensors, as far as it goes on a page; of a pickled module, not its attributes."""
+    """What there is besides tensors, as far as it goes on a page; of a pickled module, not its
+    attributes."""
     values = [each for each in summary.values if not summary.in_module(each.path)]
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     texts: dict[str, Sequence[tuple[str, str]]] = {
@@ -72,7 +73,10 @@ def _others(summary: Summary) -> dict[str, Any]:
     }
     counts = {"values": len(values), "objects": len(objects), "metadata": len(summary.metadata)}
     return {
-        name: {"count": counts[name], "rows": [(escape(key), escape(_cut(text))) for key, text in rows]}
+        name: {
+            "count": counts[name],
+            "rows": [(escape(key), escape(_cut(text))) for key, text in rows],
+        }
         for name, rows in texts.items()
     }
 

@@ -20,7 +20,9 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 # Megatron-LM, mcore names
 
 
-def mcore(layers: int, *, experts: int = 0, gated: bool = True, tied: bool = False, bias: bool = False) -> State:
+def mcore(
+    layers: int, *, experts: int = 0, gated: bool = True, tied: bool = False, bias: bool = False
+) -> State:
     """Hidden 8, heads 4 of 2 rows, 2 query groups, feed-forward 12, vocabulary 16."""
     state = {"embedding.word_embeddings.weight": rows(16, 8)}
     for n in range(layers):
@@ -47,11 +49,18 @@ def mcore(layers: int, *, experts: int = 0, gated: bool = True, tied: bool = Fal
     return state
 
 
-def mcore_cut(name: str, whole: torch.Tensor, rank: int, count: int, *, gated: bool = True) -> torch.Tensor:
+def mcore_cut(
+    name: str, whole: torch.Tensor, rank: int, count: int, *, gated: bool = True
+) -> torch.Tensor:
     """What one tensor rank has, after the column and row parallel layers of Megatron core."""
     if "linear_fc1.weight" in name and gated:
         return torch.cat([half.chunk(count)[rank] for half in whole.chunk(2)]).clone()
-    if "linear_fc1.weight" in name or "linear_qkv.weight" in name or "embeddings" in name or "output_layer" in name:
+    if (
+        "linear_fc1.weight" in name
+        or "linear_qkv.weight" in name
+        or "embeddings" in name
+        or "output_layer" in name
+    ):
         return whole.chunk(count)[rank].clone()
     if "linear_proj.weight" in name or "linear_fc2.weight" in name:
         return whole.chunk(count, 1)[rank].clone()
@@ -90,7 +99,11 @@ def megatron(
     for p, stage in enumerate(stages):
         for t in range(tp):
             for e in range(ep):
-                name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if len(stages) > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+                name = (
+                    f"mp_rank_{t:02d}"
+                    + (f"_{p:03d}" if len(stages) > 1 else "")
+                    + (f"_{e:03d}" if ep > 1 else "")
+                )
                 (top / name).mkdir(parents=True, exist_ok=True)
                 saved: dict[str, Any] = {
                     "args": args,
@@ -114,7 +127,9 @@ def megatron(
     return folder
 
 
-def _local(name: str, own: list[int], first: bool, last: bool, ep: int, per_rank: int) -> str | None:
+def _local(
+    name: str, own: list[int], first: bool, last: bool, ep: int, per_rank: int
+) -> str | None:
     """What a tensor is called in a part, None if it is not there."""
     if not name.startswith("decoder.layers."):
         return name if (first if name.startswith("embedding") else last) else None
@@ -169,14 +184,18 @@ def release(folder: Path, state: State, count: int, *, version: int) -> Path:
         torch.save(part, folder / f"consolidated.{rank:02d}.pth")
     layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
     params = {"dim": 16, "n_heads": 8, "n_layers": layers, "vocab_size": -1 if version < 3 else 40}
-    (folder / "params.json").write_text(json.dumps({**params, **({"n_kv_heads": 4} if version > 2 else {})}))
+    (folder / "params.json").write_text(
+        json.dumps({**params, **({"n_kv_heads": 4} if version > 2 else {})})
+    )
     return folder
 
 
 # gpt-neox
 
 
-def neox(folder: Path, count: int, *, residual: bool | None, drift: bool = False) -> tuple[Path, State]:
+def neox(
+    folder: Path, count: int, *, residual: bool | None, drift: bool = False
+) -> tuple[Path, State]:
     """One layer between embedding and head; the biases after row-parallel products as the setting
     has them."""
     tag = folder / "global_step5"

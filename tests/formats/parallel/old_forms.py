@@ -23,7 +23,9 @@ class Plain:
     """An object whose state is said; pickled through ``__reduce_ex__`` as torch's are: NEWOBJ and
     BUILD."""
 
-    def __init__(self, module: str, name: str, state: Any = None, args: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, module: str, name: str, state: Any = None, args: tuple[Any, ...] = ()
+    ) -> None:
         self.place = module, name
         self.state = state
         self.args = args
@@ -138,22 +140,30 @@ def shard(dim: int, module: str = f"{NEW}.placement_types") -> Plain:
 
 def mesh_of_tensor(ranks: torch.Tensor, **more: Any) -> Plain:
     """A DeviceMesh until torch 2.9."""
-    return Plain("torch.distributed.device_mesh", "DeviceMesh", {"device_type": "cpu", "mesh": ranks, **more})
+    return Plain(
+        "torch.distributed.device_mesh", "DeviceMesh", {"device_type": "cpu", "mesh": ranks, **more}
+    )
 
 
 def mesh_of_layout(shape: Any, stride: Any, ranks: torch.Tensor, **more: Any) -> Plain:
     """A DeviceMesh of torch 2.10 and 2.11: one layout for all dimensions."""
-    layout = Plain("torch.distributed._mesh_layout", "_MeshLayout", {"shape": shape, "stride": stride})
+    layout = Plain(
+        "torch.distributed._mesh_layout", "_MeshLayout", {"shape": shape, "stride": stride}
+    )
     return Plain(
         "torch.distributed.device_mesh", "DeviceMesh",
         {"_device_type": "cpu", "_layout": layout, "_rank_map": ranks, "_mesh_dim_names": None, **more},
     )  # fmt: skip
 
 
-def mesh_of_axes(axes: list[tuple[tuple[int, ...], tuple[int, ...]]], ranks: torch.Tensor, **more: Any) -> Plain:
+def mesh_of_axes(
+    axes: list[tuple[tuple[int, ...], tuple[int, ...]]], ranks: torch.Tensor, **more: Any
+) -> Plain:
     """A DeviceMesh of torch 2.13 and later: a layout for each dimension."""
     module = "torch.distributed._mesh_layout"
-    flat = tuple(Plain(module, "_FlatLayout", {"shape": shape, "stride": stride}) for shape, stride in axes)
+    flat = tuple(
+        Plain(module, "_FlatLayout", {"shape": shape, "stride": stride}) for shape, stride in axes
+    )
     layout = Plain(module, "_MeshLayout", {"axes": flat})
     return Plain(
         "torch.distributed.device_mesh", "DeviceMesh",
@@ -171,7 +181,11 @@ def dtensor(
     **spec: Any,
 ) -> Wrapped:
     """A DTensor: until torch 2.4 of another module."""
-    place = (f"{OLD}.placement_types", "DTensorSpec") if old else (f"{NEW}._dtensor_spec", "DTensorSpec")
+    place = (
+        (f"{OLD}.placement_types", "DTensorSpec")
+        if old
+        else (f"{NEW}._dtensor_spec", "DTensorSpec")
+    )
     meta = (torch.Size(whole.shape), whole.stride(), whole.dtype)
     state = {"mesh": mesh, "placements": placements, "tensor_meta": meta, **spec}
     module = f"{OLD}.api" if old else NEW
@@ -226,4 +240,6 @@ def sharded_tensor(
         f"{base}.sharded_tensor.api", "ProcessGroupState",
         {"local_rank": rank, "global_rank": rank, "local_world_size": world, "global_world_size": world},
     )  # fmt: skip
-    return Wrapped(f"{base}.sharded_tensor.api", "ShardedTensor", whole, (local, metadata, group, None, False))
+    return Wrapped(
+        f"{base}.sharded_tensor.api", "ShardedTensor", whole, (local, metadata, group, None, False)
+    )

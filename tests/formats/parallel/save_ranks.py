@@ -60,7 +60,11 @@ class Net(nn.Module):
         h = self.embed(x)
         for layer in self.layers:
             h = h + layer(h)
-        return h @ self.embed.weight.T * self.scale if not isinstance(self.embed.weight, DTensor) else h * self.scale
+        return (
+            h @ self.embed.weight.T * self.scale
+            if not isinstance(self.embed.weight, DTensor)
+            else h * self.scale
+        )
 
 
 def model() -> Net:
@@ -93,7 +97,9 @@ def whole(node: Any) -> Any:
     return node
 
 
-def write(folder: Path, form: str, state: Any, optimizer: Any, full: Any, full_optimizer: Any) -> None:
+def write(
+    folder: Path, form: str, state: Any, optimizer: Any, full: Any, full_optimizer: Any
+) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     (folder / form).mkdir(parents=True, exist_ok=True)
     torch.save(state, folder / form / f"model_world_size_{world}_rank_{rank}.pt")
@@ -142,13 +148,17 @@ def fsdp2_tp(folder: Path) -> None:
 
 def first(folder: Path, form: str, *, flat: bool, **how: Any) -> None:
     """FSDP1: sharded state_dicts, and the optimizer's own, in flat pieces."""
-    net = FullyShardedDataParallel(model(), use_orig_params=not flat, device_id=torch.device("cpu"), **how)
+    net = FullyShardedDataParallel(
+        model(), use_orig_params=not flat, device_id=torch.device("cpu"), **how
+    )
     optimizer = trained(net)
     with FullyShardedDataParallel.state_dict_type(
         net, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
     ):
         state = net.state_dict()
-    with FullyShardedDataParallel.state_dict_type(net, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+    with FullyShardedDataParallel.state_dict_type(
+        net, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+    ):
         full = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     write(folder, form, state, optimizer.state_dict(), full, None)
 

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitError, UnsupportedError
+from ckptkit.core.errors import (
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    UnsupportedError,
+)
 from ckptkit.core.pieces import SHARD, STRIDED, Mesh, MeshPiece, Placement, chunk
 from ckptkit.core.tensor import Tensor, contiguous_stride
 from tests.formats.parallel.old_forms import (
@@ -80,7 +86,9 @@ def test_every_form_is_read(form: str, tmp_path: Path) -> None:
 
 def test_a_rank_without_rows(tmp_path: Path) -> None:
     whole = WHOLE[:1]
-    folder = pair(tmp_path / "x", lambda rank: sharded_tensor(whole, rank, {0: (0, 1)}, 2, strides=False))
+    folder = pair(
+        tmp_path / "x", lambda rank: sharded_tensor(whole, rank, {0: (0, 1)}, 2, strides=False)
+    )
     assert_same(ckptkit.load(folder), {"w": whole})
 
 
@@ -100,7 +108,9 @@ def test_two_cuts_of_one_dimension_without_an_order_are_refused(tmp_path: Path) 
     mesh = torch.tensor([[0, 1], [2, 3]])
     (tmp_path / "x").mkdir()
     for rank in range(4):
-        held = dtensor(whole, whole[2 * rank : 2 * rank + 2], mesh_of_tensor(mesh), (shard(0), shard(0)))
+        held = dtensor(
+            whole, whole[2 * rank : 2 * rank + 2], mesh_of_tensor(mesh), (shard(0), shard(0))
+        )
         save({"w": held}, tmp_path / "x" / f"rank{rank}.pt")
     with pytest.raises(UnsupportedError, match="order"):
         ckptkit.open(tmp_path / "x")
@@ -109,7 +119,9 @@ def test_two_cuts_of_one_dimension_without_an_order_are_refused(tmp_path: Path) 
 def test_a_local_shape_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     def make(rank: int) -> Any:
-        return dtensor(WHOLE, WHOLE[:3], mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (shard(0),))
+        return dtensor(
+            WHOLE, WHOLE[:3], mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (shard(0),)
+        )
 
     with pytest.raises(CorruptError, match=r"'w' in rank0\.pt.*rank 0 holds \(3, 5\)"):
         ckptkit.open(pair(tmp_path / "x", make))
@@ -129,7 +141,9 @@ def test_a_local_shape_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_mesh_of_no_known_form_is_refused(state: dict[str, Any], tmp_path: Path) -> None:
     mesh = Plain("torch.distributed.device_mesh", "DeviceMesh", state)
     with pytest.raises(CkptkitError):
-        ckptkit.open(pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (shard(0),))))
+        ckptkit.open(
+            pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (shard(0),)))
+        )
 
 
 def test_a_placement_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -142,13 +156,18 @@ def test_a_placement_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_dimension_that_is_not_there_is_refused(tmp_path: Path) -> None:
     mesh = mesh_of_tensor(RANKS)
     with pytest.raises(FormatError, match="dimension"):
-        ckptkit.open(pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (shard(2),))))
+        ckptkit.open(
+            pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (shard(2),)))
+        )
 
 
 @pytest.mark.parametrize(("n", "count"), [(13, 4), (1, 3), (2, 4), (8, 4), (0, 2), (7, 3)])
 def test_chunks_are_those_of_torch(n: int, count: int) -> None:
     expected = [tuple(each.tolist()) for each in torch.arange(n).chunk(count)] if n else []
-    found = [tuple(i for a, b in chunk(((0, n),) if n else (), count, k) for i in range(a, b)) for k in range(count)]
+    found = [
+        tuple(i for a, b in chunk(((0, n),) if n else (), count, k) for i in range(a, b))
+        for k in range(count)
+    ]
     assert [each for each in found if each] == [each for each in expected if each]
 
 
@@ -173,7 +192,9 @@ def piece(n: int, dp: int, tp: int, rank: int, held: int, factor: int) -> MeshPi
     )
 
 
-@pytest.mark.parametrize(("n", "dp", "tp"), [(7, 3, 2), (15, 2, 2), (11, 2, 2), (64, 4, 8), (5, 4, 2)])
+@pytest.mark.parametrize(
+    ("n", "dp", "tp"), [(7, 3, 2), (15, 2, 2), (11, 2, 2), (64, 4, 8), (5, 4, 2)]
+)
 def test_fsdp_over_tensor_parallelism_is_cut_from_right_to_left(n: int, dp: int, tp: int) -> None:
     """As two calls of torch.chunk do it: the rows of a tensor rank first, then among the ranks of
     FSDP."""
@@ -183,7 +204,9 @@ def test_fsdp_over_tensor_parallelism_is_cut_from_right_to_left(n: int, dp: int,
             rows = of_tp[t].chunk(dp) if t < len(of_tp) else ()
             mine = rows[d].tolist() if d < len(rows) else []
             found = piece(n, dp, tp, d * tp + t, len(mine), tp).boxes()
-            assert [i for box in found for i in range(box.offsets[0], box.offsets[0] + box.sizes[0])] == mine
+            assert [
+                i for box in found for i in range(box.offsets[0], box.offsets[0] + box.sizes[0])
+            ] == mine
 
 
 def test_a_split_factor_of_another_size_gives_several_boxes() -> None:
@@ -204,7 +227,9 @@ def test_numbers_that_would_take_forever_are_refused(tmp_path: Path) -> None:
     forms: list[Any] = [
         lambda rank: dtensor(WHOLE, local(rank), mesh, (factor,)),
         lambda rank: sharded_tensor(WHOLE, rank, ROWS, 1 << 40, strides=False),
-        lambda rank: dtensor(WHOLE, local(rank), mesh_of_layout((1 << 40,), (1,), RANKS, _rank=rank), (shard(0),)),
+        lambda rank: dtensor(
+            WHOLE, local(rank), mesh_of_layout((1 << 40,), (1,), RANKS, _rank=rank), (shard(0),)
+        ),
     ]
     for number, form in enumerate(forms):
         with pytest.raises(LimitError):

@@ -47,14 +47,18 @@ def test_parts_of_megatron_make_the_whole(grid: str, tmp_path: Path) -> None:
     assert_same(ckptkit.load(folder), state)
 
 
-@pytest.mark.parametrize(("version", "order"), [(0, (1, 0, 2)), (1.0, (0, 2, 1)), (2.0, (0, 1, 2)), (3.0, (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("version", "order"), [(0, (1, 0, 2)), (1.0, (0, 2, 1)), (2.0, (0, 1, 2)), (3.0, (0, 1, 2))]
+)
 def test_rows_of_heads_by_version(version: float, order: tuple[int, ...], tmp_path: Path) -> None:
     """Legacy names: (3, heads, rows), (heads, rows, 3) and (heads, 3, rows) of each rank."""
     heads, height = 4, 2
     whole = making.rows(heads * 3 * height, 8)
     for rank, part in enumerate(whole.view(heads, 3, height, 8).chunk(2)):
         kept = part.permute(*order, 3).reshape(-1, 8).clone()
-        model = {"language_model": {"encoder": {"layers.0.self_attention.query_key_value.weight": kept}}}
+        model = {
+            "language_model": {"encoder": {"layers.0.self_attention.query_key_value.weight": kept}}
+        }
         place = tmp_path / "iter_0000001" / f"mp_rank_{rank:02d}"
         place.mkdir(parents=True)
         args = making.arguments(tensor_model_parallel_size=2, num_layers=1)
@@ -63,7 +67,9 @@ def test_rows_of_heads_by_version(version: float, order: tuple[int, ...], tmp_pa
             place / "model_optim_rng.pt",
         )
     found = ckptkit.load(tmp_path / "iter_0000001")
-    assert_same(found, {"language_model.encoder.layers.0.self_attention.query_key_value.weight": whole})
+    assert_same(
+        found, {"language_model.encoder.layers.0.self_attention.query_key_value.weight": whole}
+    )
 
 
 def test_what_is_made_of_megatron_is_whole(tmp_path: Path) -> None:
@@ -72,7 +78,10 @@ def test_what_is_made_of_megatron_is_whole(tmp_path: Path) -> None:
     folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
     ckptkit.save(ckptkit.open(folder), tmp_path / "out.pth")
     assert ckptkit.open(tmp_path / "out.pth").part is None
-    assert torch.load(tmp_path / "out.pth", weights_only=True)["args"]["tensor_model_parallel_size"] == 1
+    assert (
+        torch.load(tmp_path / "out.pth", weights_only=True)["args"]["tensor_model_parallel_size"]
+        == 1
+    )
 
 
 def change(path: Path, edit: Callable[[Any], Any]) -> None:
@@ -193,7 +202,9 @@ def test_parts_of_llama_make_the_whole_and_back(version: int, count: int, tmp_pa
     ckptkit.save(ckptkit.open(folder), out, format="llama-parts", options=WriteOptions(ranks=count))
     for path in sorted(folder.iterdir()):
         if path.suffix == ".pth":
-            assert_same(torch.load(out / path.name, weights_only=True), torch.load(path, weights_only=True))
+            assert_same(
+                torch.load(out / path.name, weights_only=True), torch.load(path, weights_only=True)
+            )
         else:
             assert (out / path.name).read_bytes() == path.read_bytes()
 
@@ -214,15 +225,23 @@ def test_fused_tensors_of_llama_4(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     for rank in range(2):
         part = dict(state)
-        part["layers.0.attention.wqkv.weight"] = torch.cat([each.chunk(2)[rank] for each in (q, k, v)])
-        part["layers.0.attention.wo.weight"] = state["layers.0.attention.wo.weight"].chunk(2, 1)[rank].clone()
-        part["layers.0.feed_forward.mlp.fc1_weight"] = torch.cat([each.chunk(2)[rank] for each in (w1, w3)])
+        part["layers.0.attention.wqkv.weight"] = torch.cat(
+            [each.chunk(2)[rank] for each in (q, k, v)]
+        )
+        part["layers.0.attention.wo.weight"] = (
+            state["layers.0.attention.wo.weight"].chunk(2, 1)[rank].clone()
+        )
+        part["layers.0.feed_forward.mlp.fc1_weight"] = torch.cat(
+            [each.chunk(2)[rank] for each in (w1, w3)]
+        )
         part["layers.0.feed_forward.mlp.fc2_weight"] = (
             part["layers.0.feed_forward.mlp.fc2_weight"].chunk(2, 1)[rank].clone()
         )
         part["layers.0.feed_forward.experts.moe_w_out_eF_D"] = out.chunk(2, 1)[rank].reshape(12, 16)
         torch.save(part, tmp_path / "x" / f"consolidated.{rank:02d}.pth")
-    params = '{"dim": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 1, "moe_args": {"num_experts": 2}}'
+    params = (
+        '{"dim": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 1, "moe_args": {"num_experts": 2}}'
+    )
     (tmp_path / "x" / "params.json").write_text(params)
     assert_same(ckptkit.load(tmp_path / "x"), state)
 
@@ -429,14 +448,18 @@ def test_megatron_back_to_parts(tmp_path: Path) -> None:
     """The parts that Megatron's layers hold, of another number of ranks."""
     state = making.mcore(2)
     folder = making.megatron(tmp_path / "x", state, [[[0]], [[1]]], tp=1)
-    ckptkit.save(ckptkit.open(folder), tmp_path / "y", format="megatron-parts", options=WriteOptions(ranks=2))
+    ckptkit.save(
+        ckptkit.open(folder), tmp_path / "y", format="megatron-parts", options=WriteOptions(ranks=2)
+    )
     expected = making.megatron(tmp_path / "z", state, [[[0, 1]]], tp=2)
     for rank in range(2):
         place = f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
         found = torch.load(tmp_path / "y" / place, weights_only=False)
         made = torch.load(expected / place, weights_only=False)
         made["model"] = {name: each for name, each in made["model"].items() if each is not None}
-        assert isinstance(found["args"], Namespace) and found["args"].tensor_model_parallel_size == 2
+        assert (
+            isinstance(found["args"], Namespace) and found["args"].tensor_model_parallel_size == 2
+        )
         assert_same(found["model"], made["model"])
     assert_same(ckptkit.load(tmp_path / "y"), state)
 

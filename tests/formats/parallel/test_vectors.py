@@ -52,7 +52,9 @@ def test_the_parts_make_the_whole(name: str, tmp_path: Path) -> None:
     truth = vector(name)
     checkpoint = ckptkit.open(parts(name, tmp_path))
     ckptkit.save(checkpoint, tmp_path / "out.pth")
-    whole = ckptkit.load(tmp_path / "out.pth", key=checkpoint.required.path[0] if checkpoint.required.path else None)
+    whole = ckptkit.load(
+        tmp_path / "out.pth", key=checkpoint.required.path[0] if checkpoint.required.path else None
+    )
     assert_same(whole, torch.load(truth / "full.pt", weights_only=True))
     if (truth / "full_optim.pt").exists():
         made = torch.load(tmp_path / "out.pth", weights_only=True)
