@@ -11,7 +11,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
 from ckptkit.publish.journal import SUFFIX, journal_path
 from ckptkit.remote import urls
@@ -214,6 +214,9 @@ def _publish(
     replace_source: bool,
 ) -> Conversion:
     plan = formats.layout(checkpoint, format, options or WriteOptions())
+    if plan.is_folder:
+        beside = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
+        plan = replace(plan, files=(*plan.files, *beside))
     published = None
     if not dry_run:
         from ckptkit.publish.write import publish  # not needed by those who only read

@@ -34,6 +34,7 @@ LAYERS = (
     ("plan",),
     ("journal",),
     ("bridge",),
+    ("quantized",),
     ("formats", "transforms", "reports"),
     ("copying", "scanning"),
     ("upload", "temporaries", "preflight"),

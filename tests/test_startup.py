@@ -66,9 +66,10 @@ TO_SAFETENSORS = modules("""
     formats.torch.exported formats.torch.legacy_stream formats.torch.module_sources formats.torch.tar_archive
     formats.torch.tar_container formats.safetensors formats.safetensors.header formats.safetensors.record
 """)
-REPORTING = modules("cli.inspect reports reports.summary reports.values")
+QUANTIZED = modules("quantized quantized.marks quantized.quantization")
+REPORTING = QUANTIZED | modules("cli.inspect reports reports.summary reports.values")
 PLANNING = modules("cli.progress transforms transforms.scan")
-RENAMING = modules("transforms.keys transforms.metadata")
+RENAMING = QUANTIZED | modules("transforms.groups transforms.keys transforms.metadata")
 CONVERTING = RENAMING | modules("cli.convert transforms.devices transforms.elements")
 PUBLISHING = modules("bridge copying preflight publish temporaries")
 COMPUTING = modules("bridge bridge.floats bridge.gather bridge.mean bridge.operations bridge.tensors")

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit import compute
+from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
 from ckptkit.analysis.matching import Matching, match
 from ckptkit.analysis.matching import Renamed as Renamed
@@ -16,7 +17,6 @@ from ckptkit.compute import Difference
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, shape
-from ckptkit.doctor import advice
 
 LEVELS = 4  # dotted parts that a prefix may have
 

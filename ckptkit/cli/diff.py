@@ -27,6 +27,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @click.option("--values", is_flag=True, help="Compare the elements too, byte for byte.")
 @click.option("--atol", type=click.FloatRange(min=0), help="Compare the elements up to this absolute difference.")
 @click.option("--rtol", type=click.FloatRange(min=0), help="Compare the elements up to this relative difference.")
+@options.stored
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--key", metavar="PATH", help="The entry that holds the weights, where several could be meant.")
 @click.option("--write-map", "write_map", metavar="FILE", help="Write the renamed keys down, for `rename --map`.")
@@ -61,8 +62,8 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     """The names of the renamed keys as JSON, old to new, and what to do with them."""
     from json import dumps
 
+    from ckptkit.analysis.advice import rename
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.doctor.advice import rename
     from ckptkit.publish.write import publish
 
     data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"
@@ -82,22 +83,26 @@ def _compare(
     rtol: float | None,
     key: str | None,
     key_b: str | None,
+    stored: bool,
 ) -> Diff:
     from ckptkit.analysis.diff import against, compare
     from ckptkit.api import open_checkpoint
+    from ckptkit.quantized import look_through_both
 
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")
-    ours = open_checkpoint(a, key=key).weights
+    first = open_checkpoint(a, key=key)
     if b is not None:
-        theirs = open_checkpoint(b, key=key if key_b is None else key_b).weights
+        second = open_checkpoint(b, key=key if key_b is None else key_b)
+        sides = (first, second) if stored else look_through_both(first, second)
+        ours, theirs = (each.weights for each in sides)
         return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=urls.shown(a))
     if values or atol is not None or rtol is not None:
         raise click.UsageError("a model that was just built has no values to compare with")
     from ckptkit.compute import model_from, model_shapes
 
     assert spec is not None
-    return against(ours, model_shapes(model_from(spec, args)), name=urls.shown(a))
+    return against(first.weights, model_shapes(model_from(spec, args)), name=urls.shown(a))
 
 
 def _facts(found: Diff) -> dict[str, Any]:

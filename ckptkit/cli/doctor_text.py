@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from shutil import get_terminal_size
 from textwrap import wrap
 
+from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
 from ckptkit.cli.render import escape, is_terminal, paint, plural, size
-from ckptkit.doctor.advice import argument, fixed
 from ckptkit.doctor.cause import ERROR, NOTE, WARNING
 from ckptkit.doctor.diagnose import Diagnosis
 

@@ -29,6 +29,7 @@ class Wanted(NamedTuple):
     flat: bool
     tree: bool
     digest: bool
+    stored: bool
 
 
 @click.command("inspect")
@@ -39,6 +40,7 @@ class Wanted(NamedTuple):
 @click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path.")
 @click.option("--sort", type=click.Choice(["file", "size", "name"]), default="file", help="Order of the tensors.")
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
+@options.stored
 @click.option("--textconv", is_flag=True, help="One line for each tensor and value, with digests: for git diff.")
 @options.key
 def command(files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, **wanted: Any) -> int:
@@ -105,8 +107,9 @@ def _readable(
 def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_json
+    from ckptkit.quantized import look_through
 
-    summary = summarize(checkpoint)
+    summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
     rows = _rows(summary, want)
     return summary_json.file(summary, rows, _digests(rows) if want.digest else None)
 
@@ -120,10 +123,12 @@ def _digests(rows: list[Row]) -> list[str | None]:
 
 
 def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
+    from ckptkit.analysis.advice import advise
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
-    from ckptkit.doctor.advice import advise
+    from ckptkit.quantized import look_through
 
+    checkpoint = checkpoint if want.stored else look_through(checkpoint)
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
     if want.tree:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.summary import Opaque, Row, Summary, Value
 from ckptkit.analysis.values import key_list, number
 from ckptkit.cli.render import json_number
 from ckptkit.core.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.quantized import Group
 
 
 def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | 
 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes = row
+    name, path, leaf, storage, nbytes, group = row
     return {
         "name": name,
         "path": join(path),
@@ -54,6 +57,20 @@ def tensor(row: Row) -> dict[str, Any]:
         "requires_grad": leaf.requires_grad,
         "kind": leaf.kind,
         "layout": leaf.layout,
+        "quantization": None if group is None else quantization(group),
+    }
+
+
+def quantization(group: Group) -> dict[str, Any]:
+    """How the weight is quantized that a tensor stands for, or is a part of."""
+    return {
+        "weight": group.name,
+        "family": group.family,
+        "label": group.label,
+        "shape": group.shape,
+        "parts": group.parts,
+        "dropped": group.dropped,
+        "reason": group.reason or None,
     }
 
 

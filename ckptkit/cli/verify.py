@@ -160,7 +160,7 @@ def said(finding: Finding) -> str:
 
 
 def _hints(verdict: Verdict) -> Iterable[str]:
-    from ckptkit.doctor.advice import recover
+    from ckptkit.analysis.advice import recover
 
     again = "fetch it again from where it came from"
     if verdict.recoverable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.core.bytesource import Derived
 
@@ -25,6 +25,15 @@ CALL = 64 << 10  # bytes worth reading to save a box, which costs Python some mi
 Dim = tuple[int, int]  # elements, stride in bytes
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, stride, first byte of the input
 Read = Callable[[int, int], bytes]  # of so many bytes at an offset
+
+
+class Reading(Protocol):
+    """Reads so many bytes at an offset, or fills memory with them."""
+
+    def __call__(self, at: int, length: int, /) -> bytes: ...
+
+    def into(self, at: int, buffer: memoryview, /) -> None: ...
+
 
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 

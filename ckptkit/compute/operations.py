@@ -21,11 +21,15 @@ dequant   dtype, scale, zero_point        quantised elements of `dtype` as float
           dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and a zero point for each
                                           channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
 mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
+blocks    a `Blocks`                      elements of a quantized weight, whose codes, scales and zero points are the
+                                          inputs (:mod:`ckptkit.compute.dequantizing`)
+quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix of floating-point elements
+          columns                         (:mod:`ckptkit.compute.quantizing`)
 ========  ==============================  ==========================================================================
 
 dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
-``dequant`` and ``mean`` has one input, and is a pure function of its inputs, its parameters and the range of the output
-that is asked for.
+``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function of its inputs, its parameters and the range
+of the output that is asked for.
 """
 
 from __future__ import annotations
@@ -265,6 +269,18 @@ def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
     return _elementwise(data, start, stop, dtype.itemsize, 4 * several, lambda piece: _bytes(machine(piece)))
 
 
+def _blocks(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.compute.dequantizing import dequantize
+
+    return dequantize([_reader(extent) for extent in derived.inputs], derived, start, stop)
+
+
+def _quantize(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.bridge.quantizing import quantize
+
+    return quantize(_reader(derived.inputs[0]), derived, start, stop)
+
+
 def _mean(derived: Derived, start: int, stop: int) -> Pieces:
     mean = Mean(derived)
     size = mean.target.itemsize
@@ -379,4 +395,6 @@ OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "cast": _cast,
     "dequant": _dequant,
     "mean": _mean,
+    "blocks": _blocks,
+    "quantize": _quantize,
 }

@@ -21,7 +21,9 @@ class Checkpoint:
     ``format`` is the name of the format that it was read from; ``metadata`` the strings that a container keeps
     beside the tree (safetensors' ``__metadata__``); ``globals`` every class and function that its pickles name;
     ``warnings`` what a reader or transform noticed; ``notes`` what transforms did; ``origin`` is opaque to all but
-    the format that set it; ``key`` names the entry to take as the weights instead of looking for it.
+    the format that set it; ``key`` names the entry to take as the weights instead of looking for it; ``companions``
+    are files (name and bytes) that belong beside the weights where these are written as a folder; ``logical`` are the
+    tensors that stand for quantized weights, where somebody looks through these (:mod:`ckptkit.quantized.logical`).
     """
 
     root: Node
@@ -33,6 +35,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     origin: object = None
     key: str | None = None
+    companions: tuple[tuple[str, bytes], ...] = ()
+    logical: object = None
 
     @cached_property
     def selection(self) -> Weights | None:

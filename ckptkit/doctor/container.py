@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ckptkit.doctor.advice import TORCH, argument, convert, edit
+from ckptkit.analysis.advice import TORCH, argument, convert, edit
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from ckptkit.analysis.advice import WASTE, convert, edit
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
-from ckptkit.doctor import container, names
-from ckptkit.doctor.advice import WASTE, convert, edit
+from ckptkit.doctor import codes, container, names
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
 from ckptkit.pickles.allowlist import refused_by_weights_only
@@ -18,7 +18,7 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 
 def causes(facts: Facts) -> list[Cause]:
     """All that apply, those of the container first."""
-    looks = (container.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices)
+    looks = (container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices)
     return [cause for look in looks for cause in look(facts)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import compute, formats
+from ckptkit import compute, formats, quantized
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.summary import summarize
 from ckptkit.analysis.verify import verify
@@ -34,6 +34,7 @@ from ckptkit.doctor.facts import Facts
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
 from ckptkit.loading.model import is_implied, prefixes
+from ckptkit.quantized.group import configured
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
@@ -214,6 +215,8 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         and not any(name.endswith(INDEX) for name in source.list()),
         no_version=any("no version record" in warning for warning in checkpoint.warnings),
         with_model=with_model,
+        quantized=quantized.find(checkpoint),
+        method=configured(source),
     )
     return content.causes(facts)
 

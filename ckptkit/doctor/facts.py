@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ckptkit.analysis.advice import TORCH, convert, edit
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.tree import Node, join
-from ckptkit.doctor.advice import TORCH, convert, edit
+from ckptkit.quantized import Quantization
 
 SHOWN = 4  # names in a sentence
 FOLDERS = {
@@ -23,7 +24,8 @@ class Facts:
 
     ``devices`` are those of this machine, ``lacking`` the names in its pickles that the torch here does not have;
     ``no_index`` says that it is a folder of shards without one, ``no_version`` that torch looks for a record in vain;
-    ``with_model``: prefixes are looked at beside the model.
+    ``with_model``: prefixes are looked at beside the model. ``quantized`` is what is quantized in the weights, and
+    ``method`` what the configuration says of it.
     """
 
     path: str
@@ -35,6 +37,8 @@ class Facts:
     no_index: bool = False
     no_version: bool = False
     with_model: bool = False
+    quantized: Quantization | None = None
+    method: str = ""
 
 
 def is_wrapped(facts: Facts) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 
+from ckptkit.analysis.advice import argument, convert, edit
 from ckptkit.analysis.matching import Kind, match
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.doctor.advice import argument, convert, edit
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from ckptkit.doctor.advice import edit
+from ckptkit.analysis.advice import edit
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import TORCH_FILES, Facts, is_lightning, names_of, some
 

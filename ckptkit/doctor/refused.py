@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ckptkit.analysis.advice import convert, recover
 from ckptkit.core.errors import AmbiguousError, CkptkitError, LimitError, UnsafeGlobalError, UnsupportedError
-from ckptkit.doctor.advice import convert, recover
 from ckptkit.doctor.cause import ERROR, Cause, Fix
 
 _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")

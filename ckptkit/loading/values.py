@@ -27,7 +27,7 @@ def load(
 
     `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors that shared memory
     share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree is given: plain values as what they
-    are, and what only its own class could make left as a :class:`ckptkit.tree.Object`. Raises CkptkitError: UsageError
+    are, and what only its own class could make left as a :class:`ckptkit.core.tree.Object`. Raises CkptkitError: UsageError
     where there are no weights, DeviceError for a device that is not there.
     """
     ck = open_checkpoint(path, key=key)

@@ -1,6 +1,6 @@
 """What `scan` talks about: where pickles are, and what a pickle machine would do with them. Facts, without a judgement.
 
-Found by formats, filled in by the tracer (:mod:`ckptkit.formats.torch_zip.trace`), judged by :mod:`ckptkit.scan.verdict`.
+Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by :mod:`ckptkit.scan.verdict`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, Object, rebuild
 from ckptkit.core.weights import Weights, as_tensor
+from ckptkit.transforms import groups
 from ckptkit.transforms.nodes import count, nearest, nodes, on, some
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
@@ -35,10 +36,14 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
     `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts, so exceptions
     follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools, complex and quantized weights stay.
     Tensors on one storage are cast together; those that then differ in dtype get storages of their own, which is
-    said in a warning. Raises UsageError for an unknown dtype and for a glob that matches nothing.
+    said in a warning. Raises UsageError for an unknown dtype, for a glob that matches nothing, and for one that matches
+    codes or scales of quantized weights.
     """
     weights = ck.required
-    wanted, left = _wanted(weights, _rules(dtypes, weights))
+    rules = _rules(dtypes, weights)
+    met = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
+    groups.refuse(ck, met, "codes are no numbers to cast, and scales must keep their bits")
+    wanted, left = _wanted(weights, rules)
     new = _Cast(wanted)
     warnings = [f"not cast, as their dtype is part of how they are made: {some(left)}"] if left else []
     if not wanted:

@@ -141,7 +141,7 @@ def test_ST_06_digits() -> None:
 
 def test_number_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(LIMITS, json_values=100)
-    monkeypatch.setattr("ckptkit.limits.LIMITS", small)
+    monkeypatch.setattr("ckptkit.core.limits.LIMITS", small)
     assert parse(json.dumps([0] * 100).encode()) == [0] * 100
     with pytest.raises(LimitError, match="json_values"):
         parse(json.dumps([0] * 101).encode())

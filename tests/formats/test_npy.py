@@ -293,7 +293,7 @@ def test_UTF_8_is_for_version_3() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3), (1,) * 64, (9_223_372_036_854_775_807, 0)])
 def test_headers_that_we_write(shape: tuple[int, ...]) -> None:
     for name in ("float32", "bool", "complex128", "uint8"):
-        dtype = next(row for row in ckptkit.dtypes.TABLE if row.name == name)
+        dtype = next(row for row in ckptkit.core.dtypes.TABLE if row.name == name)
         head = header(dtype, shape)
         assert len(head) % 64 == 0 and head.endswith(b"\n")
         file = BytesIO(head)

@@ -69,7 +69,7 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.pickles.machine import unpickle
-from ckptkit.core.tree import rebuild
+from ckptkit.core.tree import rebuild, walk
 
 def attempt(call):
     try:

@@ -171,7 +171,7 @@ class TestUpload:
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
 
     def test_in_several_parts(self, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("ckptkit.upload.PART", 5 << 20)  # the least that S3 takes
+        monkeypatch.setattr("ckptkit.publish.upload.PART", 5 << 20)  # the least that S3 takes
         big = {f"layer.{i}": torch.randn(1 << 18) for i in range(13)}
         torch.save(big, tmp_path / "in.pth")
         counts: list[int] = []
@@ -185,7 +185,7 @@ class TestUpload:
     def test_a_failure_leaves_nothing(
         self, size: int, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckptkit.upload.PART", 5 << 20)
+        monkeypatch.setattr("ckptkit.publish.upload.PART", 5 << 20)
         torch.save({"a": torch.zeros(size)}, tmp_path / "in.pth")
         ck = ckptkit.open(tmp_path / "in.pth")
         torch.save({"a": torch.ones(size)}, tmp_path / "in.pth")

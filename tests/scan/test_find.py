@@ -42,7 +42,7 @@ class Several(list[Any]):
 def test_places_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Memory(build(*(Member(f"a/{number}.pkl", pickle_of(b"N")) for number in range(9))))
     assert sum(isinstance(each, Traced) for each in hidden.pickles(made)) == 9
-    monkeypatch.setattr("ckptkit.limits.LIMITS", replace(LIMITS, scan_parts=4))
+    monkeypatch.setattr("ckptkit.core.limits.LIMITS", replace(LIMITS, scan_parts=4))
     *found, last = hidden.pickles(made)
     assert isinstance(last, Remark) and last.where == ""
     assert "places in a file: 5 exceeds the limit of 4 (scan_parts)" in last.reason

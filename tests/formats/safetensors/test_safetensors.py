@@ -640,7 +640,7 @@ def test_a_pair_without_a_dimension() -> None:
 def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     checkpoint = saved({"n" * 60_000 + str(i): torch.ones(1) for i in range(3)}, tmp_path)
     limits = Limits(safetensors_header_bytes=150_000)
-    monkeypatch.setattr("ckptkit.limits.LIMITS", limits)
+    monkeypatch.setattr("ckptkit.core.limits.LIMITS", limits)
     with pytest.raises(LimitError, match="safetensors_header_bytes"):
         ours.layout(checkpoint, WriteOptions())
 

@@ -80,8 +80,8 @@ def test_a_name_that_is_no_text() -> None:
 def test_an_index_that_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     places = dict.fromkeys(map(str, islice(range(10**6), 100)), "x")
     (data,) = index_file("model", places, {}).segments
-    monkeypatch.setattr("ckptkit.limits.LIMITS", type(LIMITS)(index_bytes=len(data)))  # type: ignore[arg-type]
+    monkeypatch.setattr("ckptkit.core.limits.LIMITS", type(LIMITS)(index_bytes=len(data)))  # type: ignore[arg-type]
     index_file("model", places, {})
-    monkeypatch.setattr("ckptkit.limits.LIMITS", type(LIMITS)(index_bytes=len(data) - 1))  # type: ignore[arg-type]
+    monkeypatch.setattr("ckptkit.core.limits.LIMITS", type(LIMITS)(index_bytes=len(data) - 1))  # type: ignore[arg-type]
     with pytest.raises(LimitError, match="index_bytes"):
         index_file("model", places, {})

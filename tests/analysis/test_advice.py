@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from ckptkit.analysis.advice import advise, strip_module
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Global, Node
-from ckptkit.doctor.advice import advise, strip_module
 from tests.analysis.made import checkpoint, module, opaque, tensor, view
 
 
