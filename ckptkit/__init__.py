@@ -96,7 +96,17 @@ def __getattr__(name: str) -> object:
     if name not in _PLACES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     module, attribute = _PLACES[name]
+    from ckptkit.core import display
+
+    display.render_html = _html
     return getattr(import_module(f"ckptkit.{module}"), attribute)
+
+
+def _html(value: object) -> str:
+    """Render a value for a notebook; what that needs is imported when a notebook asks."""
+    from ckptkit.views import notebook
+
+    return notebook.html(value)
 
 
 def __dir__() -> list[str]:

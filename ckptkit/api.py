@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
+from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Format, Salvaged, WriteOptions
-from ckptkit.publish.journal import SUFFIX, journal_path
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-
-    from typing_extensions import Unpack
 
     from ckptkit.publish.write import Published
 
@@ -75,35 +75,21 @@ def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> C
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
     """What `read` makes of a place, which stays open only then."""
     try:
-        return read(place)
+        with steady(place):
+            return read(place)
     except BaseException:
         place.close()
         raise
 
 
-def recover(path: PathLike) -> Salvaged:
-    """What is whole of a cut or damaged file: a checkpoint without the tensors whose bytes are gone, and their list.
+def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
+    """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and their list.
 
-    Reads what has checksums. Raises CorruptError if no tensor is whole, UnsupportedError for a format that has no
-    way of telling.
+    A tensor is whole if its bytes have the checksum that the file promises. A format without checksums has nothing
+    but its length: where that is wrong, bytes may be shifted. With `unverified`, such tensors are kept too. Raises
+    CorruptError if no tensor is left, UnsupportedError for a format of which nothing can be recovered.
     """
-    return _read(open_place(path), formats.salvage)
-
-
-def open_place(path: PathLike) -> ByteSource | Folder:
-    """The file or folder at `path`, whole: an edit in place that was interrupted there is undone. Raises PathError."""
-    if not urls.is_url(path) and _has_journal(path):
-        from ckptkit.publish import patching
-
-        patching.settle(os.fspath(path))
-    return formats.open_place(path)
-
-
-def _has_journal(path: PathLike) -> bool:
-    try:
-        return any(name.endswith(SUFFIX) for name in os.listdir(path))
-    except OSError:  # not a folder
-        return os.path.lexists(journal_path(path))
+    return _read(open_place(path, settle=True), partial(formats.salvage, unverified=unverified))
 
 
 def save(
@@ -142,6 +128,8 @@ def convert(
     With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is changed in place by
     the few bytes that differ, if they are few; without, it is written anew. The rest is as for `save`.
     """
+    if in_place and not isinstance(source, Checkpoint):
+        source = _read(open_place(source, settle=True), formats.read)
     checkpoint = open_checkpoint(source, key=key)
     path = _own_place(checkpoint, format) if in_place else destination
     if path is None:
@@ -173,11 +161,13 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
 
 def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None) -> Patch | None:
     """What becomes of the file itself, None if it must be written anew."""
-    from ckptkit.publish.patching import can_patch
+    from ckptkit.publish.patching import can_patch, fits
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
         return None
-    return formats.patch(before, after, format, options or WriteOptions())
+    with nullcontext() if before.source is None else steady(before.source):
+        patch = formats.patch(before, after, format, options or WriteOptions())
+    return patch if patch is not None and fits(patch) else None
 
 
 def _apply(checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing) -> Conversion:

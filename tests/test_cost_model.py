@@ -100,8 +100,8 @@ def _cast(src: Anatomy, dst: Anatomy) -> Cost:
 
 
 def _recovered(src: Anatomy, dst: Anatomy) -> Cost:
-    """Checksums, where there are any, are compared first."""
-    checked = src.elements if src.sums else 0
+    """Checksums, where there are any, are compared first; the directory is read to its beginning, piece by piece."""
+    checked = src.elements + 2 * src.directory if src.sums else 0
     return Cost(src.header + checked + src.ranges, dst.size + dst.size - dst.data)
 
 

@@ -187,7 +187,12 @@ def test_there_is_a_tensor_of_every_dtype() -> None:
     loaded = Fixture("torch-zip/dtypes.pth").load()
     assert all(str(tensor.dtype) == f"torch.{name}" for name, tensor in loaded.items())
     shells = {row.name for row in TABLE} - loaded.keys()  # which torch cannot save, or does not have
-    assert shells == {"float6_e2m3", "float6_e3m2", *(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8))}
+    assert shells == {
+        "bcomplex32",
+        "float6_e2m3",
+        "float6_e3m2",
+        *(f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)),
+    }
 
 
 @pytest.mark.parametrize(

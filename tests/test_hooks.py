@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from ckptkit.formats import SUFFIXES
+from ckptkit.formats.table import BY_SUFFIX
 from tests.conftest import ROOT, Run
 from tests.scan.hostile_pickles import archive, call, pickle2, text
 
@@ -30,7 +30,7 @@ def test_it_says_what_it_must(hook: dict[str, Any]) -> None:
     assert all(isinstance(each, str) for each in hook.values())
     assert hook["language"] == "python" and hook["entry"].startswith("ckptkit ")
     for suffix in (".pth", ".pt", ".ckpt", ".safetensors", ".pth.tar"):
-        assert suffix == ".pth.tar" or suffix in SUFFIXES
+        assert suffix == ".pth.tar" or suffix in BY_SUFFIX
         assert re.search(hook["files"], f"models/net{suffix}")
     for name in ("net.py", "pth", "notes.txt", "run.pth.md"):
         assert not re.search(hook["files"], name)

@@ -1,4 +1,4 @@
-"""The README is true: its commands run, and what they print is what it shows; tests/readme.py says how it is read.
+"""The README and the manual are true: their commands run and print what is shown; tests/readme.py says how.
 
 ``python -m tests.test_readme`` puts today's output where it is another; given other files, it tests or refreshes these:
 ``python -m tests.test_readme --check part.md``.
@@ -23,6 +23,10 @@ from tests.conftest import ENVIRONMENT, ROOT
 from tests.readme import README, Session, is_shown, sandbox, shell
 
 TEXT = README.read_text(encoding="utf-8")
+MANUAL = sorted((Path(ckptkit.__file__).parent / "help").glob("*.md"))
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (README, *MANUAL)}
+EVERYTHING = "\n".join(PAGES.values())
+BYTES = 12_000  # of the README
 
 
 def named(name: str) -> str:
@@ -63,19 +67,24 @@ def untrue(text: str, folder: Path) -> list[str]:
     return found
 
 
-def test_examples(folder: Path) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_examples(name: str, tmp_path: Path) -> None:
     """In order: later ones use what earlier ones wrote."""
+    assert untrue(PAGES[name], sandbox(tmp_path)) == []
+
+
+def test_there_are_examples() -> None:
     assert len(list(readme.examples(TEXT))) >= 5
-    assert untrue(TEXT, folder) == []
+    assert len(README.read_bytes()) <= BYTES
 
 
-def test_library_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if readme.blocks(text, "python")])
+def test_library_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", readme.program(TEXT, run=True)],
+        [sys.executable, "-c", readme.program(PAGES[name], run=True)],
         capture_output=True, encoding="utf-8", cwd=sandbox(tmp_path), env=ENVIRONMENT, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(readme.blocks(TEXT, "python")) >= 2
 
 
 def mistyped(text: str, folder: Path) -> str:
@@ -83,7 +92,7 @@ def mistyped(text: str, folder: Path) -> str:
     path = folder / "README.py"
     path.write_text(readme.program(text, run=False))
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--python-version", "3.10", "--no-pretty", str(path)],
+        [sys.executable, "-m", "mypy", "--strict", "--python-version", "3.11", "--no-pretty", str(path)],
         capture_output=True, encoding="utf-8", cwd=ROOT, env={**ENVIRONMENT, "MYPYPATH": str(ROOT)}, timeout=600,
     )  # fmt: skip
     return "" if done.returncode == 0 else done.stdout + done.stderr
@@ -91,7 +100,9 @@ def mistyped(text: str, folder: Path) -> str:
 
 def test_library_is_typed(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
-    assert mistyped(TEXT, tmp_path) == ""
+    pages = [name for name, text in PAGES.items() if readme.blocks(text, "python")]
+    assert "README" in pages
+    assert {name: mistyped(PAGES[name], tmp_path) for name in pages} == dict.fromkeys(pages, "")
 
 
 def test_types_are_looked_at(tmp_path: Path) -> None:
@@ -102,9 +113,9 @@ def test_types_are_looked_at(tmp_path: Path) -> None:
 
 def test_every_command_and_public_name_is_in_it() -> None:
     for command in COMMANDS:
-        assert f"ckptkit {command}" in TEXT, command
+        assert f"ckptkit {command}" in EVERYTHING, command
     for name in ckptkit.__all__:
-        assert name.startswith("__") or re.search(rf"`[^`\n]*\b{name}\b|ckptkit\.{name}\b", TEXT), name
+        assert name.startswith("__") or re.search(rf"`[^`\n]*\b{name}\b|ckptkit\.{name}\b", EVERYTHING), name
 
 
 def calls(text: str) -> set[tuple[str, ...]]:
@@ -116,9 +127,13 @@ def calls(text: str) -> set[tuple[str, ...]]:
     return {tuple(words.split()) for words in found} - {("inspekt", "run.pth")}  # which shows what a typo gives
 
 
-@pytest.mark.parametrize("words", sorted(calls(TEXT)), ids=" ".join)
-def test_commands_and_options_exist(words: tuple[str, ...]) -> None:
+def test_commands_and_options_exist() -> None:
     """Whatever their arguments stand for."""
+    assert {words: wrong for words in calls(EVERYTHING) if (wrong := unknown(words))} == {}
+
+
+def unknown(words: tuple[str, ...]) -> set[str]:
+    """The options of a command line that the command does not have."""
     command: click.Command | None = main
     names = list(words)
     while isinstance(command, click.Group) and names and not names[0].isupper() and names[0][0] != "-":
@@ -126,12 +141,11 @@ def test_commands_and_options_exist(words: tuple[str, ...]) -> None:
     assert command is not None, words
     known = {option for parameter in command.params for option in parameter.opts} | {"-h", "--help", "--version"}
     used = {word.split("=")[0].rstrip(",.;'\")") for word in names if re.match(r"['\"(]?--?[a-z]", word)}
-    assert used <= known or isinstance(command, click.Group), words
+    return set() if isinstance(command, click.Group) else used - known
 
 
 def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
-    section = TEXT.split("## inspect --json")[1].split("\n## ")[0]
-    documented = set(re.findall(r"`(\w+)`", section))
+    documented = set(re.findall(r"`(\w+)`", PAGES["json"]))
     done = shell("ckptkit inspect --json --digest fixtures/torch-zip/namespace_and_numpy.pth", folder)
     (file,) = json.loads(done.stdout)["files"]
     parts = [file, file["totals"], file["tensors"][0], file["values"][0], *file["objects"][:1]]
@@ -140,7 +154,7 @@ def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
 
 def test_installs_from_the_checkout() -> None:
     """The package index has another project of this name."""
-    assert not re.search(r"pip3? install (?:[^.\n]* )?ckptkit", TEXT)
+    assert not re.search(r"pip3? install (?:[^.\n]* )?ckptkit", EVERYTHING)
 
 
 PAGE = """

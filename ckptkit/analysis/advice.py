@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ckptkit.analysis.summary import Summary
+from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import join
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
 WRAPPERS = ("module.", "_orig_mod.")
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
 TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar")  # suffixes that torch-zip is written to
-NAMED = 4  # globals that are named before "and N more"
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
     """Sentences that end in a command, for what keeps this checkpoint from loading or makes it larger than it is."""
     path = summary.path
-    found = (_prefixes, _devices, _waste, _packed, _objects, _others)
+    found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
     return tuple(line for advice in found for line in advice(summary, path))
 
 
@@ -42,9 +42,9 @@ def rename(path: str, mapping: str, *options: str) -> str:
     return edit("rename", path, "renamed", "--map", mapping, *options)
 
 
-def recover(path: str) -> str:
-    """The command that saves what is whole of the file `path`."""
-    return edit("recover", path, "recovered")
+def recover(path: str, unverified: bool = False) -> str:
+    """The command that saves what is whole of the file `path`, or may be."""
+    return edit("recover", path, "recovered", *(("--unverified",) if unverified else ()))
 
 
 def fixed(path: str) -> str:
@@ -92,7 +92,7 @@ def _devices(summary: Summary, path: str) -> Iterator[str]:
     devices = Counter(row.tensor.device for row in summary.rows)
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
-        yield f"saved on {_some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
+        yield f"saved on {some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
 
 
 def _waste(summary: Summary, path: str) -> Iterator[str]:
@@ -104,10 +104,15 @@ def _waste(summary: Summary, path: str) -> Iterator[str]:
 
 def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Weights that quantised layers keep out of the state_dict."""
-    number = sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
+    number = packed(summary)
     if number:
         command = convert(path, "float", "--dequantize")
         yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
+
+
+def packed(summary: Summary) -> int:
+    """The number of quantized tensors that are not in the state_dict."""
+    return sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
@@ -120,22 +125,27 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
-    said = f"torch.load(weights_only=True) refuses {_some(refused)}"
+    what = "TorchScript" if summary.format == "torchscript" else some(refused)
+    said = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
-        yield f"{said}; for the weights alone: {edit('convert', path, 'weights', suffix='.safetensors')}"
-    elif summary.objects:
+        options = ["--dequantize"] * (packed(summary) > 0)
+        command = edit("convert", path, "weights", *options, suffix=".safetensors")
+        yield f"{said}; for the weights alone: {command}"
+    elif summary.objects and summary.survives_dropping() and not any(row.inside for row in summary.rows):
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said
 
 
+def _inner(summary: Summary, path: str) -> Iterator[str]:
+    """Byte strings that are files: checkpoints that a library packed into its own."""
+    if summary.inner:
+        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner]
+        look = shlex.join(("ckptkit", "scan", *argument(path)))
+        yield f"byte strings that are files of their own, not looked into here: {some(places)}; {look} does"
+
+
 def _others(summary: Summary, path: str) -> Iterator[str]:
     """How to choose what else could be meant by the weights."""
-    for key in map(join, summary.others[:NAMED]):
+    for key in map(join, summary.others[:NAMES]):
         yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = len(listed) - NAMED
-    return ", ".join(listed[:NAMED]) + (f" and {more:,} more" if more > 0 else "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from ckptkit import compute
 from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
-from ckptkit.analysis.matching import Matching, match
+from ckptkit.analysis.matching import Matching
 from ckptkit.analysis.matching import Renamed as Renamed
+from ckptkit.analysis.pairing import is_taken_by_torch, pairs
 from ckptkit.compute import Difference
+from ckptkit.core import display
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import escape, plural, shape
+from ckptkit.core.text import escape, plural, some
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -92,28 +94,9 @@ class Diff:
         looks = [f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}" for pairs, what in counted if pairs]
         return f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both sides{''.join(looks)}"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from ckptkit.views import notebook
-
-        pairs = (*self.renamed, *self.reshaped)
-        old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
-        missing = [name for name in self.missing if name not in new]
-        unexpected = [name for name in self.unexpected if name not in old]
-        renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
-        kinds = [(name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}") for name, a, b in self.mismatched]
-        changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in self.changed]
-        tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
-            ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
-            ("missing (not in A)", len(missing), ("name",), notebook.folded(missing)),
-            ("unexpected (only in A)", len(unexpected), ("name",), notebook.folded(unexpected)),
-            ("mismatched", len(kinds), ("name", "A", "B"), kinds),
-            ("changed", len(changed), ("name", "elements", "largest difference"), changed),
-        )
-        shown = [
-            notebook.table(f"{title}: {count:,}", headers, rows) for title, count, headers, rows in tables if count
-        ]
-        return notebook.page(self.summary, (*shown, *(notebook.line(f"hint: {each}") for each in self.advice)))
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows."""
+        return display.html(self)
 
     def __str__(self) -> str:
         """The summary, the first names of each kind, and what to type."""
@@ -123,13 +106,8 @@ class Diff:
             "mismatched": [each.name for each in self.mismatched],
             "changed": [each.name for each in self.changed],
         }
-        named = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
+        named = [f"{kind}: {some(names, 8)}" for kind, names in kinds.items() if names]
         return "\n".join(map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice))))
-
-
-def _some(names: Sequence[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 def compare(
@@ -172,9 +150,13 @@ def against(a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *,
     mismatched = tuple(Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape)
     ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
     theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
+    found = _names(a, shapes, name, ours, theirs, mismatched=mismatched)
+    placed = [each for each in found.renamed if is_taken_by_torch(each)]
+    for each in placed:
+        del ours[each.old], theirs[each.new]
     everything = sum(prod(shape) for _, shape in shapes.values())
     silent = Silent(len(ours), _parameters(ours), len(theirs), _parameters(theirs), everything)
-    return _names(a, shapes, name, ours, theirs, mismatched=mismatched, silent=silent)
+    return replace(found, silent=silent)
 
 
 def _parameters(kinds: Mapping[str, Kind]) -> int:
@@ -215,7 +197,7 @@ def _names(
     **found: Any,
 ) -> Diff:
     """What is `found` already, and how the names differ."""
-    matching = match(unexpected, missing)
+    matching = pairs(unexpected, missing, a.keys() & b.keys())
     helpful = list(_prefix_advice(a, b, missing, unexpected, name))
     if matching.renamed and not helpful:
         helpful.append(

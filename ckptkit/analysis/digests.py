@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ckptkit.analysis import manifest
 from ckptkit.analysis.checksums import summed
 from ckptkit.analysis.tensor_digest import tensor_id
-from ckptkit.api import PathLike, open_checkpoint, open_place
+from ckptkit.api import PathLike, open_checkpoint
+from ckptkit.compute.expanded import Allowance
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.format import Finding, Part
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
@@ -60,7 +62,9 @@ def digest(
     total = sum(tensor.nbytes for _, tensor in rows)
     ids: dict[str, str] = {}
     without: dict[str, str] = {}
-    for name, tensor, found in ordered(_weighed, rows, lambda row: row[1].nbytes):
+    allowance = Allowance()
+    wanted = ((name, tensor, allowance.refusal(tensor)) for name, tensor in rows)
+    for name, tensor, found in ordered(_weighed, wanted, lambda row: row[1].nbytes):
         if isinstance(found, str):
             ids[name] = found
         else:
@@ -83,10 +87,10 @@ def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
             raise CorruptError(why, hint="`ckptkit verify` lists everything that is damaged")
 
 
-def _weighed(row: tuple[str, Tensor]) -> tuple[str, Tensor, str | TensorError]:
-    name, tensor = row
+def _weighed(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:
+    name, tensor, refusal = row
     try:
-        return name, tensor, tensor_id(tensor)
+        return name, tensor, tensor_id(tensor, refusal)
     except TensorError as error:
         return name, tensor, error
     except CkptkitError as error:

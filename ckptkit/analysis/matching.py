@@ -39,7 +39,8 @@ class Kind(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """`old` in A is `new` in B. `confidence` is between 0 and 1, `why` one of suffix, shape, order, edit."""
+    """`old` in A is `new` in B. `confidence` is between 0 and 1, `why` one of suffix, shape, order, edit;
+    "torch" where torch itself has changed the name."""
 
     old: str
     new: str
@@ -111,8 +112,8 @@ class _Matcher:
     # suffix
 
     def by_suffix(self) -> None:
-        for rule, names, sure in Rules(self.ours, self.theirs, self.joined).found():
-            self.accept(names, _sure(rule, len(names), sure), "suffix")
+        for rule, names, alone in Rules(self.ours, self.theirs, self.joined).found():
+            self.accept(names, sure(rule, len(names), alone), "suffix")
             self.rules.append(rule)
 
     # shape and order
@@ -215,9 +216,9 @@ class _Matcher:
                 self.reshaped.append(Renamed(a, b, self.old.pop(a), self.new.pop(b), confidence, why))
 
 
-def _sure(rule: Rule, hits: int, sure: bool) -> float:
+def sure(rule: Rule, hits: int, alone: bool) -> float:
     """How far a rule can be trusted: it had no rival, and explains more than a few keys."""
-    if not sure:
+    if not alone:
         return 0.7
     if not rule.old or not rule.new:  # a prefix is all there is
         return 0.99 if hits > 1 else 0.9

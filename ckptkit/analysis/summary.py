@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import quantized
-from ckptkit.analysis.values import Plain, plain
+from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import plural
+from ckptkit.core.text import and_more, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
-from ckptkit.core.weights import Weights
-from ckptkit.pickles.allowlist import describe, is_harmful
+from ckptkit.core.weights import Weights, inner_tensors, place_of
+from ckptkit.pickles.trust import describe, is_harmful
 
 if TYPE_CHECKING:
     from ckptkit.quantized import Group
@@ -32,6 +32,9 @@ class Row(NamedTuple):
     tensor: Tensor
     storage: int | None
     nbytes: int  # logical
+    inside: tuple[
+        Tensor, ...
+    ] = ()  # of a tensor subclass: the tensors that it is made of, which have rows of their own
     group: Group | None = None
 
     @property
@@ -43,6 +46,11 @@ class Row(NamedTuple):
     def dtype(self) -> str:
         """The dtype, or how the weight is quantized."""
         return self.group.label if self.group is not None and self.is_logical else self.tensor.dtype.name
+
+    @property
+    def device(self) -> str:
+        """Where it was saved from; of a subclass, where the first tensor inside was."""
+        return self.inside[0].device if self.inside else self.tensor.device
 
     @property
     def place(self) -> str:
@@ -63,6 +71,14 @@ class Opaque(NamedTuple):
 
     path: Path
     global_: str
+
+
+class Inner(NamedTuple):
+    """A byte string that is a file of its own: a `kind` of so many bytes."""
+
+    path: Path
+    kind: str
+    nbytes: int
 
 
 class Totals(NamedTuple):
@@ -95,7 +111,21 @@ class Summary:
     warnings: tuple[str, ...]
     totals: Totals
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
+    inner: tuple[Inner, ...] = ()
     is_module: bool = False  # whether the weights are those of a whole pickled module
+
+    def survives_dropping(self) -> bool:
+        """Whether `--objects drop` leaves weights, where there are none all tensors, else a value."""
+        inside = {place_of(each.path) for each in self.objects}
+
+        def is_outside(path: Path) -> bool:
+            keys = place_of(path)
+            return not any(keys[:depth] in inside for depth in range(len(keys) + 1))
+
+        rows = [row.tensor.kind != "ndarray" and is_outside(row.path) for row in self.rows]
+        if rows:
+            return any(rows) if self.weights is not None else all(rows)
+        return any(row.value is not None and is_outside(row.path) for row in self.values)
 
     def in_module(self, path: Path) -> bool:
         """Whether a value is an attribute somewhere inside the pickled module that holds the weights."""
@@ -130,6 +160,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         totals=survey.totals(),
         others=() if weights is None else weights.others,
         is_module=weights is not None and weights.is_module,
+        inner=tuple(survey.inner),
     )
 
 
@@ -141,6 +172,7 @@ class _Survey:
         self.rows: list[Row] = []
         self.values: list[Value] = []
         self.objects: list[Opaque] = []
+        self.inner: list[Inner] = []
         self.harmful: dict[str, list[Path]] = {}
         self.storages: list[Storage] = []
         self.numbers: dict[int, int] = {}  # by id of the storage: its position among them
@@ -168,6 +200,7 @@ class _Survey:
                 self._tensor(path, node, name_of(path[base:]) if name_of and base is not None else None)
             elif kind is Object and node.tensor is not None:
                 self._tensor(path, node.tensor, name_of(path[base:]) if name_of and base is not None else None)
+                self._inside(path, node)
                 shown = depth
             elif (value := plain(node)) is not None:
                 self._value(path, node, *value)
@@ -178,15 +211,27 @@ class _Survey:
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         if self.logical and id(tensor) in self.logical:
             _, group = self.logical[id(tensor)]
-            self.rows.append(Row(name, path, tensor, None, group.nbytes, group))
+            self.rows.append(Row(name, path, tensor, None, group.nbytes, group=group))
             return
         number = None if tensor.storage is None else self._number(tensor.storage)
         group = self.parts.get(name) if self.parts and name is not None else None
-        self.rows.append(Row(name, path, tensor, number, tensor.nbytes, group))
+        self.rows.append(Row(name, path, tensor, number, tensor.nbytes, group=group))
+
+    def _inside(self, path: Path, node: Object) -> None:
+        """The tensors that a tensor subclass is made of, below its own row, which has the sum of their bytes."""
+        if node.tensor is None or node.tensor.layout != "subclass":
+            return
+        held = list(inner_tensors(node.args))
+        nbytes = sum(tensor.nbytes for _, tensor in held)
+        self.rows[-1] = self.rows[-1]._replace(nbytes=nbytes, inside=tuple(tensor for _, tensor in held))
+        for below, tensor in held:
+            self._tensor((*path, *below), tensor, None)
 
     def _value(self, path: Path, node: Node, kind: str, value: Plain) -> None:
         if isinstance(node, TypedStorage):
             self._number(node.storage)
+        elif kind == "bytes" and (inner := inner_file(node)) is not None:
+            self.inner.append(Inner(path, *inner))
         self.values.append(Value(path, kind, value))
 
     def _opaque(self, path: Path, node: Object | Global) -> None:
@@ -197,7 +242,7 @@ class _Survey:
 
     def warnings(self) -> Iterator[str]:
         for made, (first, *more) in self.harmful.items():
-            also = f" and at {len(more):,} more" if more else ""
+            also = and_more(len(more))
             yield f"loading it with pickle would call {made}, for the value at {join(first) or 'the root'}{also}"
 
     def _number(self, storage: Storage) -> int:
@@ -211,11 +256,11 @@ class _Survey:
         free = [storage.nbytes for storage in self.storages]
         total, storage_nbytes = 0, sum(free) + sum(row.nbytes for row in self.rows if row.is_logical)
         in_weights = any(row.name is not None for row in self.rows)
-        for number, (name, _, tensor, storage, nbytes, _) in enumerate(self.rows):
-            total += nbytes
+        for number, (name, _, tensor, storage, nbytes, inside, _) in enumerate(self.rows):
+            total += 0 if inside else nbytes
             if storage is not None:
                 free[storage] -= nbytes
-            if name is not None or not in_weights:
+            if name is not None or not (in_weights or inside):
                 same = (number,) if storage is None else (storage, tensor.offset, tensor.shape)
                 counted[same] = tensor.numel
         return Totals(

@@ -20,18 +20,22 @@ Named = tuple[str, Tensor]
 R = TypeVar("R")
 
 
-def sha256(tensor: Tensor) -> str | None:
+def sha256(tensor: Tensor, refusal: TensorError | None = None) -> str | None:
     """Hexadecimal SHA-256 of the elements; None where they have no plain bytes: on meta, in a sparse layout, with
     elements smaller than a byte that are out of order, with a sign that their dtype does not have."""
     try:
-        return _hash(tensor, b"")
+        return _hash(tensor, b"", refusal)
     except TensorError:
         return None
 
 
-def tensor_id(tensor: Tensor) -> str:
-    """Hexadecimal SHA-256 of dtype, shape and elements. Raises TensorError where there are no elements to read."""
-    return _hash(tensor, f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode())
+def tensor_id(tensor: Tensor, refusal: TensorError | None = None) -> str:
+    """Hexadecimal SHA-256 of dtype, shape and elements.
+
+    Raises TensorError where there are no elements to read, or many more than the storage holds; and `refusal`, which
+    says that there were too many before.
+    """
+    return _hash(tensor, f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode(), refusal)
 
 
 def sha256_each(tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None) -> Iterator[str | None]:
@@ -44,21 +48,29 @@ def tensor_id_each(tensors: Iterable[Named], progress: Callable[[int], None] = l
     return _each(tensor_id, tensors, progress)
 
 
-def _each(function: Callable[[Tensor], R], tensors: Iterable[Named], progress: Callable[[int], None]) -> Iterator[R]:
-    def digest(named: Named) -> tuple[R, int]:
-        name, tensor = named
+def _each(
+    function: Callable[[Tensor, TensorError | None], R], tensors: Iterable[Named], progress: Callable[[int], None]
+) -> Iterator[R]:
+    allowance = compute.Allowance()
+
+    def digest(row: tuple[str, Tensor, TensorError | None]) -> tuple[R, int]:
+        name, tensor, refusal = row
         try:
-            return function(tensor), tensor.nbytes
+            return function(tensor, refusal), tensor.nbytes
         except CkptkitError as error:
             error.message = f"{name}: {error.message}"
             raise
 
-    for found, nbytes in compute.ordered(digest, tensors, lambda named: named[1].nbytes):
+    rows = ((name, tensor, allowance.refusal(tensor)) for name, tensor in tensors)
+    for found, nbytes in compute.ordered(digest, rows, lambda row: row[1].nbytes):
         progress(nbytes)
         yield found
 
 
-def _hash(tensor: Tensor, head: bytes) -> str:
+def _hash(tensor: Tensor, head: bytes, refusal: TensorError | None) -> str:
+    refusal = refusal or compute.Allowance().refusal(tensor)
+    if refusal is not None:
+        raise refusal
     digest = hashlib.sha256(head)
     for chunk in compute.flow(compute.contiguous(tensor).locate()):
         digest.update(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Range
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Path, key_text
@@ -12,6 +13,8 @@ Key = str | int
 
 BYTES_SHOWN = 1_024  # byte strings up to this length are shown as text
 EXACT = 1 << 8 * LIMITS.int_bytes  # integers from here on are described: Python puts no more digits into text
+_HEAD, _LEAST = 4, 64  # bytes that say what a file is, and that a file has at least
+_HEADS = {b"PK\3\4": "zip archive", **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)}}
 _SCALARS = frozenset({bool, float, str, type(None)})
 
 
@@ -39,6 +42,19 @@ def _odd(node: Node) -> tuple[str, Plain] | None:
     if isinstance(node, TypedStorage):
         return "storage", f"{node.elements:,} x {node.dtype or 'byte'} on {node.storage.device}"
     return ("complex", str(node)) if isinstance(node, complex) else None
+
+
+def inner_file(node: Node) -> tuple[str, int] | None:
+    """The kind of file that a long byte string is, and its length; None for other bytes."""
+    if isinstance(node, Blob):
+        size = node.extent.length
+        head = node.extent.source.read(node.extent.offset, min(size, _HEAD)) if isinstance(node.extent, Range) else b""
+    elif isinstance(node, (bytes, bytearray)):
+        size, head = len(node), bytes(node[:_HEAD])
+    else:
+        return None
+    kind = next((name for start, name in _HEADS.items() if head.startswith(start)), None)
+    return (kind, size) if kind is not None and size >= _LEAST else None
 
 
 def _object(node: Object) -> tuple[str, Plain] | None:

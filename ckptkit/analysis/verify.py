@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
 from ckptkit.analysis.digests import Matches, Progress, differences, digest
-from ckptkit.api import PathLike, open_place
+from ckptkit.api import PathLike
 from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -17,6 +17,7 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, Trunc
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Finding, Format, Part, Probe
 
 COMPARED = 1_000  # findings of which none is said twice; more are told as they are
@@ -38,7 +39,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
     damaged: bool = False  # whether something is wrong with the bytes, and not with what they say
-    recoverable: bool = False  # whether `recover` knows such files
+    recoverable: str = ""  # the command that may save something: `formats.salvageable`
 
     @property
     def ok(self) -> bool:
@@ -63,13 +64,14 @@ def verify(
     place = open_place(path)
     try:
         look = _Look(place, progress)
-        checkpoint = look.at_bytes()
-        if checkpoint is not None and values:
-            look.at_values()
-        if checkpoint is not None and expected is not None:
-            found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
-            look.findings += differences(found, expected, matches)
-        return look.verdict()
+        with steady(place):
+            checkpoint = look.at_bytes()
+            if checkpoint is not None and values:
+                look.at_values()
+            if checkpoint is not None and expected is not None:
+                found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
+                look.findings += differences(found, expected, matches)
+            return look.verdict()
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
     finally:
@@ -173,7 +175,7 @@ class _Look:
             findings=tuple(_said_once(self.findings)),
             notes=tuple(self._notes()),
             damaged=self.damaged,
-            recoverable=not self.probe.is_folder and (self.format is None or self.format.salvage is not None),
+            recoverable=formats.salvageable(self.probe) if self.damaged else "",
         )
 
     def _notes(self) -> Iterator[str]:

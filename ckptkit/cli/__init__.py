@@ -1,8 +1,8 @@
 """The command line: words and options only. A command parses, calls the library once, and prints.
 
 Commands are imported when they are run, and the library inside their bodies, so that none pays for another.
-Exit codes are decided here and nowhere else: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed,
-5 a bug of ours, 130 interrupted, 141 the reader of the pipe is gone.
+Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed, 5 a bug, 130 interrupted,
+141 the reader of the pipe is gone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,27 @@ import click
 
 from ckptkit import __version__
 from ckptkit.cli import render
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, foreseen
+from ckptkit.core.text import nearest
 
-COMMANDS = (
-    "inspect", "strip-module", "add-module", "remap", "diff", "convert", "rename", "extract", "wrap",
-    "average", "merge", "ema", "run", "recover", "doctor", "scan", "stats", "show", "report", "browse",
-    "verify", "digest", "batch", "completion", "train", "formats", "env",
-)  # fmt: skip
+# The commands, in the groups and the order in which --help lists them, each with its topic of the manual.
+GROUPS = {
+    "Look": {
+        "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values", "show": "values",
+        "report": "pictures", "browse": "pictures",
+    },
+    "Change": {
+        "strip-module": "commands", "add-module": "commands", "remap": "commands", "convert": "formats",
+        "rename": "diagnosis", "extract": "fidelity", "wrap": "fidelity", "run": "recipes",
+    },
+    "Combine": {"average": "recipes", "merge": "recipes", "ema": "recipes"},
+    "Check": {"scan": "security", "verify": "integrity", "digest": "integrity", "recover": "integrity"},
+    "Many files": {"batch": "many-files"},
+    "Other": {"train": "trainer", "completion": "shell", "formats": "formats", "env": "library", "help": "commands"},
+}  # fmt: skip
+TOPICS = {name: topic for group in GROUPS.values() for name, topic in group.items()}
+COMMANDS = tuple(TOPICS)
+ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands with a room of their own
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 # What people type who look for a command that has another name here.
@@ -47,12 +61,26 @@ class CommandLine(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"ckptkit.cli.{name.replace('-', '_')}").command
+        module = ELSEWHERE.get(name, f"ckptkit.cli.{name.replace('-', '_')}")
+        command: click.Command = import_module(module).command
+        command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
 
             completing.teach(command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands in their groups."""
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            rows = []
+            for name in names:
+                command = self.get_command(ctx, name)
+                assert command is not None
+                rows.append((name.ljust(width), command.get_short_help_str(formatter.width - width - 6)))
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -108,12 +136,11 @@ class UnknownCommand(click.UsageError):
     """`word` is no command; ``hint`` is what may have been meant."""
 
     def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
-        from difflib import get_close_matches
         from shlex import join
 
         super().__init__(f"No such command {word!r}.", ctx)
         near = [SYNONYMS[word]] if word in SYNONYMS else [name for name in COMMANDS if name.startswith(word)]
-        near = near or get_close_matches(word, COMMANDS)
+        near = near or nearest(word, COMMANDS)
         self.hint = f"`{ctx.command_path} --help` explains"
         if near:
             self.hint = f"did you mean {', '.join(near)}? {self.hint}"
@@ -174,8 +201,7 @@ def _failed(error: BaseException) -> int:
         return CLOSED_PIPE
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the help, printed by click
         error = render.stdout_failed(error)
-    if isinstance(error, MemoryError):
-        error = InputError("needs more memory than there is")
+    error = foreseen(error)
     if isinstance(error, CkptkitError):
         say(str(error), error.hint)
         if error.where == render.STDOUT:

@@ -15,6 +15,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import InputError
+from ckptkit.core.text import and_more
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class _Report:
             self._failed[job.output] = outcome
         said = (*outcome.left_out, *outcome.warnings)
         if said and not self._given["quiet"]:
-            self._warn(f"{job.output}: {said[0]}" + (f" (and {len(said) - 1} more)" if len(said) > 1 else ""))
+            self._warn(f"{job.output}: {said[0]}" + (f" ({and_more(len(said) - 1).strip()})" if len(said) > 1 else ""))
         if self._given["as_json"] or self._given["dry_run"]:
             self._rows[job.output] = _facts(job, outcome)
 

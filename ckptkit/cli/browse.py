@@ -36,7 +36,7 @@ def command(file: str, key: str | None) -> int:
     try:
         from ckptkit.views.browser.app import Browser
     except ImportError as error:
-        raise UsageError("browse is made with textual", hint="pip install 'ckptkit[browse]'") from error
+        raise UsageError("browse is made with textual", hint="pip install textual") from error
     from ckptkit.api import open_checkpoint
     from ckptkit.views.browser.contents import Contents
 

@@ -99,7 +99,7 @@ def _compare(
         return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=urls.shown(a))
     if values or atol is not None or rtol is not None:
         raise click.UsageError("a model that was just built has no values to compare with")
-    from ckptkit.compute import model_from, model_shapes
+    from ckptkit.loading.building import model_from, model_shapes
 
     assert spec is not None
     return against(first.weights, model_shapes(model_from(spec, args)), name=urls.shown(a))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core.errors import InputError
+from ckptkit.core.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -42,6 +43,7 @@ def command(file: str, spec: str | None, args: dict[str, object], key: str | Non
     """
     from ckptkit.doctor.diagnose import examine
 
+    _check_destination(file, fix["destination"])
     if args and spec is None:
         raise click.UsageError("--arg goes with --model")
     model, words = _model(spec, args), _words(spec, args)
@@ -52,11 +54,27 @@ def command(file: str, spec: str | None, args: dict[str, object], key: str | Non
         render.emit_json(_facts(found, done, left))
     else:
         _say(found, done, left, fix["destination"])
-    return InputError.exit_code if not left.readable else FOUND if left.causes or (done and found.lost) else 0
+    if not left.readable:
+        return InputError.exit_code
+    return FOUND if left.causes or (done and (found.lost or found.unmended)) else 0
+
+
+def _check_destination(file: str, destination: str | None) -> None:
+    """Raise UsageError where --fix would write over the file that is looked at."""
+    import os
+
+    from ckptkit.analysis.advice import fixed
+
+    paths = (file, destination)
+    if destination is None or not all(map(os.path.exists, filter(None, paths))):
+        return
+    if os.path.samefile(file, destination):
+        what = "is the file that is looked at, and --fix writes another one"
+        raise UsageError(what, where=destination, hint=f"--fix {shlex.quote(fixed(file))}")
 
 
 def _model(spec: str | None, args: dict[str, object]) -> Any:
-    from ckptkit.compute import model_from
+    from ckptkit.loading.building import model_from
 
     return None if spec is None else model_from(spec, args)
 

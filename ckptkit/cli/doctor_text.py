@@ -68,5 +68,8 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
         yield from _causes(left)
     elif found.lost:
         yield f"{escape(done.path)} loads, without {plural(len(found.lost), 'entry')} that cannot be had back"
+    elif found.unmended:
+        causes = [str(number) for number, each in enumerate(found.causes, 1) if each in found.unmended]
+        yield f"this is not mended by it: {', '.join(causes)} above"
     else:
         yield f"nothing remains: {escape(done.path)} loads{' into the model' if left.options else ''}"

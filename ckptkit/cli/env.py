@@ -18,14 +18,16 @@ def command(as_json: bool) -> None:
     \b
     Example: ckptkit env
     """
-    from ckptkit.compute import environment
+    from ckptkit.loading.building import environment
 
     found: dict[str, Any] = {"ckptkit": __version__, **environment()}
     if as_json:
         render.emit_json({"schema": "ckptkit.env/1", **found})
         return
     devices = found.pop("devices")
-    render.emit(*render.table(("", ""), [(name, str(value)) for name, value in found.items() if value is not None]))
+    found["torch"] = found["torch"] or "not installed"
+    rows = [(name, str(value)) for name, value in found.items() if value is not None]
+    render.emit(*render.table(("", ""), rows))
     cells = [
         (name, each["title"], "" if each["memory"] is None else render.size(each["memory"]))
         for name, each in devices.items()

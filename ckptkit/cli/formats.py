@@ -20,7 +20,7 @@ def command(as_json: bool) -> None:
     \b
     Example: ckptkit formats
     """
-    from ckptkit.formats import FORMATS
+    from ckptkit.formats.table import FORMATS
 
     if as_json:
         render.emit_json({"schema": "ckptkit.formats/1", "formats": list(map(_facts, FORMATS))})

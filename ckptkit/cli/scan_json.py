@@ -38,6 +38,7 @@ def _pickle(pickle: PickleVerdict) -> dict[str, Any]:
         "nested": found.nested,
         "verdict": pickle.verdict,
         "weights_only": {"loads": pickle.refused is None and not pickle.needs, "refused": pickle.refused},
+        "versions": pickle.versions,
         "globals": list(map(str, trace.globals)),
         "needs": list(map(str, pickle.needs)),
         "calls": list(map(_call, trace.calls)),

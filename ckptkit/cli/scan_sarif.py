@@ -19,7 +19,7 @@ _IDS = {CODE: "would-run-code", UNKNOWN: "cannot-tell", CLASSES: "needs-classes"
 _LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "note", HARMLESS: "note"}
 _MEANING = {
     CODE: "Loading the file with pickle calls something with arguments of the file's choosing.",
-    UNKNOWN: "It is malformed, two readers could differ, or it holds what has no business in a checkpoint.",
+    UNKNOWN: "It is malformed, two readers could differ, or a step is not proved harmless.",
     CLASSES: "torch.load(weights_only=True) refuses the file: it makes objects of classes that it does not know.",
     HARMLESS: "The file makes plain values, but torch.load(weights_only=True) does not read it.",
 }

@@ -48,6 +48,7 @@ def _pickle(pickle: PickleVerdict) -> Iterator[str]:
         yield f"{place}needs {', '.join(_some([str(name) for name in pickle.needs]))}"
     if pickle.verdict in (CLASSES, HARMLESS) and pickle.refused is not None:
         yield f"weights_only is no option: {pickle.refused}"
+    yield from pickle.versions
 
 
 def _place(where: str) -> str:

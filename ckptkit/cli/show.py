@@ -11,6 +11,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.cli.stats import facts_of, short
 from ckptkit.core.errors import UsageError
+from ckptkit.core.text import guess
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -125,12 +126,9 @@ def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None,
 
 
 def _instead(name: str, rows: list[Any]) -> str | None:
-    from difflib import get_close_matches
-
     names = [row.name or row.place for row in rows[:5_000]]
     ending = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
-    close = ending[:3] or get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(close)}?" if close else "`ckptkit inspect` lists them"
+    return guess(name, ending or names) or "`ckptkit inspect` lists them"
 
 
 def _grids(shown: list[Shown], rows: int, columns: int | None) -> Iterator[str]:

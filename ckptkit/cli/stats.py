@@ -12,6 +12,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.cli.bars import bars
 from ckptkit.cli.progress import Progress
+from ckptkit.core.text import some
 
 if TYPE_CHECKING:
     from ckptkit.analysis import summary
@@ -242,15 +243,11 @@ def _said(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str 
     """What to say about it besides, and what to do."""
     names = [row.label for row in found.odd]
     if names:
-        yield f"NaN or infinite values in {render.plural(len(names), 'tensor')}: {_some(names)}", None
+        yield f"NaN or infinite values in {render.plural(len(names), 'tensor')}: {some(names, SHOWN)}", None
     if found.skipped:
         names = [f"{each.name} ({each.why})" for each in found.skipped]
         quantized = any(each.dtype.startswith("q") for each in found.skipped)
         hint = "`ckptkit convert --dequantize` makes numbers of quantized weights" if quantized else None
-        yield f"{render.plural(len(names), 'tensor')} without statistics: {_some(names)}", hint
+        yield f"{render.plural(len(names), 'tensor')} without statistics: {some(names, SHOWN)}", hint
     if globs and not found.totals and not found.skipped:
         yield f"no name or path of a tensor matches --keys {', '.join(globs)}", None
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")

@@ -42,14 +42,14 @@ def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | 
 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes, group = row
+    name, path, leaf, storage, nbytes, _, group = row
     return {
         "name": name,
         "path": join(path),
         "keys": key_list(path),
         "shape": leaf.shape,
         "dtype": leaf.dtype.name,
-        "device": leaf.device,
+        "device": row.device,
         "stride": leaf.stride,
         "offset": leaf.offset,
         "storage": storage,

@@ -64,7 +64,7 @@ def _shared(rows: Iterable[Row]) -> set[int | None]:
 def _item(row: Row, shared: set[int | None]) -> Item:
     tensor = row.tensor
     name = row.name if row.name is not None else row.place
-    columns = (row.dtype, tensor.shape, tensor.device, _remark(row, shared))
+    columns = (row.dtype, tensor.shape, row.device, _remark(row, shared))
     return Item(name, columns, row.nbytes)
 
 
@@ -84,6 +84,8 @@ def _remark(row: Row, shared: set[int | None]) -> str:
     ):  # as almost all are
         return ""
     said = [] if tensor.layout == "strided" else [tensor.layout]
+    if row.inside:
+        said[0] += f" of {plural(len(row.inside), 'tensor')} below"
     if tensor.kind == "ndarray":
         said.append("numpy")
     if tensor.storage is not None:

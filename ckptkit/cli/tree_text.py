@@ -15,7 +15,7 @@ from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, sh
 from ckptkit.cli.summary_text import LONG, value_text
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles.allowlist import describe
+from ckptkit.pickles.trust import describe
 
 BAR, SHORT_BAR = 20, 10  # characters
 WIDE, MEDIUM = 110, 72  # characters of a terminal from which on there are such bars

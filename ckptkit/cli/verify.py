@@ -9,6 +9,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
+from ckptkit.core.text import some
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -153,16 +154,18 @@ def lines(verdict: Verdict) -> Iterator[str]:
 
 def said(finding: Finding) -> str:
     """One finding: the file in a folder, what is wrong, and the tensors that it hits."""
-    names = ", ".join(finding.tensors[:NAMED])
-    more = f" and {len(finding.tensors) - NAMED:,} more" if len(finding.tensors) > NAMED else ""
+    names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""
-    return f"{place}{finding.what}" + (f" ({names}{more})" if names else "")
+    return f"{place}{finding.what}" + (f" ({names})" if names else "")
 
 
 def _hints(verdict: Verdict) -> Iterable[str]:
     from ckptkit.analysis.advice import recover
+    from ckptkit.formats.format import UNVERIFIED
 
     again = "fetch it again from where it came from"
     if verdict.recoverable:
-        return (f"{again}; to save what is whole: {recover(verdict.path)}",)
+        unverified = verdict.recoverable == UNVERIFIED
+        saves = "to save what is there, which may be garbage" if unverified else "to save what is whole"
+        return (f"{again}; {saves}: {recover(verdict.path, unverified)}",)
     return dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint) or (again,)

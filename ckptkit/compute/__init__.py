@@ -1,10 +1,7 @@
-"""The only door to torch: work on the elements of byte ranges, torch tensors, and model classes.
+"""Arithmetic on the elements of byte ranges, and torch tensors made of them.
 
-``operations`` computes byte ranges, ``gather`` is the reading plan of its strided views, ``floats`` the elements as
-numbers, ``tensors`` says which operations a tensor needs and makes torch's own of it, ``tallies`` are statistics,
-``threads`` the way to work on many tensors, ``models`` builds the user's classes. numpy and torch are imported inside
-functions, and the modules here when they are used, so that a command that computes nothing pays for none of them, and
-one that computes with numbers for numpy alone.
+In: a Derived (an operation over byte ranges). Out: its bytes, in bounded pieces; statistics; torch storages.
+Uses core. numpy and torch are imported inside functions, so that commands that only copy pay for neither.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptkit.compute.expanded import Allowance
     from ckptkit.compute.mean import has_mean, mean_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
     from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
         to_torch_storage,
     )
     from ckptkit.compute.threads import ordered
-    from ckptkit.loading.building import environment, model_from, model_shapes, model_ties, torch_lacks
 
 __all__ = [
     "BINS",
     "OPERATIONS",
     "PIECE",
+    "Allowance",
     "Difference",
     "Histogram",
     "Part",
@@ -40,13 +38,9 @@ __all__ = [
     "compare",
     "contiguous",
     "dequantized_record",
-    "environment",
     "flow",
     "has_mean",
     "mean_record",
-    "model_from",
-    "model_shapes",
-    "model_ties",
     "numbers",
     "ordered",
     "parts",
@@ -55,11 +49,9 @@ __all__ = [
     "tally",
     "to_torch_storage",
     "torch_dtype",
-    "torch_lacks",
 ]
 
 _PLACES = {
-    **dict.fromkeys(("environment", "model_from", "model_shapes", "model_ties", "torch_lacks"), "models"),
     **dict.fromkeys(("OPERATIONS", "PIECE", "flow", "stream", "torch_dtype"), "operations"),
     **dict.fromkeys(
         ("Difference", "cast_record", "compare", "contiguous", "dequantized_record", "rebuild", "to_torch_storage"),
@@ -68,6 +60,7 @@ _PLACES = {
     **dict.fromkeys(("BINS", "Histogram", "Part", "Tally", "numbers", "parts", "tally"), "tallies"),
     **dict.fromkeys(("has_mean", "mean_record"), "mean"),
     "ordered": "threads",
+    "Allowance": "expanded",
 }
 
 

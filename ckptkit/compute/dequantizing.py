@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptkit.bridge.machine import TALL, TILE, WIDE, Machine
-from ckptkit.bridge.tabled import Tabled, is_tabled
 from ckptkit.compute.blocks import Blocks
 from ckptkit.compute.gather import Read
+from ckptkit.compute.machine import TALL, TILE, WIDE, Machine
 from ckptkit.compute.packed import Span
+from ckptkit.compute.tabled import Tabled, is_tabled
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, Range
 

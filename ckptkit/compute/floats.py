@@ -1,9 +1,11 @@
 """Elements as numbers of numpy, and floating-point numbers as elements, without torch.
 
-Importing torch takes a second and 200 MiB, which is more than all that is done here takes. numpy has no ``bfloat16``,
-no floating-point types of 8 bits and no ``complex32``, and is slow with float16. They are read as float32 or complex64,
-which hold all of their values, and written by rounding float32 to the nearest, ties to even, as torch does; float64 is
-rounded to float32 first, again as torch does. A NaN stays one: which bits it has depends in torch on the processor.
+Importing torch takes a second and 200 MiB, which is more than all that is done here takes. numpy
+has no ``bfloat16``, no floating-point types of 8 bits, no ``complex32`` and no ``bcomplex32``, and
+is slow with float16. They are read as float32 or complex64, which hold all of their values, and
+written by rounding float32 to the nearest, ties to even, as torch does; float64 is rounded to
+float32 first, again as torch does. A NaN stays one: which bits it has depends in torch on the
+processor.
 
 ========  ====  ========  ==============================  ===================
 fp8       bias  mantissa  codes that are no number        what is too large
@@ -47,6 +49,7 @@ _SMALL = {
     "float8_e4m3fnuz": _Small(8, 3, 0x7F, 0x80, 0x80),
     "float8_e5m2fnuz": _Small(16, 2, 0x7F, 0x80, 0x80),
 }
+_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # that `decode` knows
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # what is cast to each other here
 
 
@@ -66,10 +69,10 @@ def decode(data: Data, dtype: DType) -> Array:
         return truth
     if dtype.numpy is not None:
         return np.frombuffer(data, np.dtype(dtype.numpy).newbyteorder("<"))
-    if dtype.name == "bfloat16":
+    if dtype.name in ("bfloat16", "bcomplex32"):
         wide = np.zeros(len(data) // 2, "<u4")
         wide.view("<u2")[1::2] = np.frombuffer(data, "<u2")
-        return wide.view("<f4")
+        return wide.view("<f4" if dtype.name == "bfloat16" else "<c8")
     if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":
         values: Array = np.take(_values(dtype.name), np.frombuffer(data, "u1"))
         return values
@@ -78,7 +81,7 @@ def decode(data: Data, dtype: DType) -> Array:
 
 def is_decoded(dtype: DType) -> bool:
     """Whether `decode` knows the type."""
-    return dtype.numpy is not None or dtype.name in _SMALL or dtype.name in ("bfloat16", "complex32", "float8_e8m0fnu")
+    return dtype.numpy is not None or dtype.name in _SMALL or dtype.name in _OTHERS
 
 
 def encode(values: Array, dtype: DType) -> memoryview:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 ELEMENTS = 32 << 10  # of each input at a time, so that they and their sum stay in a core's cache
-_COMPONENTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_COMPONENTS = {
+    "complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128": "float64",
+}  # fmt: skip
 
 
 def has_mean(dtype: DType) -> bool:

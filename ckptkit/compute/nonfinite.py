@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptkit.compute.expanded import once, refusal, repeated, times
 from ckptkit.compute.floats import decode, is_decoded
 from ckptkit.compute.operations import BUFFER, aligned, flow
 from ckptkit.compute.tensors import contiguous
@@ -19,11 +20,15 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
     dtype = tensor.dtype
     if dtype.kind not in ("float", "complex") or not is_decoded(dtype):
         return 0, 0
+    axes = repeated(tensor)
+    each, count = once(tensor, axes), times(tensor, axes)
+    if (error := refusal(each)) is not None:
+        raise error
     nan = infinite = 0
-    for piece in aligned(flow(contiguous(tensor).locate()), dtype.itemsize, BUFFER):
+    for piece in aligned(flow(contiguous(each).locate()), dtype.itemsize, BUFFER):
         values = decode(piece, dtype)
         odd = values[~np.isfinite(values)]
         if len(odd):
             numbers = int(np.count_nonzero(np.isnan(odd)))
             nan, infinite = nan + numbers, infinite + len(odd) - numbers
-    return nan, infinite
+    return nan * count, infinite * count

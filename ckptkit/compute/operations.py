@@ -27,7 +27,7 @@ quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix o
           columns                         (:mod:`ckptkit.compute.quantizing`)
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
+dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
 ``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function of its inputs, its parameters and the range
 of the output that is asked for.
 """
@@ -276,7 +276,7 @@ def _blocks(derived: Derived, start: int, stop: int) -> Pieces:
 
 
 def _quantize(derived: Derived, start: int, stop: int) -> Pieces:
-    from ckptkit.bridge.quantizing import quantize
+    from ckptkit.compute.quantizing import quantize
 
     return quantize(_reader(derived.inputs[0]), derived, start, stop)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptkit.compute.expanded import once, refusal, repeated, times
 from ckptkit.compute.floats import decode, is_decoded
 from ckptkit.compute.operations import aligned, flow
 from ckptkit.compute.tensors import contiguous
@@ -149,6 +150,21 @@ class Tally:
         self.infinite += other.infinite
         self.zeros += other.zeros
 
+    def repeated(self, times: int) -> Tally:
+        """The same for numbers that are there so many times."""
+        if times == 1:
+            return self
+        counts = [count * times for count in self.histogram.counts]
+        return replace(
+            self,
+            count=self.count * times,
+            nan=self.nan * times,
+            infinite=self.infinite * times,
+            zeros=self.zeros * times,
+            squares=self.squares * times,
+            histogram=replace(self.histogram, counts=counts),
+        )
+
     def _bins(self, other: Tally) -> None:
         assert other.low is not None and other.high is not None
         self.low = other.low if self.low is None else min(self.low, other.low)
@@ -177,6 +193,7 @@ class Part(NamedTuple):
     dtype: DType
     start: int
     stop: int
+    times: int = 1  # how often each of them is there
 
     @property
     def nbytes(self) -> int:
@@ -190,23 +207,28 @@ def parts(tensor: Tensor) -> Iterator[Part]:
     """
     if not is_decoded(tensor.dtype):
         raise TensorError(f"elements of {tensor.dtype} are not numbers by themselves")
-    extent = contiguous(tensor).locate()
+    axes = repeated(tensor)
+    each = once(tensor, axes)
+    if (error := refusal(each)) is not None:
+        raise error
+    extent = contiguous(each).locate()
     size = PART if isinstance(extent, Range) else max(1, extent.length)
     for start in range(0, extent.length, size):
-        yield Part(extent, tensor.dtype, start, min(start + size, extent.length))
+        yield Part(extent, tensor.dtype, start, min(start + size, extent.length), times(tensor, axes))
 
 
 def numbers(tensor: Tensor) -> Array:
     """All elements of a tensor, in its shape; whoever asks sees to it that they are few. Raises like `parts`."""
     import numpy as np
 
-    made = [decode(bytes(data), part.dtype) for part in parts(tensor) for data in _pieces(part)]
+    each = once(tensor, repeated(tensor))
+    made = [decode(bytes(data), part.dtype) for part in parts(each) for data in _pieces(part)]
     flat: Array = np.concatenate(made) if made else decode(b"", tensor.dtype)
-    return flat.reshape(tensor.shape)
+    return np.broadcast_to(flat.reshape(each.shape), tensor.shape)
 
 
 def _pieces(part: Part) -> Iterator[memoryview]:
-    extent, dtype, start, stop = part
+    extent, dtype, start, stop, _ = part
     return aligned(flow(extent, start, stop), dtype.itemsize, BLOCK * dtype.itemsize)
 
 
@@ -218,7 +240,7 @@ def tally(part: Part) -> Tally:
     with np.errstate(all="ignore"):  # squares of float64 may be infinite
         for piece in _pieces(part):
             found.add(_block(decode(piece, part.dtype)))
-    return found
+    return found.repeated(part.times)
 
 
 def _block(values: Array) -> Tally:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.compute import expanded
 from ckptkit.compute.floats import decode, is_decoded
 from ckptkit.compute.operations import BUFFER, PIECE, Piece, aligned, flow, regroup, stream, torch_dtype
 from ckptkit.core.bytesource import Extent, LocalFile, Part, Pending, Range, Record
@@ -121,10 +122,20 @@ def compare(a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | No
     for dtype in () if exact else (a.dtype, b.dtype):
         if not is_decoded(dtype):
             raise TensorError(f"values of {dtype} cannot be compared within a tolerance")
-    left, right = contiguous(a).locate(), contiguous(b).locate()
+    axes = expanded.repeated(a, b)
+    each = [expanded.once(tensor, axes) for tensor in (a, b)]
+    for tensor in each:
+        if (error := expanded.refusal(tensor)) is not None:
+            raise error
+    left, right = (contiguous(tensor).locate() for tensor in each)
     if exact:
-        return None if _same(left, right) else _compare_bytes(left, right, a.dtype.itemsize)
-    return _compare_values(_values(left, a.dtype), _values(right, b.dtype), atol or 0.0, rtol or 0.0)
+        found = None if _same(left, right) else _compare_bytes(left, right, a.dtype.itemsize)
+    else:
+        found = _compare_values(_values(left, a.dtype), _values(right, b.dtype), atol or 0.0, rtol or 0.0)
+    if found is None or not axes:
+        return found
+    first = expanded.place(found.first, a.shape, axes)
+    return replace(found, count=found.count * expanded.times(a, axes), first=first)
 
 
 def _same(left: Extent, right: Extent) -> bool:

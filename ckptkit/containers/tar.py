@@ -17,11 +17,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import shown
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
+from ckptkit.core.text import shown
 
+_HERE = re.compile(r"^\./")
 BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
@@ -80,15 +81,17 @@ def first_name(source: ByteSource) -> bytes:
     return b""
 
 
-def read_members(source: ByteSource) -> dict[str, Member]:
+def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]:
     """Every member by its name, in order.
+
+    `here`: a leading ``./``, as `tar -C FOLDER .` writes it, is no part of a name.
 
     Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError, LimitError.
     """
     members: dict[str, Member] = {}
     folded: set[str] = set()
     links: list[str] = []
-    for member, link in _members(source):
+    for member, link in _members(source, here):
         if member.name.lower() in folded:
             raise AmbiguousError(f"two members have the name {shown(member.name)}")
         folded.add(member.name.lower())
@@ -100,7 +103,7 @@ def read_members(source: ByteSource) -> dict[str, Member]:
     return members
 
 
-def _members(source: ByteSource) -> Iterator[tuple[Member, str]]:
+def _members(source: ByteSource, here: bool) -> Iterator[tuple[Member, str]]:
     """Each member and what it links to, up to the end, which must be one."""
     at = 0
     records: dict[bytes, bytes] = {}
@@ -118,7 +121,7 @@ def _members(source: ByteSource) -> Iterator[tuple[Member, str]]:
             found = _records(data, _LOCAL_KEYS if header.type == b"x" else _GLOBAL_KEYS)
             records = found if header.type == b"x" else {}
             continue
-        yield _member(header, records, data)
+        yield _member(header, records, data, here)
         records = {}
     if records:
         raise FormatError("a tar file ends with records about a member that is not there")
@@ -190,7 +193,7 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
     return found
 
 
-def _member(header: _Header, records: dict[bytes, bytes], data: Range) -> tuple[Member, str]:
+def _member(header: _Header, records: dict[bytes, bytes], data: Range, here: bool) -> tuple[Member, str]:
     kind = _KINDS.get(header.type)
     if kind is None:
         raise UnsupportedError(
@@ -198,18 +201,24 @@ def _member(header: _Header, records: dict[bytes, bytes], data: Range) -> tuple[
         )
     if kind != "file" and data.length:
         raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
-    name = _name(records.get(b"path", header.name), kind)
+    name = _name(records.get(b"path", header.name), kind, here)
     if header.name:  # readers that do not know records go by this one
-        _name(header.name, kind)
+        _name(header.name, kind, here)
     return Member(name, kind, data), header.link.decode("latin-1") if kind == "link" else ""
 
 
-def _name(name: bytes, kind: str) -> str:
-    """The name as text: torch's are four words, and other tar files have names that everybody reads alike."""
+def _name(name: bytes, kind: str, here: bool) -> str:
+    """The name as text: torch's are four words, and others have names that all readers agree on.
+
+    Torch looks for its records without a leading ``./``: only `here` takes that off.
+    """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")
     if not text.isascii() or not text.isprintable() or not text:
         raise FormatError(f"a tar member has the name {shown(name)}")
+    if here and kind == "folder" and text in (".", "./"):
+        return text
+    text = _HERE.sub("", text) if here else text
     parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
         raise PathError(f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}")

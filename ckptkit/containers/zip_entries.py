@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, UnsupportedError
+from ckptkit.core.text import shown
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
@@ -41,12 +42,6 @@ _STEP = 512  # bytes of the smallest read among local headers
 
 Row = Sequence[int]
 Read = Callable[[int, int], bytes]  # (offset, length) -> bytes
-
-
-def shown(name: str | bytes) -> str:
-    """A member's name for a message."""
-    text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
-    return repr(text if len(text) <= 100 else text[:97] + "...")
 
 
 def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Row]]:

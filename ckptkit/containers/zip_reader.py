@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows, shown
+from ckptkit.containers.zip_entries import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, Record
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -30,7 +30,8 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptkit.core.limits import check
+from ckptkit.core.limits import check, check_inflated
+from ckptkit.core.text import shown
 
 __all__ = ["MAGIC", "Entry", "ZipDirectory", "read_directory"]
 
@@ -42,7 +43,7 @@ _U16, _U32 = 0xFFFF, 0xFFFFFFFF
 _BATCH = 64  # members whose local headers are fetched together
 _HEADER = 256  # bytes of a local header beside the name, most of them padding
 _IN_PARTS = "is one part of a zip file in several parts"
-_AGAIN = "download or copy the file again; of what torch.save wrote, `ckptkit recover` saves what is whole"
+_AGAIN = "download or copy the file again"
 
 
 class Entry(NamedTuple):
@@ -65,6 +66,7 @@ class ZipDirectory:
     entries: dict[str, Entry] = field(repr=False)
     start: int  # offset of the directory, the end of the members
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
+    inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -107,6 +109,9 @@ class ZipDirectory:
         """All bytes of a member. Raises CorruptError where they are not what the directory says, LimitError."""
         entry = self.entries[name]
         check("record_bytes", entry.size, f"record {shown(name)}")
+        if entry.method == DEFLATED:
+            self.inflated[0] += entry.size
+            check_inflated(self.inflated[0], self.source.size)
         extent = self.locate(name)
         data = extent.read() if isinstance(extent, Range) else self._inflate(name, entry)
         self._compare(name, zlib.crc32(data))
@@ -214,7 +219,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
         raise FormatError("does not begin with a zip member")
     longest = _END.size + _U16 + _LOCATOR.size + _END64.size
     tail = source.read(max(0, source.size - longest), min(longest, source.size))
-    at = _find_end_record(tail)
+    at = _find_end_record(source, tail)
     _, disk, first_disk, here, count, size, start, _ = _END.unpack_from(tail, at)
     if disk or first_disk or here != count:
         raise UnsupportedError(_IN_PARTS)
@@ -233,7 +238,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _find_end_record(tail: bytes) -> int:
+def _find_end_record(source: ByteSource, tail: bytes) -> int:
     """Where in `tail` the one end record is that ends, with its comment, where the file does."""
     found = []
     at = tail.find(_END_MAGIC, max(0, len(tail) - _END.size - _U16))
@@ -242,7 +247,7 @@ def _find_end_record(tail: bytes) -> int:
         at = tail.find(_END_MAGIC, at + 1)
     whole = [at for at in found if at + _END.size <= len(tail)]
     exact = [at for at in whole if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)]
-    if not whole:
+    if all(_is_inside(source, tail, at) for at in whole):
         raise TruncatedError("no end record: the download or save is incomplete", hint=_AGAIN)
     if not exact:
         after = len(tail) - whole[-1] - _END.size
@@ -250,6 +255,19 @@ def _find_end_record(tail: bytes) -> int:
     if len(exact) > 1 or found[-1] != exact[0]:
         raise AmbiguousError("has more than one zip end record")
     return exact[0]
+
+
+def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
+    """Tell whether an end record is that of an archive inside the file: its offsets count from where that begins."""
+    size, start = _END.unpack_from(tail, at)[5:7]
+    end = at
+    if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
+        end = at - _LOCATOR.size - _END64.size
+        if end < 0 or not tail.startswith(_END64_MAGIC, end):
+            return False  # what is wrong with it is said where it is read
+        size, start = _END64.unpack_from(tail, end)[8:10]
+    begin = source.size - len(tail) + end - size - start
+    return 0 < begin <= source.size - len(MAGIC) and source.read(begin, len(MAGIC)) == MAGIC
 
 
 def _read_end64(before: bytes, locator: bytes, place: int, short: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from ckptkit.core.errors import InputChangedError, InputError, PathError, TruncatedError
+from ckptkit.core.text import nearest
 
 Identity = tuple[int | str, ...]
 
@@ -197,15 +198,13 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
 
 def _instead(path: str, name: str) -> str | None:
     """What may have been meant by the path of a file that is not there."""
-    from difflib import get_close_matches
-
     folder, wanted = os.path.split(path)
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)}, which is not there"
     if not os.path.isdir(folder):
         return f"there is no folder {folder}"
     try:
-        close = get_close_matches(wanted, os.listdir(folder)[:10_000], n=3, cutoff=0.8)
+        close = nearest(wanted, os.listdir(folder), cutoff=0.8)
     except OSError:
         close = []
     return f"did you mean {', '.join(close)}?" if close else None
@@ -338,7 +337,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Bytes that must be computed from others: which operation of `ckptkit.bridge`, from what, with what.
+    """Bytes that must be computed from others: which operation of `ckptkit.compute`, from what, with what.
 
     Frozen and picklable, so that a plan can be sent to where the bytes are.
     """

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ckptkit.core import display
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import escape, plural, size
-from ckptkit.core.tree import Global, Node, join
-from ckptkit.core.weights import Weights, is_optimizer, locate
+from ckptkit.core.tree import Global, Node, Object, join
+from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,6 +63,12 @@ class Checkpoint:
                     where=self.name,
                     hint="the model is in another file",
                 )
+            if as_tensor(self.root) is not None:
+                raise UsageError(
+                    f"is one tensor{_class_of(self.root)}, not a mapping from names to tensors",
+                    where=self.name,
+                    hint="`ckptkit wrap --key NAME` gives it a name",
+                )
             raise UsageError(
                 "holds no mapping from names to tensors",
                 where=self.name,
@@ -85,19 +92,15 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         """What the prompt shows: a line, without an address of anything. Reads headers only, and never fails."""
-        return f"<Checkpoint {self._heading()}>"
+        return f"<Checkpoint {self.heading}>"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the weights and what lies beside them."""
-        from ckptkit.views import notebook
+    def _repr_html_(self) -> str | None:
+        """Return what a notebook shows: the weights and the other entries."""
+        return display.html(self)
 
-        try:
-            weights = self.selection
-        except CkptkitError:  # which the heading says
-            weights = None
-        return notebook.checkpoint(self._heading(), self.root, weights)
-
-    def _heading(self) -> str:
+    @property
+    def heading(self) -> str:
+        """One line: where it is, its format, how many tensors, parameters and bytes. Never raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection
@@ -115,3 +118,10 @@ class Checkpoint:
         """Close the files that tensors are read from."""
         if self.source is not None:
             self.source.close()
+
+
+def _class_of(node: Node) -> str:
+    """The words for the class of a tensor: of ``_rebuild_from_type_v2(function, class, ...)``."""
+    args = node.args if isinstance(node, Object) else ()
+    made = args[1] if isinstance(args, tuple) and len(args) > 2 else None
+    return f" of class {escape(str(made))}" if isinstance(made, Global) else ""

@@ -17,7 +17,8 @@ from ckptkit.core.text import meant
 class DType:
     """An element type.
 
-    ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex, quantized, bits;
+    ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex,
+    quantized, bits, or unknown (:func:`unknown`);
     ``storage`` the typed storage class in module torch, None where torch writes an UntypedStorage;
     ``safetensors`` the code in a header; ``numpy`` the numpy name, None where numpy has none.
     """
@@ -73,6 +74,7 @@ TABLE: tuple[DType, ...] = (
     DType("complex128", 128, "complex", "ComplexDoubleStorage", None, "complex128"),
     DType("complex64", 64, "complex", "ComplexFloatStorage", "C64", "complex64"),
     DType("complex32", 32, "complex"),
+    DType("bcomplex32", 32, "complex"),  # two bfloat16; since torch 2.15
     DType("qint8", 8, "quantized", "QInt8Storage"),
     DType("quint8", 8, "quantized", "QUInt8Storage"),
     DType("qint32", 32, "quantized", "QInt32Storage"),
@@ -86,7 +88,10 @@ TABLE: tuple[DType, ...] = (
     *(DType(f"{sign}int{n}", 8, "int") for sign in ("", "u") for n in range(1, 8)),  # torch shells: cannot be saved
 )
 
-BY_NAME: dict[str, DType] = {row.name: row for row in TABLE}
+# F4 with an odd last dimension, which torch, whose elements are pairs, cannot have.
+FLOAT4 = DType("float4_e2m1fn", 4, "float", None, "F4")
+
+BY_NAME: dict[str, DType] = {row.name: row for row in (*TABLE, FLOAT4)}
 BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage}
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
@@ -100,6 +105,13 @@ ALIASES: dict[str, str] = {
 }  # fmt: skip
 
 UINT8 = BY_NAME["uint8"]
+NOT_IN_TORCH = frozenset({FLOAT4.name, "float6_e2m3", "float6_e3m2"})
+UNKNOWN = "unknown dtype"  # the layout of a tensor whose elements cannot be told apart
+
+
+def unknown(name: str) -> DType:
+    """A type that this version of ckptkit does not know, such as one of a later torch."""
+    return DType(name, 8, "unknown")
 
 
 def parse(name: str) -> DType:
@@ -107,6 +119,6 @@ def parse(name: str) -> DType:
     plain = name.strip().lower().removeprefix("torch.")
     found = BY_NAME.get(ALIASES.get(plain, plain))
     if found is None:
-        known = ", ".join(row.name for row in TABLE[:23])
+        known = ", ".join(row.name for row in TABLE[:24])
         raise FormatError(f"unknown dtype {name!r}", hint=f"{meant(plain, [*BY_NAME, *ALIASES])}known dtypes: {known}")
     return found

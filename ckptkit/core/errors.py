@@ -37,6 +37,10 @@ class UsageError(CkptkitError):
     exit_code = 2
 
 
+class MissingPackageError(UsageError):
+    """The request needs a package that is not installed."""
+
+
 class OutputExistsError(UsageError):
     """DST is there already and nobody said that it may be replaced."""
 
@@ -70,7 +74,7 @@ class CollisionError(AmbiguousError):
 
 
 class UnsafeGlobalError(InputError):
-    """Writing this would keep a call that has no business in a checkpoint."""
+    """Writing this would keep a call that is not in the allowlist."""
 
 
 class UnsupportedError(InputError):
@@ -78,7 +82,7 @@ class UnsupportedError(InputError):
 
 
 class LimitError(InputError):
-    """A limit of :mod:`ckptkit.limits` is exceeded."""
+    """A limit of :mod:`ckptkit.core.limits` is exceeded."""
 
 
 class TensorError(InputError):
@@ -105,3 +109,22 @@ class InputChangedError(OutputError):
 
 class VerifyError(OutputError):
     """What was written is not what was read."""
+
+
+_PROJECTS = {"yaml": "pyyaml"}  # that are not called as the package that they install
+
+
+def foreseen(error: BaseException) -> BaseException:
+    """`error` as a CkptkitError where it is one of Python's that says no more than "not here".
+
+    Running out of memory, and a package that is not installed: those that only some requests need
+    are imported when they do.
+    """
+    if isinstance(error, MemoryError):
+        return InputError("needs more memory than there is")
+    package = (getattr(error, "name", None) or "ckptkit").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package != "ckptkit":
+        project = _PROJECTS.get(package, package)
+        lacks = f"this needs {project}, which is not installed"
+        return MissingPackageError(lacks, hint=f"pip install {project}")
+    return error

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ckptkit.core.errors import LimitError, UsageError
+from ckptkit.core.text import guess
 
 PREFIX = "CKPTKIT_LIMIT_"
 
@@ -34,6 +35,7 @@ class Limits:
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
     record_bytes: int = 256 << 20  # a record other than a storage, inflated
+    inflated_free: int = 8 << 20  # bytes of all inflated records of a file but storages, and INFLATED times its own
     inflate_ratio: int = 1_100  # deflate cannot do better than 1,032
     tar_members: int = 10_000
     tar_records_bytes: int = 512  # about one member: torch's files have a time there
@@ -45,7 +47,7 @@ class Limits:
     rank: int = 64
     chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
     optimizer_values: int = 64  # that an optimizer keeps for a parameter: Adam has three
-    trace_opcodes: int = 20_000_000  # of one pickle, when it is scanned
+    trace_opcodes: int = 20_000_000  # of all pickles of a file, when it is scanned
     scan_depth: int = 8  # files inside files
     scan_parts: int = 1_000_000  # places in a file that are looked at
     scan_inflated_bytes: int = 1 << 30  # of everything compressed in a file
@@ -55,6 +57,7 @@ class Limits:
 
 
 MOST = 10**18
+INFLATED = 8  # bytes of inflated records for each byte of the file, besides `inflated_free`
 # What may only be lowered, or raised this far: Python recurses, or refuses more, whatever we allow.
 CEILINGS = {
     "key_depth": 1_000,  # hash(), in C
@@ -73,11 +76,7 @@ def from_environment(environment: Mapping[str, str]) -> Limits:
 
 def _name(variable: str, known: Mapping[str, str]) -> str:
     if variable not in known:
-        from difflib import get_close_matches  # costs 10 ms
-
-        close = get_close_matches(variable, known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else None
-        raise UsageError(f"{variable}: there is no such limit", hint=hint)
+        raise UsageError(f"{variable}: there is no such limit", hint=guess(variable, known))
     return known[variable]
 
 
@@ -97,6 +96,11 @@ def check(name: str, seen: int, what: str) -> None:
     limit: int = getattr(LIMITS, name)
     if seen > limit:
         raise LimitError(f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})", hint=raised(name, seen))
+
+
+def check_inflated(seen: int, size: int) -> None:
+    """Raise LimitError if records of `seen` bytes are too much for a file of `size`: each byte makes work."""
+    check("inflated_free", seen - INFLATED * size, f"bytes of inflated records, {INFLATED} times the file aside")
 
 
 def raised(name: str, seen: int) -> str | None:

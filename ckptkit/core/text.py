@@ -42,8 +42,40 @@ def size(nbytes: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 tensor``, ``97 tensors``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    """``1 tensor``, ``97 tensors``, ``2 entries``."""
+    if count != 1:
+        noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
+    return f"{count:,} {noun}"
+
+
+NAMES = 4  # names that a sentence lists
+
+
+def some(names: Iterable[str], most: int = NAMES) -> str:
+    """``a, b, c, d and 93 more``: the first `most` names, and how many follow."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + and_more(len(listed) - most)
+
+
+def quoted(names: Iterable[str], most: int = NAMES) -> str:
+    """``'a', 'b' and 5 more``."""
+    return some(map(repr, names), most)
+
+
+def and_more(count: int) -> str:
+    """`` and 93 more``; nothing where nothing follows."""
+    return f" and {count:,} more" if count > 0 else ""
+
+
+SHOWN = 100  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """Return the repr of a value from a file for a message, cut to one short line."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "backslashreplace")
+    text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= SHOWN + 2 else f"{text[: SHOWN - 3]}..."
 
 
 @lru_cache
@@ -52,18 +84,23 @@ def shape(sizes: tuple[int, ...]) -> str:
     return f"[{', '.join(str(each) if each < 1 << 63 else '...' for each in sizes)}]"
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The three names that look most like `word`, of the first 5,000 and those short enough to be compared."""
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    """Return up to three names that look most like `word`, of the first 5,000 and those short enough to compare."""
     from difflib import get_close_matches  # costs 10 ms
 
     short = [name for name in islice(known, 5_000) if len(name) <= _COMPARED]
-    return get_close_matches(word[:_COMPARED], short, n=3, cutoff=0.5)
+    return get_close_matches(word[:_COMPARED], short, n=3, cutoff=cutoff)
 
 
 def meant(word: str, known: Iterable[str]) -> str:
     """``did you mean a, b? ``; nothing where nothing is near."""
     close = nearest(word, known)
     return f"did you mean {', '.join(close)}? " if close else ""
+
+
+def guess(word: str, known: Iterable[str]) -> str | None:
+    """``did you mean a, b?`` as a hint of its own; None where nothing is near."""
+    return meant(word, known).rstrip() or None
 
 
 def entries(word: str, known: Sequence[str]) -> str | None:

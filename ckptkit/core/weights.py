@@ -8,15 +8,19 @@ count where there is nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join
+from ckptkit.core.text import some
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join, walk
+
+INSIDE = 200  # values that are looked at inside a tensor subclass: thousands may share a large state
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
@@ -61,6 +65,20 @@ def as_tensor(node: Node) -> Tensor | None:
     return node.tensor if isinstance(node, Object) else None
 
 
+def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors that a tensor subclass is made of, with their paths below its arguments, each storage once.
+
+    The attributes come last in the arguments and have the better names.
+    """
+    seen: set[int] = set()
+    for position in range(len(args) - 1, -1, -1) if isinstance(args, tuple) else ():
+        for path, node in islice(walk(args[position]), INSIDE):
+            tensor = as_tensor(node)
+            if tensor is not None and tensor.storage is not None and id(tensor.storage) not in seen:
+                seen.add(id(tensor.storage))
+                yield (position, *path), tensor
+
+
 def locate(root: Node, key: str | None = None) -> Weights | None:
     """The weights of a tree, or of the entry `key` of it; None if it has none.
 
@@ -71,7 +89,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
     for qualifies in (_is_pure, _is_arrays, _is_mixed):
         if (nodes := _read(root, qualifies)) is not None:
             return Weights((), root, nodes)
-        found = list(_search(root, qualifies))
+        found = _without_graphs(_search(root, qualifies))
         known = list(_well_known(root, found)) or (_mostly(root) if qualifies is _is_pure else [])
         if not known and found and qualifies is _is_pure and (nodes := _read_most(root)) is not None:
             found.insert(0, ((), root, nodes))
@@ -118,14 +136,53 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
         return None
     named = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
     tensors = [value if value.__class__ is Tensor else as_tensor(value) for value in named.values()]
-    if not qualifies(tensors):
+    if not qualifies(tensors) or _are_generators(tensors):
         return None
     if None not in tensors:
         return named
     return {key: value for (key, value), tensor in zip(named.items(), tensors, strict=True) if tensor is not None}
 
 
+# States of generators of random numbers: of torch on the CPU and on a GPU, and of numpy (MT19937).
+_GENERATORS = (("tensor", "uint8", (5056,)), ("tensor", "uint8", (16,)), ("ndarray", "uint32", (624,)))
+
+
+def _are_generators(values: list[Tensor | None]) -> bool:
+    """Whether all tensors are states of generators of random numbers (``rng_state.pth``)."""
+    kinds = [(each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None]
+    return bool(kinds) and len(values) <= _MOST and all(kind in _GENERATORS for kind in kinds)
+
+
+_MOST = 64  # entries of a mapping of generator states
+
 Found = tuple[Path, Node, dict[str, Node]]
+
+
+def _without_graphs(found: Iterable[Found]) -> list[Found]:
+    """Leave out graph data, which PyTorch Geometric saves as (data, slices).
+
+    Slices say where each graph begins in the tensors of the same names beside them.
+    """
+    listed = list(found)
+    slices: dict[object, dict[str, Node]] = {
+        place_of(path[:-1]): nodes for path, _, nodes in listed if path[-1].__class__ is int and _are_places(nodes)
+    }
+    kept = []
+    for path, node, nodes in listed:
+        beside = slices.get(place_of(path[:-1]))
+        if beside is None or not beside.keys() <= nodes.keys():
+            kept.append((path, node, nodes))
+    return kept
+
+
+def place_of(path: Path) -> tuple[object, ...]:
+    """A path to look up. Odd keys go by identity: a file could make `==` run for long."""
+    return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
+
+
+def _are_places(nodes: Mapping[str, Node]) -> bool:
+    tensors = list(map(as_tensor, nodes.values()))
+    return all(each is not None and each.dtype.name == "int64" and len(each.shape) == 1 for each in tensors)
 
 
 def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
@@ -168,7 +225,7 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         nodes = _read(node, qualifies) if path else None
         if nodes:
             yield path, node, nodes
-        elif not is_optimizer(node):
+        elif not is_optimizer(node) and as_tensor(node) is None:
             below = [((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)]
             waiting.extend(reversed(below))
 
@@ -315,13 +372,13 @@ class _Missed:
         said = []
         if self.classes:
             said.append(
-                f"a module is read without the code of its classes ({_some(list(self.classes))}): what their own "
+                f"a module is read without the code of its classes ({some(list(self.classes))}): what their own "
                 "state_dict or get_extra_state would add is not there"
             )
         if self.hooks:
-            said.append(f"hooks that would change the state_dict of a module did not run: {_some(self.hooks)}")
+            said.append(f"hooks that would change the state_dict of a module did not run: {some(self.hooks)}")
         if self.names:
-            said.append(f"a module holds weights in a form of their own, which are not there: {_some(self.names)}")
+            said.append(f"a module holds weights in a form of their own, which are not there: {some(self.names)}")
         return tuple(said)
 
 
@@ -331,10 +388,6 @@ def _is_of_torch(hook: Node) -> bool:
         hook = hook.state.get("hook")
     made = hook.callable if isinstance(hook, Object) else hook
     return isinstance(made, Global) and made.module.partition(".")[0] == "torch"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4:,} more" if len(names) > 4 else "")
 
 
 _COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")

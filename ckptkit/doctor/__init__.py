@@ -1,5 +1,5 @@
-"""Why a checkpoint does not load: facts -> causes, each with the command that helps.
+"""Why a checkpoint does not load: causes, and for each the command that fixes it.
 
-``cause`` is what a cause is, ``content`` gives those that the file itself shows (``container``, ``names``), ``refused``
-that of a file that cannot be read, ``fit`` those that show beside a model.
+In: a path, and a model if there is one. Out: causes with their fixes; ``diagnose.cure`` carries them out in one plan.
+Uses all rooms below it.
 """

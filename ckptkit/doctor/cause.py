@@ -13,8 +13,7 @@ NOTE = "note"  # it loads, and costs more or is something else than one may thin
 
 @dataclass(frozen=True)
 class Fix:
-    """What one plan can do. An empty fix writes the checkpoint anew, which is enough for what "
-    "is wrong with a file."""
+    """What one plan can do. An empty fix writes the checkpoint anew: enough for a faulty file."""
 
     bare: bool = False  # the weights as a checkpoint of their own
     strip: tuple[str, ...] = ()
@@ -24,6 +23,7 @@ class Fix:
     to_cpu: bool = False
     compact: bool = False
     drop_objects: bool = False
+    dequantize: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,5 @@ def _both(one: Fix, other: Fix) -> Fix:
         to_cpu=one.to_cpu or other.to_cpu,
         compact=one.compact or other.compact,
         drop_objects=one.drop_objects or other.drop_objects,
+        dequantize=one.dequantize or other.dequantize,
     )

@@ -7,16 +7,25 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ckptkit.analysis.advice import TORCH, argument, convert, edit
+from ckptkit.analysis.advice import TORCH, argument, convert, edit, packed
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 
 OTHER_FILES = ("safetensors", "npz", "npy", "pickle", "pt2")  # that torch.load refuses
+_PACKED = " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes float32 of them."
+REFUSED = {  # by torch.load, and how
+    "pickle": (
+        "a pickle made without torch.save",
+        '"Weights only load failed", or "Invalid magic number"',
+    ),
+    "npz": ("a file of numpy.savez", '"file in archive is not in a subdirectory"'),
+    "npy": ("a file of numpy.save", '"Weights only load failed"'),
+}
 _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 
 def causes(facts: Facts) -> Iterator[Cause]:
-    for look in (_container, _suffix, _program, _version, _lacking, _index, _shard, _ambiguous):
+    for look in (_container, _suffix, _elsewhere, _program, _version, _lacking, _index, _shard, _ambiguous):
         yield from look(facts)
 
 
@@ -71,16 +80,44 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
         )
 
 
+def _elsewhere(facts: Facts) -> Iterator[Cause]:
+    """Yield the cause for a file of numpy or pickle, whose name promises nothing else."""
+    format, path = facts.summary.format, facts.path.lower()
+    if format not in REFUSED or path.endswith(TORCH):
+        return
+    what, said = REFUSED[format]
+    none = facts.summary.weights is None and not facts.summary.inner
+    yield Cause(
+        "not-torch",
+        ERROR,
+        f"It is {what}, not a file of torch.save.",
+        f"torch.load refuses it: {said}." + " It holds no weights." * none,
+        *_as_torch(facts),
+    )
+
+
+def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
+    """Return the command and fix that make a file for torch.load, or safetensors of numpy's arrays."""
+    if facts.summary.weights is None:
+        return None, None
+    arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
+    if arrays:
+        return edit("convert", facts.path, "safe", suffix=".safetensors"), None
+    return convert(facts.path, "torch"), Fix()
+
+
 def _program(facts: Facts) -> Iterator[Cause]:
     if facts.summary.format == "torchscript":
+        dequantize = packed(facts.summary) > 0
+        options = ["--dequantize"] * dequantize
         yield Cause(
             "program",
             WARNING,
             "It is a TorchScript program, not a state_dict.",
             "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
-            "your own needs its weights.",
-            convert(facts.path, "weights"),
-            Fix(bare=is_wrapped(facts)),
+            "your own needs its weights." + _PACKED * dequantize,
+            convert(facts.path, "weights", *options),
+            Fix(bare=is_wrapped(facts), dequantize=dequantize),
         )
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from ckptkit.analysis.advice import WASTE, convert, edit
+from ckptkit.analysis.advice import WASTE, argument, convert, edit
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import codes, container, names
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
 
 
 def causes(facts: Facts) -> list[Cause]:
     """All that apply, those of the container first."""
-    looks = (container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices)
+    looks = (
+        container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices,
+        _inner,
+    )  # fmt: skip
     return [cause for look in looks for cause in look(facts)]
 
 
@@ -68,6 +72,8 @@ def _refused(facts: Facts) -> Iterator[Cause]:
         return
     harm = [each for each in summary.warnings if each.startswith("loading it with pickle would call")]
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
+    if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
+        what += " It holds nothing else, and no weights: without such values nothing would be left."
     yield Cause(
         "weights-only",
         ERROR,
@@ -80,24 +86,30 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
     """What leaves out values that only their own code could make. Arrays of numpy's are such, as torch sees it."""
+    if any(row.inside for row in facts.summary.rows):
+        return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
         return edit("convert", facts.path, "weights", suffix=".safetensors"), None
     if is_wrapped(facts):
         return alone(facts, "weights"), Fix(bare=True, drop_objects=True)
-    if arrays and len(arrays) == len(facts.summary.rows):
+    if not facts.summary.survives_dropping():
         return None, None  # there is nothing else in it
     return convert(facts.path, "plain", "--objects", "drop"), Fix(drop_objects=True)
 
 
 def _devices(facts: Facts) -> Iterator[Cause]:
     held = Counter(row.tensor.device for row in facts.summary.rows)
-    away = [device for device in held if device != "meta" and not _is_here(device, facts.devices)]
+    here = ("cpu",) if facts.devices is None else facts.devices
+    away = [device for device in held if device != "meta" and not _is_here(device, here)]
+    lacks = "which this machine does not have"
+    if facts.devices is None:
+        lacks = "and torch, which would know if this machine has it, is not installed"
     if away and facts.summary.format in TORCH_FILES:
         yield Cause(
             "device",
             ERROR,
-            f"It was saved on {some(away)}, which this machine does not have.",
+            f"It was saved on {some(away)}, {lacks}.",
             'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA device". '
             "map_location='cpu' does the same as this command, each time anew.",
             edit("remap", facts.path, "cpu", "--to", "cpu"),
@@ -111,18 +123,19 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
     """Whether much of the file is the state of optimizers."""
-    everything, optimizers = 0, 0
     inside: int | None = None  # depth of an optimizer, while the walk is in it
-    seen: set[int] = set()
+    theirs: dict[int, int] = {}  # bytes of each storage, by its id
+    others: dict[int, int] = {}  # optimizers may hold the weights themselves
     for path, node in walk(facts.root):
         inside = None if inside is not None and len(path) <= inside else inside
         if inside is None and path and is_optimizer(node):
             inside = len(path)
         tensor = as_tensor(node)
-        if tensor is not None and tensor.storage is not None and id(tensor.storage) not in seen:
-            seen.add(id(tensor.storage))
-            everything += tensor.storage.nbytes
-            optimizers += tensor.storage.nbytes if inside is not None else 0
+        if tensor is not None and tensor.storage is not None:
+            side = others if inside is None else theirs
+            side[id(tensor.storage)] = tensor.storage.nbytes
+    everything = sum({**theirs, **others}.values())
+    optimizers = sum(nbytes for storage, nbytes in theirs.items() if storage not in others)
     if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, WASTE):
         yield Cause(
             "optimizer",
@@ -144,4 +157,18 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each tensor.",
             convert(facts.path, "compact", "--compact"),
             Fix(compact=True),
+        )
+
+
+def _inner(facts: Facts) -> Iterator[Cause]:
+    """Checkpoints in byte strings, as skorch pickles its nets."""
+    inner = facts.summary.inner
+    if inner:
+        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
+        yield Cause(
+            "inner",
+            NOTE,
+            f"Byte strings in it are files of their own: {some(places)}.",
+            "Weights may be in there, which only the library that wrote the file unpacks; scan looks into them.",
+            shlex.join(("ckptkit", "scan", *argument(facts.path))),
         )

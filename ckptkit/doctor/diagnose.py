@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import compute, formats, quantized
+from ckptkit import formats, quantized
 from ckptkit.analysis.matching import Kind
-from ckptkit.analysis.summary import summarize
+from ckptkit.analysis.pairing import prefixes
+from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import verify
-from ckptkit.api import Conversion, PathLike, convert, open_place
+from ckptkit.api import Conversion, PathLike, convert
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -31,9 +32,11 @@ from ckptkit.core.weights import locate
 from ckptkit.doctor import content, fit, refused
 from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
+from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.folder import INDEX
-from ckptkit.formats.format import Loss, Probe, Salvaged, WriteOptions
-from ckptkit.loading.model import is_implied, prefixes
+from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
+from ckptkit.loading import building
+from ckptkit.loading.model import is_implied
 from ckptkit.quantized.group import configured
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
@@ -68,6 +71,11 @@ class Diagnosis:
     def fix(self) -> Fix | None:
         """What one plan can do about all of it, None if that is nothing."""
         return None if self.checkpoint is None else together(self.causes)
+
+    @property
+    def unmended(self) -> tuple[Cause, ...]:
+        """What `fix` leaves as it is."""
+        return tuple(cause for cause in self.causes if cause.fix is None)
 
 
 def examine(
@@ -112,6 +120,10 @@ def cure(
 
 
 def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+    if fix.dequantize:
+        from ckptkit.transforms.quantized import dequantize
+
+        yield dequantize
     if fix.bare:
         yield bare
     if fix.strip:
@@ -160,7 +172,7 @@ def _salvaged(place: ByteSource | Folder) -> Salvaged | None:
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """The last of the folders in this one, or else beside it, that can be read."""
+    """The last of the folders in this one, or else of the same run beside it, that can be read."""
     inside = [os.path.join(place.name, name) for name in place.folders()]
     path = os.path.abspath(place.name)
     above = os.path.dirname(path)
@@ -168,13 +180,21 @@ def _whole_beside(place: Folder) -> str | None:
         beside = [os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name) for name in Folder(above).folders()]
     except CkptkitError:
         beside = []
-    for each in (*_latest(inside), *_latest(each for each in beside if os.path.abspath(each) != path)):
+    related = [each for each in beside if os.path.abspath(each) != path and _is_related(each, path)]
+    for each in (*_latest(inside), *_latest(related)):
         try:
             formats.read(Folder(each))
         except CkptkitError:
             continue
         return each
     return None
+
+
+def _is_related(path: str, other: str) -> bool:
+    """Whether two folders are of one run by their names: equal but for numbers, or for a suffix."""
+    names = [os.path.basename(each) for each in (path, other)]
+    steps = {_NUMBER.sub("#", name) for name in names}
+    return len(steps) == 1 or len({name.partition(".")[0] for name in names}) == 1
 
 
 def _latest(paths: Any) -> list[str]:
@@ -195,19 +215,17 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
         return
     if verdict.damaged:
         error = CorruptError("; ".join(finding.what for finding in verdict.findings[:3]))
-        yield refused.cause(refused.Refusal(path, error, known=True, recoverable=verdict.recoverable))
+        yield refused.cause(refused.Refusal(path, error, known=True, recoverable=verdict.recoverable == RECOVER))
 
 
 def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:
     summary = summarize(checkpoint)
-    tags = {row.tensor.device for row in summary.rows} - {"cpu", "meta"}
-    devices: Any = compute.environment()["devices"] if tags else ("cpu",)
     source = checkpoint.source
     facts = Facts(
         path,
         summary,
         checkpoint.root,
-        devices=tuple(devices),
+        devices=_devices(summary),
         lacking=_lacking(checkpoint),
         ambiguous=_ambiguous(checkpoint),
         no_index=isinstance(source, Folder)
@@ -221,13 +239,21 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
     return content.causes(facts)
 
 
+def _devices(summary: Summary) -> tuple[str, ...] | None:
+    """The devices of this machine, None where torch would have to be asked and is not installed."""
+    if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
+        return ("cpu",)
+    here: Any = building.environment()
+    return tuple(here["devices"]) if here["torch"] else None
+
+
 def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
     def may_be_new(name: Global) -> bool:
         is_torch = name.module.partition(".")[0] == "torch" and "." not in name.name
         return is_torch and name.name not in _OLD and not name.name.endswith("Storage")
 
     names = [(name.module, name.name) for name in checkpoint.globals if may_be_new(name)]
-    return tuple(compute.torch_lacks(names)) if names else ()
+    return tuple(building.torch_lacks(names)) if names else ()
 
 
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -252,19 +278,19 @@ def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str
     weights = checkpoint.selection
     if weights is None:
         return [Cause("no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it.")]
-    theirs = {name: Kind(*kind) for name, kind in compute.model_shapes(model).items()}
+    theirs = {name: Kind(*kind) for name, kind in building.model_shapes(model).items()}
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
-    strip, add = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
+    way = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
     versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
-    there = {add + name.removeprefix(strip) for name in ours}
+    there = {way(name) for name in ours}
     wanted = {
         name: kind
         for name, kind in theirs.items()
-        if name in there or not is_implied(strip + name.removeprefix(add), versions)
+        if name in there or not is_implied(way.strip + name.removeprefix(way.add), versions)
     }
     for name, kind in ours.items():  # torch before 0.4 had no shape ()
-        other = wanted.get(add + name.removeprefix(strip))
+        other = wanted.get(way(name))
         if kind.shape == (1,) and other is not None and other.shape == ():
             ours[name] = Kind(kind.dtype, ())
-    ties = [[name for name in same if name in wanted] for same in compute.model_ties(model)]
-    return fit.causes(fit.Fitting(path, ours, wanted, strip, add, ties, options))
+    ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
+    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options))

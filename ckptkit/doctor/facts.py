@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.analysis.advice import TORCH, convert, edit
 from ckptkit.analysis.summary import Summary
+from ckptkit.core import text
 from ckptkit.core.tree import Node, join
 from ckptkit.quantized import Quantization
 
@@ -22,7 +23,8 @@ TORCH_FILES = ("torch-zip", "torch-legacy", "torch-tar")
 class Facts:
     """What is looked at. ``path`` is the file as it was typed, ``ambiguous`` the entries that could be the weights.
 
-    ``devices`` are those of this machine, ``lacking`` the names in its pickles that the torch here does not have;
+    ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
+    names in its pickles that the torch here does not have;
     ``no_index`` says that it is a folder of shards without one, ``no_version`` that torch looks for a record in vain;
     ``with_model``: prefixes are looked at beside the model. ``quantized`` is what is quantized in the weights, and
     ``method`` what the configuration says of it.
@@ -31,7 +33,7 @@ class Facts:
     path: str
     summary: Summary
     root: Node
-    devices: Collection[str] = ("cpu",)
+    devices: Collection[str] | None = ("cpu",)
     lacking: tuple[str, ...] = ()
     ambiguous: tuple[str, ...] = ()
     no_index: bool = False
@@ -62,5 +64,4 @@ def is_lightning(facts: Facts) -> bool:
 
 
 def some(names: Iterable[str]) -> str:
-    listed = [each[:80] for each in names]
-    return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN:,} more" if len(listed) > SHOWN else "")
+    return text.some((each[:80] for each in names), SHOWN)

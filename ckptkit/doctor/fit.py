@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import escape
 
 from ckptkit.analysis.advice import argument, convert, edit
-from ckptkit.analysis.matching import Kind, match
+from ckptkit.analysis.matching import Kind, Renamed
+from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.text import plural, some
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out
+RULES = 4  # substitutions in a command
 SHOWN, LONG = 3, 200  # names in a sentence, and characters of each
 
 
@@ -20,15 +24,14 @@ SHOWN, LONG = 3, 200  # names in a sentence, and characters of each
 class Fitting:
     """Names and kinds of both sides, and how they meet.
 
-    ``ours`` as they are in the file; ``strip`` and ``add`` are the prefixes by which most of them become ``theirs``;
+    ``ours`` as they are in the file; ``way``: prefixes by which most of them become ``theirs``;
     ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the command line.
     """
 
     path: str
     ours: Mapping[str, Kind]
     theirs: Mapping[str, Kind]
-    strip: str = ""
-    add: str = ""
+    way: Way = field(default_factory=Way)
     ties: Sequence[Sequence[str]] = ()
     options: tuple[str, ...] = ()
 
@@ -36,32 +39,37 @@ class Fitting:
 def causes(fitting: Fitting) -> list[Cause]:
     """All that apply, each on what is left by those before it."""
     found = list(_prefix(fitting))
-    names = {name: fitting.add + name.removeprefix(fitting.strip) for name in fitting.ours}
+    names = {name: fitting.way(name) for name in fitting.ours}
     ours = {names[name]: kind for name, kind in fitting.ours.items()}
     ties = dict(_ties(ours, fitting))
-    missing = {name: kind for name, kind in fitting.theirs.items() if name not in ours and name not in ties}
-    unexpected = {name: kind for name, kind in ours.items() if name not in fitting.theirs}
-    matching = match(unexpected, missing)
-    renamed = {pair.old: pair.new for pair in matching.renamed}
-    back = {new: old for old, new in names.items()}
+    wanted = {name: kind for name, kind in fitting.theirs.items() if name not in ties}
+    matching = pair(fitting.ours, wanted, fitting.way)
+    met = {each.old: each.new for each in matching.renamed}
+    renamed = [each for each in matching.renamed if not is_taken_by_torch(each)]
     if renamed:
-        found.append(_renamed(fitting, renamed, min(pair.confidence for pair in matching.renamed)))
+        found.append(_renamed(fitting, renamed))
         # those whose partner has only just got its name
-        ties |= dict(_ties({renamed.get(n, n): k for n, k in ours.items()}, fitting))
+        now = {met.get(name, names[name]): kind for name, kind in fitting.ours.items()}
+        ties |= dict(_ties(now, fitting))
     if ties:
         found.append(_tied(fitting, ties))
-    shapes = [(name, kind, fitting.theirs[name]) for name, kind in ours.items() if name in fitting.theirs]
-    shapes += [(pair.old, pair.a, pair.b) for pair in (*matching.renamed, *matching.reshaped)]
-    found += _mismatched(fitting, [each for each in shapes if each[1].shape != each[2].shape], back)
-    paired = {*renamed, *(pair.old for pair in matching.reshaped)}
-    taken = {*renamed.values(), *(pair.new for pair in matching.reshaped), *ties}
-    found += _unexpected(fitting, [back[name] for name in unexpected if name not in paired])
-    found += _missing([name for name in missing if name not in taken])
+    shapes = [
+        (name, kind, fitting.theirs[new])
+        for name, kind in fitting.ours.items()
+        if (new := names[name]) in fitting.theirs
+    ]
+    shapes += [(each.old, each.a, each.b) for each in (*matching.renamed, *matching.reshaped)]
+    found += _mismatched(fitting, [each for each in shapes if each[1].shape != each[2].shape])
+    paired = {*met, *(each.old for each in matching.reshaped)}
+    taken = {*met.values(), *(each.new for each in matching.reshaped), *ties}
+    left = [name for name in fitting.ours if names[name] not in wanted and name not in paired]
+    found += _unexpected(fitting, left)
+    found += _missing([name for name in wanted if name not in ours and name not in taken])
     return [*found, *_dtypes(fitting, shapes)]
 
 
 def _prefix(fitting: Fitting) -> Iterator[Cause]:
-    strip, add, path = fitting.strip, fitting.add, fitting.path
+    (strip, add), path = fitting.way, fitting.path
     if not strip and not add:
         return
     having = sum(name.startswith(strip) for name in fitting.ours)
@@ -106,30 +114,61 @@ def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Cause:
     )
 
 
-def _renamed(fitting: Fitting, names: Mapping[str, str], least: float) -> Cause:
-    pairs = [f"{old} -> {new}" for old, new in names.items()]
+def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
+    names = {each.old: each.new for each in pairs}
+    least = min(each.confidence for each in pairs)
+    texts = [f"{old} -> {new}" for old, new in names.items()]
     look = shlex.join(("ckptkit", "diff", *fitting.options, *argument(fitting.path)))
     return Cause(
         "renamed",
         ERROR,
-        f"{len(names):,} keys have other names in the model: {_some(pairs)}.",
+        f"{plural(len(names), 'key')} with another name in the model: {_some(texts)}.",
         f"Shapes and names say so, the least sure of them with {least:.0%}; to look through them: {look}",
-        _doctor(fitting, "renamed"),
-        Fix(names=names),
+        _substituted(fitting, names) or _doctor(fitting, "renamed"),
+        Fix(names={fitting.way(old): new for old, new in names.items()}),
     )
 
 
-def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]], back: Mapping[str, str]) -> Iterator[Cause]:
+def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
+    """The command that renames by beginnings of names, None where that is not all there is."""
+    rules = dict.fromkeys(_rule(old, new) for old, new in names.items())
+    if any(fitting.way) or len(rules) > RULES or not all(old for old, _ in rules):
+        return None
+    for name in fitting.ours:
+        new = name
+        for old, head in rules:
+            new = f"{head}{new.removeprefix(old)}" if new.startswith(old) else new
+        if new != names.get(name, name):
+            return None
+    words = [word for old, new in rules for word in ("--sub", f"^{re.escape(old)}={_literal(new)}")]
+    if any("=" in old for old, _ in rules):  # which ends the expression
+        return None
+    return edit("rename", fitting.path, "renamed", *words)
+
+
+def _rule(old: str, new: str) -> tuple[str, str]:
+    """What two names begin with, up to the dotted parts that they have in common at the end."""
+    ours, theirs = old.split("."), new.split(".")
+    while ours and theirs and ours[-1] == theirs[-1]:
+        del ours[-1], theirs[-1]
+    return "".join(f"{part}." for part in ours), "".join(f"{part}." for part in theirs)
+
+
+def _literal(text: str) -> str:
+    return text.replace("\\", r"\\")
+
+
+def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
     if shapes:
         texts = [f"{name} is {list(a.shape)} in the file and {list(b.shape)} in the model" for name, a, b in shapes]
         yield Cause(
             "mismatched",
             ERROR,
-            f"{_count(len(shapes), 'key')} of another shape: {_some(texts)}.",
+            f"{plural(len(shapes), 'key')} of another shape: {_some(texts)}.",
             '"size mismatch", with strict=False as well. If that layer is to be trained anew, '
             "leave it out of the file, and "
             "load with strict=False.",
-            _without(fitting.path, [back.get(name, name) for name, _, _ in shapes]),
+            _without(fitting.path, [name for name, _, _ in shapes]),
         )
 
 
@@ -138,7 +177,7 @@ def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
         yield Cause(
             "unexpected",
             ERROR,
-            f"{_count(len(names), 'key')} that the model does not have: {_some(names)}.",
+            f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
             '"Unexpected key(s) in state_dict"; strict=False leaves them out without a word.',
             _without(fitting.path, names) if len(names) < len(fitting.ours) else None,
         )
@@ -149,7 +188,7 @@ def _missing(names: Sequence[str]) -> Iterator[Cause]:
         yield Cause(
             "missing",
             ERROR,
-            f"The file lacks {_count(len(names), 'key')} of the model: {_some(names)}.",
+            f"The file lacks {plural(len(names), 'key')} of the model: {_some(names)}.",
             '"Missing key(s) in state_dict"; with strict=False the model keeps its initial '
             "values for them, without a word.",
         )
@@ -163,7 +202,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
         yield Cause(
             "dtype",
             NOTE,
-            f"{_count(len(other), 'key')} of another dtype: {_some(kinds)}.",
+            f"{plural(len(other), 'key')} of another dtype: {_some(kinds)}.",
             "load_state_dict casts them to those of the model without a word; with assign=True, "
             "or as a file, they stay.",
             convert(fitting.path, other[0][1], "--cast", other[0][1]),
@@ -187,11 +226,5 @@ def _doctor(fitting: Fitting, mark: str) -> str:
     return shlex.join(("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path)))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _some(texts: Sequence[str]) -> str:
-    return ", ".join(each[:LONG] for each in texts[:SHOWN]) + (
-        f" and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
-    )
+    return some((each[:LONG] for each in texts), SHOWN)

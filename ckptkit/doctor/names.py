@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
+from glob import escape
 
 from ckptkit.analysis.advice import edit
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
@@ -65,7 +67,11 @@ def _first_part(names: list[str]) -> str:
 def _attribute(facts: Facts) -> Iterator[Cause]:
     """What may be the name of a network inside another module, or a part of every network of a kind."""
     names = names_of(facts)
-    if facts.summary.format in TORCH_FILES and names and not is_lightning(facts) and _first_part(names) == ATTRIBUTE:
+    if facts.summary.format not in TORCH_FILES or not names:
+        return
+    if is_lightning(facts):
+        yield from _network(facts, names)
+    elif _first_part(names) == ATTRIBUTE:
         yield Cause(
             "attribute",
             NOTE,
@@ -74,6 +80,22 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             "--model tells which of the two yours is.",
             edit("strip-module", facts.path, "stripped", "--prefix", ATTRIBUTE),
         )
+
+
+def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
+    """The network of a LightningModule that has other parts: metrics, weights of its loss."""
+    first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
+    if _common(names) or count == len(names) or 2 * count <= len(names):
+        return
+    prefix = f"{first}."
+    yield Cause(
+        "attribute",
+        NOTE,
+        f"{count:,} of {len(names):,} keys start with {prefix!r}.",
+        "Is that what the LightningModule calls its network? The network alone has no such names, "
+        "and --model tells if it is so.",
+        edit("convert", facts.path, "network", "--keep", f"{escape(prefix)}*", "--strip", prefix),
+    )
 
 
 def _common(names: list[str]) -> str:

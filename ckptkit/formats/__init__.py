@@ -1,59 +1,23 @@
-"""Bytes -> Checkpoint, and Checkpoint -> Plan. The table below is the list of formats; there is no other."""
+"""Bytes -> Checkpoint, and Checkpoint -> Plan: one file or folder for each format.
+
+In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is the contract.
+Uses core, remote, compute, containers and pickles. The table below lists the formats; there is no other list.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError, UsageError
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.format import Finding, Format, Part, Probe, Salvaged, WriteOptions
+from ckptkit.formats.format import RECOVER, UNVERIFIED, Finding, Format, Part, Probe, Salvaged, WriteOptions
+from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, SHARDED, TORCH_ZIP
 from ckptkit.remote import urls
 
-# In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in
-# which torch tries them. A plain pickle comes after the legacy stream, which begins with one; a folder that stands for
-# one of its files comes after all others. Where each is, by its name.
-MODULES = {
-    "torchscript": "torchscript.reader",
-    "torch-zip": "torch_zip.reader",
-    "torch-tar": "torch_tar",
-    "pt2": "pt2",
-    "torch-legacy": "torch_legacy",
-    "safetensors": "safetensors",
-    "dcp": "dcp",
-    "deepspeed": "deepspeed.reader",
-    "sharded": "sharded.safetensors_shards",
-    "sharded-bin": "sharded.torch_shards",
-    "npz": "npz",
-    "npy": "npy",
-    "pickle": "plain_pickle",
-    "folder": "folder",
-}
-# What `Format.suffixes` of all of them come to: the one that a suffix chooses is found without importing the others.
-SUFFIXES = {
-    **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"), "torch-zip"),
-    ".safetensors": "safetensors",
-    ".npz": "npz",
-}
-
-
-class Formats:
-    """The formats in sniff order, each imported when it is reached: a .pth file does not pay for the others."""
-
-    def __iter__(self) -> Iterator[Format]:
-        return map(_imported, MODULES)
-
-
-def _imported(name: str) -> Format:
-    format: Format = import_module(f"ckptkit.formats.{MODULES[name]}").FORMAT
-    return format
-
-
-FORMATS = Formats()
 WHOLE = ("always", "asked")  # of Format.everything
 
 
@@ -90,6 +54,8 @@ def read(place: ByteSource | Folder) -> Checkpoint:
     try:
         return identify(probe).read(probe)
     except CkptkitError as error:
+        if isinstance(error, (TruncatedError, CorruptError)) and (command := salvageable(probe)):
+            error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
 
 
@@ -99,12 +65,30 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
     return iter(()) if format.check is None else format.check(probe)
 
 
-def salvage(place: ByteSource | Folder) -> Salvaged:
-    """What is whole of a damaged file. Raises CorruptError if nothing is, UnsupportedError for other formats."""
+_SAVES = {
+    RECOVER: f"`ckptkit {RECOVER}` saves what is whole",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is there, which may be garbage",
+}
+
+
+def salvageable(probe: Probe) -> str:
+    """The command that may save something of a damaged file, an empty text if there is none. Reads headers."""
+    found = (format.salvageable(probe) for format in FORMATS if format.salvageable is not None)
+    try:
+        return "" if probe.is_folder else next(filter(None, found), "")
+    except CkptkitError:
+        return ""
+
+
+def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged:
+    """What is whole of a damaged file; with `unverified`, also what nothing proves to be.
+
+    Raises CorruptError if nothing is, UnsupportedError for other formats.
+    """
     probe = Probe(place)
     try:
         for format in FORMATS:
-            if format.salvage is not None and (found := format.salvage(probe)) is not None:
+            if format.salvage is not None and (found := format.salvage(probe, unverified)) is not None:
                 return found
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
@@ -119,7 +103,7 @@ def writable() -> Iterator[Format]:
 
 def by_name(name: str | None) -> Format | None:
     """The format called `name`, None if there is none."""
-    return _imported(name) if name is not None and name in MODULES else None
+    return BY_NAME.get(name or "")
 
 
 def for_writing(
@@ -133,15 +117,15 @@ def for_writing(
     if name is not None:
         return _writer(name, shards)
     lower = os.fspath(path).lower()
-    by_suffix = by_name(next((each for suffix, each in SUFFIXES.items() if lower.endswith(suffix)), None))
+    by_suffix = next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
     kept = by_name(keep)
     if shards:
         return _sharding(path, by_suffix, kept)
     if by_suffix is not None:
         return by_suffix
     if kept is not None:
-        return kept if kept.layout is not None else _writer(kept.rewrite_as or "torch-zip")
-    known = ", ".join(SUFFIXES)
+        return kept if kept.layout is not None else _writer(kept.rewrite_as or TORCH_ZIP.name)
+    known = ", ".join(BY_SUFFIX)
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
@@ -156,7 +140,7 @@ def _sharding(path: str | os.PathLike[str], by_suffix: Format | None, kept: Form
             where=urls.shown(os.fspath(path)),
             hint="name a folder, or leave out --shard-size",
         )
-    return kept if kept is not None and kept.shards else _writer("sharded")
+    return kept if kept is not None and kept.shards else _writer(SHARDED.name)
 
 
 def _writer(name: str, shards: bool = False) -> Format:
@@ -178,7 +162,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}")
     try:
-        if holds_program(checkpoint) and not options.everything:
+        if holds_program(checkpoint):
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
     except CkptkitError as error:

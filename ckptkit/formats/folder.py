@@ -23,7 +23,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
-from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.format import Finding, Part, Probe
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
 SUFFIXES = (SAFETENSORS, BIN, ".pth", ".pt", ".ckpt", ".th", ".npz")
@@ -136,7 +136,8 @@ def _meant(probe: Probe) -> ByteSource | Folder:
         raise UnsupportedError(
             f"holds {len(chosen.files)} model-parallel parts of a Llama release ({_listed(chosen.files)}): each has a "
             "part of every tensor, and which dimension is cut depends on the layer",
-            hint=f"convert_llama_weights_to_hf.py of transformers joins them; or name one part, e.g. {chosen.files[0]}",
+            hint="take the release in the format of transformers, whose files are whole; "
+            f"or name one part, e.g. {chosen.files[0]}",
         )
     (name,) = chosen.files
     return probe.folder.open(name)
@@ -191,13 +192,3 @@ def _main(probe: Probe) -> str | None:
         return source.read(0, min(source.size, 256)).decode("utf-8", "replace").strip()
     finally:
         refs.close()
-
-
-FORMAT = Format(
-    name="folder",
-    title="a folder with one checkpoint in it; the Hugging Face cache of a model",
-    matches=matches,
-    read=read,
-    listed=True,
-    check=check,
-)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.containers.zip_reader import MAGIC, ZipDirectory, read_directory
 from ckptkit.core.bytesource import ByteSource, Folder, Record
@@ -14,6 +15,9 @@ from ckptkit.core.plan import Patch, Plan
 
 if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
+
+
+RECOVER, UNVERIFIED = "recover", "recover --unverified"  # commands that save what is left of a damaged file
 
 
 class Probe:
@@ -110,6 +114,22 @@ class Finding:
     hint: str | None = None
 
 
+@dataclass(frozen=True)
+class Lazy:
+    """A function of this room by its place, ``"module:function"``, imported when it is first called."""
+
+    place: str
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        module, _, name = self.place.partition(":")
+        function: Callable[..., Any] = getattr(import_module(f"ckptkit.formats.{module}"), name)
+        return function
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One on-disk format. What it cannot do is None; generic code asks for the capability, never for the name.
@@ -119,7 +139,9 @@ class Format:
     ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
     its `read` says what to do instead.
     ``pickles`` finds what `scan` traces, None if the file is of another format. Raises what is wrong with it.
-    ``salvage`` gives what is whole of a damaged file, None if the file is of another format.
+    ``salvage`` gives what is whole of a damaged file, None if the file is of another format; told ``True``, also what
+    nothing proves to be whole. ``salvageable`` reads no tensor and says which command may find something: `RECOVER`,
+    `UNVERIFIED`, or an empty text.
     ``check`` gives what can be checked beyond reading: everything that has a checksum, and everything that is wrong,
     where `read` says the first of it. It reads headers alone.
     ``patch`` makes of a local file, as it was read, what it is to be, by the few bytes that differ; None if they are
@@ -130,7 +152,9 @@ class Format:
     title: str  # for people
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    suffixes: tuple[str, ...] = ()  # that choose it for writing
+    suffixes: tuple[str, ...] = ()  # of its files; for a format with a layout, those that choose it for writing
+    is_folder: bool = False
+    loaded_by_torch: bool = False  # whether torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
     listed: bool = False  # whether it is found in a list of a folder's files, which a web server does not give
@@ -138,7 +162,8 @@ class Format:
     everything: str = "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
     program: bool = False  # whether it holds a program, which no other format keeps: it is not changed in place
     rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own
-    salvage: Callable[[Probe], Salvaged | None] | None = None
+    salvage: Callable[[Probe, bool], Salvaged | None] | None = None
+    salvageable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None

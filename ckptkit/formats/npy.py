@@ -29,7 +29,8 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import crc32_combine
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.streams import NUMPY, Found, PickleStream
 
@@ -74,7 +75,7 @@ def read(probe: Probe) -> Checkpoint:
     source = probe.source
     array = read_array(Range(source, 0, source.size), None)
     globals, warnings = ((), ()) if array.pickled is None else (array.pickled.globals, array.pickled.warnings)
-    return Checkpoint(array.root, FORMAT.name, source, globals=globals, warnings=warnings)
+    return Checkpoint(array.root, table.NPY.name, source, globals=globals, warnings=warnings)
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
@@ -239,6 +240,3 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     text = source.read(0, min(start, source.size, LIMITS.npy_header_bytes))
     found = re.search(rb"['\"][<>|=]?O[0-9]*['\"]", text)
     return iter((PickleStream("", source, start, max(0, source.size - start), NUMPY),) if found else ())
-
-
-FORMAT = Format("npy", "one array of numpy", matches, read, rewrite_as="npz", pickles=pickles)

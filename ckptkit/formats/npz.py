@@ -12,18 +12,18 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 from ckptkit import compute
-from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_writer import Member, lay_out
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import OutputFile, Plan, crc32_combine
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Global, Node, OrderedDict
-from ckptkit.formats.common import zip_extras
+from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import is_utf8
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.npy import header, read_array
 
 SUFFIX = ".npy"
@@ -52,7 +52,7 @@ def read(probe: Probe) -> Checkpoint:
         if array.pickled is not None:
             globals.update(dict.fromkeys(array.pickled.globals))
             warnings += [f"array {shown(name)} holds objects of Python: a pickle", *array.pickled.warnings]
-    return Checkpoint(root, FORMAT.name, archive.source, globals=tuple(globals), warnings=tuple(warnings))
+    return Checkpoint(root, table.NPZ.name, archive.source, globals=tuple(globals), warnings=tuple(warnings))
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -65,8 +65,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     _, notes = leftovers(checkpoint)
     lost = list(_lost(checkpoint))
     if lost:
-        more = f" and {len(lost) - 6:,} more" if len(lost) > 6 else ""
-        notes.insert(0, f"left out: {', '.join(lost[:6])}{more}, for which npz has no place")
+        notes.insert(0, f"left out: {some(lost, 6)}, for which npz has no place")
     members = (_member(name, tensor) for name, tensor in tensors.items())
     return Plan((OutputFile("", tuple(lay_out(members))),), (*notes, *shared_bytes(tensors)))
 
@@ -96,11 +95,10 @@ def _member(name: str, tensor: Tensor) -> Member:
 def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
-        some = ", ".join(f"{shown(name)} ({why})" for name, why in refused[:3])
-        more = f" and {len(refused) - 3:,} more" if len(refused) > 3 else ""
+        named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
         floats = all(tensors[name].dtype.kind == "float" and why == tensors[name].dtype.name for name, why in refused)
         raise TensorError(
-            f"npz cannot hold {some}{more}",
+            f"npz cannot hold {named}",
             hint="`convert --cast float32` makes floats of them that numpy has"
             if floats
             else "leave them out with `convert --drop NAME`",
@@ -112,12 +110,8 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
     odd = not is_utf8(name) or "\\" in name or name.startswith("/") or ".." in name.split("/")
     if odd or any(c < " " or c == "\x7f" for c in name) or len(name.encode()) > _NAME_BYTES:
         return "a name that a member of a zip file cannot have"
-    if tensor.storage is None or tensor.layout != "strided":
-        return "meta" if tensor.storage is None else tensor.layout
+    if tensor.layout != "strided":
+        return tensor.layout
+    if tensor.storage is None:
+        return "meta"
     return tensor.dtype.name if tensor.dtype.numpy is None else None
-
-
-FORMAT = Format(
-    "npz", "an archive of numpy arrays", matches, read, (".npz",), layout, check=zip_extras.check,
-    pickles=zip_extras.pickles,
-)  # fmt: skip

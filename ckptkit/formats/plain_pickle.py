@@ -1,17 +1,25 @@
-"""A pickle that is no torch file: dicts of numpy arrays, mostly (`.pkl`, `.npy` aside).
+"""A pickle that is no torch file: numpy arrays, and what ``pickle.dump`` made of tensors or a module.
 
 One pickle of protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later begin with 0x80 and
 their number; earlier ones have no signature, so they are tried: a file is one if it ends with STOP (".") and runs.
 Arrays stay where they are in the file, whatever their size.
+
+Outside of torch.save each storage is a call of ``torch.storage._load_from_bytes`` with a file of
+torch.save, a legacy stream whose object is the storage. (torch/storage.py, `TypedStorage.__reduce__`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
-from ckptkit.formats.format import Format, Probe
+from ckptkit.core.tensor import TypedStorage
+from ckptkit.core.tree import Blob, Global, Node, Object
+from ckptkit.formats import table, torch_legacy
+from ckptkit.formats.format import Probe
+from ckptkit.pickles.globals import REDUCERS
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.streams import Found, PickleStream
 
@@ -31,7 +39,9 @@ def matches(probe: Probe) -> bool:
 def _runs(probe: Probe) -> bool:
     source = probe.source
     try:
-        return source.read(source.size - 1, 1) == b"." and unpickle(source).stop == source.size
+        if source.read(source.size - 1, 1) != b".":
+            return False
+        return _machine(source, _Stored()).stop == source.size
     except CkptkitError:
         return False
 
@@ -39,17 +49,49 @@ def _runs(probe: Probe) -> bool:
 def read(probe: Probe) -> Checkpoint:
     """The tree of the pickle."""
     source = probe.source
-    pickled = _unpickled(probe)
+    stored = _Stored()
+    pickled = _unpickled(probe, stored)
     if pickled.stop != source.size:
         raise AmbiguousError(
             f"{source.size - pickled.stop:,} bytes follow the pickle: other readers may take them for something else"
         )
-    return Checkpoint(pickled.root, FORMAT.name, source, globals=pickled.globals, warnings=pickled.warnings)
+    names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
+    return Checkpoint(pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings)
 
 
-def _unpickled(probe: Probe) -> Unpickled:
+class _Stored:
+    """Reads the storages of one pickle, each a file inside it."""
+
+    def __init__(self) -> None:
+        self.globals: dict[Global, None] = {}
+
+    def load(self, made: Global, args: tuple[Node, ...]) -> Node:
+        """The storage that `_load_from_bytes` would give; anything else in its file stays a call."""
+        inner = _inner(args[0]) if len(args) == 1 else None
+        if inner is None or not torch_legacy.matches(Probe(inner)):
+            return Object(made, args)
+        held = torch_legacy.parse(inner)
+        if not isinstance(held.root, TypedStorage):
+            return Object(made, args)
+        self.globals |= dict.fromkeys(held.globals)
+        return held.root
+
+
+def _inner(data: Node) -> ByteSource | None:
+    """A byte string of a pickle as a file of its own."""
+    if isinstance(data, Blob) and isinstance(data.extent, Range):
+        return Section(*data.extent)
+    return Memory(data, "a storage") if isinstance(data, bytes) else None
+
+
+def _machine(source: ByteSource, stored: _Stored) -> Unpickled:
+    known = {**REDUCERS, ("torch.storage", "_load_from_bytes"): stored.load}
+    return unpickle(source, reducers=known)
+
+
+def _unpickled(probe: Probe, stored: _Stored) -> Unpickled:
     try:
-        return unpickle(probe.source)
+        return _machine(probe.source, stored)
     except FormatError as error:
         if b"NumpyArrayWrapper" in probe.source.read(0, min(probe.source.size, 1 << 20)):
             raise UnsupportedError(
@@ -63,13 +105,3 @@ def _unpickled(probe: Probe) -> Unpickled:
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """It alone; what may follow is for whoever looks for it."""
     return iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),)) if matches(probe) else None
-
-
-FORMAT = Format(
-    name="pickle",
-    title="a plain pickle, such as a dict of numpy arrays",
-    matches=matches,
-    read=read,
-    rewrite_as="torch-zip",
-    pickles=pickles,
-)

@@ -14,7 +14,7 @@ Since about torch 2.8, in the container of zip_archive:
 Before, in a plain zip file:
 
     serialized_exported_program.json, version        the graph
-    serialized_state_dict.pt, serialized_constants.pt        files of torch.save
+    serialized_state_dict.pt, serialized_constants.pt        files of torch.save; called .json until torch 2.3
 
 (torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
 """
@@ -24,17 +24,17 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.containers import strict_json
-from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.dtypes import BY_NAME, UNKNOWN, unknown
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node, OrderedDict
-from ckptkit.formats.common import zip_extras
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 from ckptkit.formats.torch_zip.reader import Archive
 
@@ -88,7 +88,7 @@ class _Archive(Archive):
         if self.pickled:
             warnings.append(f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}")
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
-        return Checkpoint(root, FORMAT.name, self.directory.source, warnings=tuple(warnings))
+        return Checkpoint(root, table.PT2.name, self.directory.source, warnings=tuple(warnings))
 
     def _names(self, before: str, after: str) -> list[str]:
         start = self.folder + before
@@ -120,9 +120,8 @@ class _Archive(Archive):
         return made
 
     def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
-        dtype = _DTYPES.get(_field(meta, "dtype", int))
-        if dtype is None or meta.get("layout") != _STRIDED:
-            raise UnsupportedError(f"the tensor in {shown(place)} has a dtype or a layout that ckptkit does not know")
+        number = _field(meta, "dtype", int)
+        dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
         if place not in self.directory:
             raise CorruptError(f"there is no record {shown(place)}, though a tensor lies in it")
         if place not in self.storages:
@@ -130,7 +129,10 @@ class _Archive(Archive):
         shape, stride = (tuple(map(_integer, _field(meta, key, list))) for key in ("sizes", "strides"))
         grad, kind = meta.get("requires_grad") is True, "parameter" if is_parameter else "tensor"
         offset = _integer(meta.get("storage_offset"))
-        return Tensor(self.storages[place], BY_NAME[dtype], shape, stride, offset, grad, kind)
+        if dtype.kind == "unknown" or meta.get("layout") != _STRIDED:
+            odd = UNKNOWN if dtype.kind == "unknown" else "not strided"
+            return Tensor(self.storages[place], dtype, shape, (), 0, grad, kind, odd)
+        return Tensor(self.storages[place], dtype, shape, stride, offset, grad, kind)
 
 
 def _field(said: Any, key: str, kind: type) -> Any:
@@ -155,8 +157,9 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
     """An archive before 2.8: its files of torch.save, each read as such."""
     held = {}
     for part in ("state_dict", "constants"):
-        name = f"serialized_{part}.pt"
-        place = directory.locate(name) if name in directory else None
+        names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))
+        name = next((name for name in names if name in directory), "")
+        place = directory.locate(name) if name else None
         if isinstance(place, Range) and place.length:
             probe = Probe(Section(place.source, place.offset, place.length))
             if not zip_archive.matches(probe):
@@ -166,20 +169,8 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         raise UnsupportedError("is an exported program whose weights are not where torch.export.save puts them")
     return Checkpoint(
         {part: each.root for part, each in held.items()},
-        FORMAT.name,
+        table.PT2.name,
         directory.source,
         globals=tuple(dict.fromkeys(name for each in held.values() for name in each.globals)),
         warnings=tuple(warning for each in held.values() for warning in each.warnings),
     )
-
-
-FORMAT = Format(
-    name="pt2",
-    title="torch.export.save: the weights of an exported program (.pt2)",
-    matches=matches,
-    read=read,
-    program=True,
-    rewrite_as="torch-zip",
-    check=zip_extras.check,
-    pickles=zip_extras.pickles,
-)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from struct import unpack
 
 from ckptkit.core.bytesource import ByteSource, Range
@@ -30,7 +32,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import Node
-from ckptkit.formats.format import Format, Probe, Salvaged
+from ckptkit.formats.format import RECOVER, Probe, Salvaged
+from ckptkit.formats.table import TORCH_LEGACY
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
 from ckptkit.pickles.storages import StorageTable
@@ -80,7 +83,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     end = stream.bind(keys, table.itemsizes())
     left = max(0, source.size - end)
     return Checkpoint(
-        tree.root, FORMAT.name, source, sources.metadata,
+        tree.root, TORCH_LEGACY.name, source, sources.metadata,
         globals=(*system.globals, *tree.globals, *keys.globals),
         warnings=(
             *tree.warnings, *endian_warning(system.root), *sources.warnings,
@@ -95,6 +98,7 @@ class _LegacyRecord:
 
     places: dict[str, Range]
     itemsizes: dict[str, int]
+    following: dict[str, str]  # the key of the next storage
     key: str
     length: int
 
@@ -114,15 +118,16 @@ class _Stream:
         self.places: dict[str, Range] = {}
         self.lengths: dict[str, int] = {}
         self.itemsizes: dict[str, int] = {}
+        self.following: dict[str, str] = {}
 
     def open(self, key: str, nbytes: int, location: str) -> Storage:
         if nbytes > self.source.size and self.lost is None:
             raise TruncatedError(
                 f"storage {key!r} has {nbytes:,} bytes, the whole file {self.source.size:,}",
-                hint="download or copy it again; `ckptkit recover` saves what is whole",
+                hint="download or copy it again",
             )
         self.lengths[key] = nbytes
-        return Storage(_LegacyRecord(self.places, self.itemsizes, key, nbytes), location)
+        return Storage(_LegacyRecord(self.places, self.itemsizes, self.following, key, nbytes), location)
 
     def bind(self, keys: Unpickled, itemsizes: dict[str, int]) -> int:
         """Find every storage; the offset of the end."""
@@ -134,6 +139,8 @@ class _Stream:
             odd = min(set(keys.root) ^ set(self.lengths))
             raise CorruptError(f"storage {odd!r} is {'not ' if odd in self.lengths else ''}among the storages listed")
         self.itemsizes.update(itemsizes)
+        if self.lost is not None:
+            self.following.update(pairwise(keys.root))
         at = keys.stop
         for key in keys.root:
             try:
@@ -150,7 +157,7 @@ class _Stream:
         if at + 8 + length > self.source.size:
             raise TruncatedError(
                 f"ends inside storage {key!r}: {at + 8 + length - self.source.size:,} bytes are missing",
-                hint="download or copy it again; `ckptkit recover` saves what is whole",
+                hint="download or copy it again",
             )
         self.places[key] = Range(self.source, at + 8, length)
         if not self.source.remote:  # where that would be a request for each, it is done when the bytes are needed
@@ -164,25 +171,56 @@ def _check_count(place: Range, key: str, itemsize: int) -> None:
         raise CorruptError(f"storage {key!r} has {numel} elements, its tensors expect {place.length // itemsize}")
 
 
-def salvage(probe: Probe) -> Salvaged | None:
-    """The tensors whose storages are there. Nothing has a checksum: damage to bytes cannot be seen, but a number of
-    elements that is wrong can.
+def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
+    """The tensors whose storages lie between two counts of elements that are right, the last up to the end of the file.
 
-    Raises CorruptError where one of the pickles is cut: the storages come after them.
+    Nothing has a checksum. A wrong count tells that bytes before it may be missing or shifted; with `unverified`, a
+    storage needs no more than its own count. Raises CorruptError where one of the pickles is cut: the storages come
+    after them.
     """
     if probe.is_folder or not matches(probe):
         return None
-    from ckptkit.formats.common.recovering import salvaged  # reading does not pay for it
+    from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, salvaged, zeros_from  # reading does not pay for it
 
     reasons: dict[str, str] = {}
     try:
         checkpoint = parse(probe.source, reasons)
     except CkptkitError as error:
-        raise CorruptError(
-            f"the pickles before its tensors are not whole: {error.message}",
-            hint="fetch it again from where it came from",
-        ) from error
-    return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
+        raise CorruptError(f"the pickles before its tensors are not whole: {error.message}", hint=AGAIN) from error
+    if unverified:
+        return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
+    zeros = zeros_from(probe.source)
+    return salvaged(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
+
+
+def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str | None:
+    """Why a storage is lost, or may be; None if it is whole as far as can be known."""
+    record = storage.record
+    if not isinstance(record, _LegacyRecord):
+        return None
+    place = record.places.get(record.key)
+    if record.key in reasons or place is None:
+        return reasons.get(record.key, "it is not there")
+    end = place.offset + place.length
+    if place.length and end > zeros:
+        return f"the file ends in {place.source.size - zeros:,} zeros: it was not written to its end"
+    following = record.following.get(record.key)
+    if following is None:
+        return None if end == place.source.size else f"{place.source.size - end:,} bytes too many follow it"
+    if following in reasons:
+        return f"it may be shifted: the storage behind it is not where it should be ({reasons[following]})"
+    return None
+
+
+def salvageable(probe: Probe) -> str:
+    """Name the command that may save something: none unless the pickles can be read."""
+    if not matches(probe):
+        return ""
+    try:
+        parse(probe.source, {})
+    except CkptkitError:
+        return ""
+    return RECOVER
 
 
 def _key(storage: Storage) -> str:
@@ -194,14 +232,3 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     if not matches(probe):
         return None
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
-
-
-FORMAT = Format(
-    name="torch-legacy",
-    title="torch.save before 1.6: a stream of pickles and storages",
-    matches=matches,
-    read=read,
-    rewrite_as="torch-zip",
-    salvage=salvage,
-    pickles=pickles,
-)

@@ -18,16 +18,17 @@ from collections.abc import Iterator
 from struct import Struct
 
 from ckptkit.containers.tar import Member, first_name, is_tar, read_members
-from ckptkit.containers.zip_entries import shown
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.common.zip_pickles import PICKLES
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.format import Probe
+from ckptkit.formats.table import TORCH_TAR
 from ckptkit.pickles.builders import check_class
 from ckptkit.pickles.globals import strided
 from ckptkit.pickles.machine import Unpickled, unpickle
@@ -59,7 +60,7 @@ def read(probe: Probe) -> Checkpoint:
     for stream in streams.values():
         stream.finish()
     return Checkpoint(
-        tree.root, FORMAT.name, source, table.sources.metadata,
+        tree.root, TORCH_TAR.name, source, table.sources.metadata,
         globals=tuple(dict.fromkeys(made for stream in streams.values() for made in stream.globals)),
         warnings=(*tree.warnings, *endian_warning(system and system.root), *table.warnings()),
     )  # fmt: skip
@@ -222,7 +223,9 @@ def _nothing(made: Node) -> TypedStorage:
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """The records, in two of which pickles and numbers alternate, and whatever else is in the file."""
-    return _pickles(probe.source, read_members(probe.source)) if matches(probe) else None
+    if not matches(probe):
+        return None
+    return _pickles(probe.source, read_members(probe.source, here=True))
 
 
 def _pickles(source: ByteSource, members: dict[str, Member]) -> Iterator[Found]:
@@ -233,13 +236,3 @@ def _pickles(source: ByteSource, members: dict[str, Member]) -> Iterator[Found]:
             yield PickleStream(name, source, offset, length, TORCH_LOAD, _NOT_TRUSTED, count)
         elif length:
             yield Inner(name, Section(source, offset, length), name.endswith(PICKLES))
-
-
-FORMAT = Format(
-    name="torch-tar",
-    title="torch.save of torch 0.1.1 and before: a tar file",
-    matches=matches,
-    read=read,
-    rewrite_as="torch-zip",
-    pickles=pickles,
-)

@@ -1,7 +1,7 @@
-"""The torch side, for users: weights as torch tensors, into a model, compared with a model.
+"""Checkpoint -> torch: ``load``, ``load_into``, and models to compare with.
 
-``tensors`` makes torch's tensors, on the devices that ``map_location`` says; ``values`` makes Python's own of the rest
-of a tree; ``model`` fits weights into modules. No class or function that a file names is imported or called.
+In: a checkpoint and a map_location or a model. Out: torch tensors; a filled model; a diff against a model.
+Uses core, compute, transforms, api and analysis. No class that a file names is imported or called.
 """
 
 from ckptkit.loading.model import LoadReport, diff, load_into

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import ModelError
 
@@ -147,37 +147,50 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
     """Those of the names (module, name) of torch's own that the torch of this machine does not have.
 
-    Nothing is imported but torch, and nothing is called: modules that it did not load count as not known.
+    Nothing is imported but torch, and nothing is called: modules that it did not load count as
+    not known, and all of them where torch is not installed.
     """
-    import torch  # noqa: F401  loads its modules
-
+    if torch_or_none() is None:
+        return []
     loaded = ((module, name, sys.modules.get(module)) for module, name in names)
     return [f"{module}.{name}" for module, name, found in loaded if found and name not in vars(found)]
 
 
 def environment() -> dict[str, object]:
-    """Versions, and the devices that torch sees here: name -> (title, bytes of memory)."""
+    """Versions, and the devices that torch sees here: name -> (title, bytes of memory).
+
+    Without torch its entries are None, and the CPU is the only device.
+    """
     import numpy
     import safetensors
-    import torch
 
+    torch = torch_or_none()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "torch": torch.__version__,
+        "torch": None if torch is None else torch.__version__,
         "safetensors": safetensors.__version__,
         "numpy": numpy.__version__,
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,  # type: ignore[no-untyped-call]
-        "devices": dict(_devices()),
+        "cuda": None if torch is None else torch.version.cuda,
+        "rocm": None if torch is None else torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if torch and torch.version.cuda else None,
+        "devices": dict(_devices(torch)),
     }
 
 
-def _devices() -> Iterator[tuple[str, dict[str, object]]]:
-    import torch
+def torch_or_none() -> Any:
+    """The module torch, None where it is not installed."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    return torch
 
+
+def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
     yield "cpu", {"title": platform.processor() or platform.machine(), "memory": _memory()}
+    if torch is None:
+        return
     for number in range(torch.cuda.device_count()):
         each = torch.cuda.get_device_properties(number)
         yield f"cuda:{number}", {"title": each.name, "memory": each.total_memory}

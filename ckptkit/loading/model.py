@@ -5,35 +5,32 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import compute
 from ckptkit.analysis import diff as reports
+from ckptkit.analysis.pairing import Shapes, Way, certain, fits, prefixes
 from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import ModelError, UsageError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
+from ckptkit.loading import building
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
 from ckptkit.quantized import look_through_both
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.keys import add_prefix, strip_prefix
+from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
 
 if TYPE_CHECKING:
     from torch import nn
 
-Shape = tuple[int, ...]
-Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or one whose shape is not known yet
-
 GROUP = 1 << 30  # bytes in memory at once, beside the model
-_SAMPLE = 500  # names that are looked at to find the prefixes
-_PREFIXES = 16  # of each side that are tried
 
 
 @dataclass(frozen=True)
@@ -63,18 +60,12 @@ class LoadReport:
     def faults(self) -> Iterator[str]:
         """A line for each way in which file and model differ."""
         if self.missing:
-            yield f"missing in the file: {_some(self.missing)}"
+            yield f"missing in the file: {some(self.missing, 8)}"
         if self.unexpected:
-            yield f"not in the model: {_some(self.unexpected)}"
+            yield f"not in the model: {some(self.unexpected, 8)}"
         if self.mismatched:
             shapes = [f"{name} {a} instead of {b}" for name, (a, b) in self.mismatched.items()]
-            yield f"of another shape: {_some(shapes)}"
-
-
-def _some(names: Iterable[str], shown: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+            yield f"of another shape: {some(shapes, 8)}"
 
 
 def load_into(
@@ -82,10 +73,12 @@ def load_into(
 ) -> LoadReport:
     """Copy the weights of a file, folder or Checkpoint into `model`, on the devices and in the dtypes that it has.
 
-    Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it takes for most names
-    to meet; of tied weights of the model one name is enough. About 1 GiB of the file is in memory at once, more only if
-    one module has more. Raises ModelError if `strict` and anything is missing, unexpected or of another shape (before
-    anything is copied), and for a model on the meta device, which has nowhere to copy to.
+    Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
+    takes for most names to meet; of tied weights of the model one name is enough; what hooks of
+    modules take under other names, they get. About 1 GiB of the file is in memory at once, more
+    only if one module has more. Raises ModelError if `strict` and anything is missing, unexpected
+    or of another shape (before anything is copied), and for a model on the meta device, which has
+    nowhere to copy to.
     """
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
@@ -93,18 +86,74 @@ def load_into(
     if any(theirs[name] is not None and getattr(value, "is_meta", False) for name, value in own.items()):
         raise ModelError("the model is on the meta device", hint="model.to_empty(device='cpu') gives it memory")
     before = dict(entries(ck.required))
-    stripped, added = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
-    changed = _changed(ck, stripped, added)
+    way = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
+    changed = _changed(ck, way, theirs)
     found = dict(entries(changed.required))
     versions = Values(Tensors("cpu"))(module_versions.of(changed.required.node))
     unchanged = dict(zip(found, before, strict=True))
     twins = _twins(own, found)
     needed = {name: shape for name, shape in theirs.items() if name not in twins}
-    report = _report(found, unchanged, needed, versions or {}, stripped, added)
+    report = _report(found, unchanged, needed, versions or {}, way)
+    handed = set(report.loaded)
+    if report.missing or report.unexpected:
+        left = {name: node for name, node in found.items() if name not in report.mismatched}
+        answer = _rehearsed(model, left, versions)
+        if answer is not None:
+            handed = left.keys() - answer.unexpected
+            report = _as_torch_counts(report, answer, unchanged)
     if strict and not report.complete:
         raise _misfit(report, model, ck)
-    _copy(model, {name: found[name] for name in report.loaded}, versions)
+    _copy(model, {name: node for name, node in found.items() if name in handed}, versions)
     return report
+
+
+class _Answer(NamedTuple):
+    """What torch says to a state_dict: names that it lacks, and those that no module takes."""
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+
+
+def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _Answer | None:
+    """The answer of torch to all of `nodes`: hooks of modules take names that are not their own.
+
+    Nothing is loaded: a copy of the model on the meta device takes tensors without bytes. None
+    where that cannot be had: a module that cannot be copied, a hook that looks at values.
+    """
+    values = Values(Tensors("meta"))
+    try:
+        state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
+        if versions is not None:
+            state._metadata = versions
+        said = _shell(model).load_state_dict(state, strict=False)
+    except Exception:  # whatever the code of a model raises; our own count stands then
+        return None
+    return _Answer(frozenset(said.missing_keys), frozenset(said.unexpected_keys))
+
+
+def _shell(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device."""
+    from copy import deepcopy
+
+    from torch.nn import Parameter
+    from torch.nn.parameter import is_lazy
+
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_lazy(tensor):
+            meta = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, Parameter)
+            memo[id(tensor)] = Parameter(meta, tensor.requires_grad) if is_parameter else meta
+    return deepcopy(model, memo)
+
+
+def _as_torch_counts(report: LoadReport, answer: _Answer, unchanged: Mapping[str, str]) -> LoadReport:
+    return replace(
+        report,
+        loaded=(*report.loaded, *(n for n in report.missing if n not in answer.missing)),
+        missing=tuple(name for name in report.missing if name in answer.missing),
+        unexpected=tuple(old for name, old in unchanged.items() if name in answer.unexpected),
+    )
 
 
 def _twins(own: Mapping[str, Any], found: Mapping[str, Node]) -> set[str]:
@@ -123,9 +172,14 @@ def _place(value: Any) -> tuple[int, Shape, Shape] | None:
     return (value.data_ptr(), tuple(value.shape), value.stride()) if plain else None
 
 
-def _changed(ck: Checkpoint, stripped: str, added: str) -> Checkpoint:
-    ck = strip_prefix(ck, stripped) if stripped else ck
-    return add_prefix(ck, added) if added else ck
+def _changed(ck: Checkpoint, way: Way, theirs: Shapes) -> Checkpoint:
+    """The names of the file as the model has them, as far as that is certain."""
+    ck = strip_prefix(ck, way.strip) if way.strip else ck
+    ck = add_prefix(ck, way.add) if way.add else ck
+    found = {name: _shape(as_tensor(node)) for name, node in entries(ck.required)}
+    rest = {name: shape for name, shape in found.items() if name not in theirs}
+    names = certain(rest, {name: shape for name, shape in theirs.items() if name not in found})
+    return rename(ck, names) if names else ck
 
 
 def _shape(value: Any) -> Shape | None:
@@ -144,24 +198,18 @@ def _report(
     unchanged: Mapping[str, str],
     theirs: Shapes,
     versions: Mapping[str, Any],
-    stripped: str,
-    added: str,
+    way: Way,
 ) -> LoadReport:
     shapes = {name: (_shape(as_tensor(node)), theirs[name]) for name, node in found.items() if name in theirs}
-    mismatched = {name: pair for name, pair in shapes.items() if not _fits(*pair)}
+    mismatched = {name: pair for name, pair in shapes.items() if not fits(*pair)}
     return LoadReport(
         loaded=tuple(name for name in shapes if name not in mismatched),
-        stripped=stripped,
-        added=added,
+        stripped=way.strip,
+        added=way.add,
         missing=tuple(name for name in theirs if name not in found and not is_implied(name, versions)),
         unexpected=tuple(unchanged[name] for name in found if name not in theirs),
         mismatched=mismatched,
     )
-
-
-def _fits(ours: Shape | None, theirs: Shape | None) -> bool:
-    """Whether torch would take it. torch before 0.4 had no shape (): its scalars are of shape (1,)."""
-    return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
 
 
 def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
@@ -222,42 +270,6 @@ def _alone(node: Node) -> Node:
     return Tensor(Storage(compute.contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape))
 
 
-def prefixes(ours: Shapes, theirs: Shapes) -> tuple[str, str]:
-    """The prefixes to strip from our names and to add, so that most of them are theirs, with their shapes.
-
-    Both are empty where nothing is better, or where two ways are equally good and give different tensors.
-    """
-    step = max(1, len(ours) // _SAMPLE)
-    sample = dict(list(ours.items())[::step])
-    ways = product(_leading(sample), _leading(theirs))
-    best, most, certain = ("", ""), -1, True
-    images: list[str | None] = []
-    for strip, add in sorted(ways, key=lambda way: len(way[0]) + len(way[1])):
-        made = [_image(name, shape, strip, add, theirs) for name, shape in sample.items()]
-        hits = len(made) - made.count(None)
-        if hits > most:
-            best, most, certain, images = (strip, add), hits, True, made
-        elif hits == most and made != images:
-            certain = False
-    return best if certain else ("", "")
-
-
-def _leading(names: Iterable[str]) -> list[str]:
-    """The empty prefix and the most common dotted beginnings of names."""
-    sample = list(names)
-    counts: Counter[str] = Counter()
-    for name in sample[:: max(1, len(sample) // _SAMPLE)]:
-        parts = name.split(".")[:_PREFIXES]
-        counts.update(".".join(parts[:n]) + "." for n in range(1, len(parts)))
-    return ["", *(prefix for prefix, _ in counts.most_common(_PREFIXES))]
-
-
-def _image(name: str, shape: Shape | None, strip: str, add: str, theirs: Shapes) -> str | None:
-    """What a name becomes, if it is then one of theirs."""
-    new = add + name.removeprefix(strip)
-    return new if new in theirs and _fits(shape, theirs[new]) else None
-
-
 _SPEC = re.compile(r"(?:[^\W\d][\w.]*|.*\.py):[^\W\d][\w.]*")
 
 
@@ -279,10 +291,10 @@ def diff(
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
-        other = compute.model_from(other)
+        other = building.model_from(other)
     if isinstance(other, (str, os.PathLike, Checkpoint)):
         ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
         return reports.compare(ours.weights, theirs.weights, values=values, atol=atol, rtol=rtol, name=name)
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
-    return reports.against(ck.weights, compute.model_shapes(other), name=name)
+    return reports.against(ck.weights, building.model_shapes(other), name=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute
@@ -73,8 +73,8 @@ class Tensors:
     def tensor(self, node: Tensor | Object) -> torch.Tensor:
         """The tensor that a node is, or that the call which it describes would give.
 
-        Python attributes and classes of tensors are not restored. Raises UnsupportedError for what only its own
-        class can make.
+        Classes of tensors are not restored, `attributes` are the caller's. Raises
+        UnsupportedError for what only its own class can make.
         """
         if id(node) not in self._tensors:
             self._keep.append(node)
@@ -140,6 +140,19 @@ def _parameter_call(tensors: Tensors, node: Object) -> torch.Tensor:
     """(data, requires_grad, hooks[, state])"""
     assert node.tensor is not None
     return _parameter(tensors.tensor(node.args[0]).detach(), node.tensor)
+
+
+def attributes(node: Node) -> Iterator[tuple[str, Node]]:
+    """What was set on a tensor or parameter of torch's own class, by name."""
+    if not isinstance(node, Object) or node.global_ is None:
+        return
+    name, args = node.global_.name, node.args
+    own = name == "_rebuild_from_type_v2" and len(args) == 4 and args[1] in _CLASSES
+    if not own and not (name == "_rebuild_parameter_with_state" and len(args) == 4):
+        return
+    for held in args[3] if isinstance(args[3], tuple) else (args[3],):  # (__dict__, __slots__)
+        if isinstance(held, dict):
+            yield from ((key, value) for key, value in held.items() if isinstance(key, str))
 
 
 def _from_type(tensors: Tensors, node: Object) -> torch.Tensor:
@@ -217,6 +230,11 @@ def _nested(tensors: Tensors, node: Object) -> torch.Tensor:
 
 
 _MODULES = ("torch._utils", "torch._tensor", "torch.tensor")
+_CLASSES = (
+    Global("torch", "Tensor"),
+    Global("torch.nn.parameter", "Parameter"),
+    Global("torch.nn.parameter", "Buffer"),
+)
 _CALLS: dict[str, Callable[[Tensors, Object], torch.Tensor]] = {
     "_rebuild_parameter": _parameter_call,
     "_rebuild_parameter_with_state": _parameter_call,

@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
 from ckptkit.core.weights import Weights, as_tensor
-from ckptkit.loading.tensors import MapLocation, Tensors, dtype_of, typed_storage
+from ckptkit.loading.tensors import MapLocation, Tensors, attributes, dtype_of, typed_storage
 from ckptkit.transforms import module_versions
 
 PathLike = str | os.PathLike[str]
@@ -27,7 +27,7 @@ def load(
 
     `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors that shared memory
     share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree is given: plain values as what they
-    are, and what only its own class could make left as a :class:`ckptkit.core.tree.Object`. Raises CkptkitError: UsageError
+    are, and what only its own class could make left as a :class:`ckptkit.core.tree.Object`. Raises UsageError
     where there are no weights, DeviceError for a device that is not there.
     """
     ck = open_checkpoint(path, key=key)
@@ -77,7 +77,7 @@ class Values:
         found: dict[str, Any] = collections.OrderedDict() if ordered else {}
         for name, node in entries(weights):
             try:
-                found[name] = self(node) if as_tensor(node) is None else self.tensors.tensor(node)
+                found[name] = self(node) if as_tensor(node) is None else self._with_attributes(node)
             except CkptkitError as error:
                 error.message = f"{join((*weights.path, name))}: {error.message}"
                 raise
@@ -85,7 +85,7 @@ class Values:
                 found[name] = found[name].detach()
         if isinstance(weights.node, OrderedDict):
             self._attributes(weights.node, found)
-            self._finish()
+        self._finish()
         return found
 
     def _value(self, node: Node) -> Any:
@@ -129,8 +129,15 @@ class Values:
         return Object(None, new=node.new) if made is None else made
 
     def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:
-        made = self.tensors.tensor(node)
+        made = self._with_attributes(node)
         return made.numpy() if like.kind == "ndarray" else made
+
+    def _with_attributes(self, node: Tensor | Object) -> Any:
+        """The tensor that a node is, with the attributes that Python code had set on it."""
+        made = self.tensors.tensor(node)
+        for key, value in attributes(node):
+            made.__dict__[key] = self._value(value)
+        return made
 
     def _frozen(self, root: Node) -> Any:
         """Tuples and frozen sets, the inner ones first; anything else in them has a value or a shell at once."""

@@ -9,11 +9,13 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING,
 from collections.abc import Callable
 from struct import Struct, pack
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.dtypes import NOT_IN_TORCH
+from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.nested import check_bytes, check_text
+from ckptkit.pickles.trust import refused_by_weights_only
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
 
@@ -76,6 +78,7 @@ class Emitter:
         index = self.strings.get(text)
         if index is not None:
             return get(index)
+        check_text(text)
         self.strings[text] = self.count
         data = text.encode("utf-8", "surrogatepass")
         return b"X" + _U4(len(data)) + data + self._put()
@@ -107,6 +110,7 @@ class Emitter:
             self.emit(get(self.by_value[key]))
 
     def _encoded(self, value: bytes) -> bytes:
+        check_bytes(value)
         text = value.decode("latin-1").encode()
         encode = self._global(_ENCODE)
         return encode + b"X" + _U4(len(text)) + text + b"X\x06\0\0\0latin1\x86R"
@@ -239,8 +243,17 @@ class Emitter:
         head = self._global(_TENSOR_V2 if typed else _TENSOR_V3) + b"((" + self._string(tag) + self._global(made) + b"X"
         middle = self._string(location)
         tail = _flag(grad) + self._global(ORDERED_DICT) + b")R"
-        dtype = b"" if typed else self._global(Global("torch", tensor.dtype.name))
+        dtype = b"" if typed else self._dtype(tensor)
         return head, middle, tail + dtype + self._metadata(tensor) + b"tR"
+
+    def _dtype(self, tensor: Tensor) -> bytes:
+        name = tensor.dtype.name
+        if name in NOT_IN_TORCH:
+            raise TensorError(
+                f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could not load the file",
+                hint="write safetensors without --all, or leave such tensors out with `--drop NAME`",
+            )
+        return self._global(Global("torch", name))
 
     def _metadata(self, tensor: Tensor) -> bytes:
         bits = [self._string(name) + b"\x88s" for name in ("conj", "neg") if getattr(tensor, name)]
@@ -249,7 +262,7 @@ class Emitter:
     def _meta(self, tensor: Tensor, grad: bool) -> bytes:
         """_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)."""
         made = self._global(_META_TENSOR_NO_STORAGE)
-        dtype = self._global(Global("torch", tensor.dtype.name))
+        dtype = self._dtype(tensor)
         return made + b"(" + dtype + self._shape(tensor.shape) + self._shape(tensor.stride) + _flag(grad) + b"tR"
 
 
@@ -277,4 +290,5 @@ def _integer(value: int) -> bytes:
 
 def _python2(data: bytes) -> bytes:
     """SHORT_BINSTRING or BINSTRING."""
+    check_bytes(data)
     return (b"U%c" % len(data) if len(data) < 256 else b"T" + pack("<i", len(data))) + data

@@ -7,17 +7,19 @@ else to it stays an Object whose `tensor` says what it reads as.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
-from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, Global, Node, Object, OrderedDict, SetNode
-from ckptkit.core.weights import as_tensor
+from ckptkit.core.weights import as_tensor, inner_tensors
 from ckptkit.pickles import ndarray
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
+_DTYPE = "[a-z]+[0-9][a-z0-9_]*"  # how torch spells its types
 _LATIN1 = ("latin1", "latin-1")
 
 
@@ -172,7 +174,12 @@ def tensor_v2(made: Global, args: Args) -> Node:
 def _tensor_v3(made: Global, args: Args) -> Node:
     """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])."""
     _arity(made, args, 7, 8)
-    tensor, plain = strided(_storage(args[0]), dtype_of(args[6]), args[:6], args[7] if len(args) > 7 else None)
+    typed, dtype = _storage(args[0]), dtype_or_unknown(args[6])
+    if dtype.kind == "unknown":
+        shape, grad = _shape(args[2]), flag(args[4])
+        tensor = Tensor(typed.storage, dtype, shape, (), requires_grad=grad, layout=UNKNOWN)
+        return Object(made, args, tensor=tensor)
+    tensor, plain = strided(typed, dtype, args[:6], args[7] if len(args) > 7 else None)
     return tensor if plain and tensor.dtype.storage is None else Object(made, args, tensor=tensor)
 
 
@@ -237,13 +244,15 @@ def _meta(made: Global, args: Args) -> Node:
     shape, stride = _shape(args[1]), _shape(args[2])
     if len(shape) != len(stride):
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
-    return Object(made, args, tensor=Tensor(None, dtype_of(args[0]), shape, stride, 0, flag(args[3])))
+    dtype, grad = dtype_or_unknown(args[0]), flag(args[3])
+    return Object(made, args, tensor=Tensor(None, dtype, shape, stride, 0, grad))
 
 
 def _subclass(made: Global, args: Args) -> Node:
     """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, requires_grad)."""
     _arity(made, args, 8, 8)
-    tensor = Tensor(None, dtype_of(args[1]), _shape(args[2]), (), requires_grad=flag(args[7]), layout="subclass")
+    dtype, shape, grad = dtype_or_unknown(args[1]), _shape(args[2]), flag(args[7])
+    tensor = Tensor(None, dtype, shape, (), requires_grad=grad, layout="subclass")
     return Object(made, args, tensor=tensor)
 
 
@@ -251,8 +260,12 @@ def _from_type(made: Global, args: Args) -> Node:
     """_rebuild_from_type_v2(function, class, arguments, state): a subclass, or a tensor with attributes."""
     _arity(made, args, 3, 4)
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
-    if inner is None or inner is _from_type or not isinstance(args[2], tuple):
+    if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
+    if inner is None:  # a function of the class: what it makes is a tensor, if it is made of tensors
+        first = next(iter(inner_tensors(args)), None)
+        tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
+        return Object(made, args, tensor=tensor)
     return Object(made, args, tensor=as_tensor(inner(args[0], args[2])))
 
 
@@ -273,6 +286,14 @@ def dtype_of(node: Node) -> DType:
     if found is None:
         raise TensorError(f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows")
     return found
+
+
+def dtype_or_unknown(node: Node) -> DType:
+    """The same; for a name in torch that ckptkit does not know, a type with nothing but that name."""
+    known = not isinstance(node, Global) or node.module != "torch" or node.name in BY_NAME
+    if not known and re.fullmatch(_DTYPE, node.name):
+        return unknown(node.name)
+    return dtype_of(node)
 
 
 _SIZE = Global("torch", "Size")

@@ -14,7 +14,7 @@ in a table (`ckptkit.pickles.opcodes`, `opcode_values`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from struct import error as StructError  # noqa: N812
@@ -24,6 +24,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, rebuild
+from ckptkit.pickles.globals import REDUCERS, Reducer
 from ckptkit.pickles.opcode_values import CUT, I4, NO_TUPLE, U2, U4, UNSET, NotStoredError, Short, python2_string
 from ckptkit.pickles.opcodes import OPERANDS, RARE, Opcodes
 from ckptkit.pickles.plain_tensor import PlainTensors
@@ -58,13 +59,14 @@ def unpickle(
     stop: int | None = None,
     *,
     persistent_load: Callable[[Node], Node] | None = None,
+    reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
 ) -> Unpickled:
     """The tree that the pickle at `start` describes; it must end before `stop` (default: the end of the source).
 
-    `persistent_load` turns a persistent id into a node. Raises FormatError, TruncatedError, LimitError,
-    UnsupportedError, and whatever `persistent_load` raises.
+    `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
+    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load` raises.
     """
-    machine = partial(_Machine, source, start, source.size if stop is None else stop, persistent_load)
+    machine = partial(_Machine, source, start, source.size if stop is None else stop, persistent_load, reducers)
     with collector_paused():
         try:
             return machine().run(plain_tensors=True)
@@ -88,6 +90,7 @@ class _Machine(Opcodes):
                 f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not one value"
             )
         root = self.stack[0]
+        self.check_dropped(root)
         warnings = []
         swap: dict[int, Node] = {id(made): made.tensor for made in self.tensors if len(made.steps) == 1}
         if self.pairs:

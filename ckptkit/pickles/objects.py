@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from ckptkit.core.tree import Global, Node, Object, SetNode, join
-from ckptkit.pickles.allowlist import describe, refused_by_weights_only
+from types import NoneType
+
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import TypedStorage
+from ckptkit.core.text import plural, some
+from ckptkit.core.tree import Global, Node, Object, SetNode, join, walk
+from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.pruning import parts, without
+from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 SHOWN = 8  # names in a note
 
 
-def without_objects(root: Node) -> tuple[Node, tuple[str, ...]]:
+def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tuple[str, ...]]:
     """The tree without its opaque values, and a note that names them.
 
-    An object that weights_only accepts goes all the same if it holds one that it refuses.
+    An object that weights_only accepts goes all the same if it holds one that it refuses. Raises
+    UsageError where no tensor is left of those that there were, or nothing at all, unless it
+    `may_be_empty`.
     """
     pruned, dropped = without(root, _is_refused)
     if not dropped:
         return root, ()
+    if not may_be_empty and not _has_more(pruned, tensors=any(map(_is_tensor, parts(root)))):
+        held = join(dropped[0][0]) or "the root"
+        raise UsageError(
+            f"without its Python objects nothing is left of it: {held} is a {_name(dropped[0][1])}",
+            hint="`ckptkit inspect` shows what it holds; `ckptkit convert SRC DST.safetensors` "
+            "writes its weights alone, if it has any",
+        )
     named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
-    more = ", ..." if len(named) > SHOWN else ""
-    count = "1 value" if len(named) == 1 else f"{len(named):,} values"
-    return pruned, (f"left out {count} that weights_only refuses: {', '.join(named[:SHOWN])}{more}",)
+    return pruned, (f"left out {plural(len(named), 'value')} that weights_only refuses: {some(named, SHOWN)}",)
+
+
+def _has_more(root: Node, tensors: bool) -> bool:
+    """Whether any tensor is in the tree, or any value where it need not be a tensor."""
+    if tensors:
+        return any(map(_is_tensor, parts(root)))
+    containers = (dict, list, tuple, NoneType)
+    return any(not isinstance(node, containers) for _, node in walk(root))
+
+
+def _is_tensor(node: Node) -> bool:
+    return as_tensor(node) is not None or isinstance(node, TypedStorage)
 
 
 def _is_refused(node: Node) -> bool:
-    """Whether the value names, anywhere in what makes it, something that weights_only refuses."""
-    return any(
-        refused_by_weights_only(each) if isinstance(each, Global) else isinstance(each, SetNode) and each.frozen
-        for each in parts(node)
-    )
+    """Whether the value names or calls, anywhere in what makes it, something that weights_only refuses."""
+    return any(map(_is_refused_part, parts(node)))
+
+
+def _is_refused_part(node: Node) -> bool:
+    if isinstance(node, Object):
+        return is_harmful(node)
+    return refused_by_weights_only(node) if isinstance(node, Global) else isinstance(node, SetNode) and node.frozen
 
 
 def _name(node: Node) -> str:

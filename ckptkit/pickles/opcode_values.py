@@ -10,7 +10,7 @@ import re
 import warnings
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from codecs import escape_decode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from struct import Struct
 
 from ckptkit.core.bytesource import ByteSource, Range
@@ -51,7 +51,12 @@ class Values:
     """The state of the machine, and the opcodes that make one value out of bytes."""
 
     def __init__(
-        self, source: ByteSource, start: int, stop: int, persistent_load: Callable[[Node], Node] | None
+        self,
+        source: ByteSource,
+        start: int,
+        stop: int,
+        persistent_load: Callable[[Node], Node] | None,
+        reducers: Mapping[tuple[str, str], known.Reducer],
     ) -> None:
         self.source = source
         self.start = start
@@ -67,10 +72,13 @@ class Values:
         self.memo: list[Node] = []
         self.far: dict[int, Node] = {}  # memo entries set out of order
         self.globals: dict[tuple[str, str], Global] = {}
+        self.meanings = reducers
         self.reducers: dict[int, known.Reducer] = {}  # by id of the Global
         self.keys = KeyCheck()
         self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of the dict that could not hold them
         self.tensors: list[Node] = []  # objects that a BUILD has made nothing but a tensor
+        self.dropped: dict[int, Node] = {}  # values that left the stack, by id
+        self.pops = 0
         self.stopped = False
 
     # The memo
@@ -109,7 +117,7 @@ class Values:
         found = self.globals.get((module, name))
         if found is None:
             found = self.globals[module, name] = Global(module, name)
-            reducer = known.REDUCERS.get((module, name))
+            reducer = self.meanings.get((module, name))
             if reducer is not None:
                 self.reducers[id(found)] = reducer
         return found

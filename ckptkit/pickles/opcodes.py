@@ -115,32 +115,41 @@ class Opcodes(Values):
         return pos
 
     def op_pop(self, data: bytes, pos: int) -> int:
-        """Only as CPython pickles a tuple that contains itself: drop its items, get the finished tuple instead.
+        """Drop what is on top of the stack; the tree must hold it elsewhere when the pickle ends.
 
-        Anything else that drops a value would hide a call from whoever reads on.
+        CPython pickles a tuple that contains itself so: it drops the items, and gets the finished
+        tuple instead. dill gets a dict that was made before, fills it, and drops it. Anything else
+        would hide a call.
         """
         after = pos
         while data[after : after + 1] in (b"0", b"1"):
             after += 1
-        check("pickle_stack", after - pos, "values dropped at once in a pickle")
-        if after == len(data) or after + 1 + OPERANDS.get(data[after], 0) > len(data):
-            raise Short(max(len(data), after) + 1)
-        get = _GETS.get(data[after])
-        if get is None:
-            raise UnsupportedError(_DROPPED)
-        end = get(self, data, after + 1)
-        kept = self.stack.pop()
-        dropped: list[Node] = []
+        self.pops += after - pos + 1
+        check("pickle_stack", self.pops, "values dropped in a pickle")
+        if after == len(data):
+            raise Short(after + 1)
         for op in data[pos - 1 : after]:
             if op == 0x30 and self.stack:
-                dropped.append(self.stack.pop())
+                self._drop([self.stack.pop()])
             else:  # POP takes an open mark where the stack above it is empty
-                dropped.extend(self._items())
-        same = set(map(id, kept)) if isinstance(kept, tuple) else set()
-        if not isinstance(kept, tuple) or any(id(each) not in same and not _is_scalar(each) for each in dropped):
-            raise UnsupportedError(_DROPPED)
-        self.stack.append(kept)
-        return end
+                self._drop(self._items())
+        return after
+
+    def _drop(self, nodes: list[Node]) -> None:
+        self.dropped.update((id(node), node) for node in nodes if not _is_scalar(node))
+
+    def check_dropped(self, root: Node) -> None:
+        """Raise UnsupportedError if a value that was dropped is nowhere in the tree."""
+        if not self.dropped:
+            return
+        from ckptkit.pickles.pruning import parts  # few pickles pay for it
+
+        lost = set(self.dropped)
+        for node in parts(root):
+            lost.discard(id(node))
+            if not lost:
+                return
+        raise UnsupportedError(_DROPPED)
 
     def op_binget(self, data: bytes, pos: int) -> int:
         self.stack.append(self._get(data[pos]))
@@ -257,7 +266,6 @@ RARE: dict[int, Callable[[Opcodes, bytes, int], int]] = {
     ord("i"): Opcodes.op_inst,
     ord("o"): Opcodes.op_obj,
 }
-_GETS = {ord("g"): Opcodes.op_get, ord("h"): Opcodes.op_binget, ord("j"): Opcodes.op_long_binget}
 _REFUSED = {
     ord("P"): "PERSID", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER",
 }  # fmt: skip

@@ -26,7 +26,7 @@ class StorageTable:
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        self._known: dict[str, tuple[TypedStorage, ...]] = {}  # by key; several only if one of them is untyped
+        self._known: dict[str, tuple[TypedStorage, ...]] = {}  # by key; several if one is untyped, or all empty
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
@@ -73,7 +73,8 @@ class StorageTable:
             raise _two_ways(key)
         types = {typed.dtype: typed for typed in known}
         if dtype not in types:
-            if {dtype, *types} != {UINT8, None}:  # torch takes the class that it meets first for all
+            # torch takes the class that it meets first for all, unless there is nothing to take
+            if nbytes and {dtype, *types} != {UINT8, None}:
                 named = sorted("untyped" if each is None else each.name for each in (dtype, *types))
                 raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
             types[dtype] = TypedStorage(storage, dtype)

@@ -1,4 +1,4 @@
-"""What `scan` talks about: where pickles are, and what a pickle machine would do with them. Facts, without a judgement.
+"""Where pickles are, and what loading them would do: facts, without a verdict.
 
 Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by :mod:`ckptkit.scan.verdict`.
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global
+from ckptkit.pickles import trust
 
 TORCH_LOAD = "torch.load"
 PICKLE = "pickle.load"
@@ -74,7 +75,7 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that a pickle machine would make, the first of its `kind` (of `ckptkit.trust`) for this callable."""
+    """A call that loading would make, the first of its `kind` (of :mod:`ckptkit.pickles.trust`) for this callable."""
 
     name: str  # what is called
     opcode: str
@@ -110,6 +111,13 @@ class Trace:
     doubts: tuple[str, ...]
     refused: str | None
     error: str | None
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether every step is one that may be written back, files inside aside."""
+        steps = all(call.kind in (*trust.WRITTEN, trust.LOADS) for call in self.calls)
+        whole = self.error is None and not self.doubts
+        return steps and whole and all(trust.out_of_place(name) is None for name in self.values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.pickles.allowlist import describe, is_harmful
 from ckptkit.pickles.emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
 from ckptkit.pickles.objects import without_objects
+from ckptkit.pickles.trust import check_fields, check_name, check_object
 
 BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does
 
@@ -54,8 +54,8 @@ def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "kee
     """The pickle of a tree. `persistent_id` gives the persistent id of a storage, a tuple, each time it is met.
 
     `objects` says what becomes of values that weights_only refuses: they are kept, left out (``drop``), or an
-    ``error``. Raises AmbiguousError for mappings that Python could not hold, UnsafeGlobalError for calls that have no
-    business in a checkpoint, UnsupportedError for objects that contain themselves.
+    ``error``. Raises AmbiguousError for mappings that Python could not hold, UnsafeGlobalError for calls that are not
+    in the allowlist, UnsupportedError for objects that contain themselves.
     """
     notes: tuple[str, ...] = ()
     if objects == "drop":
@@ -108,6 +108,11 @@ class _Writer(Emitter):
         names = ", ".join(sorted(self.refused)[:8]) + (", ..." if len(self.refused) > 8 else "")
         return (f"kept values that torch.load(weights_only=True) refuses: {names}",)
 
+    def _global_leaf(self, node: Global) -> None:
+        code = self._global(node)
+        check_name(node)
+        self.emit(code)
+
     def _put_node(self, put: _Put) -> None:
         self.making.discard(id(put.node))
         self.emit(self._put(put.node))
@@ -142,6 +147,7 @@ class _Writer(Emitter):
         self.emit(self._global(ORDERED_DICT) + b")R" + self._put(node))
         yield from self._items(list(node.items()))
         if node.state is not None:
+            check_fields(node.state)
             yield node.state
             yield _BUILD
 
@@ -192,12 +198,8 @@ class _Writer(Emitter):
 
     def _object(self, node: Object) -> Iterator[Node]:
         self._begin(node)
-        if is_harmful(node):
-            raise UnsafeGlobalError(
-                f"the file calls {describe(node.callable)}, which has no business in a checkpoint",
-                hint="`ckptkit inspect` lists such values; --objects drop leaves them out",
-            )
-        yield node.callable
+        check_object(node)
+        self.emit(self._global(node.callable))
         yield node.args
         if node.kwargs is not None:
             yield node.kwargs

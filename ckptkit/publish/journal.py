@@ -25,6 +25,9 @@ SUFFIX = ".ckptkit-journal"
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes compared at once
 _LINE = 1 << 20  # bytes that the line of numbers may have
+_DIGEST = 32
+LARGEST = 512 << 20  # bytes of a journal: what needs more is written anew
+HEAD = len(_MAGIC) + _LINE  # bytes in which that line ends
 _NOT_WHOLE = "is no journal of an edit, or not whole"
 
 
@@ -132,6 +135,28 @@ def journal_of(patch: Patch, inode: int) -> Journal:
 def _old(patch: Patch, start: int, stop: int) -> bytes:
     start, stop = min(start, patch.base.size), min(stop, patch.base.size)
     return patch.base.read(start, stop - start)
+
+
+def check_head(data: bytes, size: int) -> None:
+    """Raise FormatError unless a file of `size` bytes that begins with `data` can be a journal.
+
+    What it says of itself must come to exactly that size: so much is known before all of it is read.
+    """
+    import json
+
+    end = data.find(b"\n", len(_MAGIC), len(_MAGIC) + _LINE)
+    if not data.startswith(_MAGIC) or end < 0:
+        raise FormatError(_NOT_WHOLE)
+    try:
+        numbers = json.loads(data[len(_MAGIC) : end])
+        lengths = [_counts(numbers["breaks"])[1]]
+        for row in numbers["spans"]:
+            _, old, new = _counts(row)
+            lengths += [old, new]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(_NOT_WHOLE) from error
+    if end + 1 + sum(lengths) + _DIGEST != size or size > LARGEST:
+        raise FormatError(_NOT_WHOLE)
 
 
 def parse(data: bytes) -> Journal:

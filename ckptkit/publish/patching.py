@@ -11,6 +11,7 @@ Who has the file open or mapped sees the change. So a file that has a second nam
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,7 +21,18 @@ from ckptkit.core.bytesource import Identity, LocalFile
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish.copying import write_all
-from ckptkit.publish.journal import SUFFIX, Journal, Span, file_of, journal_of, journal_path, parse
+from ckptkit.publish.journal import (
+    HEAD,
+    LARGEST,
+    SUFFIX,
+    Journal,
+    Span,
+    check_head,
+    file_of,
+    journal_of,
+    journal_path,
+    parse,
+)
 from ckptkit.publish.preflight import check_space
 from ckptkit.publish.temporaries import NAME_MAX, new_file, sweep, temporary_name
 from ckptkit.publish.write import Published, reported, sync_folder
@@ -30,8 +42,15 @@ try:
 except ImportError:  # Windows, where files are written anew instead
     fcntl = None  # type: ignore[assignment]
 
-_FLAGS = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 _BUSY = "is being changed in place by another process"
+_AGAIN = "run the command again when it is done"
+_INTERRUPTED = "an edit in place was interrupted"
+
+
+def fits(patch: Patch) -> bool:
+    """Whether what undoes a patch is not more than may be read back."""
+    return 2 * patch.written + (1 << 20) <= LARGEST
 
 
 def can_patch(path: str) -> bool:
@@ -80,14 +99,16 @@ def _apply(patch: Patch, verify: bool) -> None:
 
 
 @contextmanager
-def _locked(path: str, name: str) -> Iterator[int]:
-    """The file, open for writing, and nobody else's who asks."""
-    fd = os.open(path, _FLAGS)
+def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
+    """The file, open for writing or only for reading, while no other process changes it."""
+    fd = os.open(path, access | _FLAGS)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                how = fcntl.LOCK_EX if access == os.O_RDWR else fcntl.LOCK_SH
+                fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(_BUSY, where=name, hint="run the command again when it is done") from error
+            raise InputError(_BUSY, where=name, hint=_AGAIN) from error
         yield fd
     finally:
         os.close(fd)
@@ -161,12 +182,8 @@ def _undo(fd: int, journal: Journal) -> None:
     _rewrite(fd, journal.breaks, edits, journal.before, seal)
 
 
-def settle(path: str) -> None:
-    """Make whole what an edit in place left unfinished at `path`, a file or a folder of files.
-
-    Back to what the file was, unless all was done but for the journal. Raises InputError if the edit is still under
-    way, or if the journal is not of this file as it is; OutputError where the file cannot be written.
-    """
+def journals_of(path: str) -> Iterator[tuple[str, str]]:
+    """The journals at `path`, a file or a folder of files, each with the file that it is of."""
     if os.path.isdir(path):
         journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(SUFFIX)]
     else:
@@ -174,12 +191,47 @@ def settle(path: str) -> None:
     for journal in journals:
         file = file_of(journal)
         if os.path.lexists(journal) and os.path.isfile(file):
-            try:
-                _settle(journal, file)
-            except OSError as error:
-                raise OutputError(
-                    f"an edit in place was interrupted, and cannot be undone: {error.strerror}", where=file
-                ) from error
+            yield journal, file
+
+
+def look(path: str) -> None:
+    """Raise InputError unless each file at `path`, a file or a folder of files, is whole in spite of its journal.
+
+    Changes nothing: who reads did not ask for that.
+    """
+    for journal, file in journals_of(path):
+        try:
+            _look(journal, file)
+        except OSError as error:
+            raise InputError(f"{_INTERRUPTED}: {error.strerror}", where=file) from error
+
+
+def _look(journal: str, file: str) -> None:
+    with _locked(file, file, os.O_RDONLY) as fd:
+        if os.path.lexists(journal) and _state(_trusted(journal, file, fd), journal, file, fd) == "between":
+            hint = f"`ckptkit recover --in-place {shlex.quote(file)}` puts it back as it was"
+            raise InputError(_INTERRUPTED, where=file, hint=hint)
+
+
+def _state(known: Journal, journal: str, file: str, fd: int) -> str:
+    """What the file holds, by its journal. Raises InputError if somebody else has written to it."""
+    state = known.state(os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans))
+    if state == "else":
+        raise _foreign(journal, file, "somebody else has written to it since")
+    return state
+
+
+def settle(path: str) -> None:
+    """Make whole what an edit in place left unfinished at `path`, a file or a folder of files.
+
+    Back to what the file was, unless all was done but for the journal. Raises InputError if the edit is still under
+    way, or if the journal is not of this file as it is; OutputError where the file cannot be written.
+    """
+    for journal, file in journals_of(path):
+        try:
+            _settle(journal, file)
+        except OSError as error:
+            raise OutputError(f"{_INTERRUPTED}, and cannot be undone: {error.strerror}", where=file) from error
 
 
 def _settle(journal: str, file: str) -> None:
@@ -187,10 +239,7 @@ def _settle(journal: str, file: str) -> None:
         if not os.path.lexists(journal):
             return  # the edit was finished while we looked
         known = _trusted(journal, file, fd)
-        state = known.state(os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans))
-        if state == "else":
-            raise _foreign(journal, file, "somebody else has written to it since")
-        if state == "between":
+        if _state(known, journal, file, fd) == "between":
             _undo(fd, known)
         _remove(journal)
 
@@ -206,6 +255,7 @@ def _trusted(journal: str, file: str, fd: int) -> Journal:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
             raise _foreign(journal, file, "it is neither yours nor of the file's owner")
         try:
+            check_head(source.read(0, min(HEAD, source.size)), source.size)
             known = parse(source.read(0, source.size))
         except CkptkitError as error:
             raise _foreign(journal, file, error.message) from error

@@ -52,7 +52,7 @@ def _where() -> str | None:
 def new_file(path: str) -> int:
     """Make a file that is not there, also not as a link, and open it for writing."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
-    return os.open(path, flags, 0o666)
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def sweep(path: str) -> list[str]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
@@ -70,8 +70,7 @@ def publish(
     file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``origin`` is what
     the plan was made of, which is not to be replaced either where the plan reads nothing of it. ``executor`` spreads
     the work over workers that see the same files. A `destination` that is a URL is one ordered stream, which appears
-    when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes that were written since the last time,
-    and those of the whole plan.
+    when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes written since the last time, and all.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
     VerifyError and what reading the input raises with the destination as it was.
@@ -85,17 +84,18 @@ def publish(
     with reported(path, typed, size):
         if not replace_source:
             check_sources(path, read)
-        kept = _kept_mode(check_destination(plan, path, force or replace_source))
+        kept = _kept_mode(old := check_destination(plan, path, force or replace_source))
         check_size(plan, size, allow_expand)
         left, edit = sweep(path), _unfinished_edit(path)
         check_space(path, size)
         temporary = temporary_name(path)
         try:
-            mode = _create(plan, temporary)
+            mode = _narrowed(_create(plan, temporary), read)
             tell = progress or (lambda count, total: None)
             _write(plan, temporary, executor, lambda count: tell(count, size), verify)
             for source in sources:
                 source.check_unchanged()
+            _keep_owner(temporary, old)
             os.chmod(temporary, mode if kept is None else kept)
             if durable or kept is not None:
                 _to_disk(plan, temporary)
@@ -155,6 +155,30 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
 def _kept_mode(old: os.stat_result | None) -> int | None:
     """The mode of the file that is replaced, None where there is none."""
     return stat.S_IMODE(old.st_mode) & 0o777 if old is not None and stat.S_ISREG(old.st_mode) else None
+
+
+def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
+    """Give a file to the owner and the group of the one that it replaces, as far as that is allowed."""
+    if old is None or not hasattr(os, "chown") or not stat.S_ISREG(old.st_mode):
+        return
+    now = os.lstat(temporary)
+    for owner, group in ((old.st_uid, old.st_gid), (-1, old.st_gid)):
+        if owner in (-1, now.st_uid) and group == now.st_gid:
+            return
+        with suppress(OSError):
+            os.chown(temporary, owner, group)
+            return
+
+
+def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
+    """`mode` without anything for the group or for others, where an input on this machine is not theirs to read."""
+    for source in sources:
+        if isinstance(source, LocalFile) and source.fd >= 0:
+            allowed = os.fstat(source.fd).st_mode
+            for shift in (3, 0):
+                if not allowed >> shift & 4:
+                    mode &= ~(7 << shift)
+    return mode
 
 
 def _create(plan: Plan, temporary: str) -> int:

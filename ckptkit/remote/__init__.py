@@ -1,4 +1,5 @@
-"""Files and folders behind URLs: whatever fsspec knows.
+"""Files and folders behind URLs, through fsspec.
 
-:mod:`urls` tells a URL from a path, and costs nothing; :mod:`files` is imported, and fsspec with it, when there is one.
+In: a URL. Out: a ByteSource or a Folder. ``urls`` only tells a URL from a path; fsspec is imported with ``files``.
+Uses core.
 """

@@ -37,6 +37,8 @@ class MissingError(PathError):
 
 def passing(error: BaseException) -> bool:
     """Whether trying again may help: a connection that broke or stood still, a server that is busy."""
+    if _misled(error) is not None:
+        return False
     status = _status(error)
     if status is not None:
         return status in _PASSING
@@ -51,6 +53,8 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
     if isinstance(error, CkptkitError):
         return error
     name = shown(url)
+    if misled := next(filter(None, map(_misled, _causes(error))), None):
+        return InputError(misled, where=name, hint=_TYPED)
     status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
     missing = isinstance(error, FileNotFoundError) and status is None
     if missing or status in (404, 410):
@@ -92,6 +96,16 @@ def unknown(error: Exception, url: str) -> CkptkitError:
     if isinstance(error, ValueError) and "rotocol" in str(error):
         return PathError(f"no file system is known for {scheme}://", where=name, hint="fsspec lists those it knows")
     return refused(error, url)
+
+
+def _misled(error: BaseException) -> str | None:
+    """What is wrong with where a server redirects to, None if nothing is."""
+    names = {each.__name__ for each in type(error).__mro__}
+    if "TooManyRedirects" in names:
+        return "its server redirects from one place to the next without end"
+    if names & {"RedirectClientError", "NonHttpUrlClientError"}:
+        return "its server redirects to something that is not behind http or https: that is not followed"
+    return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

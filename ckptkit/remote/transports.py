@@ -27,6 +27,7 @@ PROGRESS = 64 << 10  # bytes that make an attempt a success, even if the connect
 TRIES = 5  # attempts in a row without progress
 PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
 SILENCE = 60  # seconds without a byte before a connection counts as broken
+SLOWEST = 4096  # bytes a second, below which a request counts as broken in the end
 
 # What a file system may say about a version of a file, in a listing as well as when it is asked for the file alone.
 _VERSION = (
@@ -137,7 +138,8 @@ async def _get(fs: Any, url: str, start: int, stop: int, answer: _Answer) -> Non
     options = dict(fs.kwargs)
     # Compressed, the bytes of a range would be others.
     ranged = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-    patience = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+    longest = 2 * SILENCE + (stop - start) / SLOWEST
+    patience = aiohttp.ClientTimeout(total=longest, sock_connect=SILENCE, sock_read=SILENCE)
     asked = session.get(fs.encode_url(url), headers=ranged, **{"timeout": patience, **options})
     async with asked as response:
         wanted = answer.judge(response.status, response.headers)

@@ -192,7 +192,6 @@ class Cluster(Pool):
     """The workers of a Dask scheduler, through the executor of its client."""
 
     def __init__(self, address: str) -> None:
-        import asyncio
 
         try:
             import distributed
@@ -202,7 +201,7 @@ class Cluster(Pool):
         make: Any = distributed.Client
         try:
             self._client = make(address, timeout=PATIENCE, set_as_default=False)
-        except (OSError, ValueError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, ValueError) as error:
             hint = "`dask scheduler` prints its address when it starts"
             raise OutputError("no scheduler answers", where=self.address, hint=hint) from error
         self._executor = self._client.get_executor(pure=False)
@@ -214,11 +213,10 @@ class Cluster(Pool):
             raise
 
     def _check(self) -> None:
-        import asyncio
 
         try:
             self._client.wait_for_workers(1, timeout=PATIENCE)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             hint = f"start some: dask worker {self.address}"
             raise OutputError("the scheduler has no workers", where=self.address, hint=hint) from error
         try:

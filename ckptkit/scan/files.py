@@ -15,6 +15,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
+from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.remote import urls
 from ckptkit.scan import find as hidden
 from ckptkit.scan.verdict import FileVerdict, Trusted, judge_file
@@ -37,7 +38,7 @@ def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
     `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError and InputError for
     what cannot be read; whatever is wrong with the bytes is part of the verdict.
     """
-    with closing(formats.open_place(path)) as place:
+    with closing(open_place(path)) as place:
         if isinstance(place, Folder):
             raise InputError("is a folder", where=place.name, hint="scan_all goes through its files")
         return _scan(place, urls.shown(os.fspath(path)), Trusted(tuple(trust)))
@@ -99,8 +100,9 @@ def _attempt(file: str | Failure, trusted: Trusted) -> FileVerdict | Failure:
 
 
 def _scan(source: ByteSource, path: str, trusted: Trusted) -> FileVerdict:
-    verdict = judge_file(path, source.size, hidden.pickles(source), trusted)
-    source.check_unchanged()
+    with steady(source):
+        verdict = judge_file(path, source.size, hidden.pickles(source), trusted)
+        source.check_unchanged()
     return verdict
 
 

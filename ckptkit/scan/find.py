@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckptkit import formats
 from ckptkit.containers.tar import is_tar
 from ckptkit.containers.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
 from ckptkit.containers.zip_reader import MAGIC
@@ -19,6 +18,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global
 from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import FORMATS
 from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
 from ckptkit.scan import find_tar as hidden_tar
 from ckptkit.scan import find_zip as hidden_zip
@@ -39,12 +39,21 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
         yield Remark("", error.message)
 
 
+def inside(source: ByteSource) -> Iterator[Seen]:
+    """What `pickles` would yield of a byte string in a pickle, if that were `source`."""
+    try:
+        yield from _Search().file(source, "", 1, sure=False)
+    except LimitError as error:
+        yield Remark("", error.message)
+
+
 class _Search:
     """One file being searched, and what of its limits is used up."""
 
     def __init__(self) -> None:
         self.inflated = 0
         self.parts = 0
+        self.opcodes = 0
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Whatever a source is to anybody. `sure`: it is a file of its own, and not only bytes that look like one."""
@@ -60,6 +69,12 @@ class _Search:
             yield from self._all(found, where, depth, sure)
         yield from self._otherwise(probe, where, depth, found is not None, sure)
 
+    def _trace(self, source: ByteSource, start: int, stop: int) -> Trace:
+        check("trace_opcodes", self.opcodes, "opcodes of the pickles of a file")
+        found = trace(source, start, stop, self.opcodes)
+        self.opcodes += found.opcodes
+        return found
+
     def _count(self) -> None:
         self.parts += 1
         check("scan_parts", self.parts, "places in a file")
@@ -68,7 +83,7 @@ class _Search:
         """What no format claims, or other readers see."""
         source, head = probe.source, probe.head
         is_zip = head.startswith(MAGIC)
-        if not is_zip and depth == 0 and hidden_zip.has_end(source):
+        if not is_zip and depth == 0 and _ends_as_zip(source, head):
             yield Remark(where, "ends as a zip archive does, and begins as something else: two readers, two files")
             yield from self._all(hidden_zip.pickles(source), where, depth, sure)
         elif is_zip and not claimed:
@@ -150,7 +165,7 @@ class _Search:
         assert stream.count is not None
         inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
         for number in range(1, LIMITS.scan_parts):
-            found = trace(stream.source, at, end)
+            found = self._trace(stream.source, at, end)
             if (maybe or number > stream.count) and not _convinces(found):
                 if number > 1 and not maybe:
                     yield Remark(inside, f"{end - at:,} bytes follow the pickle: other readers may see something there")
@@ -166,7 +181,7 @@ class _Search:
         """Pickles with other bytes between them."""
         at, end, number = stream.offset, stream.offset + stream.length, 0
         while at < end:
-            found = trace(stream.source, at, end)
+            found = self._trace(stream.source, at, end)
             if number == 0 or found.error is None or found.calls:
                 number += 1
                 yield from self._traced(stream, found, at, f"{joined(where, stream.where)} pickle {number}", depth)
@@ -190,7 +205,7 @@ class _Search:
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
     """What the first format that takes the file finds in it; why the reader of its format would refuse it."""
     refusal = None
-    for format in formats.FORMATS:
+    for format in FORMATS:
         try:
             found = None if format.pickles is None else format.pickles(probe)
         except CkptkitError as error:
@@ -199,6 +214,18 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
         if found is not None:
             return found, None
     return None, refusal
+
+
+def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
+    """Whether readers of zip archives would see one that is not a whole member of a tar file."""
+    archive = hidden_zip.extent(source)
+    if archive is None or not is_tar(head):
+        return archive is not None
+    start, stop = archive
+    members = (each.source for each in hidden_tar.pickles(source) if isinstance(each, Inner))
+    return not any(
+        isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size for each in members
+    )
 
 
 def _base(source: ByteSource) -> int | None:

@@ -36,9 +36,13 @@ class Member(NamedTuple):
     stored: int | None  # None: until something else begins
 
 
-def has_end(source: ByteSource) -> bool:
-    """Whether a file ends as zip archives do, whatever it begins with."""
-    return _end(source) is not None
+def extent(source: ByteSource) -> tuple[int, int] | None:
+    """Where the archive begins and ends that readers find from the end of a file."""
+    end = _end(source)
+    if end is None:
+        return None
+    begin, size, shift = end
+    return shift, begin + size + _END.size
 
 
 def pickles(source: ByteSource) -> Iterator[Found]:

@@ -3,8 +3,8 @@
 Unlike :mod:`unpickle` this machine makes no values and refuses nothing that CPython would run: whatever comes before
 the opcode that fails has been run by then. All opcodes of protocols 0 to 5, read straight on through frames, as CPython
 did until 2026. Where two machines would go different ways, that is a doubt. The stack holds signs: text, numbers and
-byte strings for themselves (names are made of them), tuples of signs, a Global for what was looked up, an Object for
-the result of a call, a `_Sign` for everything else.
+byte strings for themselves (names are made of them), tuples of signs, a Global for what was looked up, a Result
+for what a call gives, a Sign for everything else.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.tree import Global, Object
-from ckptkit.pickles import allowlist
+from ckptkit.core.limits import check
+from ckptkit.core.tree import Global
 from ckptkit.pickles.machine import collector_paused
 from ckptkit.pickles.streams import Call, Trace
 from ckptkit.scan.trace_notes import Notes
-from ckptkit.scan.trace_symbols import HOOKS, WEIGHTS_ONLY_OPCODES, Sign, class_of, hook_of, number, text_of
+from ckptkit.scan.trace_symbols import WEIGHTS_ONLY_OPCODES, Result, Sign, class_of, number, text_of
 from ckptkit.scan.trace_window import Stop
 
 LARGE = 1 << 16  # byte strings from this length on are not read
 
+_NOT_CHANGED = "changes what is no list or dict"
 _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "Counter"))
 
 
@@ -61,7 +61,6 @@ class Tracer(Notes):
 
     def _loop(self) -> None:
         window, table = self.window, _TABLE
-        limit = LIMITS.trace_opcodes
         while True:
             self.at = window.base + window.at
             self.opcode = ""
@@ -76,11 +75,11 @@ class Tracer(Notes):
             if not accepted and self.refused is None:
                 self.refused = f"opcode {self.opcode}"
             if self.count & 0xFFF == 0:
-                self._check_limits(limit)
+                self._check_limits()
             run(self, *arguments)
 
-    def _check_limits(self, limit: int) -> None:
-        check("trace_opcodes", self.count, "opcodes of a pickle")
+    def _check_limits(self) -> None:
+        check("trace_opcodes", self.before + self.count, "opcodes of the pickles of a file")
         check("pickle_stack", len(self.stack), "values on the pickle stack")
         check("pickle_marks", len(self.marks), "open marks of a pickle")
         check("memo_entries", len(self.memo), "stored values of a pickle")
@@ -253,10 +252,7 @@ class Tracer(Notes):
     def collected(self, kind: str) -> None:
         items = self.items()
         made = Sign(kind)
-        if kind == "dict":
-            made.set(items)
-        else:
-            made.add(items)
+        made.add(items)
         self.stack.append(made)
 
     def append(self) -> None:
@@ -267,10 +263,12 @@ class Tracer(Notes):
         self._extend(self.items(), kind)
 
     def _extend(self, values: list[Any], kind: str) -> None:
+        self.step("append" if kind == "list" else "add", values)
         target = self.stack[-1]
         if isinstance(target, Sign):
             target.add(values)
-        self.change(target, tuple(values), isinstance(target, Sign) and target.kind == kind)
+        if not isinstance(target, Sign) or target.kind != kind:
+            self.refuse(_NOT_CHANGED)
 
     def setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -280,17 +278,15 @@ class Tracer(Notes):
         self._set(self.items())
 
     def _set(self, pairs: list[Any]) -> None:
-        target = self.stack[-1]
         if len(pairs) % 2:
             raise Stop("sets a key without a value")
-        accepted = isinstance(target, Sign) and target.kind == "dict"
+        self.step("set", pairs)
+        target = self.stack[-1]
         if isinstance(target, Sign):
-            target.set(pairs)
-        elif isinstance(target, Object):
-            accepted = target.callable in _MAPPINGS
-            if hook_of(pairs) in HOOKS:
-                self.doubt("has a function under the name of a method that unpicklers call")
-        self.change(target, tuple(pairs), accepted)
+            target.add(pairs)
+        is_dict = target.kind == "dict" if isinstance(target, Sign) else _is_mapping(target)
+        if not is_dict:
+            self.refuse(_NOT_CHANGED)
 
     # Names, calls, objects
 
@@ -343,23 +339,19 @@ class Tracer(Notes):
     def newobj_ex(self) -> None:
         kwargs, args = self.stack.pop(), self.stack.pop()
         made = self.stack.pop()
-        shown = (*args, kwargs) if isinstance(args, tuple) else args
-        self.stack.append(self.call(made, args, new=True, shown=shown))
+        self.stack.append(self.call(made, args, new=True, kwargs=kwargs))
 
     def build(self) -> None:
-        """Sets attributes, or calls __setstate__: of the class, or one that an earlier BUILD has put in its place."""
+        """Sets attributes, or calls __setstate__: of the class, or one that an earlier step has put in its place."""
         state = self.stack.pop()
+        self.step("build", state)
         target = self.stack[-1]
-        parts = state if isinstance(state, tuple) else (state,)
-        hook = next((each.hook for each in parts if isinstance(each, Sign) and each.hook), None)
-        if isinstance(target, Global):
-            self.note(f"{target} (changed)", allowlist.HARMFUL, state)
-        elif hook is not None:
-            self.note(
-                f"{allowlist.describe(getattr(target, 'callable', None))}.{hook} (replaced)", allowlist.HARMFUL, state
-            )
-        if not (isinstance(target, Object) and isinstance(target.callable, Global)):
+        if not (isinstance(target, Result) and isinstance(target.callable, Global)):
             self.refuse("sets the state of what has none")
+
+
+def _is_mapping(target: Any) -> bool:
+    return isinstance(target, Result) and target.callable in _MAPPINGS
 
 
 _RUN: dict[str, tuple[Any, ...]] = {  # by the names of pickletools: the method, and its argument
@@ -395,7 +387,7 @@ for _op in opcodes:
     _TABLE[ord(_op.code)] = (_op.name, _op.name in WEIGHTS_ONLY_OPCODES, _RUN[_op.name][0], _RUN[_op.name][1:])
 
 
-def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
-    """What the pickle at `start` would do; nothing of it is done. Never raises for what is in the bytes."""
+def trace(source: ByteSource, start: int = 0, stop: int | None = None, before: int = 0) -> Trace:
+    """What the pickle at `start` would do, after pickles of `before` opcodes in the file; never raises for bytes."""
     with collector_paused():
-        return Tracer(source, start, source.size if stop is None else stop).run()
+        return Tracer(source, start, source.size if stop is None else stop, before).run()

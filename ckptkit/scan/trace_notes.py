@@ -7,25 +7,27 @@ from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Memory
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global, Object
-from ckptkit.pickles import allowlist
+from ckptkit.core.tree import Global
+from ckptkit.pickles import trust
 from ckptkit.pickles.streams import Nested
-from ckptkit.scan.trace_symbols import Sign, brief, looks_like_a_file
+from ckptkit.scan.trace_symbols import Result, Sign, SignView, brief, looks_like_a_file
 from ckptkit.scan.trace_window import Stop, Window
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20
 _LATIN1 = ("latin1", "latin-1")
+_LITERAL_STEPS = {"list": "append", "dict": "set", "set": "add"}
 
 
 class Notes:
     """The state of the machine, and what is noted of it."""
 
-    def __init__(self, source: ByteSource, start: int, stop: int) -> None:
+    def __init__(self, source: ByteSource, start: int, stop: int, before: int = 0) -> None:
         self.window = Window(source, start, stop)
         self.start = start
         self.protocol = 0
         self.count = 0
+        self.before = before  # opcodes of other pickles of the file
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -39,6 +41,7 @@ class Notes:
         self.nested: list[Nested] = []
         self.doubts: list[str] = []
         self.refused: str | None = None
+        self.view = SignView()
 
     def doubt(self, said: str) -> None:
         if len(self.doubts) < DOUBTS:
@@ -50,7 +53,7 @@ class Notes:
 
     def look_up(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            if isinstance(module, (Sign, Object)) or isinstance(name, (Sign, Object)):
+            if isinstance(module, (Sign, Result)) or isinstance(name, (Sign, Result)):
                 self.doubt("names a global by something that only running it would tell")
                 self.stack.append(Sign("a global of unknown name"))
                 return
@@ -66,33 +69,49 @@ class Notes:
         self.pushed[id(known)] = self.pushed.get(id(known), 0) + 1
         return known
 
-    def call(self, made: Any, args: Any, *, new: bool = False, shown: Any = None) -> Any:
+    def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
         """Note a call; the sign of its result."""
         if isinstance(made, Global):
             self.called[id(made)] = self.called.get(id(made), 0) + 1
-        node = Object(made, args, new=new)
-        kind = allowlist.kind(node)
-        self.note(allowlist.describe(made), kind, args if shown is None else shown)
-        if kind != allowlist.ACCEPTED and not isinstance(made, Global):
+        judged = trust.judge_call(self.view, made, args, new=new, kwargs=kwargs)
+        shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
+        self.note(trust.describe(made), judged.kind, shown)
+        if judged.kind != trust.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a value")
-        if kind == allowlist.LOADS and not self._loads(args[0]):
+        if judged.kind == trust.LOADS and not self._loads(args[0]):
             self.doubt("loads a file that only running it would tell")
-        return self._result(made, args, node)
+        return self._result(made, args, judged.sort, new)
+
+    def step(self, step: str, value: Any) -> None:
+        """Note what changes the value on top of the stack, unless what it is allows that."""
+        target = self.stack[-1]
+        if isinstance(target, Global):
+            self.note(f"{target} (changed)", trust.HARMFUL, value)
+        elif not isinstance(target, Result):
+            if not (isinstance(target, Sign) and _LITERAL_STEPS.get(target.kind) == step):
+                self.note("(what is no object)", trust.UNSURE, value)
+        elif target.built:  # an attribute may stand in the place of the method that this calls
+            self.note(f"{trust.describe(target.callable)} (changed again)", trust.HARMFUL, value)
+        else:
+            kind = trust.judge_step(self.view, target.callable, step, value, target.sort)
+            if kind not in trust.WRITTEN:
+                self.note(f"{trust.describe(target.callable)} (changed)", kind, value)
+            target.built = step == "build"
 
     def note(self, name: str, kind: str, args: Any) -> None:
         key = (name, self.opcode, kind)
         known = self.calls.get(key)
         if known is None:
             check("scan_parts", len(self.calls), "different calls in a pickle")
-            self.calls[key] = [brief(args), self.at, 1]
+            self.calls[key] = [brief(tuple(args) if isinstance(args, list) else args), self.at, 1]
         else:
             known[2] += 1
 
-    def _result(self, made: Any, args: Any, node: Object) -> Any:
+    def _result(self, made: Any, args: Any, sort: int, new: bool) -> Any:
         """What is known of a result: text that was encoded, a class inside a class; else which call made it."""
         name = str(made)
         if not isinstance(args, tuple):
-            return Object(made, (), new=node.new)
+            return Result(made, sort, new=new)
         if name == "_codecs.encode" and len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
             try:
                 data = args[0].encode("latin-1")
@@ -100,11 +119,11 @@ class Notes:
                 raise Stop("spells bytes with characters beyond 255") from error
             self.keep(data)
             return data
-        if name in ("builtins.bytes", "builtins.bytearray") and len(args) == 1 and isinstance(args[0], (bytes, Sign)):
+        if name in ("builtins.bytes", "builtins.bytearray") and len(args) == 1 and sort == self.view.sort(args[0]):
             return args[0]
         if name == "builtins.getattr" and len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str):
             return self.named(Global(args[0].module, f"{args[0].name}.{args[1]}"))
-        return Object(made, (), new=node.new)
+        return Result(trust.target_of(made, args), sort, new=new)
 
     def keep(self, data: bytes | ByteSource) -> None:
         """Hand on a byte string that may be a file of its own."""
@@ -121,13 +140,6 @@ class Notes:
             self.nested.remove(each)
         self.nested.append(Nested(self.at, Memory(data) if isinstance(data, bytes) else data, True))
         return True
-
-    def change(self, target: Any, values: Any, accepted: bool) -> None:
-        """Items are added to something: what a class does about that is its own affair, a name is none of ours."""
-        if isinstance(target, Global):
-            self.note(f"{target} (changed)", allowlist.HARMFUL, values)
-        if not accepted:
-            self.refuse("changes what is no list or dict")
 
     def items(self) -> list[Any]:
         items, self.stack = self.stack, self.marks.pop() if self.marks else self._no_mark()

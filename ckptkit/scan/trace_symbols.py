@@ -9,6 +9,23 @@ from warnings import catch_warnings, simplefilter
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global, Object
+from ckptkit.pickles.allowlist.rows import (
+    BYTES,
+    DICT,
+    FLAG,
+    FLOAT,
+    INT,
+    LIST,
+    LITERALS,
+    NAME,
+    NONE,
+    SET,
+    STORAGE,
+    TEXT,
+    TUPLE,
+    UNKNOWN_SORT,
+    VALUES,
+)
 from ckptkit.scan.trace_window import Stop
 
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
@@ -23,39 +40,87 @@ SHOWN = 120  # characters of the arguments of a call
 SOME = 8  # items that a sign remembers, to be shown
 DEEP = 4  # levels that are shown
 
-# Attributes that an unpickler looks up on an object and calls; an instance can have its own.
-HOOKS = frozenset({"__setstate__", "append", "extend", "add", "__reduce__", "__reduce_ex__", "__del__", "__class__"})
-
 # How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz, numpy.
 _HEADS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x93NUMPY")
 _OPCODES = frozenset(ord(each.code) for each in opcodes)  # a pickle without a protocol may begin with any of them
 
 
 class Sign:
-    """A value that nothing but its kind is known of: a container, with its first items, or something from outside."""
+    """A value that nothing but its kind is known of: a container, with its first items, or something from outside.
 
-    __slots__ = ("data", "hook", "kind", "some")
+    ``sort`` is what the allowlist calls it, ``held`` are the sorts of what it holds, ``parts`` the containers in it.
+    """
+
+    __slots__ = ("data", "held", "kind", "parts", "some", "sort")
 
     def __init__(self, kind: str, data: ByteSource | None = None) -> None:
         self.kind = kind
         self.data = data
         self.some: list[Any] = []
-        self.hook: str | None = None  # one of HOOKS that a dict has as a key, for something that can be called
+        self.sort = _SIGNS.get(kind, UNKNOWN_SORT) if data is None else BYTES
+        self.held = 0
+        self.parts: list[Any] = []
 
     def add(self, values: list[Any]) -> None:
         self.some += values[: SOME - len(self.some)]
+        for value in values:
+            self.held |= VIEW.sort(value)
+            if isinstance(value, (tuple, Sign)):
+                self.parts.append(value)
 
-    def set(self, pairs: list[Any]) -> None:
-        self.add(pairs)
-        self.hook = hook_of(pairs) or self.hook
+
+class Result(Object):
+    """What a call gives: which call, the sort of its result, and whether its state was set. Without its arguments."""
+
+    __slots__ = ("built", "sort")
+
+    def __init__(self, made: Any, sort: int, *, new: bool = False) -> None:
+        super().__init__(made, (), new=new)
+        self.sort = sort
+        self.built = False
 
 
-def hook_of(pairs: list[Any]) -> str | None:
-    """The key that would replace a method that unpicklers call, if one of the values could be called."""
-    for key, value in zip(pairs[0::2], pairs[1::2], strict=False):
-        if isinstance(value, (Global, Object)) and (isinstance(key, Object) or (isinstance(key, str) and key in HOOKS)):
-            return key if isinstance(key, str) else "(a computed name)"
-    return None
+_SIGNS = {"list": LIST, "dict": DICT, "set": SET, "persistent": STORAGE}
+_SORTS: dict[type, int] = {
+    type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE, Global: NAME,
+}  # fmt: skip
+LOOKED_AT = 5_000_000  # values in containers that a trace looks at again, all in all
+
+
+class SignView:
+    """The sorts of what stands for values; see `ckptkit.pickles.trust.View`."""
+
+    def __init__(self) -> None:
+        self.left = LOOKED_AT
+
+    def sort(self, value: Any) -> int:
+        """Return the sort of a sign."""
+        sort = _SORTS.get(value.__class__)
+        if sort is not None:
+            return sort
+        return int(value.sort) if isinstance(value, (Sign, Result)) else UNKNOWN_SORT
+
+    def inside(self, value: Any, every: bool) -> int:
+        """Return the sorts of what a container holds. What is too much to look at may be anything."""
+        mask = 0
+        seen: set[int] = set()
+        waiting = [value]
+        while waiting:
+            sign = waiting.pop()
+            if id(sign) in seen:
+                continue
+            seen.add(id(sign))
+            parts = sign if isinstance(sign, tuple) else getattr(sign, "parts", None)
+            self.left -= 1 if parts is None else 1 + len(parts)
+            if parts is None or self.left < 0:  # what a call has filled
+                return VALUES | UNKNOWN_SORT
+            mask |= sign.held if isinstance(sign, Sign) else sum({self.sort(each) for each in sign})
+            if every:
+                waiting += [each for each in parts if self.sort(each) & LITERALS]
+        return mask
+
+
+VIEW = SignView()  # for the sorts alone
 
 
 def number(data: bytes, signed: bool = False) -> int:

@@ -5,9 +5,10 @@ Of a pickle, from harmless to not:
     safe for weights_only    `torch.load(weights_only=True)`, which is torch's default, loads it
     harmless                 makes plain values; but weights_only does not read it (its container, its protocol)
     needs these classes      makes objects of classes that weights_only does not know: loading imports their packages,
-                             and runs what those packages do to set up an object. Nothing else is called
-    cannot tell              it is malformed, two readers could differ, names are computed, or it holds something that
-                             has no business in a checkpoint, though nothing in it calls that
+                             and runs what those packages do to set up an object, with a state that is plain or
+                             inert. Nothing else is called
+    cannot tell              it is malformed, two readers could differ, names are computed, a step is not proved
+                             harmless by the allowlist, or it holds a name that is not in it, though nothing calls that
     would run code           loading it with pickle calls something else: with arguments of the file's choosing
 
 The verdict on a file is the worst of those on its pickles, on whatever could not be looked into, and on its programs.
@@ -22,8 +23,9 @@ from fnmatch import translate
 from typing import NamedTuple
 
 from ckptkit.core.tree import Global
-from ckptkit.pickles import allowlist
+from ckptkit.pickles import trust
 from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
+from ckptkit.pickles.versions import differences
 
 NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
 LABELS = {
@@ -35,14 +37,14 @@ LABELS = {
     CODE: "would run code",
 }
 FINDINGS = (UNKNOWN, CODE)
-_RUNS = (allowlist.UNKNOWN, allowlist.HARMFUL)
+_RUNS = (trust.UNKNOWN, trust.HARMFUL)
 
 
 @dataclass(frozen=True, slots=True)
 class PickleVerdict:
     """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs`` the calls that are
     somebody's code, ``reasons`` why it cannot be told, ``refused`` why weights_only does not load it even with those
-    classes allowed (None: it does)."""
+    classes allowed (None: it does), ``versions`` on what versions of torch disagree about it."""
 
     found: Traced
     verdict: str
@@ -50,6 +52,7 @@ class PickleVerdict:
     runs: tuple[Call, ...]
     reasons: tuple[str, ...]
     refused: str | None
+    versions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +93,10 @@ def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
     trace = found.trace
     script = found.loader == TORCHSCRIPT
     runs = tuple(each for each in trace.calls if each.kind in _RUNS and each.name not in trusted)
-    runs += tuple(each for each in trace.calls if each.kind == allowlist.HARMFUL and each not in runs)
+    runs += tuple(each for each in trace.calls if each.kind == trust.HARMFUL and each not in runs)
     refused = found.no_weights_only or trace.refused
     needs = tuple(name for name in trace.globals if _is_needed(name, found, script))
-    reasons = tuple(_reasons(found))
+    reasons = tuple(_reasons(found, trusted))
     if runs:
         verdict = CODE
     elif reasons:
@@ -102,28 +105,36 @@ def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
         verdict = CLASSES
     else:
         verdict = HARMLESS if refused is not None else SAFE
-    return PickleVerdict(found, verdict, needs, runs, reasons, refused)
+    disagree = () if refused is not None else tuple(differences(trace.globals))
+    return PickleVerdict(found, verdict, needs, runs, reasons, refused, disagree)
 
 
 def _is_needed(name: Global, found: Traced, script: bool) -> bool:
     """Whether a name is a class that has to be allowed, or trusted. What is in our tables need not be where
     weights_only is no option; a program of TorchScript has its own classes in it."""
     if found.no_weights_only is None:
-        return allowlist.refused_by_weights_only(name)
-    return not (allowlist.is_known(name) or (script and name.module.startswith("__torch__")))
+        return trust.refused_by_weights_only(name)
+    return not (trust.is_known(name) or (script and name.module.startswith("__torch__")))
 
 
-def _reasons(found: Traced) -> Iterator[str]:
+def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
     trace = found.trace
     if trace.error is not None:
         yield f"a machine would stop: {trace.error}"
     yield from trace.doubts
     for name in trace.values:
-        if allowlist.is_out_of_place(name):
-            yield f"holds {name}, which nothing in it calls; whoever gets it may"
+        reason = trust.out_of_place(name)
+        if reason is not None and not _is_trusted(str(name), trusted):
+            yield f"holds {name}, which {reason}; whoever gets it may call it"
     for call in trace.calls:
-        if call.kind == allowlist.ALLOCATES:
+        if call.kind == trust.ALLOCATES:
             yield f"{call.name}{call.args} takes as much memory as the file says"
+        elif call.kind == trust.UNSURE and not _is_trusted(call.name, trusted):
+            yield f"does not understand {call.opcode} of {call.name} with {call.args} (byte {call.offset:,})"
+
+
+def _is_trusted(name: str, trusted: Trusted) -> bool:
+    return name in trusted and not trust.is_guarded(name)
 
 
 class Finding(NamedTuple):

@@ -1,5 +1,5 @@
-"""The reference trainer: how checkpoints come to be what they are.
+"""The reference trainer: small models, real data, one loop; its checkpoints are the fixtures.
 
-Small models, real data, one loop (:mod:`ckptkit.trainer.loop`). It saves with plain ``torch.save`` and loads through
-ckptkit's public names, as any user would. ``ckptkit train`` and ``python -m ckptkit.trainer`` are the same command.
+In: a configuration. Out: checkpoints as plain ``torch.save`` writes them.
+A leaf: uses ckptkit's public names, as any user would. ``ckptkit train`` is ``python -m ckptkit.trainer``.
 """

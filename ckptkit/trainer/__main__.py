@@ -1,9 +1,6 @@
-"""``python -m ckptkit.trainer`` is ``ckptkit train``: the form that ``torchrun -m`` can start."""
+"""Start the trainer as a module: ``torchrun -m ckptkit.trainer OUT``. The same as ``ckptkit train``."""
 
-import sys
-
-from ckptkit.cli import main
+from ckptkit.trainer.command import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "train")
     main()

@@ -8,11 +8,11 @@ from ckptkit.compute import contiguous, has_mean, mean_record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Node, OrderedDict, find, join, rebuild
 from ckptkit.core.weights import Weights, as_tensor, locate
 from ckptkit.transforms import groups
 from ckptkit.transforms.groups import refuse_mixture
-from ckptkit.transforms.nodes import count, some
 from ckptkit.transforms.structure import bare, extract
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics, diffusers, Lightning...).
@@ -37,9 +37,9 @@ def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = 
     last = bare(checkpoints[-1])
     rows = _rows([*map(_weights, checkpoints[:-1]), last.required])
     new = _Means(rows, shares)
-    notes = [f"averaged {count(new.averaged, 'tensor')} of {count(len(checkpoints), 'checkpoint')}"]
+    notes = [f"averaged {plural(new.averaged, 'tensor')} of {plural(len(checkpoints), 'checkpoint')}"]
     if new.taken:
-        notes.append(f"took {some(new.taken)} from the last")
+        notes.append(f"took {quoted(new.taken)} from the last")
     root = rebuild(last.root, lambda leaf: new.tensors.get(id(leaf), leaf))
     return last.with_root(root, notes=notes)
 
@@ -56,7 +56,7 @@ def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
         odd += [name for name, tensor in last.items() if name in other and other[name].shape != tensor.shape]
         if odd:
             raise UsageError(
-                f"number {number} and the last differ in names or shapes: {some(odd)}",
+                f"number {number} and the last differ in names or shapes: {quoted(odd)}",
                 hint="`ckptkit diff A B` shows how; strip prefixes first",
             )
     return {name: [*(other[name] for other in others), tensor] for name, tensor in last.items()}
@@ -105,12 +105,12 @@ def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Chec
         modules.update(_modules(node))
     if twice and not last_wins:
         raise CollisionError(
-            f"{count(len(twice), 'name')} in more than one of them: {some(twice)}",
+            f"{plural(len(twice), 'name')} in more than one of them: {quoted(twice)}",
             hint="--last-wins takes the last of each; `ckptkit rename` gives them other names",
         )
-    notes = [f"merged {count(len(parts), 'checkpoint')}"]
+    notes = [f"merged {plural(len(parts), 'checkpoint')}"]
     if twice:
-        notes.append(f"{count(len(set(twice)), 'name')} taken from the last that has it")
+        notes.append(f"{plural(len(set(twice)), 'name')} taken from the last that has it")
     state: Node = {"_metadata": OrderedDict(modules)} if modules else None
     return parts[-1].with_root(OrderedDict(merged, state), notes=notes)
 
@@ -154,16 +154,18 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     names = next((each for each in (trained, list(weights.nodes)) if len(each) == len(tensors)), None)
     if names is None:
         raise UsageError(
-            f"{path} is a list of {count(len(tensors), 'tensor')} without names, and the weights at "
+            f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights at "
             f"{join(weights.path) or 'the root'} have {len(weights.nodes):,}",
             where=ck.name,
         )
     shapes = weights.tensors
     odd = [n for n, node in zip(names, tensors, strict=True) if (t := as_tensor(node)) and t.shape != shapes[n].shape]
     if odd:
-        raise UsageError(f"{path} is in another order than the weights: {some(odd)} would change shape", where=ck.name)
+        raise UsageError(
+            f"{path} is in another order than the weights: {quoted(odd)} would change shape", where=ck.name
+        )
     new = {**weights.nodes, **dict(zip(names, tensors, strict=True))}
-    notes = [f"took {count(len(tensors), 'tensor')} out of {path!r}, under the names of the weights"]
+    notes = [f"took {plural(len(tensors), 'tensor')} out of {path!r}, under the names of the weights"]
     if len(new) > len(tensors):
-        notes.append(f"{count(len(new) - len(tensors), 'buffer')} as in the weights")
+        notes.append(f"{plural(len(new) - len(tensors), 'buffer')} as in the weights")
     return ck.with_key(None).with_root(OrderedDict(new), notes=notes)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Global, Node, Object, join, rebuild, walk
-from ckptkit.transforms.nodes import count, moved, nodes, some
+from ckptkit.transforms.nodes import moved, nodes
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (
@@ -125,7 +126,7 @@ def _moves(device: str, new: Remap) -> bool:
 def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[str]:
     for device, number in sorted(Counter(devices).items()):
         if _moves(device, new):
-            yield f"{verb} {count(number, noun)}: {device} -> {new(device)}"
+            yield f"{verb} {plural(number, noun)}: {device} -> {new(device)}"
 
 
 def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
@@ -138,7 +139,7 @@ def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
 
 def _left(root: Node, changing: Container[int]) -> str:
     paths = [f"{join(path)} ({_text(node)})" for path, node in walk(root) if id(node) in changing]
-    return f"left as they are: {count(len(paths), 'torch.device value')}, {some(paths)}; --values changes them too"
+    return f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; --values changes them too"
 
 
 def _is_device(node: Object) -> bool:

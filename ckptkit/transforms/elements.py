@@ -1,7 +1,7 @@
 """What tensors are made of: cast them to another floating-point type, cut storages to what is used of them.
 
 Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or read here: a new
-storage only says from what it will be made (:mod:`ckptkit.bridge`).
+storage only says from what it will be made (:mod:`ckptkit.compute`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.transforms import groups
-from ckptkit.transforms.nodes import count, nearest, nodes, on, some
+from ckptkit.transforms.nodes import nodes, on
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
@@ -45,16 +46,16 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
     groups.refuse(ck, met, "codes are no numbers to cast, and scales must keep their bits")
     wanted, left = _wanted(weights, rules)
     new = _Cast(wanted)
-    warnings = [f"not cast, as their dtype is part of how they are made: {some(left)}"] if left else []
+    warnings = [f"not cast, as their dtype is part of how they are made: {quoted(left)}"] if left else []
     if not wanted:
         warnings.append("no floating-point weight has another dtype than that: nothing is cast")
         return ck.with_root(ck.root, warnings=warnings)
     root = rebuild(ck.root, new)
     if split := new.split:
         names = [name for name, tensor in weights.tensors.items() if id(tensor.storage) in split]
-        warnings.append(f"no longer share memory with tensors that have another dtype now: {some(names)}")
+        warnings.append(f"no longer share memory with tensors that have another dtype now: {quoted(names)}")
     if new.frozen:
-        warnings.append(f"no longer requires_grad, which torch cannot load with 8 bits: {count(new.frozen, 'tensor')}")
+        warnings.append(f"no longer requires_grad, which torch cannot load with 8 bits: {plural(new.frozen, 'tensor')}")
     return ck.with_root(root, notes=_cast_notes(weights, wanted), warnings=warnings)
 
 
@@ -62,7 +63,7 @@ def _cast_notes(weights: Weights, wanted: Mapping[int, DType]) -> list[str]:
     pairs = Counter(
         (tensor.dtype.name, wanted[id(tensor)].name) for tensor in weights.tensors.values() if id(tensor) in wanted
     )
-    return [f"cast {count(number, 'weight')}: {old} -> {new}" for (old, new), number in pairs.items()]
+    return [f"cast {plural(number, 'weight')}: {old} -> {new}" for (old, new), number in pairs.items()]
 
 
 def _rules(dtypes: str | Mapping[str, str], weights: Weights) -> list[tuple[re.Pattern[str], DType]]:
@@ -71,7 +72,7 @@ def _rules(dtypes: str | Mapping[str, str], weights: Weights) -> list[tuple[re.P
     rules = [(re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()]
     for (pattern, _), glob in zip(rules, given, strict=True):
         if not any(map(pattern.match, weights.nodes)) and weights.nodes:
-            raise UsageError(f"no weight matches {glob!r}", hint=nearest(glob, weights.nodes))
+            raise UsageError(f"no weight matches {glob!r}", hint=guess(glob, weights.nodes))
     return rules[::-1]
 
 
@@ -192,7 +193,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
         return ck.with_root(ck.root, warnings=["every storage is used from end to end: there is nothing to cut"])
     saved = sum(uses[key].storage.nbytes - cut.nbytes for key, cut in cuts.items())
     root = rebuild(ck.root, lambda leaf: _on_part(leaf, cuts))
-    return ck.with_root(root, notes=[f"cut {count(len(cuts), 'storage')} to what is used: {saved:,} bytes less"])
+    return ck.with_root(root, notes=[f"cut {plural(len(cuts), 'storage')} to what is used: {saved:,} bytes less"])
 
 
 def _on_part(leaf: Node, cuts: Mapping[int, _Cut]) -> Node:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
+from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
-from ckptkit.transforms.nodes import count, some
 
 if TYPE_CHECKING:
     from ckptkit.quantized import Group
@@ -97,7 +97,7 @@ def _stem(group: Group, stem: str, names: Mapping[str, str]) -> str:
         if new is not None:
             stems.add(new.removesuffix(rest))
     if len(stems) > 1:
-        raise UsageError(f"the parts of {group.name!r} ({group.family}) would go to {some(sorted(stems))}")
+        raise UsageError(f"the parts of {group.name!r} ({group.family}) would go to {quoted(sorted(stems))}")
     return stems.pop()
 
 
@@ -127,7 +127,7 @@ def torn(found: Quantization, kept: set[str]) -> list[str]:
     """A warning about weights of which some tensors are kept and others are not."""
     names = [group.name for group in found.groups if 0 < len(kept.intersection(group.parts)) < len(group.parts)]
     return (
-        [f"kept in part only, and of no use so: {count(len(names), 'quantized weight')}: {some(names)}"]
+        [f"kept in part only, and of no use so: {plural(len(names), 'quantized weight')}: {quoted(names)}"]
         if names
         else []
     )

@@ -1,8 +1,8 @@
 """Names: strip and add prefixes, rename, select.
 
 All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on a state_dict
-(:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its plain state_dict: its own names are
-attributes of classes that are not ours to change.
+(:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its plain state_dict: the names in it
+are attributes of the user's classes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from glob import escape
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
 from ckptkit.core.weights import Weights, module_state, plain_state_dict, read_module
 from ckptkit.quantized import Quantization
 from ckptkit.transforms import groups, module_versions
-from ckptkit.transforms.nodes import count, nearest, some
 
 Paths = dict[str, Node]
 
@@ -109,17 +109,17 @@ class _Stripping:
 
     def _notes(self, target: Target, names: dict[str, str]) -> list[str]:
         gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
-        return [f"stripped {prefix!r} from {count(number, 'key')}{target.place}" for prefix, number in gone.items()]
+        return [f"stripped {prefix!r} from {plural(number, 'key')}{target.place}" for prefix, number in gone.items()]
 
     def _warnings(self, target: Target, names: dict[str, str]) -> Iterator[str]:
         if kept := [name for name in target.names if name not in names]:
-            yield f"{count(len(kept), 'key')}{target.place} left without a change: {some(kept)}"
+            yield f"{plural(len(kept), 'key')}{target.place} left without a change: {quoted(kept)}"
         again = [short for short in names.values() if short.startswith(self.prefixes)]
         if again:
             verb = "begins" if len(again) == 1 else "begin"
             prefix = next(each for each in self.prefixes if again[0].startswith(each))
             yield (
-                f"{count(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
+                f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
                 f"a second level: run again to strip it too"
             )
 
@@ -133,7 +133,7 @@ class _Stripping:
         }
         if found:
             options = " ".join(f"--key {shlex.quote(name)}" for name in [join(t.path) for t in targets] + [*found])
-            yield f"the prefix also occurs in {some(list(found))}; to edit all: {options}"
+            yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {options}"
 
 
 def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
@@ -153,7 +153,7 @@ def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
         swap[id(target.node)] = target.renamed(names, lambda paths: module_versions.prefixed(paths, prefix))
-        notes += [f"added {prefix!r} to {count(len(names), 'key')}{target.place}", *_as_plain(target)]
+        notes += [f"added {prefix!r} to {plural(len(names), 'key')}{target.place}", *_as_plain(target)]
     return _replaced(ck, swap, notes, ())
 
 
@@ -173,8 +173,10 @@ def rename(
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
     new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
-    warnings = [f"dropped {count(len(lost), '_metadata entry')}: no new name follows for {some(lost)}"] if lost else []
-    notes = [f"renamed {count(len(names), 'key')}{target.place}", *_as_plain(target)]
+    warnings = (
+        [f"dropped {plural(len(lost), '_metadata entry')}: no new name follows for {quoted(lost)}"] if lost else []
+    )
+    notes = [f"renamed {plural(len(names), 'key')}{target.place}", *_as_plain(target)]
     return _replaced(ck, {id(target.node): new}, notes, warnings)
 
 
@@ -187,7 +189,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     entries = dict(target.entries)
     for new, old in names.items():
         if old not in entries:
-            raise UsageError(f"there is no key {old!r}{target.place}", hint=nearest(old, target.names))
+            raise UsageError(f"there is no key {old!r}{target.place}", hint=guess(old, target.names))
         if new in entries:
             raise CollisionError(f"{new!r} is there already{target.place}")
         entries[new] = entries[old]
@@ -200,7 +202,7 @@ def _new_names(target: Target, mapping: Mapping[str, str], substitutions: Sequen
     known = set(target.names)
     for old, new in mapping.items():
         if old not in known:
-            raise UsageError(f"there is no key {old!r}{target.place} to rename", hint=nearest(old, target.names))
+            raise UsageError(f"there is no key {old!r}{target.place} to rename", hint=guess(old, target.names))
         if not isinstance(new, str) or not new:
             raise UsageError(f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty")
     compiled = [(_regex(pattern, replacement), replacement) for pattern, replacement in substitutions]
@@ -247,7 +249,7 @@ def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -
     dropped = set(target.names) - kept
     entries = {key: value for key, value in target.entries.items() if key not in dropped}
     new = module_versions.like(target.entries, entries, lambda paths: module_versions.pruned(paths, kept))
-    notes = [f"left out {count(gone, 'key')}{target.place}, kept {len(kept):,}", *_as_plain(target)]
+    notes = [f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}", *_as_plain(target)]
     return _replaced(ck, {id(target.node): new}, notes, groups.torn(found, kept))
 
 
@@ -259,7 +261,7 @@ def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> se
         matches = re.compile(translate(glob)).match
         hits = {name for name in names if matches(name)}
         if not hits:
-            raise UsageError(f"no key{target.place} matches {glob!r}", hint=nearest(glob, target.names))
+            raise UsageError(f"no key{target.place} matches {glob!r}", hint=guess(glob, target.names))
         found |= hits
     return groups.completed(weights, found).intersection(target.names)
 

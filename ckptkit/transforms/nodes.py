@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
@@ -66,23 +66,3 @@ def on(storage: Storage, like: Tensor, dtype: DType | None = None, offset: int |
     where = like.offset if offset is None else offset
     shape, stride, grad, kind = like.shape, like.stride, like.requires_grad, like.kind
     return Tensor(storage, dtype or like.dtype, shape, stride, where, grad, kind, like.layout, like.conj, like.neg)
-
-
-def count(number: int, noun: str) -> str:
-    """``1 key``, ``97 keys``, ``2 entries``."""
-    plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
-    return f"{number:,} {noun if number == 1 else plural}"
-
-
-def some(names: Sequence[str], shown: int = 4) -> str:
-    """The first names, quoted, and how many more there are."""
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(map(repr, names[:shown])) + more
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """A hint with the names that look most like `name`, None if none does. Looks at the first 5,000."""
-    import difflib  # most commands need no advice
-
-    close = difflib.get_close_matches(name, list(islice(names, 5_000)), n=3, cutoff=0.5)
-    return f"did you mean {some(close)}?" if close else None

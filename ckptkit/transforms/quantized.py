@@ -13,11 +13,11 @@ from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
+from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import beside, quantization_of
 from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged
 from ckptkit.transforms import torch_quantized
-from ckptkit.transforms.nodes import count, some
 
 _HEADERS = ("tensor_names", "_quantization_metadata")
 _CONFIG = ("quantization_config", "quantization", "compression_config")
@@ -91,15 +91,15 @@ def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
 def _notes(found: Quantization, types: Mapping[int, DType]) -> Iterator[str]:
     kinds = Counter((group.label, types[id(group)].name) for group in found.groups)
     for (label, dtype), number in kinds.items():
-        yield f"dequantized {count(number, 'weight')}: {label} -> {dtype}"
+        yield f"dequantized {plural(number, 'weight')}: {label} -> {dtype}"
 
 
 def _dropped(found: Quantization) -> Iterator[str]:
     names = [name for group in found.groups for name in group.members if name != group.name]
     if names:
-        yield f"left out {count(len(names), 'tensor')} that they were made of: {some(names)}"
+        yield f"left out {plural(len(names), 'tensor')} that they were made of: {quoted(names)}"
     if found.serving:
-        yield f"left out what only quantized inference uses: {some(found.serving)}"
+        yield f"left out what only quantized inference uses: {quoted(found.serving)}"
 
 
 def _header(metadata: Mapping[str, str], found: Quantization) -> dict[str, str]:

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.bridge.quantizing import BLOCK, GROUP, quantized_records
 from ckptkit.compute import contiguous
+from ckptkit.compute.quantizing import BLOCK, GROUP, quantized_records
 from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.core.weights import as_tensor
 from ckptkit.quantized.group import beside
 from ckptkit.quantized.logical import mapping_of
 from ckptkit.transforms import groups, module_versions
-from ckptkit.transforms.nodes import count, some
 
 KINDS = ("fp8-block", "mxfp4")
 SOURCES = ("float32", "bfloat16", "float16", "float64")
@@ -46,9 +46,9 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     if not done:
         raise UsageError(f"no weight is a matrix of blocks that {kind} has", where=ck.name)
     node = module_versions.like(mapping_of(weights), new, lambda paths: paths)
-    notes = [f"quantized {count(len(done), 'weight')}: {kind}"]
+    notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
     if left:
-        notes.append(f"left as they are: {some(left)}")
+        notes.append(f"left as they are: {quoted(left)}")
     config = beside(ck.source, "config.json")
     companion = _configuration(config, kind, left) if config else []
     ck = ck.with_root(rebuild(ck.root, swap={id(weights.node): node}), notes=notes)

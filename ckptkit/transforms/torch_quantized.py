@@ -16,10 +16,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CollisionError, TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.nodes import count, nodes, some
+from ckptkit.transforms.nodes import nodes
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
@@ -41,7 +42,7 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     swap: dict[int, Node] = {key: tensor for key, (_, tensor) in new.items()}
     if weights is not None and layers:
         swap[id(weights.node)] = _with_layers(weights, layers)
-    warnings = [f"left as they are, with no affine scheme: {count(left, 'quantized tensor')}"] if left else []
+    warnings = [f"left as they are, with no affine scheme: {plural(left, 'quantized tensor')}"] if left else []
     if not swap:
         return ck.with_root(ck.root, warnings=warnings) if left else None
     notes = _notes(new.values(), weights, layers, dtype)
@@ -52,9 +53,9 @@ def _notes(
     new: Iterable[tuple[str, Tensor]], weights: Weights | None, layers: list[_Layer], target: DType
 ) -> Iterator[str]:
     for dtype, number in Counter(dtype for dtype, _ in new).items():
-        yield f"dequantized {count(number, 'tensor')}: {dtype} -> {target}"
+        yield f"dequantized {plural(number, 'tensor')}: {dtype} -> {target}"
     if layers:
-        yield f"unpacked {count(len(layers), 'layer')}: {some([layer.name or '(root)' for layer in layers])}"
+        yield f"unpacked {plural(len(layers), 'layer')}: {quoted([layer.name or '(root)' for layer in layers])}"
         if weights is not None and weights.is_module:
             yield f"the module ({weights.node.global_}) is now its plain state_dict"
 

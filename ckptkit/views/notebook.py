@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape as escape_html
 from itertools import islice
+from typing import cast
 
+from ckptkit.analysis.diff import Diff
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.fold import Item, fold
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import escape, plural, shape, size
+from ckptkit.core.text import and_more, escape, plural, shape, size
 from ckptkit.core.tree import LEAVES, Node, children, key_text
 from ckptkit.core.weights import Weights
 
@@ -37,7 +41,7 @@ def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], ope
     """A table below its title, which opens and closes it; the first of very many rows."""
     cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
     head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
-    more = line(f"and {len(rows) - ROWS:,} more") if len(rows) > ROWS else ""
+    more = line(and_more(len(rows) - ROWS).strip()) if len(rows) > ROWS else ""
     return (
         f"<details{' open' if opened else ''}><summary>{text(title)}</summary>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>{more}</details>"
@@ -53,8 +57,41 @@ def folded(names: Iterable[str]) -> list[tuple[str]]:
     return [(row.label,) for row in fold(Item(name, (), 0) for name in names)]
 
 
-def checkpoint(heading: str, root: Node, weights: Weights | None) -> str:
-    """The weights, folded as on the terminal, and the entries of the root that are not they."""
+def html(value: object) -> str:
+    """Return a Checkpoint or a Diff as HTML."""
+    return checkpoint(value) if isinstance(value, Checkpoint) else diff(cast(Diff, value))
+
+
+def checkpoint(ck: Checkpoint) -> str:
+    """The weights, folded as on the terminal, and the entries of the root beside them."""
+    try:
+        weights = ck.selection
+    except CkptkitError:  # the heading says it
+        weights = None
+    return _checkpoint(ck.heading, ck.root, weights)
+
+
+def diff(found: Diff) -> str:
+    """Tables of renamed, missing, unexpected, mismatched and changed keys."""
+    pairs = (*found.renamed, *found.reshaped)
+    old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
+    missing = [name for name in found.missing if name not in new]
+    unexpected = [name for name in found.unexpected if name not in old]
+    renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
+    kinds = [(name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}") for name, a, b in found.mismatched]
+    changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in found.changed]
+    tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
+        ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
+        ("missing (not in A)", len(missing), ("name",), folded(missing)),
+        ("unexpected (only in A)", len(unexpected), ("name",), folded(unexpected)),
+        ("mismatched", len(kinds), ("name", "A", "B"), kinds),
+        ("changed", len(changed), ("name", "elements", "largest difference"), changed),
+    )
+    shown = [table(f"{title}: {count:,}", headers, rows) for title, count, headers, rows in tables if count]
+    return page(found.summary, (*shown, *(line(f"hint: {each}") for each in found.advice)))
+
+
+def _checkpoint(heading: str, root: Node, weights: Weights | None) -> str:
     parts = [] if weights is None else [_weights(weights.tensors)]
     inside = key_text(weights.path[0]) if weights is not None and weights.path else None
     named = ((key_text(key), node) for key, node in islice(children(root), ROWS))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from torch.masked import MaskedTensor, masked_tensor
 
+import ckptkit
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
@@ -13,6 +18,7 @@ from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
+from tests.conftest import Run
 
 
 def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:
@@ -207,3 +213,36 @@ def test_what_the_checkpoint_says_of_itself() -> None:
     found = summarize(checkpoint({}, metadata={"format": "pt"}, globals=names, warnings=("odd",)))
     assert (found.path, found.format, found.size) == ("run.pth", "torch-zip", 8)
     assert (found.metadata, found.globals, found.warnings) == ({"format": "pt"}, names, ("odd",))
+
+
+@pytest.fixture
+def masked(tmp_path: Path) -> Path:
+    """A tensor subclass that torch has itself: data of 16 bytes, and a mask of 4."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = masked_tensor(torch.ones(4), torch.tensor([True, False, True, True]))
+    torch.save({"w": made, "b": torch.ones(2)}, tmp_path / "a.pth")
+    return tmp_path / "a.pth"
+
+
+def test_a_tensor_subclass_shows_what_it_is_made_of(masked: Path) -> None:
+    found = summarize(ckptkit.open(masked))
+    rows = {row.place: row for row in found.rows}
+    assert {place: row.nbytes for place, row in rows.items()} == {
+        "w": 20, "w.3._masked_data": 16, "w.3._masked_mask": 4, "b": 8,
+    }  # fmt: skip
+    assert [row.name for row in found.rows] == ["w", None, None, "b"]
+    assert (rows["w"].device, rows["w"].tensor.shape) == ("cpu", (4,))
+    assert (found.totals.nbytes, found.totals.storage_nbytes, found.totals.parameters) == (28, 28, 6)
+
+
+def test_nothing_advises_to_drop_a_tensor_subclass(masked: Path, run: Run, tmp_path: Path) -> None:
+    for command in ("inspect", "doctor"):
+        assert "--objects" not in run(command, masked).stdout
+    done = run("convert", masked, tmp_path / "a.safetensors")
+    assert (done.code, "--drop" in done.stderr, "--all" in done.stderr) == (3, False, True)
+    assert run("convert", "--all", masked, tmp_path / "a.safetensors").code == 0
+    assert run("convert", tmp_path / "a.safetensors", tmp_path / "b.pth").code == 0
+    with torch.serialization.safe_globals([MaskedTensor]):
+        again = torch.load(tmp_path / "b.pth")["w"]
+    assert torch.equal(again.get_mask(), torch.tensor([True, False, True, True]))

@@ -15,7 +15,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -104,7 +104,7 @@ def machine(folder: Path) -> dict[str, Any]:
     """What the figures depend on."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -28,7 +28,7 @@ def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)
     result = ckptkit("browse", run_pth)
-    assert result.exit_code == 2 and "pip install 'ckptkit[browse]'" in result.stderr
+    assert result.exit_code == 2 and "pip install textual" in result.stderr
 
 
 def test_a_file_that_cannot_be_read(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

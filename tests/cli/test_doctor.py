@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -138,6 +139,39 @@ def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
     assert diagnose(tmp_path / "run.safetensors", code=0) == {}
 
 
+def test_network_of_lightning_among_other_parts(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    """What --fix leaves is not said to load."""
+    state = {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
+    state["criterion.weight"] = torch.ones(3)
+    torch.save({"state_dict": state, "pytorch-lightning_version": "2.5.0"}, tmp_path / "run.ckpt")
+    found = diagnose(tmp_path / "run.ckpt")
+    net().load_state_dict(load(paste(found["attribute"]))["state_dict"])
+    done = ckptkit("doctor", tmp_path / "run.ckpt", "--fix", tmp_path / "fixed.pth")
+    assert done.exit_code == 1 and "loads" not in done.stdout.splitlines()[-1]
+    assert "not mended" in done.stdout
+
+
+def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1)}, tmp_path / "it's.pth")
+    os.link(tmp_path / "it's.pth", tmp_path / "link.pth")
+    for name in ("it's.pth", "link.pth"):
+        done = ckptkit("doctor", tmp_path / "it's.pth", "--fix", tmp_path / name, "--force")
+        assert done.exit_code == 2 and "--in-place" not in done.stderr
+        option, path = shlex.split(done.stderr.partition("hint: ")[2])
+        assert (option, path) == ("--fix", str(tmp_path / "it's-fixed.pth"))
+    assert ckptkit("doctor", tmp_path / "it's.pth", "--fix", path).exit_code == 0
+
+
+def test_a_save_that_failed(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        torch.save({"a": torch.ones(2), "f": lambda: 0}, tmp_path / "failed.pth")
+    done = ckptkit("doctor", tmp_path / "failed.pth")
+    assert done.exit_code == 3 and "half-way" in done.stdout and "page" not in done.stdout
+    assert "half-way" in ckptkit("inspect", tmp_path / "failed.pth").stderr
+
+
 @pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
 def test_prefix_inside(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     wrapped = net()
@@ -172,6 +206,93 @@ def test_renamed(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
     assert found.keys() == {"renamed", "prefix"} or found.keys() == {"renamed"}
     net().load_state_dict(load(paste(found["renamed"])))
+
+
+MOST = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, classes=3):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, classes)
+"""
+
+
+def most(folder: Path, prefix: str = "", **options: int) -> tuple[nn.Module, Path]:
+    """A net, and a file with its weights, of which most begin otherwise than they do in the net."""
+    (folder / "nets.py").write_text(MOST)
+    namespace: dict[str, Any] = {}
+    exec(MOST, namespace)
+    torch.manual_seed(1)
+    state = namespace["Net"](**options).state_dict()
+    state = {
+        name.replace("layers.", "encoder.blocks.").replace("embed.", "tok."): value for name, value in state.items()
+    }
+    torch.save({prefix + name: value for name, value in state.items()}, folder / "run.pth")
+    return namespace["Net"](), folder / "run.pth"
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_most_keys_have_another_beginning(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, prefix: str
+) -> None:
+    """What is right already stays so, whichever of the commands is typed."""
+    model, path = most(tmp_path, prefix)
+    options = ("--model", f"{tmp_path / 'nets.py'}:Net")
+    found = diagnose(path, *options)
+    right = [name for name in model.state_dict() if name.startswith(("norm.", "head."))]
+    for cause in found.values():
+        keys = {key.removeprefix(prefix) for key in load(paste(cause))}
+        assert keys >= {*right}
+    keys = {name.removeprefix("module.") for name in load(path)}
+    named = {part.split(" -> ")[0] for part in found["renamed"]["title"].partition(": ")[2].split(", ")}
+    assert all(name.removeprefix(prefix) in keys for name in named if "." in name and " and " not in name)
+    done = ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
+    assert done.exit_code == 0 and "left without a change" not in done.stderr
+    fixed, source = load(tmp_path / "fixed.pth"), load(path)
+    model.load_state_dict(fixed)
+    assert torch.equal(fixed["embed.weight"], source[prefix + "tok.weight"])
+    assert torch.equal(fixed["layers.3.bias"], source[prefix + "encoder.blocks.3.bias"])
+
+
+def test_a_new_beginning_alone_is_one_substitution(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    model, path = most(tmp_path)
+    state = {name.replace("tok.", "embed."): value for name, value in load(path).items()}
+    torch.save(state, path)
+    found = diagnose(path, "--model", f"{tmp_path / 'nets.py'}:Net")
+    assert found.keys() == {"renamed"} and " --sub " in found["renamed"]["command"]
+    model.load_state_dict(load(paste(found["renamed"])))
+
+
+def test_a_new_beginning_and_another_head(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    _, path = most(tmp_path, classes=5)
+    options = ("--model", f"{tmp_path / 'nets.py'}:Net")
+    assert diagnose(path, *options).keys() == {"renamed", "mismatched"}
+    ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
+    assert diagnose(tmp_path / "fixed.pth", *options).keys() == {"mismatched"}
+    head = [name for name in load(tmp_path / "fixed.pth") if "head" in name]
+    assert head == ["head.weight", "head.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norm_of_either_kind(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\nfrom torch.nn.utils import weight_norm, parametrizations\n"
+        "def old():\n    return nn.Sequential(weight_norm(nn.Linear(3, 2)))\n"
+        "def new():\n    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2)))\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec((tmp_path / "nets.py").read_text(), namespace)
+    for kind in ("old", "new"):
+        torch.save(namespace[kind]().state_dict(), tmp_path / f"{kind}.pth")
+    nets = f"{tmp_path / 'nets.py'}:"
+    namespace["new"]().load_state_dict(load(tmp_path / "old.pth"))  # by a hook of torch
+    assert diagnose(tmp_path / "old.pth", "--model", f"{nets}new", code=0) == {}
+    found = diagnose(tmp_path / "new.pth", "--model", f"{nets}old")
+    assert found.keys() == {"renamed"} and "100%" in found["renamed"]["explanation"]
+    namespace["old"]().load_state_dict(load(paste(found["renamed"])))
 
 
 def test_mismatched(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
@@ -315,6 +436,49 @@ def test_optimizer(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     model.load_state_dict(load(small))
 
 
+def test_optimizer_of_the_weights_themselves(diagnose: Diagnose, tmp_path: Path) -> None:
+    """Its groups hold the parameters: without it the file would be as large."""
+    model = nn.Linear(512, 512)
+    groups = [{"params": list(model.parameters()), "lr": 0.1}]
+    held = {"param_groups": groups, "state": {}}
+    torch.save({"optimizer": held, "model": model.state_dict()}, tmp_path / "run.pth")
+    assert load(tmp_path / "run.pth")["model"]["weight"].data_ptr()
+    assert "optimizer" not in diagnose(tmp_path / "run.pth")
+
+
+class Arguments:
+    """As transformers pickles them, in training_args.bin."""
+
+    lr = 0.1
+
+
+@pytest.mark.parametrize("value", [Arguments(), [Arguments()], {"a": Arguments(), "b": None}])
+def test_dropping_objects_that_are_all_there_is(
+    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, value: object
+) -> None:
+    torch.save(value, tmp_path / "training_args.bin")
+    found = diagnose(tmp_path / "training_args.bin")
+    assert found["weights-only"]["command"] is None and not found["weights-only"]["fixable"]
+    assert "--objects drop" not in ckptkit("inspect", tmp_path / "training_args.bin").stdout
+    ckptkit("doctor", tmp_path / "training_args.bin", "--fix", tmp_path / "fixed.bin")
+    done = ckptkit("convert", tmp_path / "training_args.bin", tmp_path / "x.pth", "--objects", "drop")
+    assert done.exit_code == 2 and "nothing is left" in done.stderr
+    assert not (tmp_path / "fixed.bin").exists() and not (tmp_path / "x.pth").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantized_program(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    made: Any = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear})
+    torch.jit.save(torch.jit.script(made), tmp_path / "q.pt")
+    cause = diagnose(tmp_path / "q.pt")["program"]
+    state = load(paste(cause))
+    assert torch.equal(state["0.weight"], made[0].weight().dequantize())
+    assert ckptkit("doctor", tmp_path / "q.pt", "--fix", tmp_path / "fixed.pt").exit_code == 0
+    hints = [line for line in ckptkit("inspect", tmp_path / "q.pt").stdout.splitlines() if "convert" in line]
+    assert hints and all("--dequantize" in line for line in hints)
+    assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
+
+
 def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1000, 1000)[:2]}, tmp_path / "run.pth")
     small = paste(diagnose(tmp_path / "run.pth")["slices"])
@@ -323,6 +487,64 @@ def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
 
 
 # The container
+
+
+@pytest.mark.parametrize("name", ["a.pkl", "a.pdparams", "a.npz", "a.npy", "config.pkl"])
+def test_what_torch_load_refuses(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, name: str) -> None:
+    arrays, path = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.zeros(3, "f4")}, tmp_path / name
+    if name == "a.npz":
+        np.savez(path, **arrays)
+    elif name == "a.npy":
+        np.save(path, arrays["fc.bias"])
+    else:
+        path.write_bytes(pickle.dumps({"lr": 0.1} if name == "config.pkl" else arrays, 2))
+    for weights_only in (True, False):
+        with pytest.raises((RuntimeError, pickle.UnpicklingError, EOFError)):
+            torch.load(path, weights_only=weights_only)
+    cause = diagnose(path)["not-torch"]
+    if name in ("config.pkl", "a.npy"):  # which names no tensor
+        assert cause["command"] is None
+        return
+    out = paste(cause)
+    state = load(out) if out.suffix == ".pth" else load_file(out)
+    assert {key: value.tolist() for key, value in state.items()} == {
+        key: value.tolist() for key, value in arrays.items()
+    }
+    assert diagnose(out, code=0) == {}
+
+
+def test_states_of_generators_are_no_weights(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    import random
+
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    torch.save(state, tmp_path / "rng_state.pth")  # as transformers does
+    torch.save({"rng": np.random.RandomState(1), "epoch": 3, "model": 1}, tmp_path / "run.pth")
+    for name in ("rng_state.pth", "run.pth"):
+        found = diagnose(tmp_path / name)
+        assert found.keys() == {"weights-only"} and found["weights-only"]["command"] is None
+        facts = json.loads(ckptkit("inspect", "--json", tmp_path / name).stdout)["files"][0]
+        assert facts["weights"] is None
+
+
+def test_slices_of_graphs_are_no_weights(diagnose: Diagnose, tmp_path: Path) -> None:
+    """(data, slices), as PyTorch Geometric saves processed data sets."""
+    data = {"x": torch.ones(5, 2), "edge_index": torch.zeros(2, 3, dtype=torch.int64)}
+    slices = {"x": torch.tensor([0, 2, 5]), "edge_index": torch.tensor([0, 1, 3])}
+    torch.save((data, slices, None), tmp_path / "data.pt")
+    assert diagnose(tmp_path / "data.pt", code=0) == {}
+    torch.save({"model": slices}, tmp_path / "run.pth")  # a name that says what it is
+    assert "wrapper" in diagnose(tmp_path / "run.pth")
+
+
+def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    """As skorch pickles its nets."""
+    inner = io.BytesIO()
+    torch.save(net().state_dict(), inner)
+    value = {"history": [1, 2], "raw": inner.getvalue(), "odd": b"\x80\x04.", "long": bytes(10_000)}
+    (tmp_path / "net.pkl").write_bytes(pickle.dumps(value))
+    title = diagnose(tmp_path / "net.pkl")["inner"]["title"]
+    assert "raw (zip archive" in title and "odd" not in title and "long" not in title
+    assert "raw (zip archive" in ckptkit("inspect", tmp_path / "net.pkl").stdout
 
 
 def test_cut(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
@@ -476,6 +698,10 @@ def test_half_written_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> N
     cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
     assert f"{tmp_path / 'step_10'} is complete" in cause["explanation"]
     net().load_state_dict(load(paste(cause))["model"])
+    for step in ("step_10", "step_9"):  # another run's, then
+        (tmp_path / step).rename(tmp_path / f"other_{step}")
+    cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
+    assert cause["command"] is None and "is complete" not in cause["explanation"]
 
 
 def test_zero(diagnose: Diagnose, paste: Paste) -> None:

@@ -39,15 +39,31 @@ def test_every_command_has_help_with_an_example(ckptkit: Ckptkit, name: str) -> 
 def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
     result = ckptkit("--help")
     assert result.exit_code == 0
-    listed = [line.split(maxsplit=1) for line in result.stdout.partition("Commands:\n")[2].splitlines()]
+    lines = result.stdout.partition("Look:\n")[2].splitlines()
+    listed = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
     assert [words[0] for words in listed] == list(cli.COMMANDS)
     assert not any(words[1].endswith("...") for words in listed)
+    assert [line for line in lines if line and line[0] != " "] == [f"{title}:" for title in [*cli.GROUPS][1:]]
+
+
+def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
+    listed = {line.split()[0] for line in ckptkit("help").stdout.splitlines()[1:]}
+    assert {*cli.TOPICS.values()} <= listed
+    assert "Manual: ckptkit help formats" in ckptkit("convert", "--help").stdout
+
+
+def test_help_shows_pages_and_commands(ckptkit: Ckptkit) -> None:
+    page = ckptkit("help", "diagnosis").stdout
+    assert page.startswith("# Why a checkpoint does not load") and "<!--" not in page and "```" not in page
+    assert ckptkit("help", "scan").stdout == ckptkit("scan", "--help").stdout
+    near = ckptkit("help", "formts")
+    assert near.exit_code == 2 and "did you mean formats" in near.stderr
 
 
 def test_no_command_is_usage_with_the_help(ckptkit: Ckptkit) -> None:
     result = ckptkit()
     assert result.exit_code == 2
-    assert "Commands:" in result.stdout
+    assert "Look:" in result.stdout
 
 
 def test_version(ckptkit: Ckptkit) -> None:
@@ -176,9 +192,9 @@ def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [
-        (["--help"], {"tabulate", "json", "ckptkit.formats", "ckptkit.bridge", "ckptkit.reports"}),
+        (["--help"], {"tabulate", "json", "ckptkit.formats", "ckptkit.compute", "ckptkit.analysis"}),
         (["inspect", "FILE"], {"ckptkit.analysis.tensor_digest", "ckptkit.analysis.diff", "ckptkit.transforms"}),
-        (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.fold"}),
+        (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.core.fold"}),
     ],
 )
 def test_CL_07_only_what_is_needed_is_imported(small: Path, arguments: list[str], unneeded: set[str]) -> None:
@@ -197,9 +213,10 @@ def test_CL_07_only_what_is_needed_is_imported(small: Path, arguments: list[str]
 
 def test_a_command_is_short() -> None:
     """Parse, one call, print: what is longer belongs in the library."""
-    folder = Path(cli.__file__).parent
+    folder = Path(package.__file__).parent.parent
     for name in cli.COMMANDS:
-        tree = ast.parse((folder / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8"))
+        module = cli.ELSEWHERE.get(name, f"ckptkit.cli.{name.replace('-', '_')}")
+        tree = ast.parse(folder.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
         (command,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "command")
         body = command.body[1:] or command.body  # a group of commands has nothing to do itself
         assert body[-1].end_lineno - body[0].lineno < 20, name  # type: ignore[operator]

@@ -191,3 +191,19 @@ def test_two_formats_at_once(ckptkit: Ckptkit, fine: Path) -> None:
 def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
     done = run("scan", tmp_path)
     assert (done.code, "there are no files to scan" in done.stderr) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (b"ctorch._utils\n_rebuild_nested_tensor\n", "2.15 and later refuses"),
+        (b"ctorch\nbcomplex32\n", "before 2.15 refuses"),
+        (b"ctorch\nfloat32\n", ""),
+    ],
+)
+def test_versions_that_differ_are_named(tmp_path: Path, ckptkit: Ckptkit, code: bytes, said: str) -> None:
+    """By the lists of torch 2.13, 2.14 and 2.15."""
+    (tmp_path / "a.pth").write_bytes(archive(b"\x80\x02" + code + b"."))
+    done = ckptkit("scan", tmp_path / "a.pth")
+    assert "safe for weights_only" in done.stdout
+    assert (said in done.stdout) if said else "refuses" not in done.stdout

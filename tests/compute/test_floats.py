@@ -93,3 +93,9 @@ def test_what_is_no_number_by_itself_is_refused() -> None:
     for dtype in TABLE:
         if is_decoded(dtype):
             assert len(decode(bytes(16), dtype)) == 16 // dtype.itemsize
+
+
+def test_bcomplex32_is_two_bfloat16() -> None:
+    halves = torch.tensor([1.5, -2.0, float("inf"), 0.25], dtype=torch.bfloat16)
+    made = decode(halves.view(torch.uint8).numpy().tobytes(), BY_NAME["bcomplex32"])
+    assert made.tolist() == [1.5 - 2j, complex(float("inf"), 0.25)]

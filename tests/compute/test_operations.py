@@ -24,6 +24,7 @@ from ckptkit.core.bytesource import Derived, LocalFile, Memory, Pending, Range, 
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.loading import building
 
 
 def record(data: bytes) -> Range:
@@ -636,26 +637,26 @@ def model_file(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_model_from_a_file_is_built_on_the_meta_device(model_file: Path) -> None:
     path = list(sys.path)
-    model = compute.model_from(f"{model_file}:Net", {"width": 1 << 20})
+    model = building.model_from(f"{model_file}:Net", {"width": 1 << 20})
     assert {each.device.type for each in model.parameters()} == {"meta"}
-    assert compute.model_shapes(model)["layers.1.weight"] == ("float32", (1 << 20, 1 << 20))
-    assert list(compute.model_shapes(model)) == list(model.state_dict())
+    assert building.model_shapes(model)["layers.1.weight"] == ("float32", (1 << 20, 1 << 20))
+    assert list(building.model_shapes(model)) == list(model.state_dict())
     assert sys.path == path
 
 
 def test_a_model_that_needs_numbers_is_built_on_the_cpu(model_file: Path) -> None:
-    model = compute.model_from(f"{model_file}:Stubborn")
+    model = building.model_from(f"{model_file}:Stubborn")
     assert {each.device.type for each in model.parameters()} == {"cpu"}
 
 
 def test_a_model_from_a_module() -> None:
-    shapes = compute.model_shapes(compute.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3}))
+    shapes = building.model_shapes(building.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3}))
     assert shapes == {"weight": ("float32", (3, 2)), "bias": ("float32", (3,))}
 
 
 def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model_file.parent)
-    assert compute.model_shapes(compute.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})) == {}
+    assert building.model_shapes(building.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})) == {}
 
 
 @pytest.mark.parametrize(
@@ -675,7 +676,7 @@ def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytes
 )
 def test_models_that_cannot_be_had(spec: str, args: dict[str, object], said: str, hint: str, model_file: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        compute.model_from(spec.format(file=model_file), args)
+        building.model_from(spec.format(file=model_file), args)
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
 
@@ -683,12 +684,12 @@ def test_models_that_cannot_be_had(spec: str, args: dict[str, object], said: str
 def test_a_module_that_ends_the_process_does_not(tmp_path: Path) -> None:
     (tmp_path / "script_of_the_user.py").write_text("raise SystemExit(3)")
     with pytest.raises(ModelError, match="SystemExit"):
-        compute.model_from(f"{tmp_path}/script_of_the_user.py:Net")
+        building.model_from(f"{tmp_path}/script_of_the_user.py:Net")
     sys.modules.pop("script_of_the_user", None)
 
 
 def test_the_environment_is_plain_data() -> None:
-    found = compute.environment()
+    found = building.environment()
     assert (found["torch"], found["numpy"]) == (torch.__version__, np.__version__)
     devices = found["devices"]
     assert isinstance(devices, dict)

@@ -25,7 +25,7 @@ from ckptkit.containers.tar import read_members
 from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
-from ckptkit.core.limits import CEILINGS, LIMITS, MOST, PREFIX, Limits, check, from_environment
+from ckptkit.core.limits import CEILINGS, INFLATED, LIMITS, MOST, PREFIX, Limits, check, from_environment
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats.dcp.boxes import check_cover
@@ -166,6 +166,7 @@ def written(plan: Plan) -> Case:
     return case
 
 
+LARGE = zipped("a", data=bytes(1_000_000), deflated=True)
 TAR_RECORD = record(b"comment", b"1" * 100)
 
 # name -> how much is needed, and what needs it.
@@ -187,6 +188,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "zip_entries": (50, lambda folder: read_directory(zipped(*map(str, range(50))))),
     "zip_directory_bytes": (100, lambda folder: read_directory(zipped("a" * 54))),
     "record_bytes": (1_000, lambda folder: read_directory(zipped("a", data=bytes(1_000))).read("a")),
+    "inflated_free": (1_000_000 - INFLATED * LARGE.size, lambda folder: read_directory(LARGE).read("a")),
     "inflate_ratio": (50, lambda folder: read_directory(zipped("a", data=zeros(50), deflated=True)).locate("a")),
     "tar_members": (50, lambda folder: read_members(Memory(archive(*(header(str(n)) for n in range(50)))))),
     "tar_records_bytes": (

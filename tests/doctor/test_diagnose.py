@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit import compute
 from ckptkit.core.errors import CkptkitError
 from ckptkit.doctor.diagnose import cure, examine
+from ckptkit.loading import building
 from tests.conftest import Corpus
 from tests.matrix import NAMES, Fixture
 
@@ -61,15 +61,15 @@ def test_the_whole_corpus_is_examined(corpus: Corpus) -> None:
 def test_ties_of_a_model() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
-    assert compute.model_ties(model) == [["a.weight", "b.weight"]]
+    assert building.model_ties(model) == [["a.weight", "b.weight"]]
     with torch.device("meta"):
-        assert compute.model_ties(torch.nn.Linear(2, 2)) == []
+        assert building.model_ties(torch.nn.Linear(2, 2)) == []
 
 
 def test_names_that_torch_lacks() -> None:
     names = [("torch", "float32"), ("torch", "float2_new"), ("torch._utils", "_rebuild_tensor_v9"), ("os", "system")]
-    assert compute.torch_lacks(names[:3]) == ["torch.float2_new", "torch._utils._rebuild_tensor_v9"]
-    assert compute.torch_lacks([("torch.not_a_module", "x")]) == []
+    assert building.torch_lacks(names[:3]) == ["torch.float2_new", "torch._utils._rebuild_tensor_v9"]
+    assert building.torch_lacks([("torch.not_a_module", "x")]) == []
 
 
 def test_reading_is_bounded(tmp_path: Path, lengths_read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.table import FORMATS
 
 State = dict[str, torch.Tensor]
 
@@ -29,7 +30,7 @@ State = dict[str, torch.Tensor]
 class FormatConformance:
     """Inherit, and say what `name` the format has and how to `make` a file of it."""
 
-    name: str  # in formats.FORMATS
+    name: str  # in FORMATS
     suffix: str  # of a file that is written in it
     views = True  # whether it keeps strides and shared storages
     dtypes: Iterable[str] = ()  # the rows of dtypes.TABLE that it can hold
@@ -51,7 +52,7 @@ class FormatConformance:
 
     @property
     def format(self) -> Format:
-        return next(each for each in formats.FORMATS if each.name == self.name)
+        return next(each for each in FORMATS if each.name == self.name)
 
     def state(self) -> State:
         """A small state_dict with whatever the format keeps."""

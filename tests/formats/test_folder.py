@@ -109,7 +109,7 @@ def test_the_parts_of_a_llama_release(tmp_path: Path) -> None:
     folder = make(tmp_path / "x", ["consolidated.00.pth", "consolidated.01.pth", "params.json"])
     with pytest.raises(UnsupportedError, match="2 model-parallel parts of a Llama release") as caught:
         ckptkit.open(folder)
-    assert "convert_llama_weights_to_hf.py" in str(caught.value.hint)
+    assert "format of transformers" in str(caught.value.hint)
 
 
 def test_damage_is_told_of_the_file(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.tree import Object
-from ckptkit.formats import npz
 from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.table import NPZ
 from tests.formats.test_npy import ARRAYS
 from tests.torch_equality import bits
 
@@ -241,8 +241,8 @@ def test_few_compressed_bytes_are_read(tmp_path: Path, lengths_read: list[int]) 
     rng = np.random.default_rng(0)
     np.savez_compressed(tmp_path / "x.npz", a=rng.bytes(0), b=np.frombuffer(rng.bytes(1 << 20), np.uint8))
     probe = Probe(LocalFile(tmp_path / "x.npz"))
-    assert npz.FORMAT.matches(probe)
-    npz.FORMAT.read(probe)
+    assert NPZ.matches(probe)
+    NPZ.read(probe)
     assert sum(lengths_read) < 100_000
 
 

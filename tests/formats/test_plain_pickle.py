@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import ckptkit
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
-from ckptkit.core.tree import Global
-from ckptkit.formats import plain_pickle, torch_legacy
+from ckptkit.core.tree import Global, Object
+from ckptkit.formats import plain_pickle
 from ckptkit.formats.format import Probe
-from ckptkit.formats.plain_pickle import FORMAT
+from ckptkit.formats.table import PICKLE as FORMAT
+from ckptkit.formats.table import TORCH_LEGACY
 from tests.conftest import Corpus
 from tests.pickles.making import emit, same, to_python
 from tests.pickles.test_ndarray import array_of, tensor_of
@@ -110,8 +113,50 @@ def test_persistent_ids_are_refused() -> None:
 def test_a_real_array_saved_by_torch(corpus: Corpus) -> None:
     """torch.save of a numpy array, before 1.6: a legacy stream without storages, its fourth pickle."""
     path = corpus / "allennlp__2019-06_elmo_es_align.pth"
-    checkpoint = torch_legacy.FORMAT.read(Probe(LocalFile(path)))
+    checkpoint = TORCH_LEGACY.read(Probe(LocalFile(path)))
     array = array_of(tensor_of(checkpoint.root))
     again = pickle.loads(emit(checkpoint.root).data, encoding="latin1")
     assert again.tobytes() == array.tobytes()
     assert again.shape == array.shape
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_tensors_that_pickle_wrote(tmp_path: Path, protocol: int) -> None:
+    """Each storage is a file of torch.save in a byte string: short ones, and those that stay where they are."""
+    base = torch.randn(130, 130)
+    state = {
+        "view": base.t(),
+        "row": base[3],
+        "half": torch.randn(3).half(),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "empty": torch.empty(0),
+    }
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(state, protocol))
+    checkpoint = ckptkit.open(tmp_path / "a.pkl")
+    assert checkpoint.format == "pickle" and list(checkpoint.weights) == list(state)
+    ckptkit.save(checkpoint, tmp_path / "b.pth")
+    for made in (ckptkit.load(tmp_path / "a.pkl"), torch.load(tmp_path / "b.pth")):
+        for name, tensor in pickle.loads((tmp_path / "a.pkl").read_bytes()).items():
+            assert torch.equal(made[name], tensor) and made[name].stride() == tensor.stride(), name
+            assert (made[name].dtype, made[name].requires_grad) == (tensor.dtype, tensor.requires_grad)
+
+
+def test_a_module_that_pickle_wrote(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(module))
+    weights = ckptkit.load(tmp_path / "a.pkl")
+    assert list(weights) == list(module.state_dict())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("inner", [b"", b"junk", pickle.dumps(1)])
+def test_bytes_that_hold_no_storage(tmp_path: Path, inner: bytes) -> None:
+    """They are a call that nothing makes; a tensor of it is refused."""
+    call = b"ctorch.storage\n_load_from_bytes\nC%c%b\x85R" % (len(inner), inner)
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x03" + call + b".")
+    root = ckptkit.open(tmp_path / "a.pkl").root
+    assert isinstance(root, Object) and root.args == (inner,)
+    rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + call + b"K\0)" + b")\x89NtR."
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x03" + rebuilt)
+    with pytest.raises(FormatError, match="storage"):
+        ckptkit.open(tmp_path / "a.pkl")

@@ -32,7 +32,8 @@ from ckptkit.core.tree import Global, Object, OrderedDict, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_legacy import FORMAT, MAGIC_NUMBER
+from ckptkit.formats.table import TORCH_LEGACY as FORMAT
+from ckptkit.formats.torch_legacy import MAGIC_NUMBER
 from ckptkit.pickles.storages import storage_class
 from ckptkit.pickles.writer import write_pickle
 from tests.conftest import Corpus

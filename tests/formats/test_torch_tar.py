@@ -32,7 +32,7 @@ from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_tar import FORMAT
+from ckptkit.formats.table import TORCH_TAR as FORMAT
 from tests.containers.tars import BLOCK, SYSTEM, archive, entry, header, ids, member, save, storage, tensor, torch_tar
 from tests.pickles.making import Written
 from tests.pickles.test_writer import agree

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import ckptkit
+from ckptkit.analysis.pairing import prefixes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, ModelError, UsageError
 from ckptkit.loading import model as loading
-from ckptkit.loading.model import prefixes
 
 
 class Net(nn.Module):
@@ -317,3 +317,104 @@ def test_diff_with_another_file(tmp_path: Path) -> None:
 def test_diff_of_values_with_a_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         ckptkit.diff(saved(Net().state_dict(), tmp_path), Net(), values=True)
+
+
+# One pairing
+
+
+class Renamed(nn.Module):
+    """Keys of which most, not all, share a beginning, which is another one in `Named`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(7, 4)
+        self.encoder = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(8))})
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+
+def test_no_name_is_both_missing_and_too_much(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        ckptkit.load_into(Named(), saved(Renamed().state_dict(), tmp_path))
+    assert "norm." not in str(caught.value) and "head." not in str(caught.value)
+    report = ckptkit.load_into(Named(), saved(Renamed().state_dict(), tmp_path), strict=False)
+    assert {"norm.weight", "norm.bias", "head.weight", "head.bias"} == {*report.loaded}
+    assert (report.stripped, report.added) == ("", "")
+
+
+def test_what_both_sides_have_is_never_changed() -> None:
+    assert ways("a.x.w a.y.w n.w", "b.x.w b.y.w n.w") == ("", "")
+    assert ways("x.w y.w n.w", "b.x.w b.y.w n.w") == ("", "")
+    assert ways("a.x.w a.y.w a.n.w", "b.x.w b.y.w b.n.w") == ("a.", "b.")
+    assert ways("a.x.w x.w", "x.w") == ("", "")
+
+
+def normed(new: bool, which: str) -> nn.Module:
+    torch.manual_seed(new)
+    old: Any = getattr(torch.nn.utils, which)
+    made: Any = getattr(torch.nn.utils.parametrizations, which) if new else old
+    return nn.Sequential(nn.Linear(3, 3), made(nn.Linear(3, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("which", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("saved_new", [False, True])
+@pytest.mark.parametrize("loaded_new", [False, True])
+def test_norms_of_either_kind(tmp_path: Path, which: str, saved_new: bool, loaded_new: bool) -> None:
+    """What torch.nn.utils and its parametrizations call one thing by two names."""
+    source, target = normed(saved_new, which), normed(loaded_new, which)
+    path = saved(nn.DataParallel(source).state_dict(), tmp_path)
+    assert ckptkit.load_into(target, path).complete
+    rows = torch.randn(4, 3)
+    assert torch.equal(source.eval()(rows), target.eval()(rows))
+    found = ckptkit.diff(path, normed(loaded_new, which))
+    assert {pair.old for pair in found.renamed} == {*found.unexpected}
+    assert all(pair.confidence >= 0.9 for pair in found.renamed)
+
+
+class Moved(nn.Linear):
+    """Takes `kernel`, which its weight was called once, as modules of torch do with old names."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any, **more: Any) -> None:
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+        super()._load_from_state_dict(state, prefix, *args, **more)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_the_hooks_of_a_module_take_is_theirs(tmp_path: Path, strict: bool) -> None:
+    source = {"0.kernel": torch.ones(2, 2), "0.bias": torch.ones(2), "1.weight": torch.ones(1, 2)}
+    model = nn.Sequential(Moved(2, 2), nn.Linear(2, 1, bias=False))
+    said = model.load_state_dict(source, strict=False)
+    assert (said.missing_keys, said.unexpected_keys) == ([], [])
+    model = nn.Sequential(Moved(2, 2), nn.Linear(2, 1, bias=False))
+    report = ckptkit.load_into(model, saved(source, tmp_path), strict=strict)
+    assert report.complete and {*report.loaded} == {*model.state_dict()}
+    assert torch.equal(model[0].weight, source["0.kernel"])
+
+
+def test_what_no_hook_takes_is_not_copied(tmp_path: Path) -> None:
+    source = {"0.kernel": torch.ones(2, 2), "0.other": torch.ones(2), "1.weight": torch.ones(1, 2)}
+    model = filled(nn.Sequential(Moved(2, 2), nn.Linear(2, 1, bias=False)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match=r"missing in the file: 0\.bias; .*: 0\.other$"):
+        ckptkit.load_into(model, saved(source, tmp_path))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_cannot_be_copied(tmp_path: Path) -> None:
+    """Then our own count stands."""
+
+    class Single(Moved):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("there is but one")
+
+    with pytest.raises(ModelError, match="missing in the file: weight; not in the model: kernel"):
+        ckptkit.load_into(Single(2, 2), saved({"kernel": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path))

@@ -164,7 +164,7 @@ def test_a_tensor_with_attributes_is_that_tensor(tmp_path: Path) -> None:
     ours = ckptkit.load(saved({"w": weight, "p": parameter}, tmp_path / "a.pth"))
     assert ours["w"].tolist() == [1.0, 1.0]
     assert isinstance(ours["p"], nn.Parameter)
-    assert not hasattr(ours["w"], "note"), "attributes of a file are not set on torch's objects"
+    assert (ours["w"].note, ours["p"].tag) == ("mine", 3)
 
 
 def test_a_pickled_module_gives_what_its_state_dict_would(tmp_path: Path) -> None:

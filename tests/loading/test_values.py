@@ -15,7 +15,7 @@ from torch import nn
 import ckptkit
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, FormatError, PathError
+from ckptkit.core.errors import CkptkitError, FormatError, PathError, UsageError
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 
 
@@ -236,3 +236,44 @@ def test_errors_say_which_file(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError) as caught:
         ckptkit.load(tmp_path / "a.pth")
     assert caught.value.where == str(tmp_path / "a.pth")
+
+
+class Marked(torch.Tensor):
+    """A class of tensors that ckptkit does not have."""
+
+
+def test_attributes_of_tensors(tmp_path: Path) -> None:
+    """torch.load gives them back, and so does load, in the tree and in a state_dict."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.role, parameter.shards = "head", [torch.zeros(1), 3]  # type: ignore[attr-defined]
+    tensor = torch.ones(3)
+    tensor.foo = {"x": torch.ones(1)}  # type: ignore[attr-defined]
+    ours, theirs = both({"p": parameter, "t": tensor, "b": nn.Buffer(torch.ones(1))}, tmp_path)
+    for made in (ours, ckptkit.load(tmp_path / "a.pth")):
+        assert {key: str(value.__dict__) for key, value in made.items()} == {
+            key: str(value.__dict__) for key, value in theirs.items()
+        }
+        assert made["p"].role == "head" and made["p"].requires_grad
+
+
+def test_names_of_attributes_are_no_more_than_names(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    tensor.__dict__.update({"data": 1, "__class__": int, "requires_grad": 2})
+    torch.save({"t": tensor}, tmp_path / "a.pth")
+    made = ckptkit.load(tmp_path / "a.pth")["t"]
+    assert type(made) is torch.Tensor and torch.equal(made, torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["attribute", "class", "jagged"])
+def test_a_root_that_is_one_tensor_has_no_state_dict(tmp_path: Path, kind: str) -> None:
+    """Neither its attributes nor what its class keeps inside are taken for one."""
+    tensor = torch.ones(3)
+    tensor.foo = {"x": torch.ones(1)}  # type: ignore[attr-defined]
+    made = {
+        "attribute": tensor,
+        "class": torch.ones(2).as_subclass(Marked),
+        "jagged": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+    }[kind]
+    torch.save(made, tmp_path / "a.pth")
+    with pytest.raises(UsageError, match="is one tensor of class"):
+        ckptkit.load(tmp_path / "a.pth")

@@ -17,7 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import TORCH_ZIP
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.storages import storage_class
 from ckptkit.pickles.writer import Pickled, write_pickle
@@ -132,7 +132,7 @@ def saved(value: Any, **options: Any) -> bytes:
 
 def read_file(path: Path) -> Checkpoint:
     """A torch-zip file, through its format alone."""
-    return zip_archive.FORMAT.read(Probe(LocalFile(path)))
+    return TORCH_ZIP.read(Probe(LocalFile(path)))
 
 
 def read_saved(value: Any, folder: Path, **options: Any) -> Checkpoint:

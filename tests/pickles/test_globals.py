@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptkit import compute
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Storage, Tensor
@@ -77,11 +78,20 @@ def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, 
         read(NAMES["v3"] + b"(" + RAW + size.replace(b"K\x00", b"K\x01", 1) + b"I00\n}ctorch\n" + dtype + b"\ntR")
 
 
+def test_a_type_of_a_later_torch_is_one_entry() -> None:
+    """Whose elements nobody can tell apart here; it is written back as it was."""
+    made = read(NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}ctorch\nfloat99\ntR")
+    found = as_tensor(made)
+    assert isinstance(made, Object) and found is not None
+    assert (found.dtype.name, found.layout, found.storage) == ("float99", "unknown dtype", made.args[0].storage)
+    with pytest.raises(TensorError, match="unknown dtype"):
+        compute.contiguous(found)
+
+
 @pytest.mark.parametrize(
     "data",
     [
         NAMES["tensor"] + b"(" + RAW + VIEW + b"I00\n}tR",  # of no type
-        NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}ctorch\nfloat99\ntR",
         NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}Vfloat32\ntR",
         NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}cnumpy\nfloat32\ntR",
         NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}tR",
@@ -210,3 +220,10 @@ def test_nothing_but_our_errors() -> None:
                         read(b"\x80\x03" + head + data)
                     except CkptkitError as error:
                         assert len(str(error)) < 500
+
+
+def test_bcomplex32_of_torch_2_15() -> None:
+    made = read(NAMES["v3"] + b"(" + RAW + b"K\x00K\x04\x85K\x01\x85I00\n}ctorch\nbcomplex32\ntR")
+    found = as_tensor(made)
+    assert found is not None and (found.dtype.name, found.nbytes, found.layout) == ("bcomplex32", 16, "strided")
+    assert len(b"".join(compute.stream(compute.contiguous(found).locate()))) == 16

@@ -120,6 +120,14 @@ BUILT = b"cm\nf\n)R(K\x01K\x02e(K\x03NuNb]b."
 POP_MARK = b"(]q\x00(h\x00K\x02K\x03K\x04tq\x01a1h\x01."
 
 
+def test_a_value_may_leave_the_stack_where_the_tree_holds_it() -> None:
+    """dill fills the globals of a function after the function: it gets them from the memo, and drops them again."""
+    made = machine(b"](cm\nf\n}q\x00\x85Rh\x00(X\x01\0\0\0aK\x01u0h\x00X\x01\0\0\0bK\x02s0Ne.")
+    assert made[1] is None and made[0].args == ({"a": 1, "b": 2},)
+    with pytest.raises(UnsupportedError, match="drops"):
+        machine(b"]cm\nf\n}q\x00\x85R0h\x00(X\x01\0\0\0aK\x01u0.")
+
+
 def test_what_is_done_to_an_object_is_kept_in_order() -> None:
     made = machine(BUILT)
     assert made.steps == [("append", [1, 2]), ("set", [(3, None)]), ("build", None), ("build", [])]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.core.errors import LimitError
+from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, SetNode, walk
 from ckptkit.pickles.objects import SHOWN, without_objects
 from tests.pickles.making import Written, emit, isomorphic, machine, read_saved
@@ -47,19 +47,14 @@ def test_entries_go_with_their_keys_and_items_leave_their_place() -> None:
         assert name in notes[0]
 
 
-def test_the_root_itself_may_go() -> None:
-    assert pruned(PATH) is None
-    assert "(root)" in without_objects(PATH)[1][0]
-
-
 def test_the_first_few_are_named() -> None:
-    _, notes = without_objects([Object(Global("mine", "Thing")) for _ in range(SHOWN + 1)])
+    _, notes = without_objects([1, *(Object(Global("mine", "Thing")) for _ in range(SHOWN + 1))])
     assert notes[0].count("mine.Thing") == SHOWN
     assert notes[0].endswith(", ...")
 
 
 def test_none_that_was_there_stays() -> None:
-    assert isomorphic(pruned({"a": None, "b": PATH, "c": [None]}), {"a": None, "c": [None]})
+    assert isomorphic(pruned({"a": None, "b": PATH, "c": [None, 1]}), {"a": None, "c": [None, 1]})
 
 
 def test_what_holds_a_refused_value_goes_whole() -> None:
@@ -68,11 +63,11 @@ def test_what_holds_a_refused_value_goes_whole() -> None:
     tensor = Object(
         Global("torch._tensor", "_rebuild_from_type_v2"), (Global("torch._utils", "_rebuild_tensor_v2"), PATH, (), {})
     )
-    assert isomorphic(pruned([tensor]), [None])
+    assert isomorphic(pruned([tensor, 1]), [None, 1])
     state = Object(Global("torch.nn.parameter", "Parameter"), ())
     state.steps = [("set", [(PATH, 1)])]
-    assert isomorphic(pruned([state]), [None])
-    assert isomorphic(pruned([SetNode([1, PATH]), SetNode([1], frozen=True)]), [None, None])
+    assert isomorphic(pruned([state, 1]), [None, 1])
+    assert isomorphic(pruned([SetNode([1, PATH]), SetNode([1], frozen=True), 1]), [None, None, 1])
 
 
 def test_keys_that_are_refused_take_their_entries_along() -> None:
@@ -126,3 +121,16 @@ def test_a_module_leaves_what_is_beside_it(tmp_path: Path) -> None:
     assert list(loaded) == ["epoch", "w"]
     assert "model (torch.nn.modules.linear.Linear)" in written.pickled.notes[0]
     assert not [node for _, node in walk(pruned(root)) if isinstance(node, Object)]
+
+
+@pytest.mark.parametrize("root", [PATH, [PATH], {"a": PATH, "b": None}, {"m": Object(SYSTEM.callable, ()), "e": {}}])
+def test_an_empty_result_is_an_error(root: Node) -> None:
+    with pytest.raises(UsageError, match="nothing is left"):
+        without_objects(root)
+
+
+def test_a_result_without_the_tensors_is_an_error(tmp_path: Path) -> None:
+    root = read_saved({"epoch": 3, "model": torch.nn.Linear(2, 2)}, tmp_path).root
+    with pytest.raises(UsageError, match="nothing is left"):
+        without_objects(root)
+    assert without_objects({"args": PATH, "epoch": 3})[0] == {"epoch": 3}

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.api import Conversion, convert
+from ckptkit.api import Conversion, convert, recover
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish import patching
@@ -321,7 +321,7 @@ def test_DS_01_killed_at_every_call(kind: str, change: str, half: str, tmp_path:
         assert left.others == left.ours or left.ours is None
         known = os.path.exists(journal_path(path))
         assert known or left.others is not None  # nothing but the journal can help a file that nobody reads
-        with closing(ckptkit.open(path)) as again:  # as any command does
+        with closing(recover(path).checkpoint) as again:  # as editing commands do, too
             found = meaning(path, lambda p, again=again: dict(again.weights), change)
         assert found == meaning(path, load, change)
         assert left.others in (None, found)
@@ -437,18 +437,55 @@ def write_until(calls: int, error: BaseException) -> Callable[..., None]:
     return write
 
 
-@pytest.mark.parametrize("command", ["inspect", "recover", "strip-module", "folder"])
-def test_the_next_command_puts_it_back(command: str, interrupted: Path, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["recover", "recover --in-place", "strip-module"])
+def test_the_next_edit_puts_it_back(command: str, interrupted: Path, run: Run, tmp_path: Path) -> None:
     words = {
-        "inspect": ["inspect", interrupted],
         "recover": ["recover", interrupted, tmp_path / "out.pth"],
+        "recover --in-place": ["recover", "--in-place", interrupted],
         "strip-module": ["strip-module", "--in-place", interrupted],
-        "folder": ["inspect", interrupted.parent],
     }
     done = run(*words[command])
     assert done.code == 0, done.stderr
     assert same(load(interrupted), "" if command == "strip-module" else "module.")
     assert not os.path.exists(journal_path(interrupted))
+
+
+@pytest.mark.parametrize("words", ["inspect F", "inspect D", "scan F", "verify F", "stats F", "convert F out.pth"])
+def test_reading_changes_nothing(words: str, interrupted: Path, run: Run, tmp_path: Path) -> None:
+    """What the edit left is reported with the command that settles it."""
+    torn = interrupted.read_bytes()
+    places = {"F": interrupted, "D": interrupted.parent, "out.pth": tmp_path / "out.pth"}
+    done = run(*(places.get(word, word) for word in words.split()))
+    assert done.code == 3
+    assert f"ckptkit recover --in-place {interrupted}" in done.stderr
+    assert interrupted.read_bytes() == torn
+    assert os.path.exists(journal_path(interrupted))
+
+
+def test_a_journal_of_a_finished_edit_is_no_hindrance(tmp_path: Path, run: Run) -> None:
+    """All was done but for the journal."""
+    path = make_pth(tmp_path)
+    journal = Path(journal_path(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patching, "_remove", lambda journal: None)
+        in_place(path, strip)
+    assert journal.exists()
+    assert same(load(path), "")
+    assert run("scan", path).code == run("inspect", path).code == 0
+    assert journal.exists()
+    assert run("recover", "--in-place", path).code == 0
+    assert not journal.exists()
+
+
+def test_a_huge_journal_is_not_read(tmp_path: Path, lengths_read: list[int]) -> None:
+    path = make_pth(tmp_path)
+    for head in (b"", b"ckptkit journal 1\n", b'ckptkit journal 1\n{"breaks": [0, 1], "spans": []}\n'):
+        with open(journal_path(path), "wb") as file:
+            file.write(head)
+            file.truncate(3 << 30)
+        with pytest.raises(InputError, match="is no journal of an edit"):
+            ckptkit.open(path)
+    assert sum(lengths_read) < 8 << 20
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])

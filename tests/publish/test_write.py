@@ -134,6 +134,32 @@ def test_FS_07_the_mode_follows_the_umask(umask: int, mode: int, source: LocalFi
     assert stat.S_IMODE((folder / "out").stat().st_mode) == mode | (mode & 0o444) >> 2
 
 
+@pytest.mark.parametrize(("given", "mode"), [(0o600, 0o600), (0o640, 0o640), (0o444, 0o644), (0o400, 0o600)])
+def test_who_may_not_read_the_input_may_not_read_the_output(
+    given: int, mode: int, source: LocalFile, folder: Path
+) -> None:
+    before = os.umask(0o022)
+    os.chmod(source.path, given)
+    try:
+        publish(copy_plan(source), folder / "out.pt")
+        publish(folder_plan(source), folder / "out")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "out.pt").stat().st_mode) == mode
+    assert stat.S_IMODE((folder / "out").stat().st_mode) == mode | (mode & 0o444) >> 2
+
+
+def test_a_replaced_file_keeps_its_owner(source: LocalFile, folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    out = folder / "out.pt"
+    out.write_bytes(OLD)
+    os.chown(out, 12345, 12346)
+    publish(copy_plan(source), out, force=True)
+    assert out.read_bytes() == COPY
+    assert (out.stat().st_uid, out.stat().st_gid) == (12345, 12346)
+
+
 def test_FS_05_nobody_else_reads_what_is_not_finished(source: LocalFile, folder: Path) -> None:
     modes: set[int] = set()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -267,3 +270,63 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PathError, match=r"gs:// needs a package") as caught:
         ckptkit.open("gs://bucket/x.pth")
     assert caught.value.hint == "pip install gcsfs"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("file:///etc/hostname", "not behind http"), ("s3://bucket/key", "not behind http"), ("/again", "without end")],
+)
+def test_redirects_that_are_not_followed(target: str, said: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", target)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    asked: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(InputError, match=said):
+            ckptkit.open(f"http://127.0.0.1:{server.server_port}/run.pth")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(asked) < 20  # and no second attempt
+
+
+def test_a_request_ends_however_slowly_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(206)
+            self.send_header("Content-Range", "bytes 0-65535/1000000")
+            self.send_header("Content-Length", "65536")
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b"P")
+                    ended.wait(0.1)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    ended = threading.Event()
+    monkeypatch.setattr(transports, "SILENCE", 0.5)
+    monkeypatch.setattr(transports, "SLOWEST", 1 << 30)
+    monkeypatch.setattr(transports, "TRIES", 2)
+    monkeypatch.setattr(transports, "PAUSE", 0.01)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(InputError, match="connection broke"):
+            ckptkit.open(f"http://127.0.0.1:{server.server_port}/slow.pth")
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()

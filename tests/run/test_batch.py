@@ -24,7 +24,7 @@ from ckptkit.core.errors import OutputError, PathError, UsageError
 from ckptkit.core.plan import Plan
 from ckptkit.run import batch, workers
 from ckptkit.run.batch import manifest
-from ckptkit.run.batch.attempt import same
+from ckptkit.run.batch.attempt import failed, same
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
 from tests.run.batches import deadly, make, noted, slow, strip, suicidal, without_sum
 
@@ -385,3 +385,9 @@ def test_thousands_of_small_files(tmp_path: Path, into: Path, run: Run) -> None:
         number = float(path.stem)
         assert without_sum(into / path.relative_to(tmp_path / "runs"))["weight"][0] == number
     assert counts(batch_json(run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth")) == {"skipped": 10_000}
+
+
+def test_a_package_that_is_not_installed_is_no_bug() -> None:
+    done = failed(ModuleNotFoundError("No module named 'yaml'", name="yaml"))
+    assert (done.exit_code, done.hint) == (2, "pip install pyyaml")
+    assert failed(ModuleNotFoundError("no ckptkit.x", name="ckptkit.x")).exit_code == 5

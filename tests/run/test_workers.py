@@ -182,8 +182,6 @@ class TestProcesses:
 
     def test_nothing_is_imported_from_the_working_directory(self, tmp_path: Path, run: Run) -> None:
         """A checkpoint's folder may hold a ``multiprocessing.py``."""
-        if sys.version_info < (3, 11):
-            pytest.skip("PYTHONSAFEPATH came with Python 3.11")
         make(tmp_path / "runs", 4)
         for name in ("multiprocessing", "torch", "numpy", "pickle"):
             (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")

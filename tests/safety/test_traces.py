@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.formats import FORMATS
+from ckptkit.formats.table import FORMATS
 from tests.conftest import COMMAND, ENVIRONMENT
 
 SECRET = "sekrit7391"

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 import ckptkit
 from ckptkit.api import convert
+from ckptkit.publish import patching
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.safety.injection import leftovers, snapshot
 
@@ -86,14 +86,14 @@ class Outcomes:
         """That the output is the old one or the new one, whole, and the source untouched; which of them it is.
 
         A killed run may leave one temporary, which the next one removes, or the journal of an edit in place, which the
-        next one uses.
+        next edit uses.
         """
         left = leftovers(folder)
         journals = [path for path in folder.iterdir() if path.name.endswith(".ckptkit-journal")]
         assert len(left) + len(journals) <= killed, (left, journals)
         if journals:
-            with closing(ckptkit.open(folder / "run.pth")):
-                assert not journals[0].exists()
+            patching.settle(str(folder / "run.pth"))
+            assert not journals[0].exists()
         found = {name: data for name, data in snapshot(folder).items() if name.split("/")[0] not in left}
         assert found in (self.before, self.after), sorted(found)
         state = "old" if found == self.before else "new"

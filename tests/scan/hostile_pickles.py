@@ -150,6 +150,8 @@ CALLS = {
     "persistent-id": pickle2(SYSTEM + b"Q"),
     "setstate-computed": pickle2(name("mine.Net") + b")\x81}" + call("_codecs.encode", text("__frgfgngr__"), ROT13)
                                  + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
+    "setstate-ordered": pickle2(name("mine.Net") + b")\x81" + call("collections.OrderedDict") + text("__setstate__")
+                                + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
     "add-extension": pickle2(call("copyreg.add_extension", text("os"), text("system"), b"K\x01") + b"\x82\x01"),
     "broken-after": b"\x80\x02" + SYSTEM + b"\xff\xff",
     "cut-after": b"\x80\x02" + SYSTEM,
@@ -167,12 +169,81 @@ UNCLEAR = {
     "memory": pickle2(call("builtins.bytearray", b"\x8a\x06\x00\x00\x00\x00\x00\x01")),
     "storage-size": pickle2(call("torch.FloatStorage", b"J\xff\xff\xff\x7f")),
     "frame-in-frame": b"\x80\x04\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 2) + b"N.",
-    "setstate-ordered": pickle2(name("mine.Net") + b")\x81" + call("collections.OrderedDict") + text("__setstate__")
-                                + name("mine.run") + b"sb" + text(TOUCH) + b"b"),
     "buffer": b"\x80\x05\x97.",
     "protocol-6": b"\x80\x06N.",
     "cut": PLAIN[:-3],
 }  # fmt: skip
+
+
+def built(target: bytes, *pairs: bytes) -> bytes:
+    """BUILD with a dict of these, set one by one."""
+    items = b"".join(key + value + b"s" for key, value in zip(pairs[0::2], pairs[1::2], strict=True))
+    return target + b"}" + items + b"b"
+
+
+def dotted(module: str, inner: str) -> bytes:
+    """STACK_GLOBAL with a name that reaches through its module."""
+    return short(module) + short(inner) + b"\x93"
+
+
+_BAG = name("types.SimpleNamespace") + b")R"
+_LIST = b"(" + text(TOUCH)
+_REACH = call("functools.partial", name("functools.reduce"), name("operator.call"),
+              b"(" + call("functools.partial", call("operator.methodcaller", text("system"), text(TOUCH)))
+              + name("random._os") + b"l")  # fmt: skip
+_KEYS = built(_BAG, text("keys"), _REACH)
+_RUN = name("torch.utils.collect_env.run")
+_HOOKS = {hook: built(_BAG, text(hook), name("os.system")) for hook in ("__setstate__", "append", "extend")}
+_WRAPPER = name("torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper") + b")\x81("
+_PAIRS = {hook: call("builtins.dict", b"((" + text(hook) + _RUN + b"tl") for hook in ("__setstate__", "append")}
+_CODE = text("__import__('os').system('touch canary')")
+
+# Values that run code by what harmless callables do with them. Each is the body of a pickle that leaves one value.
+STANDARD = {
+    "dict-keys": call("builtins.dict", _KEYS),
+    "dict-keys-partial": call("builtins.dict", built(_BAG, text("keys"), call("functools.partial", name("os.system"),
+                                                                             text(TOUCH)))),
+    "ordered-keys": call("collections.OrderedDict", _KEYS),
+    "default-keys": call("collections.defaultdict", b"N", _KEYS),
+    "hook-setstate": _HOOKS["__setstate__"] + text(TOUCH) + b"b",
+    "hook-append": _HOOKS["append"] + text(TOUCH) + b"a",
+    "hook-namespace": built(name("argparse.Namespace") + b")R", text("__setstate__"), name("os.system"))
+                      + text(TOUCH) + b"b",
+}  # fmt: skip
+DISGUISED = {
+    **STANDARD,
+    "hook-extend": _HOOKS["extend"] + b"(" + text(TOUCH) + text("x") + b"e",
+    "dict-keys-torch": call("builtins.dict", built(_BAG, text("keys"), call("functools.partial", _RUN, text(TOUCH)))),
+    "setstate-of-a-call": _BAG + _PAIRS["__setstate__"] + b"b" + text(TOUCH) + b"b",
+    "append-of-a-call": _BAG + _PAIRS["append"] + b"b" + text(TOUCH) + b"a",
+    "list-of-a-pipe": call("builtins.list", built(
+        name("torch.utils.data.datapipes.iter.callable.MapperIterDataPipe") + b")\x81", text("datapipe"), _LIST + b"l",
+        text("fn"), _RUN, text("input_col"), b"N", text("output_col"), b"N")),
+    "wrapper": _WRAPPER + raw(EVIL) + b"\x89tb",
+    "wrapper-hidden": _WRAPPER + call("builtins.bytes", b"(" + b"".join(b"K%c" % each for each in EVIL) + b"l")
+                      + b"\x89tb",
+    "uuid-replace": call("uuid.UUID", built(_BAG, text("replace"), call("functools.partial", _RUN))),
+    "source-to-code": call("builtins.dict", built(_BAG, text("keys"), dotted("torch.jit._pickle",
+                           "build_intlist.__class__") + b"(" + dotted("torch.jit._pickle", "__loader__.source_to_code")
+                           + b"(" + _CODE + text("x") + b"tR}tR")),
+    "set-data": dotted("torch.jit._pickle", "__loader__.set_data") + b"(" + text("canary") + raw(b"x") + b"tR",
+    "sympy-new": name("sympy.functions.elementary.trigonometric.sin") + b"(" + _CODE + b"t\x81",
+    "sympify": call("sympy.core.sympify.sympify", _CODE),
+    "yaml": call("yaml.unsafe_load", text("!!python/object/apply:os.system ['touch canary']")),
+    "spawn": call("setuptools._distutils.spawn.spawn", b"(" + text("touch") + text("canary") + b"l"),
+    "re-exported": call("fsspec.utils.pathlib"),
+    "load-from-bytes-kept": call("functools.partial", name("torch.storage._load_from_bytes"), raw(b"x")),
+    "class-through-slots": name("mine.Net") + b")\x81N}" + text("__class__") + name("subprocess.Popen") + b"s\x86b",
+}  # fmt: skip
+
+
+def beside_a_tensor(body: bytes) -> Case:
+    """A checkpoint of one tensor, and a value that some pickle leaves."""
+    storage = b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\2tQ"
+    tensor = call("torch._utils._rebuild_tensor_v2", storage, b"K\0", b"K\2\x85", b"K\1\x85", b"\x89",
+                  call("collections.OrderedDict"))  # fmt: skip
+    data = b"\x80\4}" + text("w") + tensor + b"s" + text("extra") + body + b"s."
+    return Case(".pth", archive(data, Member("archive/data/0", b"\0\0\x80?" * 2)), "")
 
 
 def cases() -> dict[str, Case]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import tarfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +16,7 @@ import torch
 
 from ckptkit import formats
 from ckptkit.api import open_checkpoint, recover
-from ckptkit.core.bytesource import LocalFile, Memory, Range
+from ckptkit.core.bytesource import ByteSource, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, InputError, UnsafeGlobalError
@@ -193,3 +197,49 @@ def test_a_zip_file_that_a_checkpoint_was_packed_into(tmp_path: Path, name: str)
     with pytest.raises(FormatError, match="is a zip archive of files") as caught:
         formats.read(LocalFile(tmp_path / "a.zip"))
     assert caught.value.hint == f"unpack it first: it holds {name.rpartition('/')[2]!r}"
+
+
+def tarred(folder: Path, *names: str, data: bytes) -> ByteSource:
+    """A tar file as tar makes it, with `data` in each of the members."""
+    with tarfile.open(folder / "x.tar", "w") as archive:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.type = tarfile.DIRTYPE if name in (".", "./") else tarfile.REGTYPE
+            info.size = 0 if info.isdir() else len(data)
+            archive.addfile(info, None if info.isdir() else io.BytesIO(data))
+    return LocalFile(folder / "x.tar")
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+class Evil:
+    def __reduce__(self) -> object:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("names", [("./", "./model.pt"), (".", "./a/model.pt"), ("model.pt",)])
+@pytest.mark.parametrize("value", [{"a": torch.ones(2)}, {"a": Evil()}])
+def test_ordinary_tar_files_are_looked_into(tmp_path: Path, names: tuple[str, ...], value: object) -> None:
+    """`tar -C FOLDER .`, and a last member that ends as a zip archive does."""
+    seen = list(hidden.pickles(tarred(tmp_path, *names, data=saved(value))))
+    assert not [each for each in seen if isinstance(each, Remark)]
+    found = {str(name) for each in seen if isinstance(each, Traced) for name in each.trace.globals}
+    assert ("posix.system" in found) == (not isinstance(value, dict) or isinstance(value["a"], Evil))
+
+
+def test_an_archive_over_the_end_of_a_tar_file_is_a_second_reading(tmp_path: Path) -> None:
+    tarred(tmp_path, "a.txt", data=b"text")
+    with zipfile.ZipFile(tmp_path / "x.tar", "a") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Evil()))
+    said = [each for each in hidden.pickles(LocalFile(tmp_path / "x.tar")) if isinstance(each, Remark)]
+    assert any("zip" in each.reason for each in said)
+
+
+def test_two_spellings_of_one_member(tmp_path: Path) -> None:
+    source = tarred(tmp_path, "./a", "a", data=b"text")
+    said = [each for each in hidden.pickles(source) if isinstance(each, Remark)]
+    assert any("two members" in each.reason for each in said)

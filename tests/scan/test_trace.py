@@ -121,8 +121,9 @@ def test_PK_01_PK_02_every_call_is_noted(case: str) -> None:
 @pytest.mark.parametrize("case", UNCLEAR)
 def test_PK_04_what_cannot_be_told_is_said(case: str) -> None:
     found = traced(UNCLEAR[case])
-    assert found.error or found.doubts or found.values or any(each.kind == "allocates" for each in found.calls)
-    assert not {each.kind for each in found.calls} & {"harmful", "unknown"}
+    noted = {each.kind for each in found.calls}
+    assert found.error or found.doubts or found.values or noted & {"allocates", "unsure"}
+    assert not noted & {"harmful", "unknown"}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -226,8 +227,9 @@ def test_a_thousand_equal_calls_are_one() -> None:
 
 
 def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
-    good = call("torch._tensor._rebuild_from_type_v2", name("torch._utils._rebuild_tensor_v2"), b"N", b")", b"}")
-    bad = call("torch._tensor._rebuild_from_type_v2", name("os.system"), b"N", b")", b"}")
+    rebuild, kind = name("torch._utils._rebuild_parameter"), name("torch.Tensor")
+    good = call("torch._tensor._rebuild_from_type_v2", rebuild, kind, name("torch.Tensor") + b")R\x88N\x87", b"}")
+    bad = call("torch._tensor._rebuild_from_type_v2", name("os.system"), kind, b")", b"}")
     assert kinds(pickle2(b"](" + good * 1_000 + bad + b"e")) == {"accepted", "harmful"}
 
 
@@ -246,6 +248,14 @@ def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
         (call("torch._tensor._rebuild_from_type_v2", name("mine.f"), b"N", b")", b"}"), "unknown"),
         (call("builtins.list", call("builtins.range", b"J\0\0\0\x7f")), "allocates"),
         (call("torch.storage._load_from_bytes", raw(b"x")), "loads"),
+        (call("builtins.dict", call("types.SimpleNamespace")), "unsure"),
+        (call("builtins.bytes", b"](K\x63K\x6fe"), "unsure"),
+        (name("types.SimpleNamespace") + b")R" + call("mine.state") + b"b", "unsure"),
+        (name("mine.Net") + b")\x81}b}b", "harmful"),
+        (name("mine.Net") + b")\x81}bNa", "harmful"),
+        (name("mine.Net") + b")\x81Na}" + b"b", "class"),
+        (name("pathlib.PosixPath") + b")R}b", "unsure"),
+        (b")Na", "unsure"),
     ],
 )
 def test_kinds_of_calls(data: bytes, kind: str) -> None:

@@ -24,7 +24,20 @@ from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, NONE, SAFE, UNKNOWN, F
 from tests.conftest import ENVIRONMENT, Corpus
 from tests.containers.zips import Member, build
 from tests.matrix import FOLDER
-from tests.scan.hostile_pickles import CASES, EVIL, PLAIN, archive, call, legacy, name, pickle2, pickle4, raw, text
+from tests.scan.hostile_pickles import (
+    CASES,
+    DISGUISED,
+    EVIL,
+    PLAIN,
+    archive,
+    call,
+    legacy,
+    name,
+    pickle2,
+    pickle4,
+    raw,
+    text,
+)
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
 
@@ -167,6 +180,17 @@ def test_trust_lets_calls_of_packages_pass_and_no_others(tmp_path: Path) -> None
     assert scan(path, trust=["other.*"]).verdict == CODE
     assert scan(path, trust=["mine.*"]).verdict == CLASSES
     assert scan(put(tmp_path, EVIL), trust=["*"]).verdict == CODE
+
+
+@pytest.mark.parametrize("body", ["wrapper", "dict-keys", "append-of-a-call", "list-of-a-pipe"])
+def test_nothing_of_python_or_torch_is_trusted(body: str, tmp_path: Path) -> None:
+    path = put(tmp_path, pickle4(DISGUISED[body]), ".pkl")
+    assert counts(scan(path, trust=["*"]), strict=False)
+
+
+def test_classes_of_packages_are_trusted_by_name(tmp_path: Path) -> None:
+    path = put(tmp_path, pickle4(name("sympy.core.symbol.Symbol") + b")\x81"), ".pkl")
+    assert scan(path).verdict == UNKNOWN and scan(path, trust=["sympy.*"]).verdict == CLASSES
 
 
 def test_ZP_04_a_reader_that_does_not_look_at_checksums_is_thought_of(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from ckptkit.cli import main
-from ckptkit.cli.train import command
+from ckptkit.trainer.command import command
 from ckptkit.trainer.config import Config
 
 from ..conftest import ENVIRONMENT, Done, Run

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.transforms.nodes import count, moved, nearest, nodes, some
+from ckptkit.transforms.nodes import moved, nodes
 from tests.transforms.trees import tensor
 
 
@@ -52,12 +53,12 @@ def test_moved_leaves_what_is_on_other_storages() -> None:
 
 
 def test_words() -> None:
-    assert [count(1, "key"), count(1_000, "key"), count(2, "_metadata entry")] == [
+    assert [plural(1, "key"), plural(1_000, "key"), plural(2, "_metadata entry")] == [
         "1 key",
         "1,000 keys",
         "2 _metadata entries",
     ]
-    assert some(list("abc")) == "'a', 'b', 'c'"
-    assert some(list("abcdef")) == "'a', 'b', 'c', 'd' and 2 more"
-    assert nearest("wieght", ["weight", "bias"]) == "did you mean 'weight'?"
-    assert nearest("xyz", ["weight"]) is None
+    assert quoted(list("abc")) == "'a', 'b', 'c'"
+    assert quoted(list("abcdef")) == "'a', 'b', 'c', 'd' and 2 more"
+    assert guess("wieght", ["weight", "bias"]) == "did you mean 'weight'?"
+    assert guess("xyz", ["weight"]) is None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptkit.containers.zip_entries import shown
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import and_more, shown, some
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats.common.plain_json import encode, is_plain, is_utf8
-from ckptkit.pickles.allowlist import refused_by_weights_only
+from ckptkit.pickles.trust import refused_by_weights_only
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
@@ -49,8 +49,8 @@ def _more_than_elements(weights: Weights) -> Iterator[str]:
     """A line on tensors that Python gave a class or attributes, of which a format of weights has the elements alone."""
     names = [name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)]
     if names:
-        some = ", ".join(shown(name) for name in names[:4]) + (f" and {len(names) - 4:,} more" if names[4:] else "")
-        yield f"left out: what Python adds to the elements of tensors (a class, attributes): {some}"
+        named = some(map(shown, names))
+        yield f"left out: what Python adds to the elements of tensors (a class, attributes): {named}"
 
 
 def _has_more(node: Object) -> bool:
@@ -80,7 +80,7 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
     """Raise UnsupportedError for tensors of which each rank saved a piece: in one file there is but one of these."""
     names = [name for name, node in nodes.items() if isinstance(node, Object) and _is_piece(node)]
     if names:
-        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        more = and_more(len(names) - 1)
         raise UnsupportedError(
             f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or ShardedTensor",
             hint="in training, save with torch.distributed.checkpoint, or gather them first: "

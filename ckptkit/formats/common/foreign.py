@@ -7,9 +7,9 @@ import struct
 from codecs import getincrementaldecoder
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import shown
 from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
+from ckptkit.core.text import shown
 from ckptkit.formats.format import Probe
 
 
@@ -180,9 +180,27 @@ def _zip(archive: ZipDirectory) -> InputError:
             "is a torch.package archive: Python code, with pickles that only this code makes sense of",
             hint="torch.package.PackageImporter(FILE) runs it, if you trust it: save the state_dict of what it loads",
         )
+    if {"policy.pth", "_stable_baselines3_version"} <= set(names):
+        return FormatError(
+            "is a model of Stable-Baselines3, a zip archive of files",
+            hint="unpack it first: the weights are in policy.pth",
+        )
+    if _is_unfinished(archive):
+        return TruncatedError(
+            "has no data.pkl: torch.save failed half-way, and left what it had written",
+            hint="look at what it raised, and save again",
+        )
     if inside:
         return FormatError("is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}")
     return FormatError("is a zip archive without a data.pkl, not a checkpoint", hint=_AGAIN)
+
+
+def _is_unfinished(archive: ZipDirectory) -> bool:
+    """Whether it holds what torch.save writes in any case, and not what it begins with."""
+    version, pickled = f"{archive.top}/version", f"{archive.top}/data.pkl"
+    if version not in archive or pickled in archive:
+        return False
+    return all(name.startswith(f"{archive.top}/") for name in archive.entries)
 
 
 def _folder(probe: Probe) -> InputError:

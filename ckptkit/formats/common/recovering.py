@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
@@ -13,31 +14,55 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Salvaged
 from ckptkit.pickles.pruning import parts, without
 
+AGAIN = "fetch it again from where it came from"
+UNVERIFIED = f"{AGAIN}; `ckptkit recover --unverified` keeps what lies inside the file, shifted or not"
+_ZEROS = 512  # bytes at the end of a file that look as if they were never written
+_STEP = 1 << 20
+
 Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are whole
 
 
-def salvaged(checkpoint: Checkpoint, why: Why) -> Salvaged:
+def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
     """The checkpoint without what refers to lost storages.
 
     An entry of a mapping goes with its key; elsewhere None takes the place. A pickled module that has lost a part
-    becomes the state_dict of what it has left. Raises CorruptError if no tensor is left.
+    becomes the state_dict of what it has left. Raises CorruptError if no tensor is left, with `hint`.
     """
     verdicts = _Verdicts(why)
     root, found = without(checkpoint.root, verdicts.is_lost)
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
     if not lost:
+        if not _has_tensors(root):
+            raise CorruptError("it holds no tensors", hint="there is nothing to recover")
         return Salvaged(checkpoint, ())
     weights = _weights(checkpoint)
     if weights is not None and weights.is_module:
-        return _of_module(checkpoint, weights, verdicts)
-    if not any(as_tensor(node) is not None for _, node in walk(root)):
-        raise nothing()
+        return _of_module(checkpoint, weights, verdicts, hint)
+    if not _has_tensors(root):
+        raise nothing(lost, hint)
     return Salvaged(replace(checkpoint, root=root), lost)
 
 
-def nothing() -> CorruptError:
-    """The error that says that nothing is left."""
-    return CorruptError("no tensor in it is whole", hint="fetch it again from where it came from")
+def _has_tensors(root: Node) -> bool:
+    return any(as_tensor(node) is not None for _, node in walk(root))
+
+
+def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
+    """Make the error that says that nothing is left, with the reason for the first loss."""
+    why = f": {lost[0].why}" if lost else ""
+    return CorruptError(f"no tensor in it is whole{why}", hint=hint)
+
+
+def zeros_from(source: ByteSource) -> int:
+    """Find where the zeros at the end of a file begin, if there are so many that it may not be written to its end."""
+    stop, step = source.size, _ZEROS
+    while stop > 0:
+        start = max(0, stop - step)
+        rest = source.read(start, stop - start).rstrip(b"\0")
+        stop, step = start + len(rest), min(8 * step, _STEP)
+        if rest:
+            break
+    return stop if source.size - stop >= _ZEROS else source.size
 
 
 def _weights(checkpoint: Checkpoint) -> Weights | None:
@@ -47,13 +72,13 @@ def _weights(checkpoint: Checkpoint) -> Weights | None:
         return None
 
 
-def _of_module(checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts) -> Salvaged:
+def _of_module(checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts, hint: str) -> Salvaged:
     entries = plain_state_dict(weights.nodes)
     root, found = without(entries, verdicts.is_lost)
-    if not root:
-        raise nothing()
-    note = "the module became the state_dict of what is left of it"
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
+    if not root:
+        raise nothing(lost, hint)
+    note = "the module became the state_dict of what is left of it"
     return Salvaged(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
 
 

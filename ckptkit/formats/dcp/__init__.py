@@ -18,10 +18,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.plan import Plan
 from ckptkit.formats.dcp.metadata import NAME
-from ckptkit.formats.format import Finding, Format, Part, Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Found
 
 _OURS = re.compile(
@@ -36,27 +34,6 @@ def matches(probe: Probe) -> bool:
     return os.path.basename(probe.name) == NAME and probe.source.beside() is not None
 
 
-def read(probe: Probe) -> Checkpoint:
-    """The nested state_dict. See :mod:`reading`."""
-    from ckptkit.formats.dcp import reading  # other folders do not pay for it
-
-    return reading.read(probe, FORMAT.name)
-
-
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """A folder of one `.metadata` and one data file. See :mod:`writing`."""
-    from ckptkit.formats.dcp import writing
-
-    return writing.layout(checkpoint, options)
-
-
-def check(probe: Probe) -> Iterator[Part | Finding]:
-    """Every item of the data files. See :mod:`checking`."""
-    from ckptkit.formats.dcp import checking
-
-    return checking.check(probe)
-
-
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """The metadata and the items of a data file. See :mod:`hidden_items`."""
     if not os.path.basename(probe.name).endswith((NAME, ".distcp")):
@@ -64,16 +41,3 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     from ckptkit.formats.dcp import hidden_items
 
     return hidden_items.pickles(probe)
-
-
-FORMAT = Format(
-    name="dcp",
-    title="a folder of torch.distributed.checkpoint",
-    matches=matches,
-    read=read,
-    layout=layout,
-    everything="nested",
-    listed=True,
-    check=check,
-    pickles=pickles,
-)

@@ -10,9 +10,10 @@ from os.path import basename
 
 from ckptkit.core.bytesource import Section
 from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.text import shown
 from ckptkit.formats.common import zip_check
 from ckptkit.formats.dcp.items import Files
-from ckptkit.formats.dcp.metadata import Chunk, Place, Whole, shown
+from ckptkit.formats.dcp.metadata import Chunk, Place, Whole
 from ckptkit.formats.dcp.reading import EXTRA, described, folder_of, places
 from ckptkit.formats.format import Finding, Part, Probe
 from ckptkit.formats.torch_zip import reader as zip_archive

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import shown
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.dcp.items import Files
-from ckptkit.formats.dcp.metadata import Chunk, Described, Entry, Place, Whole, shown
+from ckptkit.formats.dcp.metadata import Chunk, Described, Entry, Place, Whole
 
 SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _OPEN = "shapes are stored nowhere, but for what the shards reach: a missing last shard would not be noticed"

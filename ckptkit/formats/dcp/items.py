@@ -11,7 +11,7 @@ header has; where a chunk belongs stands in ``__metadata__``, as JSON: {name: {"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -24,10 +24,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
-from ckptkit.formats.dcp.metadata import Chunk, Place, shown
+from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 
@@ -118,7 +119,7 @@ class Files:
         key = file, offset
         if key not in self._headers:
             source = self.folder.open(file)
-            read = safetensors.FORMAT.read(Probe(Section(source, offset, source.size - offset)))
+            read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
             tensors = read.root if isinstance(read.root, dict) else {}
             self._headers[key] = Header(tensors, _saved_offsets(read.metadata.get(_SHARDING, "{}")))
         return self._headers[key]
@@ -140,7 +141,10 @@ def _offsets(entry: object) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembled:
-    """The bytes of a whole tensor: its chunks, which are looked for when the bytes are needed."""
+    """The bytes of a whole tensor: its chunks, which are looked for when the bytes are needed.
+
+    ``order`` lists the axes from the outermost in memory to the innermost.
+    """
 
     files: Files
     name: str
@@ -148,26 +152,55 @@ class Assembled:
     shape: Shape
     chunks: tuple[Chunk, ...]
     length: int  # bytes
+    order: Shape
 
     def locate(self) -> Extent:
         """Copied from the files, one range after another, where the chunks follow each other; else computed."""
-        held = [self._tensor(chunk) for chunk in self.chunks]
-        if not _is_row(self.shape, self.chunks):
-            return self._arranged(held)
-        extents = [_outside(compute.contiguous(tensor).locate()) for tensor in held]
+        held = [(self._in_order(chunk), self._tensor(chunk)) for chunk in self.chunks]
+        held.sort(key=_chunk)
+        shape = self._permuted(self.shape)
+        if not _is_row(shape, [chunk for chunk, _ in held]):
+            return self._arranged(shape, held)
+        extents = [_outside(compute.contiguous(tensor).locate()) for _, tensor in held]
         return extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         with self.files.reading(self.name, chunk.place):
-            return self.files.chunk(self.name, self.dtype, chunk)
+            found = self.files.chunk(self.name, self.dtype, chunk)
+        return replace(found, shape=self._permuted(found.shape), stride=self._permuted(found.stride))
 
-    def _arranged(self, held: list[Tensor]) -> Derived:
+    def _in_order(self, chunk: Chunk) -> Chunk:
+        return chunk._replace(offsets=self._permuted(chunk.offsets), sizes=self._permuted(chunk.sizes))
+
+    def _permuted(self, sizes: Shape) -> Shape:
+        return tuple(sizes[axis] for axis in self.order)
+
+    def _arranged(self, shape: Shape, held: list[tuple[Chunk, Tensor]]) -> Derived:
         inputs, boxes = [], []
-        for chunk, tensor in zip(self.chunks, held, strict=True):
+        for chunk, tensor in held:
             extent, stride, start = _view(tensor)
             inputs.append(_outside(extent))
             boxes.append((chunk.offsets, chunk.sizes, stride, start))
-        return Derived("chunks", tuple(inputs), (self.dtype.itemsize, self.shape, tuple(boxes)), self.length)
+        return Derived("chunks", tuple(inputs), (self.dtype.itemsize, shape, tuple(boxes)), self.length)
+
+
+def _chunk(held: tuple[Chunk, Tensor]) -> Chunk:
+    return held[0]
+
+
+def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
+    """The axes from the outermost in memory to the innermost, and the strides that belong to them.
+
+    Those of the tensor that was saved, where its elements lie side by side (channels_last,
+    transposed); row-major order for anything else, such as an expanded tensor.
+    """
+    axes = tuple(range(len(shape)))
+    if stride is not None and 0 not in shape:
+        order = tuple(sorted(axes, key=lambda axis: -stride[axis]))
+        dense = contiguous_stride(tuple(shape[axis] for axis in order))
+        if all(shape[axis] == 1 or stride[axis] == step for axis, step in zip(order, dense, strict=True)):
+            return order, stride
+    return axes, contiguous_stride(shape)
 
 
 def _outside(extent: Extent) -> Extent:
@@ -186,7 +219,7 @@ def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
     return storage.record.locate(), tensor.stride, tensor.offset * tensor.dtype.itemsize
 
 
-def _is_row(shape: Shape, chunks: tuple[Chunk, ...]) -> bool:
+def _is_row(shape: Shape, chunks: Sequence[Chunk]) -> bool:
     """Whether the chunks, one after another, are the whole: they cut its first dimension of more than one index."""
     axis = next((axis for axis, n in enumerate(shape) if n > 1), len(shape))
     return all(chunk.sizes[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)

@@ -5,7 +5,8 @@
     Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners have other things
     Metadata.storage_meta, version                                                        (2.5 and later; not used)
 
-    TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory)
+    TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory);
+                                  since torch 2.15 followed by strides, a tuple or None
     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
 
 Objects are made by ``__new__`` and filled from a dict, from which attributes that are None may be missing. The offset
@@ -15,11 +16,11 @@ of a MetadataIndex is that of the chunk, None for a value. (torch/distributed/ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.dtypes import DType
+from ckptkit.core.dtypes import UNKNOWN, DType
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -30,11 +31,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.dcp.boxes import check_cover
-from ckptkit.pickles.allowlist import is_harmful
-from ckptkit.pickles.globals import dtype_of
+from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.trust import is_foreign
 
 NAME = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -49,6 +51,7 @@ _CLASSES = frozenset({
     (_SHARDED, "TensorProperties"),
     (_SHARDED, "MEM_FORMAT_ENCODING"),
 })  # fmt: skip
+_PROPERTIES = (5, 6)  # fields of TensorProperties, before torch 2.15 and since
 _SHOWN = 80  # characters of a name in a message
 
 
@@ -70,11 +73,17 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor and its chunks, those without elements left out."""
+    """A tensor and its chunks, those without elements left out.
+
+    ``stride`` is that of the tensor that was saved, None where the file does not say it; ``odd``
+    why its elements cannot be put together, if they cannot.
+    """
 
     dtype: DType
     shape: Shape
     chunks: tuple[Chunk, ...]
+    stride: Shape | None = None
+    odd: str = ""
 
 
 Entry = Whole | Place  # a Place is that of a value
@@ -86,11 +95,6 @@ class Described(NamedTuple):
     entries: dict[str, Entry]
     paths: dict[str, Path]
     warnings: tuple[str, ...]
-
-
-def shown(name: str) -> str:
-    """A tensor's name for a message."""
-    return repr(name if len(name) <= _SHOWN else name[: _SHOWN - 3] + "...")
 
 
 def read_metadata(source: ByteSource) -> Described:
@@ -119,12 +123,12 @@ def read_metadata(source: ByteSource) -> Described:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse what a checkpoint has no business to name; a warning for what others may have put there."""
+    """Refuse names of functions and of Python itself; warn of classes that others may have put there."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:
             continue
-        if is_harmful(Object(name, new=True)):
+        if is_foreign(name):
             raise UnsafeGlobalError(
                 f"names {name}, which has no business there", hint="torch would call it: do not load this folder"
             )
@@ -213,12 +217,16 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
     if made is not None and (made.module, made.name) == (METADATA, "BytesStorageMetadata"):
         return _place(places, name, None)
     fields = _fields(node, "TensorStorageMetadata")
-    dtype, shape = _dtype(fields.get("properties")), _size(fields.get("size"), "the size of a tensor")
+    dtype, stride, odd = _properties(fields.get("properties"))
+    shape = _size(fields.get("size"), "the size of a tensor")
+    if stride is not None and len(stride) != len(shape):
+        raise CorruptError(f"it has {len(shape)} sizes but {len(stride)} strides")
     listed = fields.get("chunks")
     if not isinstance(listed, list):
         raise FormatError("its chunks are no list")
     boxes = [box for box in map(_box, listed) if 0 not in box[1]]
-    return Whole(dtype, shape, tuple(Chunk(*box, _place(places, name, box[0])) for box in boxes))
+    chunks = tuple(Chunk(*box, _place(places, name, box[0])) for box in boxes)
+    return Whole(dtype, shape, chunks, stride, odd)
 
 
 def _place(places: Places, name: str, offsets: Shape | None) -> Place:
@@ -234,17 +242,20 @@ def _box(node: Node) -> tuple[Shape, Shape]:
     return _size(fields.get("offsets"), "the offset of a chunk"), _size(fields.get("sizes"), "the size of a chunk")
 
 
-def _dtype(properties: Node) -> DType:
+def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
+    """The element type of a tensor, its strides where they are said, and what is odd about it."""
     made = properties.global_ if isinstance(properties, Object) and properties.new else None
     state = properties.state if made is not None and made.name == "TensorProperties" else None
-    if not isinstance(state, tuple) or len(state) != 5:
+    if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
         raise FormatError("its properties are no TensorProperties")
-    dtype, layout = dtype_of(state[0]), state[1]
+    said = state[5] if len(state) > 5 else None
+    stride = None if said is None else _size(said, "the strides of a tensor")
+    dtype, layout = dtype_or_unknown(state[0]), state[1]
     if not isinstance(layout, Object) or layout.args != ("torch.strided",):
-        raise UnsupportedError("its layout is not strided")
-    if dtype.kind == "quantized" or dtype.bits % 8:
-        raise UnsupportedError(f"it has chunks of {dtype}")
-    return dtype
+        return dtype, stride, "not strided"
+    if dtype.kind == "unknown":
+        return dtype, stride, UNKNOWN
+    return dtype, stride, "in chunks" if dtype.kind == "quantized" or dtype.bits % 8 else ""
 
 
 def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
@@ -292,7 +303,7 @@ def _joined(name: str, known: Whole, entry: Entry) -> Whole:
     if not isinstance(entry, Whole) or (entry.dtype, entry.shape) != (known.dtype, known.shape):
         raise _contradicted(name)
     chunks = {(each.offsets, each.sizes): each for each in (*entry.chunks, *known.chunks)}
-    return Whole(known.dtype, known.shape, tuple(chunks.values()))
+    return replace(known, chunks=tuple(chunks.values()))
 
 
 def _contradicted(name: str) -> AmbiguousError:
@@ -312,6 +323,6 @@ def covered(described: Described) -> Described:
             except CkptkitError as error:
                 error.message = f"{shown(name)}: {error.message}"
                 raise
-            entry = Whole(entry.dtype, entry.shape, tuple(sorted(entry.chunks)))
+            entry = replace(entry, chunks=tuple(sorted(entry.chunks)))
         entries[name] = entry
     return described._replace(entries=entries)

@@ -9,21 +9,20 @@ from math import prod
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node
-from ckptkit.formats import torch_legacy
 from ckptkit.formats.dcp import hub
-from ckptkit.formats.dcp.items import Assembled, Files
+from ckptkit.formats.dcp.items import Assembled, Files, memory_order
 from ckptkit.formats.dcp.metadata import NAME, Described, Place, Whole, covered, merged, read_metadata
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import DCP, TORCH_LEGACY, TORCH_ZIP
 
 EXTRA = "meta.pt"
 _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 
 
-def read(probe: Probe, format: str) -> Checkpoint:
+def read(probe: Probe) -> Checkpoint:
     """Opens every file and reads all values; of the tensors, the metadata alone.
 
     What a chunk says of itself is compared with the metadata when its bytes are located.
@@ -36,7 +35,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     if EXTRA in names:
         tree.add(_read_extra(folder))
     warnings = (*found.warnings, *tree.warnings, *_noticed(found, names))
-    return Checkpoint(tree.nest.finished(), format, folder, globals=tuple(tree.globals), warnings=warnings)
+    return Checkpoint(tree.nest.finished(), DCP.name, folder, globals=tuple(tree.globals), warnings=warnings)
 
 
 def folder_of(probe: Probe) -> Folder:
@@ -90,9 +89,11 @@ class _Tree:
             self.nest.put(described.paths.get(name, (name,)), node)
 
     def _tensor(self, name: str, entry: Whole) -> Tensor:
-        stride = contiguous_stride(entry.shape)
+        if entry.odd:
+            return Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
+        order, stride = memory_order(entry.shape, entry.stride)
         length = entry.dtype.nbytes(prod(entry.shape))
-        storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length))
+        storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length, order))
         known = self._storages.setdefault(entry, storage)
         if known is not storage and entry.chunks and all(self.files.is_archive(chunk.place) for chunk in entry.chunks):
             storage = known
@@ -122,7 +123,7 @@ class _Tree:
 def _read_extra(folder: Folder) -> Checkpoint:
     probe = Probe(folder.open(EXTRA))
     try:
-        for each in (zip_archive.FORMAT, torch_legacy.FORMAT):
+        for each in (TORCH_ZIP, TORCH_LEGACY):
             if each.matches(probe):
                 return each.read(probe)
         raise FormatError("is no file of torch.save")

@@ -19,6 +19,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
+from ckptkit.formats import table
 from ckptkit.formats.common import zip_check
 from ckptkit.formats.deepspeed import places
 from ckptkit.formats.deepspeed.module import FROZEN, FROZEN_SHAPES, MODULE, SHAPES, SHARED, Model
@@ -26,7 +27,7 @@ from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
 from ckptkit.formats.deepspeed.states import Fields, Reader
 from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
-from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.format import Finding, Part, Probe
 
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
@@ -83,7 +84,7 @@ class _Reading:
             parts = self._merged(model) if self.universal else self._ranks(model)
             root, warnings = _root(model, parts, -1 not in self.files.models), [*model.warnings, *parts.warnings]
         return Checkpoint(
-            root, FORMAT.name, self.top, globals=tuple(self.reader.globals),
+            root, table.DEEPSPEED.name, self.top, globals=tuple(self.reader.globals),
             warnings=(*warnings, *self.reader.warnings), key=MODULE,
         )  # fmt: skip
 
@@ -183,14 +184,3 @@ def _records(folder: Folder, path: str) -> Iterator[Part | Finding]:
                 yield from zip_check.members(probe.zip, path + name)
         except InputError as error:
             yield Finding(error.message, path + name)
-
-
-FORMAT = Format(
-    name="deepspeed",
-    title="DeepSpeed: ZeRO and universal checkpoints",
-    matches=matches,
-    read=read,
-    listed=True,
-    rewrite_as="torch-zip",
-    check=check,
-)

@@ -7,13 +7,13 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.text import some
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import TORCH_LEGACY, TORCH_ZIP
 
-FORMATS = (zip_archive.FORMAT, torch_legacy.FORMAT)
+FORMATS = (TORCH_ZIP, TORCH_LEGACY)
 _SIZE = Global("torch", "Size")
 
 
@@ -48,10 +48,7 @@ class Reader:
     @property
     def warnings(self) -> list[str]:
         """What the files warn of, each thing once."""
-        more = {
-            text: f" and {len(names) - 1:,} more" if len(names) > 1 else "" for text, names in self._warnings.items()
-        }
-        return [f"{names[0]}{more[text]}: {text}" for text, names in self._warnings.items()]
+        return [f"{some(names, 1)}: {text}" for text, names in self._warnings.items()]
 
 
 class Fields:

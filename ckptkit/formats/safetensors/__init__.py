@@ -21,9 +21,9 @@ the tensors in the order of the state_dict. What else a header cannot say stands
 from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.format import Format, Probe, Salvaged, WriteOptions
-from ckptkit.formats.safetensors.header import matches, read_header, read_tensors
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
+from ckptkit.formats.safetensors.header import read_header, read_tensors
 from ckptkit.formats.safetensors.record import WHOLE, restore
 
 
@@ -36,40 +36,6 @@ def read(probe: Probe) -> Checkpoint:
     if not text.startswith(b"{"):
         warnings = ("the header begins with white space", *warnings)
     return Checkpoint(
-        restored.root, FORMAT.name, source, restored.metadata, restored.globals, warnings,
+        restored.root, table.SAFETENSORS.name, source, restored.metadata, restored.globals, warnings,
         origin=WHOLE if restored.is_whole else None,
     )  # fmt: skip
-
-
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """See :mod:`writing`, which those who read do without."""
-    from ckptkit.formats.safetensors import writing
-
-    return writing.layout(checkpoint, options)
-
-
-def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
-    """See :mod:`patching`."""
-    from ckptkit.formats.safetensors import patching
-
-    return patching.patch(before, after, options)
-
-
-def salvage(probe: Probe) -> Salvaged | None:
-    """See :mod:`salvaging`."""
-    from ckptkit.formats.safetensors import recovering as salvaging
-
-    return salvaging.salvage(probe)
-
-
-FORMAT = Format(
-    name="safetensors",
-    title="safetensors",
-    matches=matches,
-    read=read,
-    suffixes=(".safetensors",),
-    layout=layout,
-    everything="asked",
-    salvage=salvage,
-    patch=patch,
-)

@@ -7,10 +7,11 @@ from typing import Any
 
 from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import ByteSource, Range
-from ckptkit.core.dtypes import BY_SAFETENSORS, DType
+from ckptkit.core.dtypes import BY_SAFETENSORS, FLOAT4, DType
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shown
 from ckptkit.formats.format import Probe
 
 _WHITE = b" \t\r\n"
@@ -81,7 +82,9 @@ def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
     bits = dtype.bits // dtype.packed
     if elements * bits != (offsets[1] - offsets[0]) * 8:
         raise FormatError(f"shape {shown(shape)} of {dtype} does not fill {offsets[1] - offsets[0]:,} bytes")
-    return dtype, shape if dtype.packed == 1 else _packed(shape, dtype), offsets[0], offsets[1]
+    if dtype.packed > 1:
+        dtype, shape = _packed(dtype, shape)
+    return dtype, shape, offsets[0], offsets[1]
 
 
 def _naturals(value: Any, what: str) -> tuple[int, ...]:
@@ -93,10 +96,11 @@ def _naturals(value: Any, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _packed(shape: Shape, dtype: DType) -> Shape:
+def _packed(dtype: DType, shape: Shape) -> tuple[DType, Shape]:
+    """Elements of torch, which hold a pair; single ones where the last dimension is odd."""
     if shape[-1] % dtype.packed:
-        raise FormatError(f"the last dimension of shape {shown(shape)} is odd: {dtype} holds pairs")
-    return (*shape[:-1], shape[-1] // dtype.packed)
+        return FLOAT4, shape
+    return dtype, (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
@@ -110,12 +114,7 @@ def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
     if reached > size:
         raise TruncatedError(
             f"ends {reached - size:,} bytes too early: the header tells of {reached:,} bytes of tensors",
-            hint="download or copy it again; `ckptkit recover` saves what is whole",
+            hint="download or copy it again",
         )
     if reached < size:
         raise CorruptError(f"{size - reached:,} bytes follow the last tensor")
-
-
-def shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,7 +1,9 @@
 """What a safetensors header cannot say, as text in its ``__metadata__``, and back.
 
 Ties follow the convention of the hub: ``metadata[dropped name] = kept name`` (safetensors.torch.save_model); files
-made by others are read by it too. Everything else is one JSON text under the key ``ckptkit``. What is absent is empty:
+made by others are read by it too, where the entry can be nothing else: tied parameters are
+attributes of one name in several modules (``head.weight``, ``embed.weight``). Everything else is one
+JSON text under the key ``ckptkit``. What is absent is empty:
 
     version               1
     ordered               true: the state_dict was an OrderedDict
@@ -25,6 +27,7 @@ from ckptkit.containers import strict_json
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import plural
 from ckptkit.core.tree import Global, Node, OrderedDict, children, key_text
 from ckptkit.core.weights import Weights
 from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
@@ -60,21 +63,22 @@ class Restored(NamedTuple):
     is_whole: bool = False  # a whole tree
 
 
-def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> Restored:
+def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: bool = False) -> Restored:
     """The state_dict, or whole tree, that `tensors` and `metadata` stand for.
 
-    The values of a record stay in the metadata. A record that is not understood stays as it is, with a warning.
+    The metadata are those of an `index` of shards, or of a file. The values of a record stay in
+    them. A record that is not understood stays as it is, with a warning.
     """
     try:
         said = _parse(metadata)
         if said is None:
-            return restore_ties(tensors, metadata)
+            return restore_ties(tensors, metadata, index=index)
         if "tree" in said:
             return _whole(said, tensors, metadata)
         known = _read(said, tensors, metadata)
         return Restored(_restored(known, tensors, metadata), _rest(known.values, known.ties, metadata))
     except CkptkitError as error:
-        plain = restore_ties(tensors, metadata)
+        plain = restore_ties(tensors, metadata, index=index)
         why = f"the metadata entry {RESERVED!r} is not understood: {error.message}"
         return plain._replace(warnings=(why, *plain.warnings))
 
@@ -89,13 +93,25 @@ def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mappin
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
 
-def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str]) -> Restored:
-    """The same by the convention of the hub alone: tied names follow the others."""
-    ties = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
+def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False) -> Restored:
+    """The same by the convention of the hub alone: tied names follow the others.
+
+    People put notes of their own into the metadata of a file; those of an `index` are the hub's.
+    """
+    possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
+    ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
     root = {**nodes, **{name: replace(nodes[metadata[name]]) for name in ties}}
     rest = {key: text for key, text in metadata.items() if key not in root or text not in root}
-    some = f"{len(ties):,} names are tied to others by the metadata, e.g. {ties[0][:80]!r}" if ties else ""
-    return Restored(root, rest, (some,) if ties else ())
+    warnings = []
+    if ties:
+        count, example = plural(len(ties), "name"), repr(ties[0][:80])
+        warnings.append(f"{count} tied to others by the metadata, e.g. {example}")
+    warnings += [
+        f"the metadata entry {name[:80]!r} names a tensor: taken for a text, not for a tie"
+        for name in possible
+        if name not in ties
+    ]
+    return Restored(root, rest, tuple(warnings))
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -109,6 +125,12 @@ def values(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
     return isinstance(tensors.get(kept), Tensor) and name not in tensors and name not in (RESERVED, FRAMEWORK)
+
+
+def _is_parameter(name: str, kept: str) -> bool:
+    """Whether a name is that of a parameter which may be tied to the one called `kept`."""
+    module, dot, attribute = name.rpartition(".")
+    return bool(module and dot) and attribute == kept.rpartition(".")[2]
 
 
 def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:

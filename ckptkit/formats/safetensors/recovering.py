@@ -2,37 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TruncatedError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.formats.common.recovering import nothing
+from ckptkit.formats import format
+from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
 from ckptkit.formats.format import Loss, Probe, Salvaged
 from ckptkit.formats.safetensors.header import matches, read_entry, read_header
 from ckptkit.formats.safetensors.record import restore
 
 
-def salvage(probe: Probe) -> Salvaged | None:
-    """The tensors that lie inside the file. The format has no checksums: damage to their bytes cannot be seen.
+def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
+    """The tensors of a file that is as long as its header says; with `unverified`, of any that lie inside it.
 
-    What is beside the tensors (ties, ``_metadata``, a whole tree) comes back only if all tensors do. Raises what is
-    wrong with the header.
+    The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as nothing says where
+    that begins; and a file that ends in zeros may not be written to its end. What is beside the tensors (ties,
+    ``_metadata``, a whole tree) comes back only if all tensors do. Raises what is wrong with the header.
     """
     if probe.is_folder or not matches(probe):
         return None
-    text, header, metadata = read_header(probe.source)
+    source = probe.source
+    text, header, metadata = read_header(source)
+    start = 8 + len(text)
+    shifted = "" if unverified else _shifted(header, source.size - start)
+    zeros = source.size if unverified else zeros_from(source)
     whole: dict[str, Tensor] = {}
     lost: list[Loss] = []
     for name, entry in header.items():
         try:
-            whole[name] = _tensor(entry, probe.source, 8 + len(text))
+            whole[name] = tensor = _tensor(entry, source, start)
+            if why := _doubt(tensor, shifted, zeros):
+                del whole[name]
+                lost.append(Loss(name, _said(entry), why))
         except CkptkitError as error:
             lost.append(Loss(name, _said(entry), error.message))
-    if not whole:
-        raise nothing()
+    if not any(tensor.nbytes for tensor in whole.values()) and lost:
+        raise nothing(lost, UNVERIFIED if shifted or zeros < source.size else AGAIN)
     found = restore(whole, metadata)
-    checkpoint = Checkpoint(found.root, "safetensors", probe.source, found.metadata, found.globals, found.warnings)
+    checkpoint = Checkpoint(found.root, "safetensors", source, found.metadata, found.globals, found.warnings)
     return Salvaged(checkpoint, tuple(lost))
+
+
+def salvageable(probe: Probe) -> str:
+    """Name the command that may save something: none unless the header can be read."""
+    if probe.is_folder or not matches(probe):
+        return ""
+    try:
+        text, header, _ = read_header(probe.source)
+    except CkptkitError:
+        return ""
+    return format.UNVERIFIED if _shifted(header, probe.source.size - 8 - len(text)) else format.RECOVER
+
+
+def _shifted(header: dict[str, Any], size: int) -> str:
+    """Say what is wrong with the number of bytes behind the header; an empty text if nothing is."""
+    end = 0
+    for entry in header.values():
+        try:
+            end = max(end, read_entry(entry)[3])
+        except CkptkitError:
+            continue
+    if end == size:
+        return ""
+    which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} bytes are too many"
+    return f"its bytes may be shifted: {which} in the file, and nothing says where"
+
+
+def _doubt(tensor: Tensor, shifted: str, zeros: int) -> str:
+    """Why a tensor that lies inside the file may not be whole."""
+    record = tensor.storage.record.locate() if tensor.storage is not None else None
+    if not isinstance(record, Range) or not record.length:
+        return ""
+    if not shifted and record.offset + record.length > zeros:
+        return f"the file ends in {record.source.size - zeros:,} zeros: it was not written to its end"
+    return shifted
 
 
 def _tensor(entry: object, source: ByteSource, start: int) -> Tensor:

@@ -40,6 +40,8 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.formats.common.plain_json import is_utf8
+from ckptkit.pickles.nested import check_blob, check_bytes, check_text
+from ckptkit.pickles.trust import check_fields, check_name, check_object
 
 Statement = list[Any]
 _INT = 10**19  # more digits are not read alike everywhere
@@ -88,6 +90,8 @@ class Writer:
         return self._numbers.get((node.module, node.name) if isinstance(node, Global) else id(node))
 
     def _value(self, node: Node) -> Any:
+        if node.__class__ is str:
+            check_text(node)
         return node if _is_inline(node) else [self._number(node)]
 
     def _values(self, nodes: Iterable[Node]) -> list[Any]:
@@ -122,6 +126,7 @@ class Writer:
         if flat:
             self._fill(number, "set", self._values(flat))
         if isinstance(node, OrderedDict) and node.state is not None:
+            check_fields(node.state)
             yield node.state
             self._fill(number, "build", [self._value(node.state)])
 
@@ -142,7 +147,9 @@ class Writer:
         if id(node) in self._making:
             raise UnsupportedError("an object is an argument of its own construction")
         self._making.add(id(node))
-        yield node.callable
+        check_object(node)
+        if self._number(node.callable) is None:
+            self._say(node.callable, "global", node.callable.module, node.callable.name)
         yield node.args
         yield node.kwargs
         made = self._values((node.callable, node.args, node.kwargs))
@@ -161,8 +168,10 @@ class Writer:
             dtype = None if node.dtype is None else node.dtype.name
             self._say(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
         elif isinstance(node, Blob):
+            check_blob(node)
             self._say(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
+            check_name(node)
             self._say(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
             raise AmbiguousError("a mapping has repeated or unhashable keys, which no output can keep")
@@ -214,8 +223,10 @@ def _spelt(node: Node) -> tuple[str, str]:
     if isinstance(node, str):
         return "text", _base64(node.encode("utf-8", "surrogatepass"))
     if isinstance(node, (bytes, bytearray)):
+        check_bytes(node)
         return type(node).__name__, _base64(node)
     if isinstance(node, ByteString):
+        check_bytes(node.data)
         return "python2", _base64(node.data)
     if isinstance(node, int):
         return "int", node.to_bytes(node.bit_length() // 8 + 1, "big", signed=True).hex()

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 from ckptkit import compute
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsafeGlobalError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import shown, some
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import dump, is_utf8
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors.header import METADATA, shown
+from ckptkit.formats.safetensors.header import METADATA
 from ckptkit.formats.safetensors.record import (
     FRAMEWORK,
     RESERVED,
@@ -32,7 +33,7 @@ _CODES = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
     "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
 )  # fmt: skip
-_RANK = {BY_SAFETENSORS[code]: rank for rank, code in enumerate(_CODES)}
+_RANK = {code: rank for rank, code in enumerate(_CODES)}
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -79,15 +80,24 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 
 def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
-    """The whole tree: see :mod:`whole`. Raises what cannot be written to a .pth either."""
-    from ckptkit.formats.safetensors.whole import Whole, said
-    from ckptkit.pickles.objects import without_objects
+    """The whole tree: see :mod:`whole`.
 
-    root, notes = (checkpoint.root, ()) if options.objects == "keep" else without_objects(checkpoint.root)
-    if notes and options.objects == "error":
+    Raises what the writer of .pth files raises: all of it must have a way back.
+    """
+    from ckptkit.formats.safetensors.whole import Whole, said
+    from ckptkit.formats.torch_zip.writer import Numbering
+    from ckptkit.pickles.objects import without_objects
+    from ckptkit.pickles.writer import write_pickle
+
+    root, strict = checkpoint.root, options.objects == "error"
+    notes: tuple[str, ...] = ()
+    if options.objects != "keep":
+        root, notes = without_objects(root, may_be_empty=strict)
+    if notes and strict:
         raise UnsafeGlobalError(
             f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
         )
+    write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
     text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
     metadata: dict[str, str | None] = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: text}
@@ -96,7 +106,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
     """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
-    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype], name))
+    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
     extents = _joined(compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
     return OutputFile("", (_header_bytes(tensors, order, metadata), *extents))
 
@@ -104,9 +114,8 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -
 def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
-        some = ", ".join(f"{shown(name)} ({why})" for name, why in refused[:3])
-        more = f" and {len(refused) - 3:,} more" if len(refused) > 3 else ""
-        raise TensorError(f"safetensors cannot hold {some}{more}", hint=_way_out({why for _, why in refused}))
+        named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
+        raise TensorError(f"safetensors cannot hold {named}", hint=_way_out({why for _, why in refused}))
 
 
 def _way_out(obstacles: set[str]) -> str:
@@ -114,6 +123,8 @@ def _way_out(obstacles: set[str]) -> str:
         return "`--cast complex64` halves their precision"
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
         return "`--dequantize` makes float32 of them"
+    if "subclass" in obstacles:
+        return "a .pth keeps them, and `--all` does"
     return "leave them out with `--drop NAME`"
 
 
@@ -121,8 +132,10 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Why the format has no place for a tensor."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
         return "a name that the header cannot have"
-    if tensor.storage is None or tensor.layout != "strided":
-        return "meta" if tensor.storage is None else tensor.layout
+    if tensor.layout != "strided":
+        return tensor.layout
+    if tensor.storage is None:
+        return "meta"
     if tensor.dtype.safetensors is None:
         return tensor.dtype.name
     if tensor.dtype.packed > 1 and not tensor.shape:

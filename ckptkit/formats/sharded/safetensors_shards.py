@@ -13,9 +13,10 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
+from ckptkit.formats import table
 from ckptkit.formats.common.dropped import refuse_objects
 from ckptkit.formats.folder import SAFETENSORS
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors import writing
 from ckptkit.formats.safetensors.record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.sharded import shards
@@ -30,13 +31,13 @@ def matches(probe: Probe) -> bool:
 
 def read(probe: Probe) -> Checkpoint:
     """The tensors of all shards. See :mod:`shards`."""
-    return shards.read(probe, FORMAT.name, _restored)
+    return shards.read(probe, table.SHARDED.name, _restored)
 
 
 def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
     """Of shards that are safetensors files; the index may name others."""
     plain = all(isinstance(node, Tensor) for node in root.values())
-    return restore(root, texts) if plain else restore_ties(root, texts)
+    return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -62,14 +63,3 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     }
     index = index_file(STEM + SAFETENSORS, {name: file_of[name] for name in tensors}, said)
     return Plan((*files, index), tuple(notes))
-
-
-FORMAT = Format(
-    name="sharded",
-    title="a folder of safetensors shards, as on the Hugging Face hub",
-    matches=matches,
-    read=read,
-    layout=layout,
-    shards=True,
-    check=shards.findings,
-)

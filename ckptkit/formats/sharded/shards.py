@@ -23,16 +23,16 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedDict
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import safetensors, torch_legacy
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.format import Finding, Format, Part, Probe
 from ckptkit.formats.safetensors.record import ATTRIBUTE, Restored
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
-SHARD_FORMATS = (safetensors.FORMAT, zip_archive.FORMAT, torch_legacy.FORMAT)
+SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
 _TOTAL_IS = "the index says"
@@ -140,8 +140,7 @@ class _Shards:
         for file in sorted(files):
             try:
                 self.shards[file] = shard = self._read_shard(file)
-                weights = shard.required
-                self.held[file] = weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
+                self.held[file] = _entries(shard)
             except CkptkitError as error:
                 self.refuse(error)
 
@@ -240,6 +239,15 @@ class _Shards:
         return ties
 
 
+def _entries(shard: Checkpoint) -> dict[Node, Node]:
+    """What a shard holds by name. One may have no tensors of its own, but values of a state_dict alone."""
+    root = shard.root
+    if shard.selection is None and isinstance(root, dict) and all(type(name) is str for name in root):
+        return root
+    weights = shard.required
+    return weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
+
+
 def _as_it_is(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
     return Restored(root, dict(texts))
 
@@ -274,12 +282,20 @@ def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
     return OrderedDict(root, {ATTRIBUTE: metadata} if metadata else None)
 
 
+def _nbytes_with_objects(root: Node) -> int:
+    """Bytes of all storages, those inside objects included (packed parameters of quantized modules)."""
+    from ckptkit.pickles.pruning import parts  # most indexes are right without
+
+    leaves = (node for node in parts(root) if isinstance(node, (Tensor, TypedStorage)))
+    return sum({id(leaf.storage): leaf.storage.nbytes for leaf in leaves if leaf.storage is not None}.values())
+
+
 def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
     every = sum(tensor.nbytes for tensor in tensors)
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
     stored = sum({id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None}.values())
     total = said.get(TOTAL, once)
-    if type(total) is int and total in (every, once, stored):
+    if type(total) is int and (total in (every, once, stored) or total == _nbytes_with_objects(root)):
         return []
     return [f"{_TOTAL_IS} {str(total)[:40]} bytes in all, the tensors have {once:,}"]

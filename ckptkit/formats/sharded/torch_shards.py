@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedDict, rebuild
 from ckptkit.core.weights import Weights
+from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects
 from ckptkit.formats.folder import BIN
-from ckptkit.formats.format import Format, Probe, WriteOptions
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors.record import FRAMEWORK, of_values, restore_ties, values
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.torch_zip import writer
 
 STEM = "pytorch_model"
 
@@ -31,7 +33,7 @@ def matches(probe: Probe) -> bool:
 
 def read(probe: Probe) -> Checkpoint:
     """The entries of all shards. See :mod:`shards`."""
-    return shards.read(probe, FORMAT.name, restore_ties)
+    return shards.read(probe, table.SHARDED_BIN.name, partial(restore_ties, index=True))
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -47,7 +49,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     beside, notes = leftovers(checkpoint, inside=False)
     metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **beside})}
     alone = metadata if len(parts) == 1 else {}
-    plans = [zip_archive.layout(Checkpoint(part, metadata=alone), options) for part in parts]
+    plans = [writer.layout(Checkpoint(part, metadata=alone), options) for part in parts]
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
     if len(parts) > 1:
         file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
@@ -98,14 +100,3 @@ def _storages(root: Node) -> list[Storage]:
     else:
         rebuild(root, see)
     return found
-
-
-FORMAT = Format(
-    name="sharded-bin",
-    title="a folder of torch.save shards, as on the Hugging Face hub",
-    matches=matches,
-    read=read,
-    layout=layout,
-    shards=True,
-    check=shards.findings,
-)

@@ -1,125 +1,67 @@
-"""A torch zip archive without its directory: what is whole between the first local header and where the file ends.
+"""A damaged torch zip archive: every tensor whose bytes have the checksum that the file promises for them.
 
-torch writes data.pkl first and leaves sizes out of the local headers, so that the end of a member stands only in the
-directory, at the end of the file, which is what a cut takes away. But the pickle says how long each storage is; every
-member begins with its header and its name; and the descriptor behind a member has its checksum.
+A member is promised a CRC-32 by its entry in the directory, and by its local header or the data descriptor behind its
+bytes. The entry counts where there is one. What has no promise, or another checksum, is lost: bytes that went missing
+or came in shift what follows, and only the checksum tells. data.pkl says how long each storage is, and is held to the
+same rule. Files written without checksums (CRC 0 everywhere) keep what lies exactly between two headers.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckptkit import compute
 from ckptkit.containers.zip_entries import MAGIC
-from ckptkit.containers.zip_reader import ZipDirectory
-from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, CorruptError
-from ckptkit.core.limits import LIMITS
+from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
+from ckptkit.core.limits import check_inflated
 from ckptkit.core.tensor import Storage
-from ckptkit.formats.common.recovering import salvaged
-from ckptkit.formats.format import Probe, Salvaged
+from ckptkit.core.text import shown
+from ckptkit.formats.common.recovering import AGAIN, salvaged
+from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Salvaged
+from ckptkit.formats.torch_zip import extra_records
+from ckptkit.formats.torch_zip.evidence import Evidence, Place
+from ckptkit.formats.torch_zip.remains import Entry, Header, headers
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
 
-_LOCAL = struct.Struct("<4s2xHH4xLLLHH")
-_DIRECTORY, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
-_DESCRIBED = 0x0008
-_U32 = 0xFFFFFFFF
-_STEP = 1 << 20
-_DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
+_PICKLE = "/data.pkl"
+
+WHOLE, UNSUMMED, UNPROVEN, DAMAGED = "whole", "unsummed", "unproven", "damaged"
 
 
-class Member(NamedTuple):
-    """What a local header says, and the descriptor where one was found."""
+def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
+    """Every tensor that is whole; with `unverified`, also those of which nothing says that they are not.
 
-    name: str
-    start: int  # of the bytes
-    size: int | None  # None: it does not say
-    crc: int | None
-    compressed: bool
-
-
-def salvage(probe: Probe) -> Salvaged | None:
-    """Every tensor whose bytes are there and have their checksum, if the file has that. None for other zip files.
-
-    Raises CorruptError where the pickle, which has the names and shapes, is not whole.
+    None for other files. Raises CorruptError where the pickle, which has the names and shapes, is not whole, and
+    UnsupportedError for zip files of another kind.
     """
-    if probe.is_folder or not probe.head.startswith(MAGIC):
+    if not is_zip(probe):
         return None
-    try:
-        directory = probe.zip
-    except CkptkitError:
-        return _without_directory(probe.source)
-    assert directory is not None
-    return _by_directory(directory)
+    return _Archive(probe.source, unverified).salvage()
 
 
-class _Storages:
-    """What the pickle says of the storages, and what was found of them."""
-
-    def __init__(self, source: ByteSource, top: str, pickle: Range) -> None:
-        self.source = source
-        self.sizes: dict[str, int] = {}  # bytes of each member that a storage is in
-        self.places: dict[str, Extent] = {}
-        self.reasons: dict[str, str] = {}  # why others are lost
-        self.byteorder = b""
-        self.missing = "its record is not there"
-        self.warnings: tuple[str, ...] = ()
-        self._top = top
-        self._pickle = pickle
-        self._members: dict[int, str] = {}  # by id of the storage
-        self.tree = self._unpickle()
-
-    def _unpickle(self) -> Unpickled:
-        source, start, length = self._pickle
-        stop = start + length
+def salvageable(probe: Probe) -> str:
+    """Name the command that may save something: none unless its pickle can be read."""
+    if not is_zip(probe):
+        return ""
+    for command in (RECOVER, UNVERIFIED):
         try:
-            return unpickle(source, start, stop, persistent_load=StorageTable(self._open).load)
-        except CkptkitError as error:
-            raise CorruptError(
-                f"the names and shapes of its tensors are lost: data.pkl is damaged: {error.message}",
-                hint="fetch it again from where it came from",
-            ) from error
+            _Archive(probe.source, command == UNVERIFIED).open()
+        except CorruptError:
+            continue
+        except CkptkitError:
+            break
+        return command
+    return ""
 
-    def _open(self, key: str, nbytes: int, location: str) -> Storage:
-        name = f"{self._top}/data/{key}"
-        self.sizes[name] = nbytes
-        storage = Storage(_Late(self.places, name, nbytes), location, None, self.byteorder == b"big")
-        self._members[id(storage)] = name
-        return storage
 
-    def check_pickle(self, crc: int | None) -> None:
-        """Warn if the pickle does not have its checksum: it can be read, but who knows what it said."""
-        if crc is not None and _crc32(self._pickle._replace(length=self.tree.stop - self._pickle.offset)) != crc:
-            self.warnings = ("data.pkl is damaged: names, shapes and values may be others than they were",)
-
-    def keep(self, name: str, place: Extent, crc: int | None) -> bool:
-        """Take the bytes of a member, unless they do not have their checksum. The first of that name decides."""
-        if name in self.places or name in self.reasons:
-            return False
-        if crc is not None and _crc32(place) != crc:
-            self.reasons[name] = "its bytes do not have their checksum"
-            return False
-        self.places[name] = place
-        return True
-
-    def result(self) -> Salvaged:
-        """The tree over what was found."""
-        if self.byteorder == b"big":
-            self.tree = self._unpickle()
-        for name, size in self.sizes.items():
-            if not size:
-                self.places.setdefault(name, Range(self.source, 0, 0))
-        tree = self.tree
-        checkpoint = Checkpoint(tree.root, "torch-zip", self.source, {}, tree.globals, (*tree.warnings, *self.warnings))
-        return salvaged(checkpoint, lambda storage: self._why(self._members[id(storage)]))
-
-    def _why(self, name: str) -> str | None:
-        return None if name in self.places else self.reasons.get(name, self.missing)
+def is_zip(probe: Probe) -> bool:
+    """Tell whether a file begins as zip files do."""
+    return not probe.is_folder and probe.head.startswith(MAGIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,146 +76,234 @@ class _Late:
         return self.places[self.key]
 
 
-# With a directory
+class _Archive:
+    """A damaged archive, and what was found of it."""
 
+    def __init__(self, source: ByteSource, unverified: bool) -> None:
+        self.source = source
+        self.unverified = unverified
+        self.found = Evidence(source)
+        self.sizes: dict[str, int] = {}  # bytes of each member that a storage is in
+        self.places: dict[str, Extent] = {}
+        self.reasons: dict[str, str] = {}  # why others are lost
+        self.warnings: list[str] = []
+        self.verdicts: Counter[str] = Counter()
+        self.top = ""
+        self._big_endian = False
+        self._members: dict[int, str] = {}  # by id of the storage
 
-def _by_directory(directory: ZipDirectory) -> Salvaged | None:
-    """All headers agree, so that what is damaged is bytes of members."""
-    name = f"{directory.top}/data.pkl"
-    if name not in directory or f"{directory.top}/constants.pkl" in directory:  # a program of TorchScript
-        return None
-    pickle = directory.locate(name)
-    if not isinstance(pickle, Range):
-        data = directory.read(name)
-        pickle = Range(Memory(data, directory.source.name), 0, len(data))
-    storages = _Storages(directory.source, directory.top, pickle)
-    storages.check_pickle(directory.crc(name))
-    order = f"{directory.top}/byteorder"
-    if order in directory and directory.entries[order].size <= len(b"little"):
-        storages.byteorder = directory.read(order)
-    for member, size in storages.sizes.items():
-        entry = directory.entries.get(member)
-        if entry is not None and entry.size == size:
-            storages.keep(member, directory.locate(member), directory.crc(member))
-        elif entry is not None:
-            storages.reasons[member] = f"its record has {entry.size:,} bytes instead of {size:,}"
-    return storages.result()
+    def salvage(self) -> Salvaged:
+        tree = self.open()
+        if lost := self._take(self.sizes, unverified=False):  # by the directory, or else wherever there are headers
+            self.found.find_headers(self.sizes)
+            self._refuse_program(self.found.headers)
+            self._take({name: self.sizes[name] for name in lost}, unverified=self.unverified)
+        self._warn()
+        if self._is_big_endian():
+            self._big_endian = True
+            self._members.clear()
+            tree = self._unpickled(*self._pickle)
+        checkpoint = Checkpoint(
+            tree.root, "torch-zip", self.source, self._metadata(), tree.globals, (*tree.warnings, *self.warnings)
+        )
+        return salvaged(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
 
+    # The pickle
 
-# Without
+    def open(self) -> Unpickled:
+        """Find the pickle and read it. Raises CorruptError, and UnsupportedError for zip files of another kind."""
+        name = self._find_pickle()
+        self.top = name.removesuffix(_PICKLE)
+        self._refuse_program(self.found.entries)
+        others = [each for each in self.found.entries if not each.startswith(f"{self.top}/")]
+        if others and len(others) == len(self.found.entries) and not self.unverified:
+            raise CorruptError(
+                f"begins as the archive {shown(self.top)} does, and its directory is of {shown(others[0])}",
+                hint=f"{AGAIN}; `ckptkit recover --unverified` takes what the beginning says",
+            )
+        places = list(self._pickle_places(name))
+        if not places:
+            raise self._no_pickle()
+        for place in places:
+            if place.promised and self.found.crc32(place.extent) in place.promised:
+                return self._read_pickle(place.extent, proven=True)
+        self._doubt_pickle(places[0])
+        return self._read_pickle(places[0].extent, proven=False)
 
+    def _no_pickle(self) -> CkptkitError:
+        first = self.found.first()
+        if first is None or first.name.endswith(_PICKLE):
+            return CorruptError("the names and shapes of its tensors are lost: data.pkl is not there", hint=AGAIN)
+        if first.name.startswith(f"{self.top}/data/"):  # torch.save writes the pickle first
+            return _program()
+        return UnsupportedError(f"is a zip archive that begins with {shown(first.name)}, not one of torch.save")
 
-def _without_directory(source: ByteSource) -> Salvaged | None:
-    """From each member to the next by its size; by searching where that fails."""
-    headers = _Headers(source)
-    pickle = headers.find(0, "/data.pkl")
-    if pickle is None:
-        return None
-    top = pickle.name.removesuffix("/data.pkl")
-    storages = _Storages(source, top, Range(source, pickle.start, source.size - pickle.start))
-    storages.missing = "it is not before the cut, or its header is damaged"
-    at = 0
-    while (member := headers.find(at)) is not None:
-        if member == pickle:
-            at = _pass_pickle(storages, member)
-        elif member.name in storages.sizes:
-            at = _take(storages, member, storages.sizes[member.name])
-        else:
-            if member.name == f"{top}/byteorder" and member.start + 3 <= source.size:
-                storages.byteorder = source.read(member.start, 3)
-            at = member.start + (member.size or 0)
-    return storages.result()
+    def _find_pickle(self) -> str:
+        """The name of the record with the pickle. Raises UnsupportedError where no archive of torch has one there."""
+        first = self.found.first()
+        known = next((each for same in self.found.entries.values() for each in same if each.offset == 0), None)
+        if first is not None and known is not None and len(first.name) != len(known.name):
+            known = None  # of the directory of an archive inside this one
+        names = [each.name for each in (known, first) if each is not None]
+        tops = [name.partition("/")[0] for name in names if "/" in name]
+        if tops:
+            return tops[0] + _PICKLE
+        if names:
+            raise UnsupportedError(
+                f"is a zip archive of other files, such as {shown(names[-1])}",
+                hint="unpack those that are whole (zip -FF repairs a cut archive) and name one of them",
+            )
+        name = next((name for name in self.found.entries if name.endswith(_PICKLE) and name.count("/") == 1), None)
+        if name is None:
+            raise CorruptError("its first header and its directory are damaged", hint=AGAIN)
+        return name
 
+    def _refuse_program(self, names: dict[str, list[Header]] | dict[str, list[Entry]]) -> None:
+        """Raise UnsupportedError for TorchScript, whose tensors are not where those of torch.save are."""
+        telling = (f"{self.top}/constants.pkl", f"{self.top}/bytecode.pkl", f"{self.top}/model.json")
+        if any(name in telling or name.startswith(f"{self.top}/code/") for name in names):
+            raise _program()
 
-def _pass_pickle(storages: _Storages, member: Member) -> int:
-    """Check what is known of the pickle; where to look for the next member."""
-    end = storages.tree.stop
-    crc, after = _described(storages.source, end, end - member.start) if member.crc is None else (member.crc, end)
-    storages.check_pickle(crc)
-    return after
+    def _pickle_places(self, name: str) -> Iterator[Place]:
+        """Where the pickle may be: as the directory has it, else as its own header does."""
+        known = self.found.entries.get(name, ())
+        starts = [header for header in self._pickle_headers(name) if header is not None]
+        for header in starts:
+            for entry in known:
+                yield from self.found.place(header, entry, entry.size)
+            if not known and header.method == 0:
+                yield from self.found.place(header, None, self._length_of_pickle(header))
 
+    def _pickle_headers(self, name: str) -> Iterator[Header | None]:
+        for entry in self.found.entries.get(name, ()):
+            yield self.found.header_of(entry)
+        first = self.found.first()
+        if first is not None and first.name == name:
+            yield first
+            return
+        found = (header for header in headers(self.source, {}) if header.name == name)
+        yield next(found, None)
 
-def _take(storages: _Storages, member: Member, size: int) -> int:
-    """Keep a storage's bytes, if they are there and whole; where to look for the next member."""
-    source, end = storages.source, member.start + size
-    if member.size not in (None, size) or member.compressed:
-        storages.reasons[member.name] = "its record is compressed, or of another size than its tensors expect"
-        return member.start
-    if end > source.size:
-        storages.reasons[member.name] = f"the file is cut {end - source.size:,} bytes before its end"
-        return member.start
-    crc, after = (member.crc, end) if member.crc is not None else _described(source, end, size)
-    whole = storages.keep(member.name, Range(source, member.start, size), crc)
-    return after if whole else member.start
+    def _length_of_pickle(self, header: Header) -> int:
+        """The bytes of the pickle: as its header says, else up to where it stops."""
+        if header.stored is not None:
+            return header.stored
+        return self._unpickled(self.source, header.start, self.source.size).stop - header.start
 
+    def _read_pickle(self, extent: Extent, *, proven: bool) -> Unpickled:
+        if isinstance(extent, Derived):
+            check_inflated(extent.length, self.source.size)
+            data = b"".join(bytes(piece) for piece in compute.stream(extent))
+            extent = Range(Memory(data, self.source.name), 0, len(data))
+        self._pickle = (extent.source, extent.offset, extent.offset + extent.length)
+        self.sizes.clear()
+        tree = self._unpickled(*self._pickle, wrap=not proven)
+        if any(name.module.startswith("__torch__") for name in tree.globals):
+            raise _program()
+        return tree
 
-def _described(source: ByteSource, end: int, size: int) -> tuple[int | None, int]:
-    """CRC and end of the data descriptor at `end`, if there is one. A CRC of 0 beside bytes is none."""
-    data = source.read(end, min(24, source.size - end))
-    for layout in _DESCRIPTORS:
-        if len(data) >= layout.size:
-            magic, crc, stored, plain = layout.unpack_from(data)
-            if magic == _DESCRIPTOR and stored == plain == size:
-                return (None if crc == 0 and size else crc), end + layout.size
-    return None, end
+    def _doubt_pickle(self, place: Place) -> None:
+        """Refuse a pickle that nothing proves, or warn; but not where the file was written without checksums."""
+        summed = any(place.promised) or any(entry.crc for same in self.found.entries.values() for entry in same)
+        if not summed and place.promised and place.framed:
+            return
+        if not self.unverified:
+            why = "does not have its checksum" if place.promised else "has lost its checksum"
+            raise CorruptError(
+                f"names, shapes and values may be others than they were: data.pkl {why}",
+                hint=f"{AGAIN}; `ckptkit recover --unverified` takes it as it is",
+            )
+        self.warnings.append("data.pkl is damaged: names, shapes and values may be others than they were")
 
+    def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
+        try:
+            return unpickle(source, start, stop, persistent_load=StorageTable(self._open).load)
+        except CkptkitError as error:
+            if not wrap:  # that is how it was written
+                raise
+            raise CorruptError(
+                f"the names and shapes of its tensors are lost: data.pkl is damaged: {error.message}", hint=AGAIN
+            ) from error
 
-class _Headers:
-    """Looks for local headers, in the piece of the file that it read last while it can."""
+    def _open(self, key: str, nbytes: int, location: str) -> Storage:
+        name = f"{self.top}/data/{key}"
+        self.sizes[name] = nbytes
+        storage = Storage(_Late(self.places, name, nbytes), location, None, self._big_endian)
+        self._members[id(storage)] = name
+        return storage
 
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self._base = -_STEP
-        self._piece = b""
+    # The storages
 
-    def find(self, at: int, suffix: str = "") -> Member | None:
-        """The first local header from `at` on that has a name as torch writes it, ending in `suffix`.
+    def _take(self, sizes: dict[str, int], *, unverified: bool) -> list[str]:
+        """Keep what is whole, and say of the rest why it is not: the names of those."""
+        for name, size in sizes.items():
+            verdict, place, why = self._judge(name, size) if size else (WHOLE, Range(self.source, 0, 0), "")
+            kept = verdict in (WHOLE, UNSUMMED) or (verdict == UNPROVEN and unverified)
+            if kept and place is not None:
+                self.verdicts[verdict] += 1
+                self.places[name] = place
+                self.reasons.pop(name, None)
+            else:
+                self.reasons[name] = why
+        return list(self.reasons)
 
-        None if the directory or the end comes first.
-        """
-        while at < self._source.size:
-            if not self._base <= at < self._base + _STEP:
-                self._read(at)
-            found = self._piece.find(b"PK", at - self._base, _STEP + 3)
-            if found < 0:
-                at = self._base + _STEP
+    def _warn(self) -> None:
+        if count := self.verdicts[UNSUMMED]:
+            self.warnings.append(f"{count:,} of its storages have no checksum: damage to them cannot be seen")
+        if count := self.verdicts[UNPROVEN]:
+            self.warnings.append(f"nothing proves that {count:,} of its storages are whole: they may be garbage")
+
+    def _judge(self, name: str, size: int) -> tuple[str, Extent | None, str]:
+        """How much is known of a storage, its bytes, and why it is lost."""
+        known = self.found.entries.get(name, ())
+        if known and all(entry.size != size for entry in known):
+            return DAMAGED, None, f"its record has {known[0].size:,} bytes instead of {size:,}"
+        best: tuple[str, Extent | None, str] = (DAMAGED, None, self._missing(name, size))
+        for place in self.found.places(name, size):
+            if not place.promised:
+                best = UNPROVEN, place.extent, "its checksum is not there, and nothing else says that it is whole"
                 continue
-            if self._piece.startswith(_DIRECTORY, found):
-                return None
-            member = _header(self._piece, found, self._base) if self._piece.startswith(MAGIC, found) else None
-            if member is not None and member.name.endswith(suffix):
-                return member
-            at = self._base + found + 1
-        return None
+            if self.found.is_spent:
+                return DAMAGED, None, "too many headers are in each other's way"
+            crc = self.found.crc32(place.extent)
+            if crc in place.promised:
+                return WHOLE, place.extent, ""
+            if 0 in place.promised and place.framed and not self._has_checksums():
+                return UNSUMMED, place.extent, ""
+            best = DAMAGED, None, "its bytes do not have their checksum"
+        return best
 
-    def _read(self, at: int) -> None:
-        length = min(_STEP + 30 + LIMITS.name_bytes, self._source.size - at)
-        self._base, self._piece = at, self._source.read(at, length)
+    def _missing(self, name: str, size: int) -> str:
+        for header in self.found.headers.get(name, ()):
+            if header.method == 0 and header.start + size > self.source.size:
+                return f"the file is cut {header.start + size - self.source.size:,} bytes before its end"
+        return "its record is not there, or its header is damaged"
+
+    def _has_checksums(self) -> bool:
+        """Tell whether a member that holds a storage is promised a checksum: then a CRC of 0 is damage."""
+        summed = any(entry.crc for name in self.sizes for entry in self.found.entries.get(name, ()))
+        return summed or any(
+            place.promised and any(place.promised)
+            for name, size in self.sizes.items()
+            for place in self.found.places(name, size)
+        )
+
+    def _is_big_endian(self) -> bool:
+        """Tell the order of bytes by the record that has it, else by its length: it says little or big."""
+        name = f"{self.top}/byteorder"
+        if (text := self.found.small(name)) is not None:
+            return text == b"big"
+        if name in self.found.entries:
+            return all(entry.size == len(b"big") for entry in self.found.entries[name])
+        return any(self.found.window.read(header.start, 3) == b"big" for header in self.found.headers.get(name, ()))
+
+    def _metadata(self) -> dict[str, str]:
+        text = self.found.small(f"{self.top}/{extra_records.NAME}")
+        return {} if text is None else extra_records.read(text)
 
 
-def _header(data: bytes, at: int, base: int) -> Member | None:
-    """The local header at `at` of `data`, which begins at byte `base` of the file; None if it is none of torch's."""
-    if at + _LOCAL.size > len(data):
-        return None
-    _, flags, method, crc, stored, size, n, x = _LOCAL.unpack_from(data, at)
-    raw = data[at + 30 : at + 30 + n]
-    if len(raw) < n or b"/" not in raw or method not in (0, 8):
-        return None
-    try:
-        name = raw.decode()
-    except UnicodeDecodeError:
-        return None
-    said = None if flags & _DESCRIBED or size == _U32 or stored == _U32 else stored
-    known = None if flags & _DESCRIBED or (crc == 0 and size) else crc
-    return Member(name, base + at + 30 + n + x, said, known, method != 0)
-
-
-def _crc32(place: Extent) -> int | None:
-    """None where the bytes cannot be computed."""
-    crc = 0
-    try:
-        for piece in compute.stream(place):
-            crc = zlib.crc32(piece, crc)
-    except CkptkitError:
-        return None
-    return crc
+def _program() -> UnsupportedError:
+    return UnsupportedError(
+        "is a TorchScript program: of one that is cut or damaged, ckptkit can save nothing",
+        hint=AGAIN,
+    )

@@ -71,7 +71,7 @@ class Numbering:
         if number == len(self.storages):
             self.storages.append(storage)
             self.dtypes.append(dtype)
-        elif self.dtypes[number] is not dtype:
+        elif self.dtypes[number] is not dtype and storage.nbytes:
             if {self.dtypes[number], dtype} != {UINT8, None}:
                 raise TensorError(f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}")
             self.dtypes[number] = None

@@ -19,9 +19,9 @@ import re
 from ast import literal_eval
 from dataclasses import dataclass, field
 
-from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global
+from ckptkit.formats.torch_zip.reader import Directory
 
 _CLASS = re.compile(r"class (\w+)(?:\((\w*)\))?:")
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -55,7 +55,7 @@ class Declared:
 class Code:
     """The classes of an archive, each module of them read when it is asked for."""
 
-    def __init__(self, directory: ZipDirectory) -> None:
+    def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._modules: dict[str, dict[str, Declared]] = {}
 

@@ -19,8 +19,8 @@ A frozen module has no other weights: they are taken for its weights then.
 from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats.common import zip_extras
-from ckptkit.formats.format import Format, Probe
+from ckptkit.formats import table
+from ckptkit.formats.format import Probe
 
 _TELLING = ("data.pkl", "constants.pkl", "bytecode.pkl", "model.json", "version")
 
@@ -39,16 +39,4 @@ def read(probe: Probe) -> Checkpoint:
 
     archive = probe.zip
     assert archive is not None
-    return script_reader.read(archive, FORMAT.name)
-
-
-FORMAT = Format(
-    name="torchscript",
-    title="TorchScript: torch.jit.save",
-    matches=matches,
-    read=read,
-    program=True,
-    rewrite_as="torch-zip",
-    check=zip_extras.check,
-    pickles=zip_extras.pickles,
-)
+    return script_reader.read(archive, table.TORCHSCRIPT.name)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from ckptkit import __version__, formats
 from ckptkit.api import Conversion
 from ckptkit.core.bytesource import Folder
-from ckptkit.core.errors import CkptkitError, InputError, OutputError, OutputExistsError
+from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, foreseen
 from ckptkit.core.plan import Plan
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.remote import urls
@@ -66,10 +66,9 @@ def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
 
 def failed(error: Exception) -> Outcome:
     """What to say of a job that ended in `error`."""
-    if isinstance(error, MemoryError):
-        error = InputError("needs more memory than there is")
-    if isinstance(error, CkptkitError):
-        return Outcome("failed", error=str(error), hint=error.hint, exit_code=error.exit_code)
+    known = foreseen(error)
+    if isinstance(known, CkptkitError):
+        return Outcome("failed", error=str(known), hint=known.hint, exit_code=known.exit_code)
     said = f"a bug in ckptkit: {type(error).__name__}: {error}"
     return Outcome("failed", error=said, hint="please report it", exit_code=BUG)
 

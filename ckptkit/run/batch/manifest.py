@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from ckptkit.core.errors import OutputError, UsageError
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.errors import CkptkitError, LimitError, OutputError, UsageError
 from ckptkit.publish.copying import write_all
 from ckptkit.remote import urls
 from ckptkit.run.batch.inputs import Mark, mark
 
 NAME = ".ckptkit-batch.jsonl"
 PAUSE = 30.0  # seconds between two uploads of the manifest
+_CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+LARGEST = 256 << 20  # bytes of a manifest
 SHARE = 20  # and at least that many times what one takes
 
 
@@ -137,13 +142,16 @@ def _record(said: dict[str, object]) -> Record:
 
 
 def _read(path: str) -> bytes:
+    """The bytes of a manifest, none where there is none. Raises OutputError for what is no file, or too large."""
     try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise OutputError(f"cannot be read: {error.strerror}", where=path) from error
+        with closing(LocalFile(path, follow=False)) as file:
+            if file.size > LARGEST:
+                raise LimitError(f"has {file.size:,} bytes, more than the {LARGEST:,} of a manifest")
+            return file.read(0, file.size)
+    except CkptkitError as error:
+        if not os.path.lexists(path):
+            return b""
+        raise OutputError(f"cannot be read: {error.message}", where=path, hint=f"rm {shlex.quote(path)}") from error
 
 
 @contextmanager
@@ -151,10 +159,12 @@ def _locked(path: str) -> Iterator[int]:
     """A descriptor to append lines with, ours alone; what is torn at its end is cut off."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _CAREFUL, 0o666)
     except OSError as error:
         raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OutputError("cannot be written: it is not a regular file", where=path)
         _lock(fd, path)
         data = _read(path)
         if not data.endswith(b"\n"):

@@ -15,22 +15,26 @@ A recipe is a YAML or TOML file:
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ckptkit.api import Step, open_checkpoint
+from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.text import nearest
 from ckptkit.core.tree import find
 from ckptkit.transforms import combine, devices, elements, keys, quantized, quantizing, structure
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
 _BYTES = 1 << 20  # of a recipe
+_SHOWN = 120  # characters of a value in a message
 _PARTS = {"about", "steps", "output"}
 _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties": str}
 
@@ -55,43 +59,56 @@ def load(name: str) -> Recipe:
     if name in names():
         return _recipe(name, _parsed(FOLDER / f"{name}.yaml"))
     if not name.endswith(_SUFFIXES):
-        close = get_close_matches(name, names(), n=1) or names()
+        close = nearest(name, names()) or names()
         raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
     return _recipe(name, _parsed(Path(name)))
 
 
 def _parsed(path: Path) -> Any:
-    """The plain values in a file."""
+    """The plain values in a file. Raises UsageError."""
     where = os.fspath(path)
     try:
-        data = path.read_bytes()[: _BYTES + 1]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=where) from error
-    if len(data) > _BYTES:
-        raise UsageError(f"is larger than {_BYTES:,} bytes: it is no recipe", where=where)
+        with closing(LocalFile(path)) as source:
+            if source.size > _BYTES:
+                raise UsageError(f"is larger than {_BYTES:,} bytes: it is no recipe", where=where)
+            data = source.read(0, source.size)
+    except InputError as error:
+        raise UsageError(error.message, where=where, hint=error.hint) from error
     try:
         return _from_toml(data) if path.suffix == ".toml" else _from_yaml(data)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not valid: {error}", where=where) from error
+        raise UsageError(f"is not valid: {_line(str(error))}", where=where) from error
 
 
 def _from_toml(data: bytes) -> Any:
-    import sys
+    import tomllib
 
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
     return tomllib.loads(data.decode())
 
 
 def _from_yaml(data: bytes) -> Any:
     import yaml
 
+    from ckptkit.run.recipes.plain_yaml import PlainLoader
+
     try:
-        return yaml.safe_load(data)
+        return yaml.load(data, PlainLoader)
     except yaml.YAMLError as error:
-        raise ValueError(str(error).replace("\n", " ")) from error
+        raise ValueError(str(error)) from error
+
+
+def _line(text: str) -> str:
+    """At most a line of a text, which may come from the file."""
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _shown(value: Any) -> str:
+    """At most a line of a value."""
+    try:
+        return _line(reprlib.repr(value))
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
 
 
 def _recipe(name: str, said: Any) -> Recipe:
@@ -103,10 +120,10 @@ def _recipe(name: str, said: Any) -> Recipe:
         output = _table(parts.get("output", {}), set(_OUTPUT))
         for key, value in output.items():
             if not isinstance(value, _OUTPUT[key]):
-                raise _WrongError(f"output: {key} is {value!r}")
+                raise _WrongError(f"output: {key} is {_shown(value)}")
         about = parts.get("about", "")
         if not isinstance(about, str):
-            raise _WrongError(f"about is {about!r}")
+            raise _WrongError(f"about is {_shown(about)}")
         return Recipe(name, about, tuple(_steps(steps)), output)
     except _WrongError as error:
         raise UsageError(str(error), where=name, hint=error.hint) from None
@@ -126,8 +143,8 @@ def _steps(said: list[Any]) -> Iterator[Step]:
             raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
         if word not in STEPS:
-            close = get_close_matches(str(word), STEPS, n=1) or STEPS
-            raise _WrongError(f"step {number}: {word!r} is no step", hint=f"did you mean {', '.join(close)}?")
+            close = nearest(_shown(word).strip("'"), STEPS) or STEPS
+            raise _WrongError(f"step {number}: {_shown(word)} is no step", hint=f"did you mean {', '.join(close)}?")
         try:
             yield STEPS[word](given)
         except _WrongError as error:
@@ -139,7 +156,7 @@ def _steps(said: list[Any]) -> Iterator[Step]:
 
 def _text(given: Any) -> str:
     if not isinstance(given, str) or not given:
-        raise _WrongError(f"{given!r} is no text")
+        raise _WrongError(f"{_shown(given)} is no text")
     return given
 
 
@@ -149,14 +166,14 @@ def _texts(given: Any) -> list[str]:
 
 def _table(given: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not given.keys() <= known:
-        odd = sorted(map(repr, given.keys() - known)) if isinstance(given, dict) else [repr(given)]
+        odd = sorted(map(_shown, given.keys() - known)) if isinstance(given, dict) else [_shown(given)]
         raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
     return given
 
 
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
-        raise _WrongError(f"{given!r} is no table of texts")
+        raise _WrongError(f"{_shown(given)} is no table of texts")
     return {_text(key): value if isinstance(value, str) else _text(value) for key, value in given.items()}
 
 
@@ -165,7 +182,7 @@ def _plain(step: Step) -> Callable[[Any], Step]:
 
     def made(given: Any) -> Step:
         if given is not True:
-            raise _WrongError(f"{given!r} is not true, which is all that it can be")
+            raise _WrongError(f"{_shown(given)} is not true, which is all that it can be")
         return step
 
     return made

@@ -34,7 +34,7 @@ def treemap(root: Branch, kind: str, measure: str, title: str) -> bytes:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("pictures are drawn with matplotlib", hint="pip install 'ckptkit[report]'") from error
+        raise UsageError("pictures are drawn with matplotlib", hint="pip install matplotlib") from error
     attribute = "parameters" if measure == "parameters" else "nbytes"
     if not getattr(root, attribute):
         raise UsageError(f"there are no {measure} to draw")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 import ckptkit
-from ckptkit import formats
+from ckptkit import compute, formats
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -288,7 +288,7 @@ def test_DC_06_an_item_that_would_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize("state", [(1, 2), [1] * 5, (torch.float32, torch.sparse_coo, False, None, False), None])
+@pytest.mark.parametrize("state", [(1, 2), [1] * 5, [1] * 6, None])
 def test_DC_06_properties_of_another_kind(tmp_path: Path, state: object, monkeypatch: pytest.MonkeyPatch) -> None:
     made = two(tmp_path / "x")
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: state)
@@ -296,12 +296,31 @@ def test_DC_06_properties_of_another_kind(tmp_path: Path, state: object, monkeyp
         read(made.write())
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.quint8, UnsupportedError), ("float32", TensorError)])
-def test_DC_06_dtypes_that_have_no_chunks(tmp_path: Path, dtype: Any, error: type[CkptkitError]) -> None:
+def test_DC_06_a_dtype_that_is_none(tmp_path: Path) -> None:
     made = Crafted(tmp_path / "x")
-    made.tensor("w", (2, 3), [(((0, 0), (2, 3)), archive(torch.ones(2, 3)))], dtype)
-    with pytest.raises(error):
+    made.tensor("w", (2, 3), [(((0, 0), (2, 3)), archive(torch.ones(2, 3)))], "float32")
+    with pytest.raises(TensorError):
         read(made.write())
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ((torch.quint8, torch.strided, False, None, False), "in chunks"),
+        ((torch.float32, torch.sparse_coo, False, None, False), "not strided"),
+    ],
+)
+def test_DC_06_a_tensor_that_cannot_be_put_together(
+    tmp_path: Path, state: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an entry with a reason, and the others are read."""
+    made = Crafted(tmp_path / "x")
+    made.tensor("w", (2, 3), [(((0, 0), (2, 3)), archive(torch.ones(2, 3)))])
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: state)
+    found = read(made.write()).weights["w"]
+    assert (found.shape, found.layout) == ((2, 3), said)
+    with pytest.raises(TensorError, match=said):
+        compute.contiguous(found)
 
 
 # DC-07: values

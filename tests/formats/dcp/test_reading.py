@@ -18,16 +18,18 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import ckptkit
 from ckptkit import formats
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Range, runs
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
+from ckptkit.core.errors import CorruptError, FormatError
 from ckptkit.formats.format import Probe
 from tests.conftest import ENVIRONMENT, ROOT, Corpus
 from tests.formats.conformance import FormatConformance, State, elements
-from tests.formats.dcp.making import alone, save, whole
+from tests.formats.dcp.making import Crafted, alone, archive, save, whole
 from tests.formats.dcp.ranks import tensors
 
 PLAIN = [row.name for row in TABLE if row.kind in ("float", "bool", "complex") and hasattr(torch, row.name)]
@@ -275,3 +277,41 @@ def test_a_folder_of_lightning(corpus: Corpus, tmp_path: Path) -> None:
     shutil.copytree(corpus / "pytorch-lightning__fsdp_BufferedRandom", folder)
     same(ckptkit.load(folder, whole=True), whole(folder))
     assert read(folder).required.path == ("model",)
+
+
+# Metadata with strides, as torch 2.15 writes them
+
+
+def with_strides(monkeypatch: pytest.MonkeyPatch, stride: tuple[int, ...] | None) -> None:
+    five = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*five(properties), stride))
+
+
+def test_strides_lay_the_chunks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channels_last tensor in two chunks, cut along its channels: rows of pixels of both alternate."""
+    tensor = torch.randn(2, 6, 3, 4).contiguous(memory_format=torch.channels_last)
+    crafted = Crafted(tmp_path / "x")
+    halves = [(((0, start, 0, 0), (2, 3, 3, 4)), archive(tensor[:, start : start + 3].clone())) for start in (0, 3)]
+    crafted.tensor("w", (2, 6, 3, 4), halves)
+    with_strides(monkeypatch, tensor.stride())
+    same(ckptkit.load(crafted.write(), whole=True), {"w": tensor})
+
+
+@pytest.mark.parametrize("stride", [None, (1, 1), (0, 1), (1, 9), (1 << 62, 1 << 62)])
+def test_strides_that_leave_gaps_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: tuple[int, ...] | None
+) -> None:
+    tensor = torch.randn(3, 5)
+    crafted = Crafted(tmp_path / "x")
+    crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(tensor))])
+    with_strides(monkeypatch, stride)
+    same(ckptkit.load(crafted.write(), whole=True), {"w": tensor})
+
+
+@pytest.mark.parametrize("stride", [(1,), (1, -5), (1, True), "12"])
+def test_strides_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: Any) -> None:
+    crafted = Crafted(tmp_path / "x")
+    crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(torch.randn(3, 5)))])
+    with_strides(monkeypatch, stride)
+    with pytest.raises((CorruptError, FormatError), match=r"'w'.*stride"):
+        read(crafted.write())

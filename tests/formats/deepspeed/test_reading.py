@@ -14,8 +14,8 @@ import ckptkit
 from ckptkit.core.bytesource import Derived, Folder, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import Object, OrderedDict
-from ckptkit.formats.deepspeed import reader
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import DEEPSPEED
 from tests.formats.conformance import check_equal, elements, elements_of, reading, sharing
 from tests.formats.deepspeed.making import MOMENTS, TAG, Run, State, load
 
@@ -36,8 +36,8 @@ def odd(**shapes: tuple[int, ...]) -> State:
 
 def read(path: Path) -> Checkpoint:
     probe = Probe(Folder(path))
-    assert reader.FORMAT.matches(probe)
-    return reader.FORMAT.read(probe)
+    assert DEEPSPEED.matches(probe)
+    return DEEPSPEED.read(probe)
 
 
 def check_state(checkpoint: Checkpoint, state: State) -> None:
@@ -303,7 +303,7 @@ def test_the_files_inside_belong_to_the_folder(tmp_path: Path) -> None:
     """Its size counts them, and it closes them."""
     tag = Run(odd(a=(3,))).save(tmp_path / "x")
     folder = Folder(tmp_path / "x")
-    checkpoint = reader.FORMAT.read(Probe(folder))
+    checkpoint = DEEPSPEED.read(Probe(folder))
     files = [*tag.iterdir(), *(path for path in (tmp_path / "x").iterdir() if path.is_file())]
     assert folder.nbytes() == sum(path.stat().st_size for path in files)
     record = checkpoint.weights["a"].storage
@@ -383,7 +383,7 @@ def test_folders_of_others(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("latest")
-    assert not reader.FORMAT.matches(Probe(Folder(tmp_path)))
+    assert not DEEPSPEED.matches(Probe(Folder(tmp_path)))
 
 
 def test_a_folder_that_nobody_may_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_a_folder_that_nobody_may_list(tmp_path: Path, monkeypatch: pytest.Monke
         return scandir(path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    assert not reader.FORMAT.matches(Probe(Folder(tmp_path)))
+    assert not DEEPSPEED.matches(Probe(Folder(tmp_path)))
 
 
 # What comes out

@@ -6,7 +6,7 @@ import argparse
 import collections
 import json
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,15 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import walk
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors import FORMAT
 from ckptkit.formats.safetensors.record import RESERVED
+from ckptkit.formats.table import SAFETENSORS as FORMAT
+from tests.formats.torch_zip.archives import archive
+from tests.formats.torchscript.scripts import QUIET, script
 from tests.matrix import NAMES, Fixture
 from tests.random_checkpoints import make
 from tests.torch_equality import same
 
+pytestmark = QUIET
 ALL = WriteOptions(everything=True)
 
 
@@ -225,10 +228,20 @@ def test_PK_a_harmful_call_is_not_written_back(tmp_path: Path) -> None:
             return os.system, ("true",)
 
     torch.save({"w": torch.ones(2), "harm": Harm()}, tmp_path / "in.pth")
-    between = tmp_path / "all.safetensors"
-    convert(tmp_path / "in.pth", between, options=ALL)
     with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
-        convert(between, tmp_path / "out.pth")
+        convert(tmp_path / "in.pth", tmp_path / "all.safetensors", options=ALL)
+
+
+def test_PK_a_call_that_somebody_wrote_into_a_skeleton_is_not_written_back(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "harm": PurePosixPath("true")}, tmp_path / "in.pth")
+    between = tmp_path / "all.safetensors"
+    with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
+        convert(tmp_path / "in.pth", between, options=ALL)
+    assert not between.exists()
+    harm = [["global", "posix", "system"], ["tuple", "true"], ["object", [0], [1], None, False]]
+    rest = [["storage", "w", "cpu"], ["tensor", [3], {}], ["list"], ["fill", 5, "append", [2], [4]]]
+    with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
+        convert(written(tmp_path, [5], [*harm, *rest]), tmp_path / "out.pth")
 
 
 def test_repeated_keys_are_refused(tmp_path: Path) -> None:
@@ -359,3 +372,23 @@ def test_an_object_is_what_the_pickle_machine_makes_of_it(tmp_path: Path) -> Non
     assert isinstance(read.root, Tensor)
     assert (read.root.kind, read.root.requires_grad) == ("parameter", True)
     assert [node for _, node in walk(read.root)] == [read.root]
+
+
+def test_what_no_pth_can_hold_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    """The packed weights of quantized modules: there would be no way back to a .pth."""
+    (tmp_path / "in.pth").write_bytes(archive(b"\x80\x02ctorch\nScriptObject\n)R."))
+    with pytest.raises(UnsafeGlobalError, match="ScriptObject"):
+        convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=ALL)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_program_comes_back_as_its_state_dict(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    script(module, tmp_path / "in.pt")
+    done = convert(tmp_path / "in.pt", tmp_path / "out.safetensors", options=ALL)
+    assert "left out: the program" in done.plan.notes[0]
+    convert(tmp_path / "out.safetensors", tmp_path / "back.pth")
+    theirs = torch.jit.load(tmp_path / "in.pt").state_dict()
+    ours = torch.load(tmp_path / "back.pth")
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

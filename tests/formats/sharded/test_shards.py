@@ -19,10 +19,10 @@ from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError, PathError
 from ckptkit.formats.format import Probe
-from ckptkit.formats.sharded import safetensors_shards, torch_shards
+from ckptkit.formats.table import SHARDED, SHARDED_BIN
 
 State = dict[str, torch.Tensor]
-FORMATS = (safetensors_shards.FORMAT, torch_shards.FORMAT)
+FORMATS = (SHARDED, SHARDED_BIN)
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -124,10 +124,10 @@ def test_ties_that_the_index_records(tmp_path: Path) -> None:
 
 def test_ties_that_a_shard_records(tmp_path: Path) -> None:
     make(tmp_path / "x")
-    save_file({"a": torch.ones(2)}, tmp_path / "x" / ONE, metadata={"format": "pt", "head": "a"})
+    save_file({"a": torch.ones(2)}, tmp_path / "x" / ONE, metadata={"format": "pt", "head.a": "a"})
     checkpoint = read(tmp_path / "x")
-    assert list(checkpoint.weights) == ["a", "b", "head"]
-    assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
+    assert list(checkpoint.weights) == ["a", "b", "head.a"]
+    assert checkpoint.weights["head.a"].storage is checkpoint.weights["a"].storage
     assert checkpoint.metadata == {"format": "pt"}
 
 
@@ -145,10 +145,10 @@ def test_matches(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "other.index.json").write_text('{"a": 1}')
-    assert safetensors_shards.FORMAT.matches(Probe(Folder(folder)))
-    assert safetensors_shards.FORMAT.matches(Probe(LocalFile(folder / INDEX)))
-    assert not torch_shards.FORMAT.matches(Probe(Folder(folder)))
-    assert not torch_shards.FORMAT.matches(Probe(LocalFile(folder / INDEX)))
+    assert SHARDED.matches(Probe(Folder(folder)))
+    assert SHARDED.matches(Probe(LocalFile(folder / INDEX)))
+    assert not SHARDED_BIN.matches(Probe(Folder(folder)))
+    assert not SHARDED_BIN.matches(Probe(LocalFile(folder / INDEX)))
     for format in FORMATS:
         assert not format.matches(Probe(Folder(empty)))
         assert not format.matches(Probe(LocalFile(folder / ONE)))

@@ -280,3 +280,20 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is one file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "e", format="safetensors", options=small)
     assert "sharded, sharded-bin" in str(caught.value.hint)
+
+
+def test_shards_that_hold_only_values_of_the_state_dict(tmp_path: Path) -> None:
+    """Packed parameters of quantized modules are no tensors of the state_dict; a shard may hold nothing else."""
+    weight = torch.quantize_per_tensor(torch.randn(30, 30), 0.1, 0, torch.qint8)
+    state = OrderedDict({"a": torch.ones(300), "q._packed_params._packed_params": (weight, None), "b": torch.ones(300)})
+    write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 1000)
+    files = index_of(tmp_path / "out")["weight_map"]
+    alone = files["q._packed_params._packed_params"]
+    assert [name for name, file in files.items() if file == alone] == ["q._packed_params._packed_params"]
+    read = ckptkit.open(tmp_path / "out")
+    assert list(read.root) == list(state)
+    assert not read.warnings
+    ckptkit.save(read, tmp_path / "again.pth")
+    again = torch.load(tmp_path / "again.pth")
+    assert torch.equal(again["a"], state["a"])
+    assert torch.equal(again["q._packed_params._packed_params"][0].int_repr(), weight.int_repr())

@@ -16,6 +16,7 @@ import torch
 from torch.serialization import set_crc32_options, skip_data
 from torch.utils.serialization import config
 
+import ckptkit
 from ckptkit.core import tree
 from ckptkit.core.bytesource import Derived, LocalFile, Memory
 from ckptkit.core.errors import (
@@ -29,7 +30,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip.reader import FORMAT
+from ckptkit.formats.table import TORCH_ZIP as FORMAT
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements_of
@@ -430,3 +431,17 @@ def test_every_flipped_bit_of_a_real_file_is_seen_or_harmless(tmp_path: Path) ->
             assert elements_of(got) == want and got.shape == (3,)
         except InputError:
             continue
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_empty_storage_of_several_types(tmp_path: Path, zipped: bool) -> None:
+    """torch lets tensors of any types share one that was never filled, and gives each its own type again."""
+    memory = torch.UntypedStorage(0)
+    tensors = {name: torch.empty(0, dtype=getattr(torch, name)) for name in ("float32", "float64", "int8")}
+    for each in tensors.values():
+        each.set_(memory, 0, (0,), (1,))
+    torch.save({**tensors, "w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    theirs = torch.load(tmp_path / "a.pth")
+    ckptkit.save(ckptkit.open(tmp_path / "a.pth"), tmp_path / "b.pth")
+    for ours in (ckptkit.load(tmp_path / "a.pth"), torch.load(tmp_path / "b.pth")):
+        assert list(map(str, ours.items())) == list(map(str, theirs.items()))

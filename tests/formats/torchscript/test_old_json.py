@@ -15,7 +15,7 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitError, TensorError, UnsupportedError
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torchscript import reader as torchscript
+from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.transforms.quantized import dequantize
 from tests.containers.zips import Member, build
 
@@ -68,8 +68,8 @@ def archive(said: Any, attributes: Any = (16000, None)) -> bytes:
 
 def read(data: bytes) -> Checkpoint:
     probe = Probe(Memory(data, "made.pt"))
-    assert torchscript.FORMAT.matches(probe)
-    return torchscript.FORMAT.read(probe)
+    assert TORCHSCRIPT.matches(probe)
+    return TORCHSCRIPT.read(probe)
 
 
 def test_weights_and_attributes() -> None:

@@ -20,8 +20,7 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, Form
 from ckptkit.core.tree import Node, Object, join, walk
 from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
-from ckptkit.formats.torchscript import reader as torchscript
+from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements, elements_of
@@ -75,8 +74,8 @@ def outer() -> nn.Module:
 
 def read(data: bytes | Path) -> Checkpoint:
     probe = Probe(LocalFile(data) if isinstance(data, Path) else Memory(data, "made.pt"))
-    assert torchscript.FORMAT.matches(probe) and not zip_archive.FORMAT.matches(probe)
-    return torchscript.FORMAT.read(probe)
+    assert TORCHSCRIPT.matches(probe) and not TORCH_ZIP.matches(probe)
+    return TORCHSCRIPT.read(probe)
 
 
 def tensors(root: Node) -> dict[str, Any]:
@@ -267,13 +266,13 @@ def test_ZP_21_one_name_decides(name: str) -> None:
 @pytest.mark.parametrize("name", ["a/code/model.py", "a/x/constants.pkl", "a/data/constants.pkl", "a/model.json"])
 def test_D_30_other_names_do_not(name: str) -> None:
     probe = Probe(Memory(build(Member("a/data.pkl", b"\x80\x02N."), Member("a/version", b"3"), Member(name, b"?"))))
-    assert not torchscript.FORMAT.matches(probe) and zip_archive.FORMAT.matches(probe)
-    assert any(name.rpartition("/")[2] in said for said in zip_archive.FORMAT.read(probe).warnings)
+    assert not TORCHSCRIPT.matches(probe) and TORCH_ZIP.matches(probe)
+    assert any(name.rpartition("/")[2] in said for said in TORCH_ZIP.read(probe).warnings)
 
 
 def test_other_files_are_not_its_business() -> None:
     for data in (b"", b"PK", b"\x80\x02N.", build(Member("a/0", b"")), build(Member("a/model.json", b"{}"))):
-        assert not torchscript.FORMAT.matches(Probe(Memory(data)))
+        assert not TORCHSCRIPT.matches(Probe(Memory(data)))
 
 
 def made(state: bytes, code: bytes = b"", constants: bytes = EMPTY, made_by: bytes = b"__torch__\nM") -> bytes:
@@ -306,7 +305,7 @@ MODULE = b"class M(Module):\n  __parameters__ = []\n  __buffers__ = []\n"
 )  # fmt: skip
 def test_refused(data: bytes, error: type[CkptkitError], said: str) -> None:
     with pytest.raises(error, match=said):
-        torchscript.FORMAT.read(Probe(Memory(data)))
+        TORCHSCRIPT.read(Probe(Memory(data)))
 
 
 def test_constants_are_numbered() -> None:

@@ -1,15 +1,16 @@
-"""ckptkit train"""
+"""ckptkit train, and ``python -m ckptkit.trainer``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from ckptkit.cli import render
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.text import escape
 from ckptkit.trainer.config import DATA, FORMS, MODELS, PARALLEL, Config, Files
 
 Option = Callable[[Callable[..., None]], Callable[..., None]]
@@ -109,7 +110,7 @@ def command(
 
 
 def _say(line: str) -> None:
-    render.emit(render.escape(line))
+    click.echo(escape(line))
 
 
 def _silent(line: str) -> None:
@@ -119,4 +120,20 @@ def _silent(line: str) -> None:
 def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
     from tqdm import tqdm
 
-    return tqdm(steps, desc=title, leave=False, disable=not render.is_terminal(sys.stderr), delay=1)
+    return tqdm(steps, desc=title, leave=False, disable=not sys.stderr.isatty(), delay=1)
+
+
+def main() -> NoReturn:
+    """Run as a program of its own, with the messages and exit codes of ``ckptkit train``."""
+    try:
+        command.main(prog_name="python -m ckptkit.trainer", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except CkptkitError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        click.echo(escape(f"ckptkit: {error}") + hint, err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    sys.exit(0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.bridge.machine import TILE, WIDE, Machine
 from ckptkit.compute.blocks import Blocks
 from ckptkit.compute.floats import encode
+from ckptkit.compute.machine import TILE, WIDE, Machine
 from ckptkit.compute.packed import Flat, Span, Turned
 from ckptkit.compute.scales import is_byte, joined, places, rounded
 

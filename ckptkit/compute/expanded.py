@@ -1,0 +1,73 @@
+"""Tensors with more elements than their storage holds: expanded ones (stride 0), and windows that overlap.
+
+A file of a kilobyte can describe a tensor of terabytes. What is computed from elements reads repeated ones once; what
+needs every element in its place is refused where that is many times what the storage holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from ckptkit.core.errors import TensorError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Tensor
+
+SMALL = 1 << 20  # bytes of elements that are always read
+
+
+def repeated(*tensors: Tensor) -> tuple[int, ...]:
+    """The dimensions along which all of the tensors, of one shape, repeat their elements."""
+    if any(tensor.layout != "strided" or 0 in tensor.shape for tensor in tensors):
+        return ()
+    sizes = enumerate(tensors[0].shape)
+    return tuple(axis for axis, n in sizes if n > 1 and all(tensor.stride[axis] == 0 for tensor in tensors))
+
+
+def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """The tensor with one index of each of the dimensions `axes`, along which it repeats its elements."""
+    if not axes:
+        return tensor
+    return replace(tensor, shape=tuple(1 if axis in axes else n for axis, n in enumerate(tensor.shape)))
+
+
+def times(tensor: Tensor, axes: Sequence[int]) -> int:
+    """How often each element of `once` is there."""
+    return prod(tensor.shape[axis] for axis in axes)
+
+
+def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
+    """The row-major position in `shape` of what is at `position` with one index of each of the dimensions `axes`."""
+    found, step = 0, 1
+    for axis in reversed(range(len(shape))):
+        if axis not in axes:
+            position, index = divmod(position, shape[axis])
+            found += index * step
+        step *= shape[axis]
+    return found
+
+
+def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
+    """The error for a tensor that has many times more bytes than its storage, and more than `free`."""
+    held = tensor.storage.nbytes if tensor.storage is not None else 0
+    if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
+        return None
+    return TensorError(
+        f"its {tensor.nbytes:,} bytes of elements are views of a storage of {held:,}: they are not read (expansion)"
+    )
+
+
+class Allowance:
+    """How much more than what storages hold may be read for all tensors of a checkpoint together."""
+
+    def __init__(self) -> None:
+        self._free = LIMITS.expansion_free
+
+    def refusal(self, tensor: Tensor) -> TensorError | None:
+        """The error for a tensor that is too much now."""
+        found = refusal(tensor, self._free)
+        held = tensor.storage.nbytes if tensor.storage is not None else 0
+        if found is None and tensor.layout == "strided":
+            self._free -= max(0, tensor.nbytes - LIMITS.expansion * held)
+        return found

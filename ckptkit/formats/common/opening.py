@@ -1,0 +1,70 @@
+"""Open files and folders that may be edited in place meanwhile, and say so where that is why reading fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptkit import formats
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
+from ckptkit.publish.journal import SUFFIX, journal_path
+from ckptkit.remote import urls
+
+PathLike = str | os.PathLike[str]
+
+
+def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
+    """The file or folder at `path`, which must be whole: an edit in place may have been interrupted there.
+
+    With `settle` it is undone; else, that is an error. Raises PathError, InputError.
+    """
+    if not urls.is_url(path) and has_journal(path):
+        from ckptkit.publish import patching
+
+        (patching.settle if settle else patching.look)(os.fspath(path))
+    return formats.open_place(path)
+
+
+@contextmanager
+def steady(place: ByteSource | Folder) -> Iterator[None]:
+    """Say that files are being changed, where that is why something failed, or where it would go unnoticed.
+
+    Nobody else is asked to wait for a reader: bytes of before and after may have been read together.
+    """
+    try:
+        yield
+    except Exception as error:
+        if changed := _changing(place):
+            raise changed from error
+        raise
+    if changed := _changing(place):
+        raise changed
+
+
+def _changing(place: ByteSource | Folder) -> CkptkitError | None:
+    files = [
+        each for each in (place.opened() if isinstance(place, Folder) else (place,)) if isinstance(each, LocalFile)
+    ]
+    for each in files:
+        try:
+            each.check_unchanged()
+            if has_journal(each.path):
+                from ckptkit.publish import patching
+
+                patching.look(each.path)
+        except InputChangedError:
+            hint = "run the command again when it is no longer written to"
+            return InputError("was changed while it was read", where=each.name, hint=hint)
+        except InputError as error:
+            return error
+    return None
+
+
+def has_journal(path: PathLike) -> bool:
+    """Return whether an edit in place of `path`, or of a file in it, was interrupted."""
+    try:
+        return any(name.endswith(SUFFIX) for name in os.listdir(path))
+    except OSError:  # not a folder
+        return os.path.lexists(journal_path(path))

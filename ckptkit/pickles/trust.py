@@ -1,0 +1,149 @@
+"""What a checkpoint may call, hold and be written back with: `ckptkit.allowlist`, for trees too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptkit.core.errors import UnsafeGlobalError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.pickles.allowlist import rows as table
+from ckptkit.pickles.allowlist.calls import Judged, fits_word, judge_call, judge_step, target_of
+from ckptkit.pickles.allowlist.names import (
+    ACCEPTED,
+    ALLOCATES,
+    CLASS,
+    HARMFUL,
+    HARMLESS,
+    LEVELS,
+    LOADS,
+    UNKNOWN,
+    UNSURE,
+    WRITTEN,
+    is_foreign,
+    is_guarded,
+    is_known,
+    out_of_place,
+    refused_by_weights_only,
+)
+from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
+
+__all__ = [
+    "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN",
+    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "check_fields", "check_name", "check_object",
+    "describe", "is_foreign", "is_guarded", "is_harmful", "is_known", "judge_call",
+    "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
+]  # fmt: skip
+
+
+def describe(callable_: Node) -> str:
+    """Return the name of the class or function that an Object is made by, for messages."""
+    return str(callable_) if isinstance(callable_, Global) else "the result of another call"
+
+
+class TreeView:
+    """The sorts of a tree's nodes. An Object has the sort that its call gives: it is judged where it is met itself."""
+
+    def sort(self, value: Node) -> int:
+        """Return the sort of a node."""
+        if isinstance(value, Object):
+            return _result(value)
+        for kind in type(value).__mro__:
+            if kind in _SORTS:
+                return _SORTS[kind]
+        return table.UNKNOWN_SORT
+
+    def inside(self, value: Node, every: bool) -> int:
+        """Return the sorts of what a container holds. What is too much to look at may be anything."""
+        mask = 0
+        seen: set[int] = set()
+        waiting: list[Node] = [value]
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, Object) or len(seen) > LIMITS.revisits:  # what a call has filled
+                return table.VALUES
+            for child in _held(node):
+                sort = self.sort(child)
+                mask |= sort
+                if every and sort & table.LITERALS:
+                    waiting.append(child)
+        return mask
+
+
+_SORTS: dict[type, int] = {
+    type(None): table.NONE, bool: table.FLAG, int: table.INT, float: table.FLOAT, complex: table.FLOAT,
+    str: table.TEXT, bytes: table.BYTES, bytearray: table.BYTES, ByteString: table.BYTES, Blob: table.BYTES,
+    list: table.LIST, tuple: table.TUPLE, dict: table.DICT, OrderedDict: table.MAPPING, Pairs: table.DICT,
+    SetNode: table.SET, Global: table.NAME, Tensor: table.TENSOR, TypedStorage: table.STORAGE,
+}  # fmt: skip
+_TREE = TreeView()
+
+
+def _result(node: Object) -> int:
+    made = node.callable
+    row = ROWS.get((made.module, made.name)) if isinstance(made, Global) else None
+    if row is not None:
+        return row.gives
+    if isinstance(made, Global):
+        name = (made.module, made.name)
+        if name in table.ENUMS:
+            return table.INERT
+        if name in table.FROM_TYPE:
+            return table.TENSOR
+    return table.OBJECT
+
+
+def _held(node: Node) -> Iterable[Node]:
+    if isinstance(node, dict):
+        return (each for pair in node.items() for each in pair)
+    if isinstance(node, Pairs):
+        return (each for pair in node.pairs for each in pair)
+    if isinstance(node, SetNode):
+        return node.items
+    return node if isinstance(node, (list, tuple)) else ()
+
+
+def judge_object(node: Object) -> tuple[str, str]:
+    """Judge an object of a tree, without the values that it holds: the worst kind, and which step that is."""
+    judged = judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
+    worst, said = judged.kind, f"calls {describe(node.callable)}"
+    target, built = target_of(node.callable, node.args), False
+    for step, value in node.steps:
+        kind = HARMFUL if built else judge_step(_TREE, target, step, value, judged.sort)
+        built = built or step == "build"
+        if LEVELS.index(kind) > LEVELS.index(worst):
+            worst, said = kind, f"changes what {describe(node.callable)} made ({step})"
+    return worst, said
+
+
+def is_harmful(node: Object) -> bool:
+    """Return whether loading this object would do what cannot be proved harmless: it is not written back."""
+    return judge_object(node)[0] not in WRITTEN
+
+
+def check_object(node: Object) -> None:
+    """Refuse to write an object that is not proved harmless. Raises UnsafeGlobalError."""
+    kind, said = judge_object(node)
+    if kind not in WRITTEN:
+        known = "which is not in the allowlist" if kind != UNSURE else "in a way that the allowlist does not know"
+        raise UnsafeGlobalError(f"the file {said}, {known}", hint=_HINT)
+
+
+def check_fields(state: Node) -> None:
+    """Refuse to write what would be set as attributes, unless a literal says it. Raises UnsafeGlobalError."""
+    if not fits_word(_TREE, "fields", state):
+        raise UnsafeGlobalError("the file sets attributes by the result of a call", hint=_HINT)
+
+
+def check_name(name: Global) -> None:
+    """Refuse to write a class or function that a checkpoint may not hold. Raises UnsafeGlobalError."""
+    reason = out_of_place(name)
+    if reason is not None:
+        raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_HINT)
+
+
+_HINT = "`ckptkit inspect` lists such values; --objects drop leaves them out"

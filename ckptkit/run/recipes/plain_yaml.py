@@ -1,0 +1,36 @@
+"""YAML as recipes need it: plain values, each written once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+_DIGITS = 40  # characters of a number
+
+
+class PlainLoader(yaml.SafeLoader):
+    """A SafeLoader without aliases, which make a few bytes into any number of values, and without huge numbers."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            mark = self.get_mark()
+            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not for recipes", mark)
+        return super().compose_node(parent, index)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) > _DIGITS or re.search(":", node.value):
+            text = "a number of too many digits, or to the base 60"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+        return int(super().construct_yaml_int(node))
+
+    def construct_yaml_float(self, node: Any) -> float:
+        if len(node.value) > _DIGITS:
+            text = "a number of too many digits"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+        return float(super().construct_yaml_float(node))
+
+
+PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
+PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_yaml_float)

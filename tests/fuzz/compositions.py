@@ -1,0 +1,314 @@
+"""Pickles as trees, which can be composed, changed, made smaller, and written in many ways.
+
+A node is ``(kind, value, children)``. Every kind leaves one value on the pickle machine's stack, so
+that any node can take the place of any other.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+Node = tuple[str, Any, tuple[Any, ...]]
+NONE: Node = ("const", None, ())
+DEEP = 40  # levels that are written
+LONGEST = 4_000  # bytes of a constant
+
+
+def const(value: object) -> Node:
+    """A number, text or bytes."""
+    return ("const", value, ())
+
+
+def named(module: str, name: str) -> Node:
+    """A global."""
+    return ("global", (module, name), ())
+
+
+def call(made: Node, *args: Node) -> Node:
+    """REDUCE with a tuple."""
+    return ("reduce", None, (made, *args))
+
+
+def mapping(*pairs: Node) -> Node:
+    """A dict of keys and values."""
+    return ("dict", None, pairs)
+
+
+def changed(target: Node, kind: str, *values: Node) -> Node:
+    """BUILD, APPEND and their kin: a step on a value, which stays."""
+    return (kind, None, (target, *values))
+
+
+def size(node: Node) -> int:
+    """How many nodes it has."""
+    return 1 + sum(map(size, node[2]))
+
+
+def places(node: Node, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
+    """Every node with the way to it, from the root."""
+    yield path, node
+    for at, child in enumerate(node[2]):
+        yield from places(child, (*path, at))
+
+
+def replaced(node: Node, path: tuple[int, ...], new: Node) -> Node:
+    """The tree with another node in one place."""
+    if not path:
+        return new
+    kind, value, children = node
+    at = path[0]
+    child = replaced(children[at], path[1:], new)
+    return (kind, value, (*children[:at], child, *children[at + 1 :]))
+
+
+class Writer:
+    """Opcodes of a tree; now and then in unusual spellings, which `spellings` chooses."""
+
+    def __init__(self, protocol: int, spellings: Random | None = None) -> None:
+        self.protocol = protocol
+        self.spellings = spellings
+        self.memo = 0
+
+    def pickle(self, node: Node) -> bytes:
+        """The whole stream."""
+        head = b"" if self.protocol < 2 else bytes((0x80, self.protocol))
+        return head + self.write(node, 0) + b"."
+
+    def write(self, node: Node, depth: int) -> bytes:
+        """The opcodes that leave the value of this node."""
+        kind, value, children = node
+        if depth > DEEP:
+            return b"N"
+        parts = _LEAVES.get(kind)
+        if parts is not None:
+            return parts(self, value, depth)
+        written = [self.write(child, depth + 1) for child in children]
+        return _BRANCHES[kind](self, value, written)
+
+    def odd(self, often: float = 0.2) -> bool:
+        """Whether an unusual spelling is due."""
+        return self.spellings is not None and self.spellings.random() < often
+
+    # Leaves
+
+    def const(self, value: Any, depth: int) -> bytes:
+        """By type."""
+        if value is None or isinstance(value, bool):
+            return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+        if isinstance(value, int):
+            return self.integer(value)
+        if isinstance(value, float):
+            return b"G" + struct.pack(">d", value)
+        return self.text(value) if isinstance(value, str) else self.data(value)
+
+    def integer(self, value: int) -> bytes:
+        """INT, LONG, BININT or LONG1."""
+        if self.protocol == 0 or self.odd():
+            line = f"L{value}L\n" if self.odd(0.5) else f"I{value}\n"
+            return line.encode()
+        if -(2**31) <= value < 2**31:
+            return b"J" + struct.pack("<i", value)
+        count = value.bit_length() // 8 + 1
+        return b"\x8a" + bytes([count]) + value.to_bytes(count, "little", signed=True)
+
+    def text(self, value: str) -> bytes:
+        """UNICODE, STRING or BINUNICODE."""
+        data = value.encode("utf-8", "surrogatepass")
+        if self.odd() and value.isalnum() and value.isascii():
+            return f"V\\u{ord(value[0]):04x}{value[1:]}\n".encode()
+        if self.odd() and value.isalnum() and value.isascii():
+            return f"S'\\x{ord(value[0]):02x}{value[1:]}'\n".encode()
+        if self.protocol >= 4 and len(data) < 256:
+            return b"\x8c" + bytes([len(data)]) + data
+        return b"X" + struct.pack("<I", len(data)) + data
+
+    def data(self, value: bytes | bytearray) -> bytes:
+        """BINBYTES or BYTEARRAY8, whatever the protocol says it may."""
+        if isinstance(value, bytearray):
+            return b"\x96" + struct.pack("<Q", len(value)) + bytes(value)
+        return b"B" + struct.pack("<I", len(value)) + value
+
+    def named(self, value: tuple[str, str], depth: int) -> bytes:
+        """GLOBAL, STACK_GLOBAL where there are dots."""
+        module, name = value
+        if "\n" in module + name or self.protocol >= 4 or ("." in name and not self.odd()):
+            version = b"" if self.protocol >= 4 else b"\x80\x04"
+            return version + self.text(module) + self.text(name) + b"\x93"
+        return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+    def extension(self, value: int, depth: int) -> bytes:
+        """EXT1."""
+        return b"\x82" + bytes([value])
+
+    def persistent(self, value: str, depth: int) -> bytes:
+        """PERSID."""
+        return b"P" + value.encode("ascii", "replace") + b"\n"
+
+    def again(self, value: int, depth: int) -> bytes:
+        """BINGET of one of the values that were stored."""
+        if not self.memo:
+            return b"N"
+        at = value % self.memo
+        return f"g{at}\n".encode() if self.odd() else b"j" + struct.pack("<I", at)
+
+    # Branches
+
+    def store(self, value: Any, written: list[bytes]) -> bytes:
+        """LONG_BINPUT, or MEMOIZE."""
+        at, self.memo = self.memo, self.memo + 1
+        if self.odd():
+            return written[0] + f"p{at}\n".encode()
+        return written[0] + b"r" + struct.pack("<I", at)
+
+    def items(self, opening: bytes, closing: bytes, written: list[bytes]) -> bytes:
+        """Something between a mark and an opcode."""
+        return opening + b"".join(written) + closing
+
+    def tuple_of(self, written: list[bytes]) -> bytes:
+        """TUPLE."""
+        return b"(" + b"".join(written) + b"t" if written else b")"
+
+    def reduce(self, value: Any, written: list[bytes]) -> bytes:
+        """REDUCE, OBJ now and then."""
+        if self.odd(0.1):
+            return b"(" + b"".join(written) + b"o"
+        return written[0] + self.tuple_of(written[1:]) + b"R"
+
+    def inst(self, value: tuple[str, str], written: list[bytes]) -> bytes:
+        """INST."""
+        return b"(" + b"".join(written) + "i{}\n{}\n".format(*value).encode()
+
+
+_Leaf = Callable[[Writer, Any, int], bytes]
+_Branch = Callable[[Writer, Any, list[bytes]], bytes]
+
+_LEAVES: dict[str, _Leaf] = {
+    "const": Writer.const,
+    "global": Writer.named,
+    "ext": Writer.extension,
+    "persid": Writer.persistent,
+    "ref": Writer.again,
+    "nested": lambda writer, node, depth: writer.const(Writer(writer.protocol).pickle(node), depth),
+}
+_BRANCHES: dict[str, _Branch] = {
+    "put": Writer.store,
+    "list": lambda writer, value, written: writer.items(b"](", b"e", written),
+    "tuple": lambda writer, value, written: writer.tuple_of(written),
+    "dict": lambda writer, value, written: writer.items(b"}(", b"u", written[len(written) % 2 :]),
+    "set": lambda writer, value, written: writer.items(b"\x8f(", b"\x90", written),
+    "frozenset": lambda writer, value, written: writer.items(b"(", b"\x91", written),
+    "reduce": Writer.reduce,
+    "apply": lambda writer, value, written: b"".join(written) + b"R",
+    "new": lambda writer, value, written: written[0] + writer.tuple_of(written[1:]) + b"\x81",
+    "newapply": lambda writer, value, written: b"".join(written) + b"\x81",
+    "newex": lambda writer, value, written: b"".join(written) + b"\x92",
+    "inst": Writer.inst,
+    "build": lambda writer, value, written: b"".join(written) + b"b",
+    "append": lambda writer, value, written: b"".join(written) + b"a",
+    "appends": lambda writer, value, written: writer.items(written[0] + b"(", b"e", written[1:]),
+    "additems": lambda writer, _, written: writer.items(written[0] + b"(", b"\x90", written[1:]),
+    "setitem": lambda writer, value, written: b"".join(written) + b"s",
+    "setitems": lambda writer, value, written: writer.items(written[0] + b"(", b"u", written[1:]),
+    "binpersid": lambda writer, value, written: written[0] + b"Q",
+    "pop": lambda writer, value, written: written[0] + b"0" + written[1],
+}
+CALLS = ("reduce", "apply", "new", "newapply", "newex", "inst")
+
+
+def write(node: Node, protocol: int, spelling: int = 0) -> bytes:
+    """The pickle of a tree; in odd spellings if `spelling` is not 0."""
+    return Writer(protocol, Random(spelling) if spelling else None).pickle(node)
+
+
+def read(data: bytes) -> Node:
+    """The tree of a library's pickle; what was stored and taken again stands there twice."""
+    return _Reader().read(data)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Node] = {}
+        self.protocol = 0
+
+    def read(self, data: bytes) -> Node:
+        for opcode, arg, _ in pickletools.genops(data):
+            name = opcode.name
+            if name == "STOP":
+                break
+            if name == "PROTO":
+                self.protocol = int(arg)
+            elif name == "FRAME":
+                continue
+            elif name == "MEMOIZE":
+                self.memo[len(self.memo)] = self.stack[-1]
+            elif "PUT" in name:
+                self.memo[int(arg)] = self.stack[-1]
+            elif "GET" in name:
+                again = self.memo[int(arg)]
+                self.stack.append(again if size(again) < 30 else NONE)
+            elif name == "MARK":
+                self.stack.append("mark")
+            else:
+                self._opcode(name, arg)
+        made: Node = self.stack[-1]
+        return made
+
+    def _marked(self) -> tuple[Node, ...]:
+        at = len(self.stack) - 1 - self.stack[::-1].index("mark")
+        items = tuple(self.stack[at + 1 :])
+        del self.stack[at:]
+        return items
+
+    def _pop(self, count: int) -> tuple[Node, ...]:
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        return items
+
+    def _opcode(self, name: str, arg: Any) -> None:
+        if name in _CONSTANTS:
+            self.stack.append(const(_CONSTANTS[name]))
+        elif name in _EMPTY:
+            self.stack.append((_EMPTY[name], None, ()))
+        elif name in _FIXED:
+            kind, count = _FIXED[name]
+            self.stack.append((kind, None, self._pop(count)))
+        elif name in _MARKED:
+            items = self._marked()
+            onto = (self.stack.pop(),) if name in ("APPENDS", "ADDITEMS", "SETITEMS") else ()
+            self.stack.append((_MARKED[name], None, onto + items))
+        elif name in ("GLOBAL", "INST"):
+            module, _, inner = arg.partition(" ")
+            name_now = (module, inner) if self.protocol > 2 else _today(module, inner)
+            made = named(*name_now) if name == "GLOBAL" else ("inst", name_now, self._marked())
+            self.stack.append(made)
+        elif name == "STACK_GLOBAL":
+            module, inner = self._pop(2)
+            self.stack.append(named(module[1], inner[1]))
+        elif name == "POP":
+            self.stack.pop()
+        else:
+            self.stack.append(const(arg))
+
+
+def _today(module: str, name: str) -> tuple[str, str]:
+    """The name that unpicklers look up where Python 2's is written."""
+    return NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY = {"EMPTY_LIST": "list", "EMPTY_TUPLE": "tuple", "EMPTY_DICT": "dict", "EMPTY_SET": "set"}
+_FIXED = {
+    "TUPLE1": ("tuple", 1), "TUPLE2": ("tuple", 2), "TUPLE3": ("tuple", 3), "REDUCE": ("apply", 2),
+    "NEWOBJ": ("newapply", 2), "NEWOBJ_EX": ("newex", 3), "BUILD": ("build", 2),
+    "APPEND": ("append", 2), "SETITEM": ("setitem", 3), "BINPERSID": ("binpersid", 1),
+}  # fmt: skip
+_MARKED = {
+    "TUPLE": "tuple", "LIST": "list", "DICT": "dict", "FROZENSET": "frozenset",
+    "APPENDS": "appends", "ADDITEMS": "additems", "SETITEMS": "setitems", "OBJ": "reduce",
+}  # fmt: skip

@@ -1,0 +1,22 @@
+"""Damaged files, in small: `python -m tests.fuzz.damage SECONDS` does the same for as long as it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.damage import KINDS, files, rounds
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_that_differs_is_written(seed: int) -> None:
+    outcomes = list(rounds(seed, 110))
+    assert {kind for kind, _, _ in outcomes} == set(KINDS)
+    written = [outcome for _, _, outcome in outcomes if outcome.tensors]
+    assert len(written) > len(outcomes) // 3
+    assert any(outcome.how == "part" for outcome in written)
+
+
+def test_the_files_that_are_damaged() -> None:
+    names = {path.suffix for path in files()}
+    assert {".pth", ".ckpt", ".safetensors"} <= names
+    assert len(files()) >= 12

@@ -1,0 +1,278 @@
+"""The tables of names against torch's own, and what may be called."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch._weights_only_unpickler import _get_allowed_globals
+
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object, OrderedDict
+from ckptkit.pickles.trust import WEIGHTS_ONLY, describe, is_harmful, out_of_place, refused_by_weights_only
+from ckptkit.pickles.versions import SINCE
+
+
+def call(name: str, *args: Node, new: bool = False) -> Object:
+    module, _, inner = name.rpartition(".")
+    return Object(Global(module, inner), args, new=new)
+
+
+def test_the_names_of_weights_only_are_torchs_own() -> None:
+    ours = {f"{module}.{name}" for module, name in WEIGHTS_ONLY}
+    assert ours - {f"{module}.{name}" for module, name in SINCE} == set(_get_allowed_globals())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "posix.system",
+        "nt.system",
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.getattr",
+        "builtins.__import__",
+        "builtins.open",
+        "builtins.map",
+        "builtins.type",
+        "builtins.print",
+        "__builtin__.eval",
+        "copy_reg._reconstructor",
+        "copyreg._reconstructor",
+        "subprocess.Popen",
+        "subprocess.run",
+        "commands.getoutput",
+        "torch.load",
+        "torch.hub.load",
+        "torch.hub.load_state_dict_from_url",
+        "torch.jit.load",
+        "torch.storage._load_from_bytes",
+        "torch.save",
+        "torch.fx.graph_module.reduce_graph_module",
+        "torch.utils.cpp_extension.load",
+        "numpy.load",
+        "numpy.save",
+        "numpy.f2py.compile",
+        "functools.reduce",
+        "operator.methodcaller",
+        "pickle.loads",
+        "_pickle.loads",
+        "cPickle.loads",
+        "runpy.run_path",
+        "importlib.import_module",
+        "shutil.rmtree",
+        "socket.socket",
+        "ctypes.CDLL",
+        "webbrowser.open",
+        "distutils.spawn.spawn",
+        "imp.load_source",
+        "pathlib.Path.write_text",
+        "torch._utils._rebuild_sparse_csr_tensor.x",
+        "pathlib.os.system",
+        "code.interact",
+        "pty.spawn",
+        "asyncio.run",
+        "timeit.timeit",
+        "torchgen.utils.x",
+        "functorch.vmap",
+        "numpy.testing._private.utils.runstring",
+        "torch.serialization.load",
+        "types.FunctionType",
+        "types.CodeType",
+    ],
+)
+def test_calls_that_have_no_business_in_a_checkpoint(name: str) -> None:
+    assert is_harmful(call(name, "touch canary"))
+    assert refused_by_weights_only(Global(*name.rpartition(".")[::2]))
+
+
+def test_harm_through_new() -> None:
+    assert is_harmful(call("subprocess.Popen", new=True))
+    assert is_harmful(call("os.system", new=True))
+    assert not is_harmful(call("torch.nn.modules.linear.Linear", new=True))
+    assert is_harmful(call("torch.nn.modules.linear.Linear"))
+    assert is_harmful(call("torch.hub.load", new=True))
+    assert not is_harmful(call("torch.distributed.remote_device._remote_device", new=True))  # of a ShardedTensor
+
+
+@pytest.mark.parametrize("callable_", [Object(Global("functools", "partial")), None, "os.system", 5, ("os", "system")])
+def test_only_names_may_be_called(callable_: Node) -> None:
+    assert is_harmful(Object(callable_, ()))
+    assert describe(callable_) == "the result of another call"
+
+
+SIZE = (2,)
+STORAGE = TypedStorage(Storage(Range(Memory(bytes(8)), 0, 8)), BY_NAME["float32"])
+TENSOR = Tensor(STORAGE.storage, BY_NAME["float32"], SIZE, (1,))
+DTYPE = call("numpy.dtype", "f8", False, True)
+PLAIN_CALLS: dict[str, tuple[Node, ...]] = {
+    "collections.OrderedDict": ([["a", TENSOR]],),
+    "collections.Counter": ({"a": 1},),
+    "collections.defaultdict": (Global("builtins", "list"), {"a": [1]}),
+    "collections.deque": ([1, 2], 5),
+    "argparse.Namespace": (),
+    "pathlib.PosixPath": ("a", "b"),
+    "pathlib._local.PosixPath": ("a",),
+    "datetime.datetime": (b"\x07\xea\1\1\0\0\0\0\0\0",),
+    "numpy.dtype": ("f8", False, True),
+    "numpy.core.multiarray.scalar": (DTYPE, bytes(8)),
+    "numpy._core.multiarray._reconstruct": (Global("numpy", "ndarray"), (0,), b"b"),
+    "torch.device": ("cuda", 0),
+    "torch.Size": ([1, 2],),
+    "torch._utils._rebuild_tensor_v2": (STORAGE, 0, SIZE, (1,), False, OrderedDict()),
+    "torch._utils._rebuild_parameter_with_state": (TENSOR, True, OrderedDict(), {"a": 1}),
+    "torch.serialization._get_layout": ("torch.sparse_coo",),
+    "types.SimpleNamespace": (),
+    "builtins.slice": (1, None, 2),
+    "uuid.UUID": ("12345678" * 4,),
+    "decimal.Decimal": ("1.5",),
+    "functools.partial": (Global("torch.nn.functional", "gelu"), 1),
+    "builtins.dict": ([("a", 1)],),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_calls_that_only_make_a_value(name: str) -> None:
+    assert not is_harmful(call(name, *PLAIN_CALLS[name]))
+
+
+BAG = call("types.SimpleNamespace")
+BAG.steps = [("build", {"keys": call("functools.partial", Global("torch.nn.functional", "gelu"))})]
+DUCKS = (
+    "builtins.bytes", "builtins.dict", "builtins.frozenset", "builtins.list", "builtins.set", "builtins.tuple",
+    "collections.Counter", "collections.OrderedDict", "collections.deque", "fractions.Fraction", "pathlib.Path",
+    "random.Random", "re._compile", "torch.Size", "torch.device", "numpy.dtype", "uuid.UUID",
+    "torch._utils._rebuild_tensor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DUCKS)
+@pytest.mark.parametrize("value", [BAG, call("mine.Thing", new=True), Global("mine", "Thing"), [BAG]], ids=repr)
+def test_callables_that_ask_for_methods_take_nothing_that_has_them(name: str, value: Node) -> None:
+    """A list of such values may be copied; one of sizes, pairs or bytes may not."""
+    copied = ("dict", "frozenset", "list", "set", "tuple", "Counter", "deque")
+    if not (isinstance(value, list) and name.endswith(copied)) or name in ("builtins.dict", "collections.OrderedDict"):
+        assert is_harmful(call(name, value))
+
+
+def test_names_are_exact() -> None:
+    for name in (
+        "torch.jit._pickle.__loader__.set_data", "torch._utils._rebuild_tensor_v2.__globals__", "random._os",
+        "torch._utils.sys", "collections._sys", "torch.utils.collect_env.run", "numpy.lib.utils.safe_eval",
+        "functools.reduce", "operator.call",
+            "copy.deepcopy", "builtins.sorted", "dataclasses.dataclass", "torch._tensor._rebuild_from_type_v2",
+            "builtins.getattr", "builtins.map", "torch.storage._load_from_bytes",
+        "mine.nets.__globals__", "sympy.sin", "pluggy.Result",
+    ):  # fmt: skip
+        assert out_of_place(Global(*name.rpartition(".")[::2])), name
+    for name in ("mine.nets.Net", "torch.nn.functional.gelu", "torch.nn.modules.linear.Linear", "builtins.int"):
+        assert out_of_place(Global(*name.rpartition(".")[::2])) is None, name
+    assert out_of_place(Global("mine.nets", "Net.Inner")) is None
+    assert out_of_place(Global("mine.nets", "sys.modules"))
+
+
+@pytest.mark.parametrize("name", sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
+def test_element_types_are_in_place(name: str) -> None:
+    official = str(getattr(torch, name)).removeprefix("torch.")
+    assert out_of_place(Global("torch", official)) is None
+
+
+def built(made: Object, *states: Node) -> Object:
+    made.steps = [("build", state) for state in states]
+    return made
+
+
+def test_states() -> None:
+    assert not is_harmful(built(call("mine.Net", new=True), {"a": [1]}))
+    assert not is_harmful(built(call("mine.Net", new=True), (None, {"a": BAG})))
+    assert not is_harmful(built(call("argparse.Namespace", new=True), {"a": [1]}))
+    computed = call("builtins.dict", [("__setstate__", Global("mine", "run"))])
+    assert is_harmful(built(call("torch.nn.modules.linear.Linear", new=True), BAG))
+    assert is_harmful(built(call("types.SimpleNamespace"), call("mine.Thing", new=True)))
+    assert is_harmful(built(call("types.SimpleNamespace"), computed, "touch canary"))
+    assert is_harmful(built(call("mine.Net", new=True), {"a": 1}, {"a": 2}))
+    assert is_harmful(built(call("builtins.object"), {"a": 1}))
+    adam = {"defaults": {"lr": 0.1}, "param_groups": [{"params": [TENSOR]}], "state": {}}
+    assert not is_harmful(built(call("torch.optim.adam.Adam", new=True), adam))
+    assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "defaults": BAG}))
+    assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "param_groups": [BAG]}))
+    once = call("mine.Net", new=True)
+    once.steps = [("build", {"append": Global("mine", "run")}), ("append", ["touch canary"])]
+    assert is_harmful(once)
+    once.steps.reverse()
+    assert not is_harmful(once)
+
+
+def test_classes_of_packages_only_by_list() -> None:
+    assert not is_harmful(call("torch.optim.adam.Adam", new=True))
+    for name in (
+        "sympy.functions.elementary.trigonometric.sin", "torch.nn.parallel.distributed.DistributedDataParallel",
+        "torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper", "joblib.memory.Memory",
+        "pluggy._result.Result",  # which is installed where the tests are
+    ):  # fmt: skip
+        assert is_harmful(call(name, "x", new=True)), name
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.FloatTensor", "torch.Tensor", "torch.storage.UntypedStorage", "torch.LongStorage"]
+)
+def test_memory_on_demand(name: str) -> None:
+    assert is_harmful(call(name, 1 << 40))
+    assert is_harmful(call(name, (1, 2), new=True))
+    assert not is_harmful(call(name))
+
+
+FROM_TYPE = (
+    "torch._tensor._rebuild_from_type_v2",
+    "torch._tensor._rebuild_from_type",
+    "torch.tensor._rebuild_from_type",
+)
+NUMPY = (
+    "numpy.random._pickle.__generator_ctor",
+    "numpy.random._pickle.__randomstate_ctor",
+    "numpy.random.__RandomState_ctor",
+)
+SYSTEM = Global("os", "system")
+
+
+@pytest.mark.parametrize("name", FROM_TYPE)
+def test_rebuilding_from_a_type_calls_its_first_argument(name: str) -> None:
+    kind, args = Global("torch", "Tensor"), ("touch canary",)
+    rebuild = Global("torch._utils", "_rebuild_tensor_v2")
+    made = (STORAGE, 0, SIZE, (1,), False, OrderedDict())
+    assert not is_harmful(call(name, rebuild, kind, made, {}))
+    assert is_harmful(call(name, rebuild, kind, made, BAG))
+    assert is_harmful(call(name, rebuild, kind, args, {}))
+    assert is_harmful(call(name, Global("mine", "rebuild"), kind, args, {}))
+    for called in (SYSTEM, call("functools.partial", SYSTEM), Global(*name.rpartition(".")[::2])):
+        assert is_harmful(call(name, called, kind, args, {}))
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numpys_generators_call_their_second_argument(name: str) -> None:
+    ctor = Global("numpy.random._pickle", "__bit_generator_ctor")
+    assert not is_harmful(call(name, "MT19937"))
+    assert not is_harmful(call(name, "MT19937", ctor))
+    for called in (SYSTEM, call("functools.partial", SYSTEM)):
+        assert is_harmful(call(name, "touch canary", called))
+
+
+def test_classes_that_others_make() -> None:
+    bits = "numpy.random._pickle.__bit_generator_ctor"
+    assert not is_harmful(call(bits, "MT19937"))
+    assert not is_harmful(call(bits, Global("numpy.random._pcg64", "PCG64")))
+    assert is_harmful(call(bits, Global("subprocess", "Popen")))
+    assert is_harmful(call(bits, Global("numpy.random.mtrand", "np.os.system")))
+    assert is_harmful(call(bits, Global("numpy.random.mtrand", "seed")))
+    assert is_harmful(call("copyreg.__newobj__", Global("subprocess", "Popen")))
+    assert not is_harmful(call("copyreg.__newobj__", Global("mine", "Thing")))
+    assert not is_harmful(call("copyreg.__newobj__", Global("torch.nn.modules.linear", "Linear")))
+
+
+def test_every_module_of_this_python_is_guarded() -> None:
+    for module in sys.stdlib_module_names:
+        assert is_harmful(call(f"{module}.anything_at_all"))

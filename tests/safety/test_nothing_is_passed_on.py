@@ -1,0 +1,117 @@
+"""No command writes a file that `scan` reports, and the tricks that a list of harmless names does not see."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckptkit.cli import main
+from ckptkit.scan.files import scan, scan_all
+from ckptkit.scan.verdict import FileVerdict, counts
+from tests.conftest import ENVIRONMENT
+from tests.scan.hostile_pickles import CALLS, CASES, DISGUISED, STANDARD, UNCLEAR, Case, beside_a_tensor, pickle4
+
+# A pickle of hostile_pickles that is nothing but opcodes for one value can stand beside a tensor.
+_BODIES = {name: data[2:-1] for name, data in CALLS.items() if data[:1] == b"\x80" and data[-1:] == b"."}
+REPORTED: dict[str, Case] = {
+    **{name: case for name, case in CASES.items() if case.verdict in ("code", "unknown")},
+    **{f"disguised-{name}": beside_a_tensor(body) for name, body in DISGUISED.items()},
+    **{f"beside-{name}": beside_a_tensor(body) for name, body in _BODIES.items()},
+    **{f"uncalled-{name}": beside_a_tensor(data[2:-1]) for name, data in UNCLEAR.items() if name == "uncalled"},
+}
+FIX, ALL, DROP = "doctor --fix", "convert --all", ("--objects", "drop")
+
+
+def commands(src: Path, folder: Path) -> Iterator[tuple[str, list[list[object]]]]:
+    """Yield what may write a file: a name, and commands that follow each other."""
+    out, whole, back = folder / "out.pth", folder / "all.safetensors", folder / "back.pth"
+    yield "convert", [["convert", src, out]]
+    yield "convert --objects drop", [["convert", src, out, *DROP]]
+    yield ALL, [["convert", "--all", src, whole], ["convert", whole, back]]
+    yield (
+        f"{ALL} --objects drop",
+        [["convert", "--all", *DROP, src, whole], ["convert", whole, back]],
+    )
+    yield (
+        "sharded",
+        [["convert", src, folder / "out", "--format", "sharded-bin", "--shard-size", "5GB"]],
+    )
+    yield "dcp", [["convert", src, folder / "out", "--format", "dcp"]]
+    yield "strip-module", [["strip-module", src, out]]
+    yield "strip-module --in-place", [["strip-module", src, "--in-place"]]
+    yield "remap", [["remap", src, out, "--to", "cpu"]]
+    yield "rename", [["rename", src, out, "--sub", "w=v"]]
+    yield "extract", [["extract", src, out, "--key", "extra"]]
+    yield "wrap", [["wrap", src, out, "--key", "state_dict"]]
+    yield "merge", [["merge", src, src, out]]
+    yield FIX, [["doctor", src, "--fix", out]]
+    yield "recover", [["recover", src, out]]
+    yield "batch", [["batch", "convert", "--into", folder / "out", "--format", "torch-zip", src]]
+
+
+COMMANDS = [name for name, _ in commands(Path(), Path())]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_writes_what_scan_reports(command: str, tmp_path: Path) -> None:
+    for name, case in REPORTED.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        src = folder / f"file{case.suffix}"
+        src.write_bytes(case.data)
+        assert counts(scan(src), strict=False), name
+        codes = {invoke(line) for line in dict(commands(src, folder))[command]}
+        assert codes <= {0, 1, 2, 3}, (name, codes)
+        if src.read_bytes() == case.data:
+            src.unlink()
+        for found in scan_all([folder]):
+            assert isinstance(found, FileVerdict) and not counts(found, strict=False), (
+                name,
+                found.path,
+            )
+        shutil.rmtree(folder)
+
+
+def invoke(line: list[object]) -> int:
+    """Run a command; its exit code."""
+    return CliRunner().invoke(main, list(map(str, line))).exit_code
+
+
+@pytest.mark.parametrize("name", DISGUISED)
+def test_what_is_refused_and_what_drop_leaves(name: str, tmp_path: Path) -> None:
+    src, out, whole = tmp_path / "src.pth", tmp_path / "out.pth", tmp_path / "all.safetensors"
+    src.write_bytes(beside_a_tensor(DISGUISED[name]).data)
+    assert invoke(["scan", src]) == 1
+    for line in (
+        ["convert", src, out],
+        ["convert", "--all", src, whole],
+        ["strip-module", src, out],
+    ):
+        assert invoke([*line]) in (2, 3) and not out.exists() and not whole.exists()
+    code = invoke(["convert", src, out, *DROP])
+    assert code == (3 if name == "wrapper-hidden" else 0)  # bytes of a list of numbers are not read
+    assert code == 3 or loaded(out) == [1.0, 1.0]
+
+
+def loaded(path: Path) -> list[float]:
+    """Load what is left with torch's own weights_only."""
+    import torch
+
+    found = torch.load(path, weights_only=True)
+    assert list(found) in (["w"], ["w", "extra"])
+    return list(found["w"].tolist())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="operator.call is new in Python 3.11")
+@pytest.mark.parametrize("name", STANDARD)
+def test_the_tricks_are_none_that_python_would_refuse(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.pkl").write_bytes(pickle4(STANDARD[name]))
+    line = "import pickle; pickle.load(open('file.pkl', 'rb'))"
+    subprocess.run([sys.executable, "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=60)
+    assert (tmp_path / "canary").exists()
