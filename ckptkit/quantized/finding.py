@@ -54,8 +54,11 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
 
 
 def _measured(group: Group, tensors: Mapping[str, Tensor]) -> Group:
-    stored = sum(tensors[name].nbytes for name in group.members)
-    return replace(group, nbytes=max(stored, sum(each.nbytes for each in group.inputs)))
+    stored = sum([tensors[name].nbytes for name in group.members])
+    if len(group.parts) == 1:  # a pickled subclass, perhaps: what it holds has no name
+        stored = max(stored, sum([each.nbytes for each in group.inputs]))
+    group.nbytes = stored
+    return group
 
 
 def _groups(view: View, marked: list[str]) -> Iterator[Group]:
