@@ -1,4 +1,5 @@
-"""Read, change and convert PyTorch checkpoints: no byte executed, no tensor loaded that need not be.
+"""Read, change and convert PyTorch checkpoints: no byte executed, no tensor loaded that need not
+be.
 
 The public names, each imported when it is first used, so that ``import ckptkit`` costs nothing.
 """

@@ -36,7 +36,9 @@ class Publishing(TypedDict, total=False):
     verify: bool  # read back what was written before it appears
     allow_expand: bool  # output may be many times larger than the storages it comes from
     executor: Executor | None  # where the work is done; its workers must see the same files
-    progress: Callable[[int, int], None] | None  # told bytes written since the last time, and bytes in all
+    progress: (
+        Callable[[int, int], None] | None
+    )  # told bytes written since the last time, and bytes in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,22 @@ class Conversion:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What reading, transforming and writing noticed. What the format could not keep is in `plan.notes`."""
+        """What reading, transforming and writing noticed. What the format could not keep is in
+        `plan.notes`."""
         left = () if self.published is None else self.published.left
-        said = (f"{name} is beside it: a killed run left it, unless another machine is writing there" for name in left)
+        said = (
+            f"{name} is beside it: a killed run left it, unless another machine is writing there"
+            for name in left
+        )
         return (*self.checkpoint.warnings, *said)
 
 
 def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> Checkpoint:
-    """The checkpoint in a file or folder: headers are read, no tensor is, and torch is not imported.
+    """The checkpoint in a file or folder: headers are read, no tensor is, and torch is not
+    imported.
 
-    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``). Raises an InputError for what is
-    not a checkpoint, PathError for what is not there.
+    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``). Raises an
+    InputError for what is not a checkpoint, PathError for what is not there.
     """
     checkpoint = path if isinstance(path, Checkpoint) else _read(open_place(path), formats.read)
     return checkpoint if key is None else checkpoint.with_key(key)
@@ -83,11 +90,13 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
 
 
 def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
-    """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and their list.
+    """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and
+    their list.
 
-    A tensor is whole if its bytes have the checksum that the file promises. A format without checksums has nothing
-    but its length: where that is wrong, bytes may be shifted. With `unverified`, such tensors are kept too. Raises
-    CorruptError if no tensor is left, UnsupportedError for a format of which nothing can be recovered.
+    A tensor is whole if its bytes have the checksum that the file promises. A format without
+    checksums has nothing but its length: where that is wrong, bytes may be shifted. With
+    `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
+    UnsupportedError for a format of which nothing can be recovered.
     """
     return _read(open_place(path, settle=True), partial(formats.salvage, unverified=unverified))
 
@@ -103,9 +112,10 @@ def save(
 ) -> Conversion:
     """Write a checkpoint to `path`, in `format` or in the one that the suffix says.
 
-    Nothing is written before the plan is complete, and `path` appears whole or not at all. Further arguments, all off
-    by default: ``force``, ``durable``, ``verify``, ``allow_expand``, ``executor``, ``progress``
-    (:class:`Publishing`). Raises OutputExistsError without ``force``, OutputError where it cannot be written.
+    Nothing is written before the plan is complete, and `path` appears whole or not at all. Further
+    arguments, all off by default: ``force``, ``durable``, ``verify``, ``allow_expand``,
+    ``executor``, ``progress`` (:class:`Publishing`). Raises OutputExistsError without ``force``,
+    OutputError where it cannot be written.
     """
     chosen = formats.for_writing(path, format, keep=checkpoint.format, shards=_in_shards(options))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=False)
@@ -123,10 +133,12 @@ def convert(
     dry_run: bool = False,
     **publishing: Unpack[Publishing],
 ) -> Conversion:
-    """Read `source`, apply the steps in order, write `destination`, or change the source itself if `in_place`.
+    """Read `source`, apply the steps in order, write `destination`, or change the source itself if
+    `in_place`.
 
-    With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is changed in place by
-    the few bytes that differ, if they are few; without, it is written anew. The rest is as for `save`.
+    With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is
+    changed in place by the few bytes that differ, if they are few; without, it is written anew. The
+    rest is as for `save`.
     """
     if in_place and not isinstance(source, Checkpoint):
         source = _read(open_place(source, settle=True), formats.read)
@@ -136,7 +148,9 @@ def convert(
         raise UsageError("there is no destination")
     keep = checkpoint.format if keep_format or in_place else None
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
-    before = checkpoint if in_place and keep_format else None  # else it is let go: there may be little memory
+    before = (
+        checkpoint if in_place and keep_format else None
+    )  # else it is let go: there may be little memory
     checkpoint = _changed(checkpoint, steps)
     if before is not None and (patch := _patch(before, checkpoint, chosen, options)) is not None:
         return _apply(checkpoint, patch, chosen, dry_run, publishing)
@@ -150,16 +164,26 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
     """The file that is to be changed in place. Raises UsageError where that makes no sense."""
     name = checkpoint.name
     if name is None or not os.path.isfile(name):
-        raise UsageError("only a single file on this machine can be changed in place", where=name, hint="name a DST")
+        raise UsageError(
+            "only a single file on this machine can be changed in place",
+            where=name,
+            hint="name a DST",
+        )
     if formats.holds_program(checkpoint):
-        raise UsageError("is a program, of which only the weights can be written", where=name, hint="name a DST")
+        raise UsageError(
+            "is a program, of which only the weights can be written", where=name, hint="name a DST"
+        )
     expected = formats.for_writing(name, None, checkpoint.format).name
     if format is not None and format != expected:
-        raise UsageError(f"is named as {expected} is, and {format} would be in it", where=name, hint="name a DST")
+        raise UsageError(
+            f"is named as {expected} is, and {format} would be in it", where=name, hint="name a DST"
+        )
     return name
 
 
-def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None) -> Patch | None:
+def _patch(
+    before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None
+) -> Patch | None:
     """What becomes of the file itself, None if it must be written anew."""
     from ckptkit.publish.patching import can_patch, fits
 
@@ -170,12 +194,16 @@ def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Write
     return patch if patch is not None and fits(patch) else None
 
 
-def _apply(checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing) -> Conversion:
+def _apply(
+    checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing
+) -> Conversion:
     from ckptkit.publish import patching
 
     done = None
     if not dry_run:
-        done = patching.apply(patch, verify=publishing.get("verify", False), progress=publishing.get("progress"))
+        done = patching.apply(
+            patch, verify=publishing.get("verify", False), progress=publishing.get("progress")
+        )
     return Conversion(checkpoint, patch, format.name, patch.base.name, done)
 
 
@@ -213,5 +241,7 @@ def _publish(
 
         if replace_source:
             publishing["force"] = True
-        published = publish(plan, path, replace_source=replace_source, origin=checkpoint.source, **publishing)
+        published = publish(
+            plan, path, replace_source=replace_source, origin=checkpoint.source, **publishing
+        )
     return Conversion(checkpoint, plan, format.name, urls.shown(os.fspath(path)), published)

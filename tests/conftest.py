@@ -1,4 +1,5 @@
-"""What the tests share: the corpus of real files, the command line, tags of a GPU that is not there."""
+"""What the tests share: the corpus of real files, the command line, tags of a GPU that is not
+there."""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ class LossScaler:
     """Stands for DeepSpeed's own, which the tests do without."""
 
 
-# What torch may make under weights_only: in files of the corpus, and in what is made of DeepSpeed's.
+# What torch may make under weights_only: in files of the corpus, and in what is made of
+# DeepSpeed's.
 SAFE: list[Any] = [Namespace, (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler")]
 
 
 class Corpus:
-    """Real checkpoint files: ``corpus / "name"`` is the path of one, or skips the test if it is not there."""
+    """Real checkpoint files: ``corpus / "name"`` is the path of one, or skips the test if it is not
+    there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,5 @@
-"""The fixtures of the manifest, for tests that run over all of them; what torch reads is the oracle."""
+"""The fixtures of the manifest, for tests that run over all of them; what torch reads is the
+oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random checkpoints as torch.save makes them: the input of test_differential. Equal seeds give equal trees."""
+"""Random checkpoints as torch.save makes them: the input of test_differential. Equal seeds give
+equal trees."""
 
 from __future__ import annotations
 
@@ -96,7 +97,10 @@ class Made:
         try:
             with simulated_cuda(1) if self.cuda else nullcontext():
                 torch.save(
-                    self.tree, path, pickle_protocol=self.protocol, _use_new_zipfile_serialization=not self.legacy
+                    self.tree,
+                    path,
+                    pickle_protocol=self.protocol,
+                    _use_new_zipfile_serialization=not self.legacy,
                 )
         finally:
             torch.serialization.set_crc32_options(True)
@@ -106,17 +110,22 @@ class Made:
     def _repack(self, path: Path) -> None:
         """The same records, deflated, or said to be big-endian: other numbers then, and as good."""
         old = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if self.deflated else zipfile.ZIP_STORED) as new:
+        with zipfile.ZipFile(
+            path, "w", zipfile.ZIP_DEFLATED if self.deflated else zipfile.ZIP_STORED
+        ) as new:
             for info in old.infolist():
                 data = old.read(info)
-                if info.filename.endswith("/.format_version"):  # its reader computes where stored records are
+                if info.filename.endswith(
+                    "/.format_version"
+                ):  # its reader computes where stored records are
                     continue
                 swapped = self.big_endian and info.filename.endswith("/byteorder")
                 new.writestr(info.filename, b"big" if swapped else data)
 
 
 def make(seed: int, *, weights: bool = False) -> Made:
-    """The checkpoint number `seed`; with `weights`, one that is a state_dict or holds it under a well-known name."""
+    """The checkpoint number `seed`; with `weights`, one that is a state_dict or holds it under a
+    well-known name."""
     random = Random(seed)
     torch.manual_seed(seed)
     legacy = random.random() < 0.25
@@ -153,8 +162,13 @@ class _Trees:
         if kind == "tree":
             return self.tree(4)
         if kind == "optimizer":
-            return {"state": self.optimizer()["state"], "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
-        name = self.random.choice(("state_dict", "model", "net") if kind == "wrapped" else ("odd name", "x.y"))
+            return {
+                "state": self.optimizer()["state"],
+                "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+            }
+        name = self.random.choice(
+            ("state_dict", "model", "net") if kind == "wrapped" else ("odd name", "x.y")
+        )
         states = self.module() if kind == "module" else {name: self.state_dict()}
         beside = {
             "epoch": 3,
@@ -162,14 +176,23 @@ class _Trees:
             "optimizer": self.optimizer(),
             "again": next(iter(states.values())),
         }
-        items = [*states.items(), *self.random.sample(list(beside.items()), self.random.randrange(4))]
+        items = [
+            *states.items(),
+            *self.random.sample(list(beside.items()), self.random.randrange(4)),
+        ]
         self.random.shuffle(items)
         return dict(items)
 
     def state_dict(self) -> dict[str, Any]:
         """Names to tensors; some wrapped, some not."""
-        prefix = self.random.choice(("", "module.", "_orig_mod.", "module._orig_mod.", "module.module."))
-        names = [f"{prefix}layer{n}.{part}" for n in range(self.random.randrange(1, 4)) for part in ("weight", "bias")]
+        prefix = self.random.choice(
+            ("", "module.", "_orig_mod.", "module._orig_mod.", "module.module.")
+        )
+        names = [
+            f"{prefix}layer{n}.{part}"
+            for n in range(self.random.randrange(1, 4))
+            for part in ("weight", "bias")
+        ]
         if self.random.random() < 0.3:
             names += ["bare", "läyer.\U0001f600", "deep." * 20 + "w"]
         entries = {name: self.tensor() for name in names}
@@ -249,12 +272,24 @@ class _Trees:
         dtype = getattr(torch, self.random.choice(self.dtypes))
         itemsize = torch.empty((), dtype=dtype).element_size()
         count = torch.Size(shape).numel()
-        bits = torch.randint(0, 2 if dtype == torch.bool else 256, (count * itemsize,), dtype=torch.uint8)
+        bits = torch.randint(
+            0, 2 if dtype == torch.bool else 256, (count * itemsize,), dtype=torch.uint8
+        )
         return bits.view(dtype).reshape(shape)
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
         kind = self.random.choice(
-            ("same", "same", "same", "transposed", "sliced", "expanded", "parameter", "grad", "bits")
+            (
+                "same",
+                "same",
+                "same",
+                "transposed",
+                "sliced",
+                "expanded",
+                "parameter",
+                "grad",
+                "bits",
+            )
         )
         if kind == "transposed":
             return base.permute(tuple(range(base.dim() - 1, -1, -1)))
@@ -262,14 +297,18 @@ class _Trees:
             return base[1:] if self.random.random() < 0.5 else base[::2]
         if kind == "expanded":
             return base.unsqueeze(0).expand(2, *base.shape)
-        grad = base.is_floating_point() and not base.is_neg()  # torch cannot load a leaf that is negated
+        grad = (
+            base.is_floating_point() and not base.is_neg()
+        )  # torch cannot load a leaf that is negated
         if kind == "parameter":
             return torch.nn.Parameter(base, requires_grad=grad and self.random.random() < 0.7)
         if kind == "grad" and grad and base.itemsize > 1:  # nor one of 8 bits
             return base.detach().requires_grad_()
         if kind == "bits" and not base.dtype.is_complex:
             return torch._neg_view(base) if base.dtype in (torch.float32, torch.float64) else base
-        return base.conj() if kind == "bits" and base.dtype != torch.complex32 else base  # whose NaN it would quieten
+        return (
+            base.conj() if kind == "bits" and base.dtype != torch.complex32 else base
+        )  # whose NaN it would quieten
 
     def odd(self) -> torch.Tensor:
         """Tensors that are more than numbers in a row."""
@@ -294,7 +333,9 @@ ODD = (
     _with_attributes,
     _parameter_with_attributes,
     lambda: torch.quantize_per_tensor(torch.randn(2, 3), 0.1, 3, torch.qint8),
-    lambda: torch.quantize_per_channel(torch.randn(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8),
+    lambda: torch.quantize_per_channel(
+        torch.randn(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8
+    ),
     lambda: torch.randn(3, 3).to_sparse(),
     lambda: torch.zeros(2, 2).to_sparse(),
     lambda: torch.empty(2, 3, device="meta"),

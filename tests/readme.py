@@ -35,7 +35,8 @@ _EXAMPLE = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """``language`` is ``setup`` for hidden commands; ``line`` is that of the first line of ``text``, from 1."""
+    """``language`` is ``setup`` for hidden commands; ``line`` is that of the first line of
+    ``text``, from 1."""
 
     language: str
     text: str
@@ -66,7 +67,11 @@ def examples(text: str) -> Iterator[Example]:
     """All commands that are run, in order."""
     for block in blocks(text, "console", "setup"):
         if block.reason is None:
-            yield from [Example(block.text, None, block.line)] if block.language == "setup" else _examples(block)
+            yield from (
+                [Example(block.text, None, block.line)]
+                if block.language == "setup"
+                else _examples(block)
+            )
 
 
 def _examples(block: Block) -> Iterator[Example]:
@@ -111,7 +116,8 @@ def sandbox(folder: Path) -> Path:
 
 
 class Session:
-    """Commands one after the other, as a person types them. Each has a shell of its own, with the last exit code."""
+    """Commands one after the other, as a person types them. Each has a shell of its own, with the
+    last exit code."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,7 +150,9 @@ def refreshed(text: str, run: Callable[[str], str]) -> str:
         if block.language == "setup":
             run(block.text)
             return match[0]
-        return match[0].replace(block.text, "".join(_again(example, run) for example in _examples(block)))
+        return match[0].replace(
+            block.text, "".join(_again(example, run) for example in _examples(block))
+        )
 
     return _BLOCK.sub(renewed, text)
 

@@ -1,4 +1,5 @@
-"""What a small file can make us do is bounded by its size: elements, opcodes, inflated bytes, files beside it."""
+"""What a small file can make us do is bounded by its size: elements, opcodes, inflated bytes, files
+beside it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ EXPANDED = [
 
 
 @pytest.mark.parametrize("tensor", EXPANDED)
-def test_repeated_elements_count_as_often_as_they_are_there(tensor: torch.Tensor, tmp_path: Path) -> None:
+def test_repeated_elements_count_as_often_as_they_are_there(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
     ours = opened(tmp_path, tensor)
     assert once(ours, repeated(ours)).numel < ours.numel
     tally = compute.Tally()
@@ -84,11 +87,16 @@ def test_places_in_expanded_tensors() -> None:
 
 
 def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
-    wide, plain = torch.tensor([[1.0], [2.0]]).expand(2, 50), torch.tensor([[1.0], [2.0]]).expand(2, 50).contiguous()
+    wide, plain = (
+        torch.tensor([[1.0], [2.0]]).expand(2, 50),
+        torch.tensor([[1.0], [2.0]]).expand(2, 50).contiguous(),
+    )
     torch.save({"w": wide}, tmp_path / "wide.pth")
     torch.save({"w": plain}, tmp_path / "plain.pth")
     assert digest(tmp_path / "wide.pth").ids == digest(tmp_path / "plain.pth").ids
-    torch.save({f"{n}": torch.zeros(1).expand(1 << 22) for n in range(9)}, tmp_path / "many.pth")  # 16 MiB each
+    torch.save(
+        {f"{n}": torch.zeros(1).expand(1 << 22) for n in range(9)}, tmp_path / "many.pth"
+    )  # 16 MiB each
     found = digest(tmp_path / "many.pth")
     assert len(found.ids) == 4
     assert all("are not read" in why for why in found.without.values())
@@ -96,7 +104,11 @@ def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
 
 def test_windows_that_overlap_are_not_read_without_end(tmp_path: Path) -> None:
     ours = opened(tmp_path, torch.zeros(20_000).as_strided((10_000, 10_000), (1, 1)))
-    for read in (lambda: list(compute.parts(ours)), lambda: nonfinite(ours), lambda: compute.compare(ours, ours)):
+    for read in (
+        lambda: list(compute.parts(ours)),
+        lambda: nonfinite(ours),
+        lambda: compute.compare(ours, ours),
+    ):
         with pytest.raises(TensorError, match="expansion"):
             read()
 
@@ -120,7 +132,9 @@ def test_a_pickle_that_is_inflated_to_millions_of_values(tmp_path: Path, run: Ru
     assert time.monotonic() - started < 20
 
 
-def test_the_pickles_of_a_file_share_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pickles_of_a_file_share_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = deflated(tmp_path / "a.zip", *[b"\x80\x02" + b"N0" * 10_000 + b"N."] * 5)
     assert scan(path).verdict == "harmless"
     from tests.core.test_limits import limited
@@ -128,7 +142,10 @@ def test_the_pickles_of_a_file_share_a_limit(tmp_path: Path, monkeypatch: pytest
     limited(monkeypatch, trace_opcodes=50_000)
     found = scan(path)
     assert found.verdict == "unknown"
-    assert any("trace_opcodes" in str((each.trace.error, found.remarks)) for each in (p.found for p in found.pickles))
+    assert any(
+        "trace_opcodes" in str((each.trace.error, found.remarks))
+        for each in (p.found for p in found.pickles)
+    )
 
 
 # Files beside
@@ -139,11 +156,17 @@ def test_a_manifest_that_is_none(reading: bool, tmp_path: Path) -> None:
     path = tmp_path / manifest.NAME
     with open(path, "wb") as file:
         file.truncate(3 << 30)
-    with pytest.raises(OutputError, match="manifest"), manifest.opened(str(tmp_path), reading=reading):
+    with (
+        pytest.raises(OutputError, match="manifest"),
+        manifest.opened(str(tmp_path), reading=reading),
+    ):
         pass
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(OutputError, match="not a regular file"), manifest.opened(str(tmp_path), reading=reading):
+    with (
+        pytest.raises(OutputError, match="not a regular file"),
+        manifest.opened(str(tmp_path), reading=reading),
+    ):
         pass
 
 
@@ -173,7 +196,10 @@ def edited(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "run.pth"
     torch.save({f"layer.{n}.weight": torch.full((50,), float(n)) for n in range(300)}, path)
     program = [sys.executable, "-c", EDITING, str(path), "6"]
-    editors = [subprocess.Popen(program, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in "ab"]
+    editors = [
+        subprocess.Popen(program, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in "ab"
+    ]
     yield path
     done = [each.communicate(timeout=60) for each in editors]
     assert [each.returncode for each in editors] == [0, 0], done
@@ -188,7 +214,9 @@ def test_two_edit_and_others_read(edited: Path) -> None:
     said = set()
     while time.monotonic() < stop:
         for words in (("scan",), ("inspect", "--json"), ("verify",)):
-            done = subprocess.run([*COMMAND, *words, str(edited)], env=ENVIRONMENT, capture_output=True, text=True)
+            done = subprocess.run(
+                [*COMMAND, *words, str(edited)], env=ENVIRONMENT, capture_output=True, text=True
+            )
             said.add(done.returncode)
             if done.returncode:
                 assert done.returncode in (3, 4), (words, done)

@@ -1,7 +1,8 @@
-"""The model of cost: what each command reads and writes, as formulas, checked against what the kernel counted.
+"""The model of cost: what each command reads and writes, as formulas, checked against what the
+kernel counted.
 
-The formulas are the table of the README. They are upper limits; for files that are mostly tensors they must also be
-close, for headers within a factor of four.
+The formulas are the table of the README. They are upper limits; for files that are mostly tensors
+they must also be close, for headers within a factor of four.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A file or folder: its bytes, those of its tensors, their number, and the bytes that tell what is in it."""
+    """A file or folder: its bytes, those of its tensors, their number, and the bytes that tell what
+    is in it."""
 
     format: str
     size: int
@@ -61,7 +63,11 @@ class Anatomy:
     @property
     def located(self) -> int:
         """Bytes read to find the chunks of a DCP folder, each of which is a small zip file."""
-        return self.tensors * min(TAIL + 6 * KIB, 2 * self.size // self.tensors) if self.format == "dcp" else 0
+        return (
+            self.tensors * min(TAIL + 6 * KIB, 2 * self.size // self.tensors)
+            if self.format == "dcp"
+            else 0
+        )
 
     @property
     def elements(self) -> int:
@@ -70,13 +76,17 @@ class Anatomy:
 
     @property
     def ranges(self) -> int:
-        """Bytes read to copy them. Short ones are read with what lies between them, the last one of a window twice;
-        scattered ones with what follows them too."""
+        """Bytes read to copy them. Short ones are read with what lies between them, the last one of
+        a window twice; scattered ones with what follows them too."""
         each = self.data // self.tensors
         if each >= SHORT:
             return self.elements
         together = self.size + self.size * SHORT // WINDOW
-        return self.located + together + (self.tensors * max(NEARBY, 4 * each) if self.scattered else 0)
+        return (
+            self.located
+            + together
+            + (self.tensors * max(NEARBY, 4 * each) if self.scattered else 0)
+        )
 
 
 class Cost(NamedTuple):
@@ -86,11 +96,14 @@ class Cost(NamedTuple):
     written: int = 0
 
 
-Formula = Callable[[Anatomy, Anatomy], Cost]  # of the input, and of the output (of the input, if there is none)
+Formula = Callable[
+    [Anatomy, Anatomy], Cost
+]  # of the input, and of the output (of the input, if there is none)
 
 
 def _copied(src: Anatomy, dst: Anatomy) -> Cost:
-    """Everything once; the headers of a torch file twice where its checksums are only known at the end."""
+    """Everything once; the headers of a torch file twice where its checksums are only known at the
+    end."""
     known = src.sums or dst.format != "torch-zip"
     return Cost(src.header + src.ranges, dst.size + (0 if known else dst.size - dst.data))
 
@@ -100,7 +113,8 @@ def _cast(src: Anatomy, dst: Anatomy) -> Cost:
 
 
 def _recovered(src: Anatomy, dst: Anatomy) -> Cost:
-    """Checksums, where there are any, are compared first; the directory is read to its beginning, piece by piece."""
+    """Checksums, where there are any, are compared first; the directory is read to its beginning,
+    piece by piece."""
     checked = src.elements + 2 * src.directory if src.sums else 0
     return Cost(src.header + checked + src.ranges, dst.size + dst.size - dst.data)
 
@@ -122,7 +136,9 @@ def _in_place(src: Anatomy, dst: Anatomy) -> Cost:
 
 MODEL: dict[str, Formula] = {
     "inspect --json SRC": lambda src, dst: Cost(src.header, PRINTED * src.tensors),
-    "inspect --json --digest SRC": lambda src, dst: Cost(src.header + src.elements, PRINTED * src.tensors),
+    "inspect --json --digest SRC": lambda src, dst: Cost(
+        src.header + src.elements, PRINTED * src.tensors
+    ),
     "diff SRC TWIN": lambda src, dst: Cost(2 * src.header),
     "diff --values SRC TWIN": lambda src, dst: Cost(2 * (src.header + src.elements)),
     "convert --dry-run -q SRC DST.safetensors": lambda src, dst: Cost(src.header + src.located),
@@ -162,11 +178,15 @@ SHAPES = {"large": (6, 512, 1024), "medium": (300, 64, 64), "small": (1_500, 2, 
 def _zip(state: State, path: Path) -> Anatomy:
     torch.save(state, path)
     with zipfile.ZipFile(path) as archive:
-        (pickled,) = (each.file_size for each in archive.infolist() if each.filename.endswith("data.pkl"))
+        (pickled,) = (
+            each.file_size for each in archive.infolist() if each.filename.endswith("data.pkl")
+        )
         size, members = path.stat().st_size, len(archive.infolist())
         directory = size - archive.start_dir
     header = TAIL + directory + 2 * pickled + min(LOCAL * members, size)
-    return _anatomy("torch-zip", path, state, header, pickle=pickled, directory=directory, sums=True)
+    return _anatomy(
+        "torch-zip", path, state, header, pickle=pickled, directory=directory, sums=True
+    )
 
 
 def _safetensors(state: State, path: Path) -> Anatomy:
@@ -177,7 +197,11 @@ def _safetensors(state: State, path: Path) -> Anatomy:
 def _legacy(state: State, path: Path) -> Anatomy:
     torch.save(state, path, _use_new_zipfile_serialization=False)
     return _anatomy(
-        "torch-legacy", path, state, 3 * (path.stat().st_size - _bytes(state)) + TAIL + FIXED, scattered=True
+        "torch-legacy",
+        path,
+        state,
+        3 * (path.stat().st_size - _bytes(state)) + TAIL + FIXED,
+        scattered=True,
     )
 
 
@@ -186,7 +210,14 @@ def _npz(state: State, path: Path) -> Anatomy:
         np.savez(file, **{name: tensor.numpy() for name, tensor in state.items()})  # type: ignore[arg-type]
     with zipfile.ZipFile(path) as archive:
         directory = path.stat().st_size - archive.start_dir
-    return _anatomy("npz", path, state, TAIL + directory + 2 * LOCAL * len(state), directory=directory, sums=True)
+    return _anatomy(
+        "npz",
+        path,
+        state,
+        TAIL + directory + 2 * LOCAL * len(state),
+        directory=directory,
+        sums=True,
+    )
 
 
 def _dcp(state: State, path: Path) -> Anatomy:
@@ -206,7 +237,14 @@ def _shards(state: State, path: Path) -> Anatomy:
     return _anatomy("sharded", path, state, _size(path) - _bytes(state), scattered=True)
 
 
-MAKERS = {"pth": _zip, "safetensors": _safetensors, "legacy.pth": _legacy, "npz": _npz, "dcp": _dcp, "shards": _shards}
+MAKERS = {
+    "pth": _zip,
+    "safetensors": _safetensors,
+    "legacy.pth": _legacy,
+    "npz": _npz,
+    "dcp": _dcp,
+    "shards": _shards,
+}
 
 
 def _bytes(state: State) -> int:
@@ -233,7 +271,8 @@ def _output(path: Path, src: Anatomy) -> Anatomy:
 
 # what is counted
 
-# Runs each command twice, the first time for the imports; then says what the kernel counted of the second.
+# Runs each command twice, the first time for the imports; then says what the kernel counted of the
+# second.
 SPY = """
 import json, os, sys
 from ckptkit.cli import main
@@ -256,7 +295,9 @@ def run(words):
 print(json.dumps([[run(words) for words in twice][1] for twice in json.load(sys.stdin)]), file=sys.stderr)
 """
 
-needs_counts = pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="this system does not count bytes")
+needs_counts = pytest.mark.skipif(
+    not os.path.exists("/proc/self/io"), reason="this system does not count bytes"
+)
 
 
 def _words(command: str, src: Path, folder: Path, run: int) -> list[str]:
@@ -326,7 +367,9 @@ def test_bytes(kind: str, shape: str, tmp_path: Path) -> None:
 # memory
 
 
-@pytest.mark.skipif(not hasattr(os, "wait4"), reason="this system does not tell the peak memory of a process")
+@pytest.mark.skipif(
+    not hasattr(os, "wait4"), reason="this system does not tell the peak memory of a process"
+)
 @pytest.mark.parametrize("command", MEMORY)
 @pytest.mark.parametrize("shape", ["large", "small"])
 def test_memory(command: str, shape: str, tmp_path: Path) -> None:
@@ -357,13 +400,14 @@ def _peak(words: list[str]) -> float:
 
 
 def _requests_to_open(src: Anatomy) -> int:
-    """The end and the beginning of the file, its pickle or header in pieces that grow from 64 KiB to 4 MiB, and what is
-    not near them."""
+    """The end and the beginning of the file, its pickle or header in pieces that grow from 64 KiB
+    to 4 MiB, and what is not near them."""
     return 6 + ceil(src.header / PIECE)
 
 
 def _requests_to_copy(src: Anatomy) -> int:
-    """All of the file in pieces. A storage in a zip file costs one or two requests, unless it is short."""
+    """All of the file in pieces. A storage in a zip file costs one or two requests, unless it is
+    short."""
     each = 2 * src.tensors if src.format == "torch-zip" and src.data // src.tensors >= SHORT else 0
     growing = 6  # pieces, until they are as large as they get
     return _requests_to_open(src) + growing + each + ceil(2 * src.size / PIECE)
@@ -386,7 +430,9 @@ def test_requests(kind: str, shape: str, tmp_path: Path) -> None:
         if anatomy.data > anatomy.size / 2:
             assert _sent(served) <= max(anatomy.header, 8 * TAIL)
         served.requests.clear()
-        convert(served.url, tmp_path / f"out.{kind}", lambda ck: ckptkit.strip_prefix(ck, "module."))
+        convert(
+            served.url, tmp_path / f"out.{kind}", lambda ck: ckptkit.strip_prefix(ck, "module.")
+        )
         assert len(served.requests) <= _requests_to_copy(anatomy)
         assert anatomy.data <= _sent(served) <= _fetched_to_copy(anatomy)
 
@@ -396,7 +442,8 @@ def _sent(served: Misbehaving) -> int:
 
 
 def test_calls_of_an_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part for each 16 MiB; one call to look whether the name is free, one to begin and one to complete."""
+    """A part for each 16 MiB; one call to look whether the name is free, one to begin and one to
+    complete."""
     s3fs, server = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
     _safetensors(_state(20, 512, 1024), tmp_path / "in.safetensors")
     running = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)

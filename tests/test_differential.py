@@ -63,7 +63,11 @@ class Case:
         """Assert that torch reads the output as `want`, in each way that the input allows."""
         out = self.write(*steps)
         for mmap in (False, True):
-            same(want, torch.load(out, map_location="cpu", weights_only=self.plain, mmap=mmap), storages)
+            same(
+                want,
+                torch.load(out, map_location="cpu", weights_only=self.plain, mmap=mmap),
+                storages,
+            )
         return out
 
     def weights(self, tree: Any) -> State:
@@ -98,12 +102,17 @@ def replaced(node: Any, old: Any, new: Any) -> Any:
     return node
 
 
-def renamed(state: State, name: Callable[[str], str], paths: Callable[[str], str] | None = None) -> State:
-    """A state_dict with other names, its `_metadata` with other paths, where the deeper of two stays."""
+def renamed(
+    state: State, name: Callable[[str], str], paths: Callable[[str], str] | None = None
+) -> State:
+    """A state_dict with other names, its `_metadata` with other paths, where the deeper of two
+    stays."""
     new = type(state)((name(key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        new._metadata = OrderedDict(((paths or name)(path), value) for path, value in metadata.items())
+        new._metadata = OrderedDict(
+            ((paths or name)(path), value) for path, value in metadata.items()
+        )
     return new
 
 
@@ -136,7 +145,10 @@ def test_inspect(case: Case) -> None:
         assert (row["device"], row["requires_grad"]) == (device, tensor.requires_grad), path
         assert row["sha256"] == sha256(tensor), path
         if tensor.layout == torch.strided:
-            assert (row["stride"], row["offset"]) == (list(tensor.stride()), tensor.storage_offset()), path
+            assert (row["stride"], row["offset"]) == (
+                list(tensor.stride()),
+                tensor.storage_offset(),
+            ), path
     numbered = [(str(n), tensor) for n, (_, tensor) in enumerate(want)]
     groups: dict[int, list[str]] = {}
     for (name, tensor), row in zip(numbered, file["tensors"], strict=True):
@@ -151,11 +163,15 @@ def test_values(case: Case) -> None:
     kinds = {"bool": bool, "int": int, "float": float, "str": str, "none": type(None)}
     tree = case.tree()
     odd = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
-    inside = tuple(f"{path}." if path else "" for path, leaf in leaves(tree) if isinstance(leaf, set))
+    inside = tuple(
+        f"{path}." if path else "" for path, leaf in leaves(tree) if isinstance(leaf, set)
+    )
     got = [(row["path"], row["value"]) for row in file["values"] if row["type"] in kinds]
     got = [(path, value) for path, value in got if not path.startswith(inside)]
     want = [(path, leaf) for path, leaf in leaves(tree) if type(leaf) in kinds.values()]
-    want = [(path, odd.get(repr(leaf), leaf) if type(leaf) is float else leaf) for path, leaf in want]
+    want = [
+        (path, odd.get(repr(leaf), leaf) if type(leaf) is float else leaf) for path, leaf in want
+    ]
     assert list(map(repr, got)) == list(map(repr, want))
 
 
@@ -174,7 +190,9 @@ def test_strip_module(weighted: Case) -> None:
     def strip(name: str) -> str:
         return f"{name}.".removeprefix("module.")[:-1]
 
-    want = weighted.with_weights(lambda state: renamed(state, lambda key: key.removeprefix("module."), strip))
+    want = weighted.with_weights(
+        lambda state: renamed(state, lambda key: key.removeprefix("module."), strip)
+    )
     weighted.expect(want, strip_prefix)
 
 
@@ -191,16 +209,22 @@ def test_add_module_and_back(weighted: Case) -> None:
 
 
 def test_rename(weighted: Case) -> None:
-    want = weighted.with_weights(lambda state: renamed(state, lambda key: key.replace("layer", "block")))
+    want = weighted.with_weights(
+        lambda state: renamed(state, lambda key: key.replace("layer", "block"))
+    )
     weighted.expect(want, lambda ck: rename(ck, None, [("layer", "block")]))
 
 
 def test_select(weighted: Case) -> None:
     def keep(state: State) -> State:
-        new = type(state)((key, value) for key, value in state.items() if not key.endswith("weight"))
+        new = type(state)(
+            (key, value) for key, value in state.items() if not key.endswith("weight")
+        )
         if hasattr(state, "_metadata"):
             live = {""}.union(*({key[:at] for at, c in enumerate(key) if c == "."} for key in new))
-            new._metadata = OrderedDict((path, value) for path, value in state._metadata.items() if path in live)  # type: ignore[attr-defined]
+            new._metadata = OrderedDict(
+                (path, value) for path, value in state._metadata.items() if path in live
+            )  # type: ignore[attr-defined]
         return new
 
     weighted.expect(weighted.with_weights(keep), lambda ck: select(ck, drop=["*weight"]))
@@ -214,10 +238,15 @@ def test_cast(weighted: Case) -> None:
     for name, tensor in want.items():
         plain = type(tensor) is torch.Tensor
         fixed = not tensor.is_floating_point() or tensor.is_meta or (plain and vars(tensor))
-        eight = dtype.startswith("float8") and not fixed  # torch can neither negate those nor load a plain leaf
+        eight = (
+            dtype.startswith("float8") and not fixed
+        )  # torch can neither negate those nor load a plain leaf
         assert got[name].requires_grad == (tensor.requires_grad and not (eight and plain)), name
         if not (eight and tensor.is_neg()):
-            assert_numbers(tensor.detach() if fixed else tensor.detach().to(getattr(torch, dtype)), got[name].detach())
+            assert_numbers(
+                tensor.detach() if fixed else tensor.detach().to(getattr(torch, dtype)),
+                got[name].detach(),
+            )
 
 
 def assert_numbers(want: torch.Tensor, got: torch.Tensor) -> None:

@@ -51,7 +51,8 @@ Elsewhere = Callable[..., Done]
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, run: Run) -> Elsewhere:
-    """``elsewhere(NO_TORCH, "inspect", "run.pth")`` in a folder with run.pth and net.safetensors."""
+    """``elsewhere(NO_TORCH, "inspect", "run.pth")`` in a folder with run.pth and
+    net.safetensors."""
     (tmp_path / "site").mkdir()
     fixtures = ROOT / "fixtures"
     shutil.copy(fixtures / "torch-zip" / "dp_wrapped_cuda1.pth", tmp_path / "run.pth")
@@ -96,7 +97,16 @@ WORK = (
 @pytest.mark.parametrize("lacking", [NO_TORCH, WINDOWS], ids=["torch", "Windows"])
 def test_what_works_without(elsewhere: Elsewhere, lacking: str) -> None:
     names = {words.split()[0] for words in WORK}
-    assert names >= {"inspect", "strip-module", "remap", "convert", "scan", "verify", "digest", "stats"}
+    assert names >= {
+        "inspect",
+        "strip-module",
+        "remap",
+        "convert",
+        "scan",
+        "verify",
+        "digest",
+        "stats",
+    }
     for words in WORK:
         done = elsewhere(lacking, *words.split())
         assert done.code == 0, (words, done)

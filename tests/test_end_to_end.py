@@ -44,7 +44,13 @@ REAL = (
 )  # fmt: skip
 VERSIONS = tuple(
     f"versions/torch{version}-{device}-{what}.pth"
-    for version in ("1.0.0-default", "1.6.0-default", "1.6.0-legacy", "2.1.2-default", "2.1.2-legacy")
+    for version in (
+        "1.0.0-default",
+        "1.6.0-default",
+        "1.6.0-legacy",
+        "2.1.2-default",
+        "2.1.2-legacy",
+    )
     for device in ("cpu", "cuda1")
     for what in ("bare", "full")
 )
@@ -68,8 +74,8 @@ Facts = tuple[dict[Keys, Any], dict[Keys, Any], list[list[str]], list[Any]]
 class Source:
     """A file or folder, and what torch reads in it.
 
-    Where nobody reads a whole tree but a state_dict, of modules and what DeepSpeed leaves, `weights` is its place, and
-    `root` it alone: names and numbers.
+    Where nobody reads a whole tree but a state_dict, of modules and what DeepSpeed leaves,
+    `weights` is its place, and `root` it alone: names and numbers.
     """
 
     path: Path
@@ -94,7 +100,13 @@ def source(request: pytest.FixtureRequest) -> Source:
         alone = isinstance(root, torch.nn.Module) or facts["format"] == "deepspeed"
         weights = facts["weights"] if alone else None
         root = root if weights is None else as_state(root, weights)
-        return Source(fixture.path, root, frozenset(facts["devices"]), facts.get("weights_only", True), weights)
+        return Source(
+            fixture.path,
+            root,
+            frozenset(facts["devices"]),
+            facts.get("weights_only", True),
+            weights,
+        )
     corpus: Corpus = request.getfixturevalue("corpus")
     path = corpus / name
     return Source(path, torch_load(path), frozenset(tags(path)))
@@ -129,16 +141,29 @@ def leaves(root: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def as_numbers(value: Any) -> Any:
-    return torch.from_numpy(value.astype(value.dtype.newbyteorder("="))) if isinstance(value, np.ndarray) else value
+    return (
+        torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
+        if isinstance(value, np.ndarray)
+        else value
+    )
 
 
 def facts(root: Any) -> Facts:
-    """Geometry and bytes of each tensor; every other value; who shares memory; every `_metadata`."""
+    """Geometry and bytes of each tensor; every other value; who shares memory; every
+    `_metadata`."""
     tensors = {path: value for path, value in leaves(root) if torch.is_tensor(value)}
     memory = [each.untyped_storage() for each in tensors.values()]
     places = {path: place(t, memory) for path, t in tensors.items()}
     geometry = {
-        path: (t.dtype, tuple(t.shape), t.stride(), places[path][1], t.requires_grad, t.is_conj(), elements(t))
+        path: (
+            t.dtype,
+            tuple(t.shape),
+            t.stride(),
+            places[path][1],
+            t.requires_grad,
+            t.is_conj(),
+            elements(t),
+        )
         for path, t in tensors.items()
     }
     values = {path: text(value) for path, value in leaves(root) if not torch.is_tensor(value)}
@@ -147,10 +172,15 @@ def facts(root: Any) -> Facts:
 
 
 def place(tensor: torch.Tensor, memory: list[torch.UntypedStorage]) -> tuple[int, int]:
-    """Where the memory begins in which it lies, and where it lies there. Tar files have storages within storages."""
+    """Where the memory begins in which it lies, and where it lies there. Tar files have storages
+    within storages."""
     mine = tensor.untyped_storage()
     start, end = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
-    around = [each.data_ptr() for each in memory if each.data_ptr() <= start and end <= each.data_ptr() + each.nbytes()]
+    around = [
+        each.data_ptr()
+        for each in memory
+        if each.data_ptr() <= start and end <= each.data_ptr() + each.nbytes()
+    ]
     origin = min(around) if mine.nbytes() else start
     return origin, start - origin + int(tensor.storage_offset()) * tensor.element_size()
 
@@ -173,11 +203,17 @@ def metadata(root: Any) -> list[Any]:
 
 def test_reads_what_torch_reads(source: Source) -> None:
     checkpoint = ckptkit.open(source.path)
-    ours = {path: tensor for path, node in walk(checkpoint.root) if (tensor := as_tensor(node)) is not None}
+    ours = {
+        path: tensor
+        for path, node in walk(checkpoint.root)
+        if (tensor := as_tensor(node)) is not None
+    }
     if source.weights is not None:
         ours = {(name,): tensor for name, tensor in checkpoint.weights.items()}
     theirs = {path: value for path, value in leaves(source.root) if torch.is_tensor(value)}
-    whole = [path for path in ours if not any(path[:n] in ours for n in range(1, len(path)))]  # no scales of quantized
+    whole = [
+        path for path in ours if not any(path[:n] in ours for n in range(1, len(path)))
+    ]  # no scales of quantized
     assert whole == list(theirs)
     for path, want in theirs.items():
         got = ours[path]
@@ -196,7 +232,8 @@ def in_order(tensor: Tensor) -> bytes:
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_writes_what_torch_reads(source: Source, edit: str, tmp_path: Path) -> None:
-    """The same bytes twice, loaded with and without mmap, and everything but what was edited as it was."""
+    """The same bytes twice, loaded with and without mmap, and everything but what was edited as it
+    was."""
     outs = [tmp_path / "first.pth", tmp_path / "second.pth"]
     for out in outs:
         checkpoint = ckptkit.open(source.path)
@@ -238,7 +275,9 @@ def needs_weights(checkpoint: Checkpoint) -> None:
 def check_edited(source: Source, edit: str, out: Path, mmap: bool = False) -> None:
     """Everything but what was edited is as it was."""
     same = without_prefix if edit == "strip" else lambda found: found
-    for got, want in zip(same(facts(source.load(out, mmap))), same(facts(source.root)), strict=True):
+    for got, want in zip(
+        same(facts(source.load(out, mmap))), same(facts(source.root)), strict=True
+    ):
         assert got == want
     if zipfile.is_zipfile(out):
         assert tags(out, source.weights_only) == set(map(TAGS[edit], source.devices))
@@ -269,7 +308,11 @@ def test_safetensors_and_back(source: Source, tmp_path: Path) -> None:
     for key in checkpoint.required.path if source.weights is None else ():
         state = state[key]
     metadata = getattr(state, "_metadata", None)
-    state = {name: numbers for name, value in state.items() if torch.is_tensor(numbers := as_numbers(value))}
+    state = {
+        name: numbers
+        for name, value in state.items()
+        if torch.is_tensor(numbers := as_numbers(value))
+    }
     if any(BY_NAME[str(each.dtype)[6:]].safetensors is None for each in state.values()):
         with pytest.raises(TensorError, match="safetensors cannot hold"):
             ckptkit.save(checkpoint, there)
@@ -304,7 +347,8 @@ class Stub:
 
 
 class Reader(pickle.Unpickler):
-    """A legacy file read by Python's own unpickler, every class a stub: what a whole module holds."""
+    """A legacy file read by Python's own unpickler, every class a stub: what a whole module
+    holds."""
 
     def __init__(self, stream: BytesIO) -> None:
         super().__init__(stream, encoding="latin-1")
@@ -343,13 +387,19 @@ def test_whole_module_without_its_class(corpus: Corpus) -> None:
     assert want
     assert got.keys() == want.keys()
     for name, (storage, offset, size, stride) in want.items():
-        assert (got[name].shape, got[name].stride, got[name].offset) == (tuple(size), tuple(stride), offset)
+        assert (got[name].shape, got[name].stride, got[name].offset) == (
+            tuple(size),
+            tuple(stride),
+            offset,
+        )
         assert storage_bytes(got[name]) == storage[2]
 
 
 def parameters(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for part in (module._parameters, module._buffers):
-        yield from ((prefix + name, value.args[0]) for name, value in part.items() if value is not None)
+        yield from (
+            (prefix + name, value.args[0]) for name, value in part.items() if value is not None
+        )
     for name, child in module._modules.items():
         yield from parameters(child, f"{prefix}{name}.")
 
@@ -362,7 +412,11 @@ def test_numpy_array_in_a_torch_file(corpus: Corpus) -> None:
     (got,) = [node for _, node in walk(ckptkit.open(path).root) if as_tensor(node) is not None]
     tensor = as_tensor(got)
     assert tensor is not None
-    assert (tensor.kind, tensor.shape, tensor.dtype.name) == ("ndarray", want.shape, str(want.dtype))
+    assert (tensor.kind, tensor.shape, tensor.dtype.name) == (
+        "ndarray",
+        want.shape,
+        str(want.dtype),
+    )
     assert elements_of(tensor) == want.tobytes()
 
 

@@ -1,4 +1,5 @@
-"""Wrong input gives one clear line, what to do next, and the right exit code; nothing is left behind or changed."""
+"""Wrong input gives one clear line, what to do next, and the right exit code; nothing is left
+behind or changed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Done, Run
 
 FIXTURES = ROOT / "fixtures"
 GOOD = (FIXTURES / "torch-zip/dp_wrapped_cuda1.pth").read_bytes()
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
+)
 
 
 @pytest.fixture
@@ -49,7 +52,12 @@ def folder(tmp_path: Path) -> Path:
     torch.save({"first": {"w": weight}, "second": {"w": weight}}, tmp_path / "ambiguous.pth")
     torch.save({"module.w": weight, "w": weight}, tmp_path / "colliding.pth")
     archives = {
-        "script.pt": ("script/data.pkl", "script/constants.pkl", "script/code/__torch__.py", "script/version"),
+        "script.pt": (
+            "script/data.pkl",
+            "script/constants.pkl",
+            "script/code/__torch__.py",
+            "script/version",
+        ),
         "readme.zip": ("readme.txt", "docs/more.txt"),
         "packed.zip": ("run/readme.txt", "run/good.pth"),
         "arrays.npz": ("a.npy", "b.npy"),
@@ -64,7 +72,10 @@ def folder(tmp_path: Path) -> Path:
 def listing(folder: Path) -> dict[str, str]:
     """Every file and the digest of its bytes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def check_said(done: Done, code: int, *phrases: str) -> None:
@@ -194,7 +205,9 @@ def test_a_disk_that_fills_up_meanwhile(folder: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
-    done = subprocess.run(command, capture_output=True, cwd=folder, env=ENVIRONMENT, preexec_fn=limit)
+    done = subprocess.run(
+        command, capture_output=True, cwd=folder, env=ENVIRONMENT, preexec_fn=limit
+    )
     check_said(Done(done.returncode, "", done.stderr.decode()), 4, "out.pth", "large")
     assert listing(folder) == before
 
@@ -205,7 +218,12 @@ def test_a_full_pipe_of_output_is_said(folder: Path) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "ckptkit", "inspect", "good.pth"]
         done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", cwd=folder, env=ENVIRONMENT
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            cwd=folder,
+            env=ENVIRONMENT,
         )
     check_said(Done(done.returncode, "", done.stderr), 4, "standard output")
 
@@ -238,7 +256,9 @@ main()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="needs os.copy_file_range, to interrupt a copy")
+@pytest.mark.skipif(
+    not hasattr(os, "copy_file_range"), reason="needs os.copy_file_range, to interrupt a copy"
+)
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("old", [b"", b"what was there"], ids=["new", "replaced"])
 def test_an_interrupt_leaves_the_old_file(old: bytes, sent: str, folder: Path) -> None:
@@ -246,7 +266,20 @@ def test_an_interrupt_leaves_the_old_file(old: bytes, sent: str, folder: Path) -
     if old:
         (folder / "out.pth").write_bytes(old)
     before = listing(folder)
-    command = [sys.executable, "-c", INTERRUPT, "remap", "large.pth", "out.pth", "--to", "cpu", "--force", sent]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, env=ENVIRONMENT, timeout=60)
+    command = [
+        sys.executable,
+        "-c",
+        INTERRUPT,
+        "remap",
+        "large.pth",
+        "out.pth",
+        "--to",
+        "cpu",
+        "--force",
+        sent,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", cwd=folder, env=ENVIRONMENT, timeout=60
+    )
     check_said(Done(done.returncode, done.stdout, done.stderr), 130, "interrupted")
     assert listing(folder) == before

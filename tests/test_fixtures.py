@@ -1,5 +1,5 @@
-"""The manifest against the fixtures: nothing more, nothing less, and what it says of them holds, through torch and
-through ckptkit."""
+"""The manifest against the fixtures: nothing more, nothing less, and what it says of them holds,
+through torch and through ckptkit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from tests.conftest import ROOT, Run
 from tests.formats.conformance import sharing
 from tests.matrix import ENTRIES, FOLDER, MANIFEST, NAMES, Fixture, of_net
 
-MATRIX = list(product(("none", "dp", "ddp"), ("bare", "wrapped", "full"), ("cpu", "cuda0", "cuda1", "cuda3")))
+MATRIX = list(
+    product(("none", "dp", "ddp"), ("bare", "wrapped", "full"), ("cpu", "cuda0", "cuda1", "cuda3"))
+)
 
 
 @pytest.fixture
@@ -42,7 +44,11 @@ def one_thread() -> Iterator[None]:
 
 def test_every_file_is_in_the_manifest() -> None:
     listed = {name for entry in ENTRIES.values() for name in entry["sha256"]}
-    folders = [place for place in FOLDER.iterdir() if place.is_dir() and place.name not in ("making", "__pycache__")]
+    folders = [
+        place
+        for place in FOLDER.iterdir()
+        if place.is_dir() and place.name not in ("making", "__pycache__")
+    ]
     there = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert {path.relative_to(FOLDER).as_posix() for path in there} == listed
     assert sum(path.stat().st_size for path in there) < 4 << 20
@@ -61,7 +67,9 @@ def test_the_trainer_left_every_form_under_every_tag(kind: str, form: str, tag: 
     device = tag.replace("cuda", "cuda:")
     assert facts["prefix"] == ("" if kind == "none" else "module.")
     assert facts["weights"] == ("" if form == "bare" else "model")
-    assert facts["devices"] == sorted({device, "cpu"} if form == "full" else {device})  # random states are on the CPU
+    assert facts["devices"] == sorted(
+        {device, "cpu"} if form == "full" else {device}
+    )  # random states are on the CPU
     assert facts.get("epoch") == (None if form == "bare" else 20)
     assert facts["accuracy"] > 0.9
     assert f"--parallel {kind}" in entry["made_by"]
@@ -97,7 +105,8 @@ def test_torch_finds_what_the_manifest_says(name: str) -> None:
     if facts["weights"] is not None:
         state = reading.state_of(loaded, facts["weights"])
         assert (
-            sum(torch.is_tensor(value) or getattr(value, "ndim", 0) > 0 for value in state.values()) == facts["tensors"]
+            sum(torch.is_tensor(value) or getattr(value, "ndim", 0) > 0 for value in state.values())
+            == facts["tensors"]
         )
         assert reading.prefix_of(state) == facts["prefix"]
         tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
@@ -110,9 +119,11 @@ def test_ckptkit_finds_what_the_manifest_says(name: str) -> None:
     facts, checkpoint = fixture.facts, ckptkit.open(fixture.path)
     assert checkpoint.format == facts["format"]
     tensors = [tensor for node in nodes(checkpoint.root) if (tensor := as_tensor(node)) is not None]
-    assert {each.storage.device for each in tensors if each.storage is not None and each.kind != "ndarray"} == set(
-        facts["devices"]
-    )
+    assert {
+        each.storage.device
+        for each in tensors
+        if each.storage is not None and each.kind != "ndarray"
+    } == set(facts["devices"])
     root: Any = checkpoint.root
     if "epoch" in facts:
         assert root["epoch"] == facts["epoch"]
@@ -129,7 +140,11 @@ def test_ckptkit_finds_what_the_manifest_says(name: str) -> None:
 
 def ties(weights: Any) -> list[list[str]]:
     held: dict[str, Tensor] = {name: tensor for name, tensor in weights.items() if tensor.numel}
-    return [names for names in sharing({name: id(each.storage) for name, each in held.items()}) if len(names) > 1]
+    return [
+        names
+        for names in sharing({name: id(each.storage) for name, each in held.items()})
+        if len(names) > 1
+    ]
 
 
 def test_what_is_not_read_is_refused_by_its_name() -> None:
@@ -172,7 +187,10 @@ def test_evaluate_gives_the_accuracy_of_the_manifest(run: Run) -> None:
     name = "torch-zip/dp_wrapped_cuda1.pth"
     width = MANIFEST["net"]["arguments"]["width"]
     done = run("train", "--evaluate", FOLDER / name, "--width", width, "--devices", "cpu")
-    assert (done.code, done.stdout) == (0, f"accuracy {ENTRIES[name]['facts']['accuracy']:.4f}\n"), done.stderr
+    assert (done.code, done.stdout) == (
+        0,
+        f"accuracy {ENTRIES[name]['facts']['accuracy']:.4f}\n",
+    ), done.stderr
 
 
 def test_what_is_not_made_again_is_kept() -> None:
@@ -186,7 +204,9 @@ def test_what_is_not_made_again_is_kept() -> None:
 def test_there_is_a_tensor_of_every_dtype() -> None:
     loaded = Fixture("torch-zip/dtypes.pth").load()
     assert all(str(tensor.dtype) == f"torch.{name}" for name, tensor in loaded.items())
-    shells = {row.name for row in TABLE} - loaded.keys()  # which torch cannot save, or does not have
+    shells = {
+        row.name for row in TABLE
+    } - loaded.keys()  # which torch cannot save, or does not have
     assert shells == {
         "bcomplex32",
         "float6_e2m3",
@@ -206,8 +226,14 @@ def test_making_them_again_gives_the_same(names: list[str], tmp_path: Path) -> N
     if versions() != MANIFEST["versions"]:
         pytest.skip(f"made with {MANIFEST['versions']}, here are {versions()}")
     command = [sys.executable, "-m", "fixtures.make", str(tmp_path / "again"), *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300, env=os.environ)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300, env=os.environ
+    )
     assert done.returncode == 0, done.stderr
     again = json.loads((tmp_path / "again/manifest.json").read_text())
-    made = [name for name in NAMES if name in names or name.startswith(tuple(f"torch-zip/{each}_" for each in names))]
+    made = [
+        name
+        for name in NAMES
+        if name in names or name.startswith(tuple(f"torch-zip/{each}_" for each in names))
+    ]
     assert again == {**MANIFEST, "fixtures": {name: ENTRIES[name] for name in made}}

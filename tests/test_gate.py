@@ -29,8 +29,15 @@ FORBIDDEN = (
 FORBIDDEN_METHODS = ("extractall", "unpack_archive", "find_class")
 # Methods that are forbidden in a file that imports one of these modules.
 ARCHIVES = ("tarfile", "zipfile")
-# Modules named at run time: ckptkit's own, imported when they are used, and the model class that the user typed.
-IMPORTERS = {"__init__.py", "compute/__init__.py", "formats/format.py", "loading/building.py", "cli/__init__.py"}
+# Modules named at run time: ckptkit's own, imported when they are used, and the model class that
+# the user typed.
+IMPORTERS = {
+    "__init__.py",
+    "compute/__init__.py",
+    "formats/format.py",
+    "loading/building.py",
+    "cli/__init__.py",
+}
 
 
 def found(source: str) -> Iterator[str]:
@@ -47,7 +54,10 @@ def found(source: str) -> Iterator[str]:
 
 
 def forbidden(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) or name == pattern.removesuffix(".*") for pattern in FORBIDDEN)
+    return any(
+        fnmatch.fnmatchcase(name, pattern) or name == pattern.removesuffix(".*")
+        for pattern in FORBIDDEN
+    )
 
 
 def method_forbidden(method: str, alias: dict[str, str]) -> bool:
@@ -62,7 +72,9 @@ def aliases(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.Import):
             names.update({each.asname or each.name: each.name for each in node.names})
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.update({each.asname or each.name: f"{node.module}.{each.name}" for each in node.names})
+            names.update(
+                {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            )
     return names
 
 
@@ -76,7 +88,10 @@ def dotted(node: ast.AST, alias: dict[str, str]) -> str | None:
 
 
 def imports_by_name(source: str) -> bool:
-    return any(name.split(".")[0] in ("importlib", "pkgutil") for name in aliases(ast.parse(source)).values())
+    return any(
+        name.split(".")[0] in ("importlib", "pkgutil")
+        for name in aliases(ast.parse(source)).values()
+    )
 
 
 def test_PK_30_no_call_that_executes() -> None:
@@ -137,6 +152,8 @@ def test_PK_30_the_gate_lets_pass(source: str) -> None:
     assert not list(found(source))
 
 
-@pytest.mark.parametrize("source", ["import importlib", "from importlib import import_module", "import pkgutil"])
+@pytest.mark.parametrize(
+    "source", ["import importlib", "from importlib import import_module", "import pkgutil"]
+)
 def test_PK_30_the_gate_sees_imports_by_name(source: str) -> None:
     assert imports_by_name(source)

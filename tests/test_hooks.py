@@ -1,4 +1,5 @@
-"""The hooks for pre-commit: their definition is one that it takes, and their commands do what they say."""
+"""The hooks for pre-commit: their definition is one that it takes, and their commands do what they
+say."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ HOOKS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 def test_pre_commit_takes_it() -> None:
     clientlib = pytest.importorskip("pre_commit.clientlib", reason="pre-commit is not installed")
-    assert [hook["id"] for hook in clientlib.load_manifest(FILE)] == ["ckptkit-scan", "ckptkit-verify"]
+    assert [hook["id"] for hook in clientlib.load_manifest(FILE)] == [
+        "ckptkit-scan",
+        "ckptkit-verify",
+    ]
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: str(hook["id"]))

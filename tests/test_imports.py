@@ -1,4 +1,5 @@
-"""What the commands do without: torch, numpy, an unpickler, temporary files, and any change of their input."""
+"""What the commands do without: torch, numpy, an unpickler, temporary files, and any change of
+their input."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ COMMANDS = (
     "remap SRC DST --map cuda:1=cuda:0",
 )
 
-# Runs command lines, a JSON list, one after the other; then says how each ended, and what was imported and whether
-# pickle looked for a class meanwhile.
+# Runs command lines, a JSON list, one after the other; then says how each ended, and what was
+# imported and whether pickle looked for a class meanwhile.
 SPY = """
 import json, os, sys
 unpicklers = []
@@ -74,12 +75,21 @@ def test_no_torch_no_unpickler_nothing_left(command: str, tmp_path: Path) -> Non
     words: list[dict[str, str | Path]] = [
         {"SRC": fixture.path, "DST": f"{n}.pth"} for n, fixture in enumerate(READABLE)
     ]
-    reports = spied(tmp_path, *([each.get(word, word) for word in command.split()] for each in words))
+    reports = spied(
+        tmp_path, *([each.get(word, word) for word in command.split()] for each in words)
+    )
     ambiguous = 3 if command.startswith("strip-module") else 0
-    codes = {fixture.name: 0 if fixture.facts["weights"] is not None else ambiguous for fixture in READABLE}
-    assert dict(zip(codes, reports, strict=True)) == {name: {"code": code, **QUIET} for name, code in codes.items()}
+    codes = {
+        fixture.name: 0 if fixture.facts["weights"] is not None else ambiguous
+        for fixture in READABLE
+    }
+    assert dict(zip(codes, reports, strict=True)) == {
+        name: {"code": code, **QUIET} for name, code in codes.items()
+    }
     assert [hashes(fixture.path) for fixture in READABLE] == before
-    written = {f"{n}.pth" for n, code in enumerate(codes.values()) if code == 0 and "DST" in command}
+    written = {
+        f"{n}.pth" for n, code in enumerate(codes.values()) if code == 0 and "DST" in command
+    }
     assert {path.name for path in tmp_path.iterdir()} == written
 
 
@@ -96,12 +106,21 @@ def test_convert_copies_without_torch(name: str, tmp_path: Path) -> None:
 
 def test_importing_the_library_imports_nothing_heavy() -> None:
     program = "import ckptkit, sys; print(sorted({'torch', 'numpy', 'click', 'tabulate', 'pickle'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_floats_are_cast_without_torch(dtype: str, tmp_path: Path) -> None:
-    cast: list[str | Path] = ["convert", Fixture("torch-zip/none_bare_cpu.pth").path, "out.pth", "--cast", dtype]
+    cast: list[str | Path] = [
+        "convert",
+        Fixture("torch-zip/none_bare_cpu.pth").path,
+        "out.pth",
+        "--cast",
+        dtype,
+    ]
     (report,) = spied(tmp_path, cast)
     assert report["code"] == report["unpicklers"] == 0
     assert set(report["heavy"]) == {"numpy", "pickle"}  # the second imported by the first

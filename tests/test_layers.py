@@ -1,7 +1,7 @@
 """The architecture, read from the syntax trees: which room may import which.
 
-Imports inside functions count, and so do those for type checkers (except in ``ckptkit/__init__.py``, which names
-everything that it offers).
+Imports inside functions count, and so do those for type checkers (except in
+``ckptkit/__init__.py``, which names everything that it offers).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import pytest
 import ckptkit
 
 PACKAGE = Path(ckptkit.__file__).parent
-MODULES = sorted(".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
+)
 
 # A room sees those above it; the names of one line do not see each other.
 ROOMS = (
@@ -70,19 +72,25 @@ def path_of(module: str) -> Path:
 
 
 def imports(module: str) -> Iterator[tuple[str, str]]:
-    """Full dotted names that a module imports, and when: at once, later, or never (for type checkers)."""
+    """Full dotted names that a module imports, and when: at once, later, or never (for type
+    checkers)."""
     when = {}
     for node in ast.walk(parsed(module)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             when.update(dict.fromkeys(map(id, ast.walk(node)), "later"))
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in (
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        ):
             when.update(dict.fromkeys(map(id, ast.walk(node)), "never"))
     for node in ast.walk(parsed(module)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, when.get(id(node), "at once")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = absolute(module, node)
-            yield from ((f"{base}.{alias.name}", when.get(id(node), "at once")) for alias in node.names)
+            yield from (
+                (f"{base}.{alias.name}", when.get(id(node), "at once")) for alias in node.names
+            )
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:
@@ -100,7 +108,9 @@ def own(module: str) -> Iterator[str]:
         if parts[0] != "ckptkit":
             continue
         candidates = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
-        names = (found for each in candidates for found in (each, f"{each}.__init__") if found in MODULES)
+        names = (
+            found for each in candidates for found in (each, f"{each}.__init__") if found in MODULES
+        )
         yield next(names, "__init__")
 
 
@@ -116,7 +126,9 @@ def test_imports_go_down() -> None:
     """`__main__` modules of rooms are no exception."""
     assert {room(module) for module in MODULES} - LEVEL.keys() == set()
     pairs = [(module, other) for module in MODULES if module != "__init__" for other in own(module)]
-    up = [f"{a} imports {b}" for a, b in pairs if room(a) != room(b) and not below(room(b), room(a))]
+    up = [
+        f"{a} imports {b}" for a, b in pairs if room(a) != room(b) and not below(room(b), room(a))
+    ]
     assert not up
 
 
@@ -144,7 +156,11 @@ def test_no_cycles() -> None:
 def test_other_packages_stay_where_they_belong() -> None:
     wrong = []
     for module in MODULES:
-        for name in {name.split(".")[0] for name, _ in imports(module)} - sys.stdlib_module_names - {"ckptkit"}:
+        for name in (
+            {name.split(".")[0] for name, _ in imports(module)}
+            - sys.stdlib_module_names
+            - {"ckptkit"}
+        ):
             allowed = OTHERS.get(name, ())
             if allowed is not None and room(module) not in allowed:
                 wrong.append(f"{module} imports {name}")
@@ -163,7 +179,8 @@ def test_heavy_packages_are_imported_when_needed() -> None:
 
 
 def test_rooms_say_what_they_are_for() -> None:
-    """Each `__init__` says what comes in, what goes out, and which rooms it may use, in at most five lines."""
+    """Each `__init__` says what comes in, what goes out, and which rooms it may use, in at most
+    five lines."""
     rooms = [name for names in ROOMS for name in names if f"{name}.__init__" in MODULES]
     texts = {name: ast.get_docstring(parsed(f"{name}.__init__")) or "" for name in rooms}
     assert [name for name, text in texts.items() if not text or text.count("\n") > 4] == []

@@ -1,4 +1,5 @@
-"""What a strict reader must not refuse: honest files that look odd. Torch, or who wrote them, says what they hold."""
+"""What a strict reader must not refuse: honest files that look odd. Torch, or who wrote them, says
+what they hold."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def test_Z_02_without_checksums(tmp_path: Path) -> None:
 
 def test_Z_03_packed_again(tmp_path: Path) -> None:
     path = saved({"a": torch.arange(300.0)}, tmp_path / "run.pth")
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "again.pth", "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(path) as old,
+        zipfile.ZipFile(tmp_path / "again.pth", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for info in old.infolist():
             if not info.filename.endswith(".format_version"):
                 new.writestr(info.filename, old.read(info))
@@ -76,7 +80,12 @@ def test_Z_04_any_top_folder(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("legacy", [False, True])
 def test_Z_05_protocols(protocol: int, legacy: bool, tmp_path: Path) -> None:
     value = {"a": torch.ones(3), "b": [b"bytes", {1, 2}, 1 << 80]}
-    path = saved(value, tmp_path / "a.pth", pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
+    path = saved(
+        value,
+        tmp_path / "a.pth",
+        pickle_protocol=protocol,
+        _use_new_zipfile_serialization=not legacy,
+    )
     accepted(path, like="anything")
 
 
@@ -105,14 +114,23 @@ SHAPES = {
 @pytest.mark.parametrize("legacy", [False, True])
 def test_Z_08_Z_09_geometry(kind: str, legacy: bool, tmp_path: Path) -> None:
     value = SHAPES[kind]()
-    path = saved({"a": value, "b": value}, tmp_path / "a.pth", _use_new_zipfile_serialization=not legacy)
+    path = saved(
+        {"a": value, "b": value}, tmp_path / "a.pth", _use_new_zipfile_serialization=not legacy
+    )
     accepted(path)
 
 
 def test_Z_10_values(tmp_path: Path) -> None:
     ordered = OrderedDict(a=torch.ones(1))
     ordered._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
-    value = {"a": ordered, "b": Counter("aab"), "c": 1 - 2j, "d": bytearray(b"\0\xff"), "e": b"\0\xff", "f": {1}}
+    value = {
+        "a": ordered,
+        "b": Counter("aab"),
+        "c": 1 - 2j,
+        "d": bytearray(b"\0\xff"),
+        "e": b"\0\xff",
+        "f": {1},
+    }
     accepted(saved({"state_dict": value, "size": torch.Size([2])}, tmp_path / "a.pth"))
 
 
@@ -126,7 +144,9 @@ def test_Z_11_types(name: str, tmp_path: Path) -> None:
 def test_Z_12_old_streams(tmp_path: Path) -> None:
     """Views of one storage, and keys that look like addresses."""
     base = torch.arange(10.0)
-    path = saved({"a": base, "b": base[2:5]}, tmp_path / "a.pth", _use_new_zipfile_serialization=False)
+    path = saved(
+        {"a": base, "b": base[2:5]}, tmp_path / "a.pth", _use_new_zipfile_serialization=False
+    )
     accepted(path)
 
 
@@ -138,7 +158,10 @@ def test_Z_12_Z_13_real_ones(corpus: Corpus) -> None:
 
 def test_Z_13_tar(tmp_path: Path) -> None:
     path = tars.save(OrderedDict(a=torch.arange(4.0), b=torch.arange(4.0)[1:]), tmp_path / "a.pth")
-    assert {name: tensor.shape for name, tensor in ckptkit.open(path).weights.items()} == {"a": (4,), "b": (3,)}
+    assert {name: tensor.shape for name, tensor in ckptkit.open(path).weights.items()} == {
+        "a": (4,),
+        "b": (3,),
+    }
 
 
 EMPTY = {"dtype": "F32", "shape": [0, 2], "data_offsets": [4, 4]}
@@ -171,7 +194,11 @@ def test_Z_15_the_hubs_cache(tmp_path: Path) -> None:
     place = tmp_path / "models--a--b/snapshots/main"
     place.mkdir(parents=True)
     (place / "pytorch_model.bin").symlink_to("../../blobs/0123")
-    assert list(ckptkit.open(place).weights) == list(ckptkit.open(place / "pytorch_model.bin").weights) == ["a"]
+    assert (
+        list(ckptkit.open(place).weights)
+        == list(ckptkit.open(place / "pytorch_model.bin").weights)
+        == ["a"]
+    )
 
 
 def test_Z_16_dcp(tmp_path: Path) -> None:
@@ -182,7 +209,9 @@ def test_Z_16_dcp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
 def test_Z_17_bits_that_are_no_numbers(name: str, tmp_path: Path) -> None:
     words = [0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 0x00000001, 0x807FFFFF]
-    raw = torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).view(torch.float32)
+    raw = torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32).view(
+        torch.float32
+    )
     path = saved({"a": raw}, tmp_path / "a.pth")
     convert(path, tmp_path / name)
     assert elements_of(ckptkit.open(tmp_path / name).weights["a"]) == bits(raw)
@@ -195,7 +224,9 @@ def test_Z_18_names(tmp_path: Path) -> None:
 
 def test_Z_19_more_than_four_gigabytes(tmp_path: Path) -> None:
     with skip_data():
-        path = saved({"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.ones(3)}, tmp_path / "a.pth")
+        path = saved(
+            {"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.ones(3)}, tmp_path / "a.pth"
+        )
     weights = ckptkit.open(path).weights
     assert (weights["a"].nbytes, weights["b"].nbytes) == (5 << 30, 12)
 
@@ -217,7 +248,9 @@ def test_TM_09_ties_survive_a_format_without_them(tmp_path: Path) -> None:
     convert(path, tmp_path / "b.safetensors")
     done = convert(tmp_path / "b.safetensors", tmp_path / "back.pth")
     back = torch.load(tmp_path / "back.pth", weights_only=True)
-    assert {name: each.tolist() for name, each in back.items()} == {name: each.tolist() for name, each in state.items()}
+    assert {name: each.tolist() for name, each in back.items()} == {
+        name: each.tolist() for name, each in state.items()
+    }
     assert back["a"].data_ptr() == back["tied"].data_ptr() and not done.plan.notes
     accepted(path)
 
@@ -241,16 +274,26 @@ def test_TM_10_two_paths_that_are_one_text(tree: Any, tmp_path: Path) -> None:
         assert not (tmp_path / "b.safetensors").exists()
     else:
         convert(tmp_path / "b.safetensors", tmp_path / "back.pth")
-        same(torch.load(path, weights_only=True), torch.load(tmp_path / "back.pth", weights_only=True), storages=False)
+        same(
+            torch.load(path, weights_only=True),
+            torch.load(tmp_path / "back.pth", weights_only=True),
+            storages=False,
+        )
 
 
 def test_TM_11_DS_26_what_is_not_carried_is_named(tmp_path: Path) -> None:
-    """Section 6 of the design: by default the weights go, exit 0, and each thing that stays is in the report."""
+    """Section 6 of the design: by default the weights go, exit 0, and each thing that stays is in
+    the report."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    value = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "rng": torch.ones(5)}
+    value = {
+        "state_dict": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "rng": torch.ones(5),
+    }
     path = saved(value, tmp_path / "a.pth")
     done = convert(path, tmp_path / "b.safetensors")
     said = " ".join(done.plan.notes)

@@ -1,7 +1,7 @@
 """Files that the newest torch of the corpus wrote, against what that torch said of them.
 
-The tests run under the torch that constraints.txt pins; a change of format in a later one is seen here. Needs
-CKPTKIT_CORPUS.
+The tests run under the torch that constraints.txt pins; a change of format in a later one is seen
+here. Needs CKPTKIT_CORPUS.
 """
 
 from __future__ import annotations

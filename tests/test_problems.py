@@ -1,7 +1,9 @@
-"""Fifteen problems, fifteen solved: each is made for real, torch fails as people know it, the command mends it.
+"""Fifteen problems, fifteen solved: each is made for real, torch fails as people know it, the
+command mends it.
 
-The table is that of the README. Each test makes the files that its row names in a folder of its own, sees torch fail
-with the message, runs the command of the row as it stands there, and loads what it wrote with torch.
+The table is that of the README. Each test makes the files that its row names in a folder of its
+own, sees torch fail with the message, runs the command of the row as it stands there, and loads
+what it wrote with torch.
 """
 
 from __future__ import annotations
@@ -122,7 +124,10 @@ def table() -> str:
     """The problems as the README shows them."""
     rows = [f"| {what} | `{message}` | `{command}` |" for what, message, command in PROBLEMS]
     rows = [row.replace("`(none: the file is large)`", "(none: the file is large)") for row in rows]
-    return "\n".join(["| what happened | what torch says | what to type |", "|---|---|---|", *rows]) + "\n"
+    return (
+        "\n".join(["| what happened | what torch says | what to type |", "|---|---|---|", *rows])
+        + "\n"
+    )
 
 
 class Done(NamedTuple):
@@ -135,7 +140,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def fails(number: int, attempt: Callable[[], object], *, kind: type[Exception] | tuple[type[Exception], ...]) -> None:
+def fails(
+    number: int,
+    attempt: Callable[[], object],
+    *,
+    kind: type[Exception] | tuple[type[Exception], ...],
+) -> None:
     """Torch says what the table says: each of the pieces between the dots."""
     with pytest.raises(kind) as caught:
         attempt()
@@ -145,7 +155,8 @@ def fails(number: int, attempt: Callable[[], object], *, kind: type[Exception] |
 
 
 def run(number: int, *, code: int = 0, limit: int | None = None) -> Done:
-    """The command of the table, as it stands there, in a process of its own; `limit` is all the memory it may have."""
+    """The command of the table, as it stands there, in a process of its own; `limit` is all the
+    memory it may have."""
     program, *words = shlex.split(PROBLEMS[number - 1].command)
     assert program == "ckptkit"
     done = subprocess.run(
@@ -154,7 +165,9 @@ def run(number: int, *, code: int = 0, limit: int | None = None) -> Done:
         encoding="utf-8",
         env=ENVIRONMENT,
         timeout=120,
-        preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        preexec_fn=None
+        if limit is None
+        else lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )
     assert done.returncode == code, (done.stdout, done.stderr)
     return Done(done.returncode, done.stdout)
@@ -173,7 +186,9 @@ def test_the_readme_has_the_table() -> None:
 
 def test_01_module_prefix() -> None:
     torch.save(nn.DataParallel(nn.Linear(2, 2, bias=False)).state_dict(), "run.pth")
-    fails(1, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError)
+    fails(
+        1, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError
+    )
     run(1)
     nn.Linear(2, 2, bias=False).load_state_dict(load("plain.pth"))
 
@@ -183,12 +198,16 @@ def test_02_orig_mod_prefix() -> None:
     compiled = torch.compile(nn.Linear(2, 2, bias=False))
     assert isinstance(compiled, nn.Module)
     torch.save(compiled.state_dict(), "run.pth")
-    fails(2, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError)
+    fails(
+        2, lambda: nn.Linear(2, 2, bias=False).load_state_dict(load("run.pth")), kind=RuntimeError
+    )
     run(2)
     nn.Linear(2, 2, bias=False).load_state_dict(load("plain.pth"))
 
 
-def test_03_cuda_on_a_cpu_machine(simulated_cuda: Callable[..., AbstractContextManager[None]]) -> None:
+def test_03_cuda_on_a_cpu_machine(
+    simulated_cuda: Callable[..., AbstractContextManager[None]],
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with simulated_cuda(1):
@@ -199,7 +218,9 @@ def test_03_cuda_on_a_cpu_machine(simulated_cuda: Callable[..., AbstractContextM
 
 
 def test_04_weights_only_refuses() -> None:
-    torch.save({"model": nn.Linear(2, 2).state_dict(), "args": Namespace(lr=0.1), "epoch": 3}, "run.pth")
+    torch.save(
+        {"model": nn.Linear(2, 2).state_dict(), "args": Namespace(lr=0.1), "epoch": 3}, "run.pth"
+    )
     fails(4, lambda: load("run.pth"), kind=pickle.UnpicklingError)
     run(4)
     found = load("plain.pth")
@@ -213,7 +234,9 @@ def test_05_the_class_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         "    def __init__(self):\n        super().__init__()\n        self.fc = torch.nn.Linear(2, 2)\n"
     )
     script = "import torch, my_old_project; torch.save(my_old_project.Net(), 'run.pth')"
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": "."})
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": "."}
+    )
     Path("my_old_project.py").unlink()
     fails(5, lambda: torch.load("run.pth", weights_only=False), kind=ModuleNotFoundError)
     run(5)
@@ -243,8 +266,11 @@ def test_07_cut() -> None:
 
 
 def test_08_git_lfs_pointer() -> None:
-    """There is nothing to mend in the file: the command says what it is, and what to type in the clone."""
-    Path("run.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 440449768\n")
+    """There is nothing to mend in the file: the command says what it is, and what to type in the
+    clone."""
+    Path("run.pth").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 440449768\n"
+    )
     fails(8, lambda: torch.load("run.pth", weights_only=False), kind=pickle.UnpicklingError)
     said = run(8, code=3).stdout
     assert "Git LFS pointer" in said and "440,449,768 bytes" in said
@@ -265,7 +291,9 @@ def test_10_the_optimizer_weighs_most() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, "run.pth")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, "run.pth"
+    )
     run(10)
     assert Path("model.pth").stat().st_size < 0.4 * Path("run.pth").stat().st_size
     model.load_state_dict(load("model.pth"))
@@ -319,15 +347,24 @@ save_file(torch.load("pytorch_model.bin", weights_only=True), "model.safetensors
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as on Linux")
 def test_14_larger_than_the_memory() -> None:
-    """200 MB of weights where torch may have 100 MB more than it has for itself, and ckptkit 256 MiB with Python."""
-    torch.save({f"layers.{n}.weight": torch.full((5_000, 1_000), float(n)) for n in range(10)}, "pytorch_model.bin")
+    """200 MB of weights where torch may have 100 MB more than it has for itself, and ckptkit 256
+    MiB with Python."""
+    torch.save(
+        {f"layers.{n}.weight": torch.full((5_000, 1_000), float(n)) for n in range(10)},
+        "pytorch_model.bin",
+    )
     plain = subprocess.run(
-        [sys.executable, "-c", PLAIN.format(limit=100_000_000)], capture_output=True, encoding="utf-8", timeout=120
+        [sys.executable, "-c", PLAIN.format(limit=100_000_000)],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
     )
     assert PROBLEMS[13].message in plain.stderr
     run(14, limit=256 << 20)
     state = load_file("model.safetensors")
-    assert len(state) == 10 and all(bool((state[f"layers.{n}.weight"] == n).all()) for n in range(10))
+    assert len(state) == 10 and all(
+        bool((state[f"layers.{n}.weight"] == n).all()) for n in range(10)
+    )
     for name in ("pytorch_model.bin", "model.safetensors"):
         Path(name).unlink()
 

@@ -1,7 +1,8 @@
-"""The README and the manual are true: their commands run and print what is shown; tests/readme.py says how.
+"""The README and the manual are true: their commands run and print what is shown; tests/readme.py
+says how.
 
-``python -m tests.test_readme`` puts today's output where it is another; given other files, it tests or refreshes these:
-``python -m tests.test_readme --check part.md``.
+``python -m tests.test_readme`` puts today's output where it is another; given other files, it tests
+or refreshes these: ``python -m tests.test_readme --check part.md``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def test_there_are_examples() -> None:
     assert len(README.read_bytes()) <= BYTES
 
 
-@pytest.mark.parametrize("name", [name for name, text in PAGES.items() if readme.blocks(text, "python")])
+@pytest.mark.parametrize(
+    "name", [name for name, text in PAGES.items() if readme.blocks(text, "python")]
+)
 def test_library_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", readme.program(PAGES[name], run=True)],
@@ -115,16 +118,21 @@ def test_every_command_and_public_name_is_in_it() -> None:
     for command in COMMANDS:
         assert f"ckptkit {command}" in EVERYTHING, command
     for name in ckptkit.__all__:
-        assert name.startswith("__") or re.search(rf"`[^`\n]*\b{name}\b|ckptkit\.{name}\b", EVERYTHING), name
+        assert name.startswith("__") or re.search(
+            rf"`[^`\n]*\b{name}\b|ckptkit\.{name}\b", EVERYTHING
+        ), name
 
 
 def calls(text: str) -> set[tuple[str, ...]]:
-    """The command lines that stand in sentences, tables and blocks, their words as far as they can be told."""
+    """The command lines that stand in sentences, tables and blocks, their words as far as they can
+    be told."""
     lines = "\n".join(block.text for block in readme.blocks(text, "console", "sh", "setup", "yaml"))
     found = re.findall(r"`ckptkit ([^`\n]+)`", text) + re.findall(
         r"^(?:\$ )?ckptkit ([^\n#|>\\]+)", lines, re.MULTILINE
     )
-    return {tuple(words.split()) for words in found} - {("inspekt", "run.pth")}  # which shows what a typo gives
+    return {tuple(words.split()) for words in found} - {
+        ("inspekt", "run.pth")
+    }  # which shows what a typo gives
 
 
 def test_commands_and_options_exist() -> None:
@@ -136,17 +144,27 @@ def unknown(words: tuple[str, ...]) -> set[str]:
     """The options of a command line that the command does not have."""
     command: click.Command | None = main
     names = list(words)
-    while isinstance(command, click.Group) and names and not names[0].isupper() and names[0][0] != "-":
+    while (
+        isinstance(command, click.Group) and names and not names[0].isupper() and names[0][0] != "-"
+    ):
         command = command.get_command(click.Context(command), names.pop(0))
     assert command is not None, words
-    known = {option for parameter in command.params for option in parameter.opts} | {"-h", "--help", "--version"}
-    used = {word.split("=")[0].rstrip(",.;'\")") for word in names if re.match(r"['\"(]?--?[a-z]", word)}
+    known = {option for parameter in command.params for option in parameter.opts} | {
+        "-h",
+        "--help",
+        "--version",
+    }
+    used = {
+        word.split("=")[0].rstrip(",.;'\")") for word in names if re.match(r"['\"(]?--?[a-z]", word)
+    }
     return set() if isinstance(command, click.Group) else used - known
 
 
 def test_every_field_of_inspect_json_is_documented(folder: Path) -> None:
     documented = set(re.findall(r"`(\w+)`", PAGES["json"]))
-    done = shell("ckptkit inspect --json --digest fixtures/torch-zip/namespace_and_numpy.pth", folder)
+    done = shell(
+        "ckptkit inspect --json --digest fixtures/torch-zip/namespace_and_numpy.pth", folder
+    )
     (file,) = json.loads(done.stdout)["files"]
     parts = [file, file["totals"], file["tensors"][0], file["values"][0], *file["objects"][:1]]
     assert {field for part in parts for field in part} <= documented
@@ -183,16 +201,20 @@ def test_how_it_is_read(tmp_path: Path) -> None:
     cat = "cat \\\n    made.txt"
     assert found[1:] == [(cat, "one\n...\n"), ("false", ""), ("echo $? of 1,234", "1 of ...\n")]
     assert untrue(PAGE, tmp_path) == []
-    assert untrue(PAGE.replace("one\n...", "two\n..."), tmp_path) == [f"line 6: $ {cat}\none\ntwo\n"]
-    assert untrue(PAGE.replace("> made.txt", "> made.txt; false"), tmp_path)[0].startswith("line 3, setup: exit code 1")
+    assert untrue(PAGE.replace("one\n...", "two\n..."), tmp_path) == [
+        f"line 6: $ {cat}\none\ntwo\n"
+    ]
+    assert untrue(PAGE.replace("> made.txt", "> made.txt; false"), tmp_path)[0].startswith(
+        "line 3, setup: exit code 1"
+    )
 
 
 def test_how_it_is_refreshed(tmp_path: Path) -> None:
     """What is true stays as it is, dots included."""
     assert readme.refreshed(PAGE, Session(tmp_path).run) == PAGE
-    assert readme.refreshed(PAGE.replace("one\n...", "two\n..."), Session(tmp_path).run) == PAGE.replace(
-        "\n...", "\ntwo"
-    )
+    assert readme.refreshed(
+        PAGE.replace("one\n...", "two\n..."), Session(tmp_path).run
+    ) == PAGE.replace("\n...", "\ntwo")
 
 
 def main_program(check: bool, paths: list[Path]) -> int:

@@ -1,4 +1,5 @@
-"""What a file may cost, and what may stand in place of one: in processes with little memory, little time, few files."""
+"""What a file may cost, and what may stand in place of one: in processes with little memory, little
+time, few files."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ resource = pytest.importorskip("resource", reason="this system limits no process
 
 MEMORY = 300 << 20  # bytes in use at once, of any hostile file
 MORE = {  # but of these, whose limits allow as much
-    "zeros-as-pickle": 560 << 20,  # a record is inflated as a whole: record_bytes, and once more while that grows
+    "zeros-as-pickle": 560
+    << 20,  # a record is inflated as a whole: record_bytes, and once more while that grows
     "memo": 420 << 20,  # memo_entries, of 80 bytes each when they are traced
 }
 SECONDS = 60  # of a processor: far more than any takes
@@ -43,7 +45,8 @@ class Child(NamedTuple):
     memory: int  # bytes
 
 
-# Starts the command from a small process: one that is started by a large one counts as large as that.
+# Starts the command from a small process: one that is started by a large one counts as large as
+# that.
 LAUNCHER = """
 import json, os, resource, subprocess, sys
 for name, value in json.loads(sys.argv[1]).items():
@@ -59,7 +62,15 @@ def narrow(*arguments: object, **limits: int) -> Child:
     """A command with limits; they are of `resource`, by their last words."""
     everything = json.dumps({"CPU": SECONDS, "CORE": 0, **limits})
     with tempfile.NamedTemporaryFile("r") as report:
-        command = [sys.executable, "-c", LAUNCHER, everything, report.name, *COMMAND, *map(str, arguments)]
+        command = [
+            sys.executable,
+            "-c",
+            LAUNCHER,
+            everything,
+            report.name,
+            *COMMAND,
+            *map(str, arguments),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
         code, memory = map(int, report.read().split())
     return Child(code, done.stdout, done.stderr, memory)
@@ -128,14 +139,17 @@ def test_RS_04_more_in_a_file_than_memory(pieces: int, tmp_path: Path) -> None:
     """300 MB are converted in a process that may not have 200 of them."""
     size = 300_000_000 // pieces
     entries = {
-        f"t{n}": {"dtype": "U8", "shape": [size], "data_offsets": [n * size, (n + 1) * size]} for n in range(pieces)
+        f"t{n}": {"dtype": "U8", "shape": [size], "data_offsets": [n * size, (n + 1) * size]}
+        for n in range(pieces)
     }
     path = tmp_path / "in.safetensors"
     with path.open("wb") as file:
         file.write(header(json.dumps(entries).encode()))
         file.truncate(file.tell() + pieces * size)
     child = narrow("convert", path, tmp_path / "out.pth", DATA=180 << 20)
-    assert (child.code, child.stderr) == (0, "") and (tmp_path / "out.pth").stat().st_size > 300_000_000
+    assert (child.code, child.stderr) == (0, "") and (
+        tmp_path / "out.pth"
+    ).stat().st_size > 300_000_000
     assert child.memory < 150 << 20
 
 
@@ -144,13 +158,18 @@ def test_RS_04_no_memory_is_an_error_of_the_input(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     path.write_bytes(pth(pickle.dumps(list(range(1 << 20, (1 << 20) + 3_000_000)), 2)))
     child = narrow("convert", path, tmp_path / "out.pth", DATA=60 << 20)
-    assert child.code in (3, 4) and "memory" in child.stderr and len(child.stderr.splitlines()) <= 2, child
+    assert (
+        child.code in (3, 4) and "memory" in child.stderr and len(child.stderr.splitlines()) <= 2
+    ), child
     assert os.listdir(tmp_path) == ["in.pth"]
 
 
 def test_RS_03_nothing_stays_open(tmp_path: Path) -> None:
-    """After a thousand files that were refused, there are no more files, threads and temporaries than before."""
-    cases = [(tmp_path / f"{number}.pth", data) for number, (_, data, _) in enumerate(CASES.values())]
+    """After a thousand files that were refused, there are no more files, threads and temporaries
+    than before."""
+    cases = [
+        (tmp_path / f"{number}.pth", data) for number, (_, data, _) in enumerate(CASES.values())
+    ]
     for path, data in cases:
         path.write_bytes(data[: 3 * len(data) // 4])
 
@@ -182,7 +201,8 @@ NAMES = {
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize(
-    "command", ["inspect", "strip-module -o", "rename --sub ^(.*)\\.(.*)$=\\2 -o", "diff", "convert -o"]
+    "command",
+    ["inspect", "strip-module -o", "rename --sub ^(.*)\\.(.*)$=\\2 -o", "diff", "convert -o"],
 )
 def test_RS_06_names_that_are_hard_to_match(names: list[str], command: str, tmp_path: Path) -> None:
     """No expression of ours goes back and forth on them."""
@@ -212,14 +232,19 @@ def odd(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("command", ["inspect", "scan", "verify", "digest", "convert"])
-def test_FS_01_what_is_no_file_is_refused_at_once(odd: dict[str, Path], command: str, tmp_path: Path) -> None:
+def test_FS_01_what_is_no_file_is_refused_at_once(
+    odd: dict[str, Path], command: str, tmp_path: Path
+) -> None:
     for name, path in odd.items():
         if not os.path.lexists(path):
             continue
         out = [tmp_path / "out.pth"] if command == "convert" else []
         child = narrow(command, path, *out, CPU=10)
         empty = name in ("empty.pth", "/proc/self/mem")  # the latter says that it is
-        assert child.code in ((0, 1) if empty and command in ("scan", "verify") else (3,)), (name, child)
+        assert child.code in ((0, 1) if empty and command in ("scan", "verify") else (3,)), (
+            name,
+            child,
+        )
         assert not (tmp_path / "out.pth").exists()
 
 
@@ -242,7 +267,9 @@ def test_FS_02_a_file_of_fifteen_terabytes_that_takes_no_room(tmp_path: Path) ->
     tidy(child)
     assert "16.5 TB" in child.stdout and child.memory < 60 << 20
     child = narrow("convert", path, tmp_path / "out.pth", CPU=10)
-    assert child.code == 4 and "free" in child.stderr and os.listdir(tmp_path) == ["in.safetensors"], child
+    assert (
+        child.code == 4 and "free" in child.stderr and os.listdir(tmp_path) == ["in.safetensors"]
+    ), child
 
 
 def test_SH_08_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
@@ -253,7 +280,9 @@ def test_SH_08_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
         name = f"model-{number + 1:05}-of-{count:05}.safetensors"
         (tmp_path / name).write_bytes(header(text.replace('"a"', f'"t{number}"').encode(), 1))
         places[f"t{number}"] = name
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     assert narrow("inspect", tmp_path).code == 0
     child = narrow("inspect", tmp_path, NOFILE=256)
     assert child.code in (0, 3) and "Traceback" not in child.stderr

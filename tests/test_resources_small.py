@@ -1,7 +1,9 @@
-"""Every command on small hostile files: within 1 GiB of addresses and 20 s of a processor, and never by a bug.
+"""Every command on small hostile files: within 1 GiB of addresses and 20 s of a processor, and
+never by a bug.
 
-One process imports the command line, and forks for each case, so that hundreds of cases cost seconds. The files are
-those of `hostile_pickles`, one of each kind of bomb, and what `CKPTKIT_REPRO` names (a folder), if it is set.
+One process imports the command line, and forks for each case, so that hundreds of cases cost
+seconds. The files are those of `hostile_pickles`, one of each kind of bomb, and what
+`CKPTKIT_REPRO` names (a folder), if it is set.
 """
 
 from __future__ import annotations
@@ -72,16 +74,31 @@ def deflated(path: Path, **records: bytes) -> None:
 def bombs(folder: Path) -> None:
     """One of each kind that took a machine's memory or time."""
     torch.save({"w": torch.zeros(1).expand(1 << 40)}, folder / "expanded.pth")
-    torch.save({"w": torch.zeros(40_000).as_strided((1 << 14, 1 << 14), (1, 1))}, folder / "windows.pth")
+    torch.save(
+        {"w": torch.zeros(40_000).as_strided((1 << 14, 1 << 14), (1, 1))}, folder / "windows.pth"
+    )
     torch.save({f"w{n}": torch.zeros(1).expand(1 << 30) for n in range(500)}, folder / "many.pth")
     tied = torch.zeros(100_000)
     torch.save({f"w{n}": tied[n:] for n in range(3_000)}, folder / "views.pth")
-    deflated(folder / "dicts.pth", **{"data.pkl": b"\x80\x02]" + b"}a" * 30_000_000 + b".", "version": b"3\n"})
-    deflated(folder / "nops.pth", **{"data.pkl": b"\x80\x02" + b"N0" * 30_000_000 + b"N.", "version": b"3\n"})
-    deflated(folder / "scans.zip", **{f"{n}.pkl": b"\x80\x02" + b"N0" * 9_000_000 + b"N." for n in range(10)})
-    (folder / "deep.json.safetensors").write_bytes((900_000).to_bytes(8, "little") + b"{" + b'"a":{' * 180_000)
+    deflated(
+        folder / "dicts.pth",
+        **{"data.pkl": b"\x80\x02]" + b"}a" * 30_000_000 + b".", "version": b"3\n"},
+    )
+    deflated(
+        folder / "nops.pth",
+        **{"data.pkl": b"\x80\x02" + b"N0" * 30_000_000 + b"N.", "version": b"3\n"},
+    )
+    deflated(
+        folder / "scans.zip",
+        **{f"{n}.pkl": b"\x80\x02" + b"N0" * 9_000_000 + b"N." for n in range(10)},
+    )
+    (folder / "deep.json.safetensors").write_bytes(
+        (900_000).to_bytes(8, "little") + b"{" + b'"a":{' * 180_000
+    )
     laughs = "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20))
-    (folder / "laughs.yaml").write_text(f"a0: &a0 [x]\n{laughs}\nabout: *a19\nsteps: [{{weights: true}}]\n")
+    (folder / "laughs.yaml").write_text(
+        f"a0: &a0 [x]\n{laughs}\nabout: *a19\nsteps: [{{weights: true}}]\n"
+    )
     (folder / "base60.yaml").write_text("about: 1" + ":59" * 60_000 + "\n")
     (folder / "lists.yaml").write_text("steps: [" + "[a]," * 40_000 + "]\n")
 
@@ -106,13 +123,20 @@ def test_every_command_is_tried() -> None:
 def test_a_gigabyte_and_twenty_seconds(command: str, files: list[Path], tmp_path: Path) -> None:
     chosen = [path for path in files if command != "run" or path.suffix == ".yaml"]
     program = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert program.stdin is not None and program.stdout is not None
     with program:
         for number, path in enumerate(chosen):
             out = str(tmp_path / f"out{number}")
-            words = [command, *(word.replace("O", out, 1) if word[0] == "O" else word for word in CALLS[command])]
+            words = [
+                command,
+                *(word.replace("O", out, 1) if word[0] == "O" else word for word in CALLS[command]),
+            ]
             words = [str(path) if word == "F" else word for word in words]
             program.stdin.write(json.dumps(words) + "\n")
             program.stdin.flush()

@@ -15,7 +15,8 @@ from ckptkit.formats.table import FORMATS
 from tests.conftest import ENVIRONMENT
 from tests.matrix import Fixture
 
-# Runs one command line, then says what of ckptkit and of other packages has been imported meanwhile.
+# Runs one command line, then says what of ckptkit and of other packages has been imported
+# meanwhile.
 SPY = """
 import os, sys
 there = {name.partition(".")[0] for name in sys.modules}
@@ -34,11 +35,15 @@ import json
 print(json.dumps([code or 0, own, sorted(others), sorted(slow)]), file=sys.stderr)
 """
 
-PTH, SAFETENSORS = Fixture("torch-zip/dp_wrapped_cuda1.pth").path, Fixture("safetensors/net.safetensors").path
+PTH, SAFETENSORS = (
+    Fixture("torch-zip/dp_wrapped_cuda1.pth").path,
+    Fixture("safetensors/net.safetensors").path,
+)
 
 
 def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], list[str]]:
-    """How a command ended in `folder`, modules of ckptkit, other packages, and slow ones that come with Python."""
+    """How a command ended in `folder`, modules of ckptkit, other packages, and slow ones that come
+    with Python."""
     done = subprocess.run(
         [sys.executable, "-c", SPY, *words],
         capture_output=True, encoding="utf-8", cwd=folder, env=ENVIRONMENT, timeout=120,
@@ -47,7 +52,8 @@ def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], lis
     return code, {*own}, others, slow
 
 
-# For each command line, in which PTH and SAFETENSORS are files: how many modules of ckptkit it may import.
+# For each command line, in which PTH and SAFETENSORS are files: how many modules of ckptkit it may
+# import.
 MOST = {
     "--version": 10,
     "--help": 50,
@@ -72,7 +78,9 @@ TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and
 @pytest.mark.parametrize("command", MOST)
 def test_a_command_imports_what_it_needs(command: str, tmp_path: Path) -> None:
     """No torch, no numpy, no asyncio for what only copies; and not half of the package."""
-    words = [str({"PTH": PTH, "SAFETENSORS": SAFETENSORS}.get(word, word)) for word in command.split()]
+    words = [
+        str({"PTH": PTH, "SAFETENSORS": SAFETENSORS}.get(word, word)) for word in command.split()
+    ]
     code, own, others, slow = spied(tmp_path, words)
     tables = command in TABULATED
     assert (code, others, slow) == (0, ["click", *["tabulate"] * tables], ["zipfile"] * tables)

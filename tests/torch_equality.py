@@ -1,4 +1,5 @@
-"""Whether two values that torch loaded are equal: types, order, geometry, bytes, and what shares memory with what."""
+"""Whether two values that torch loaded are equal: types, order, geometry, bytes, and what shares
+memory with what."""
 
 from __future__ import annotations
 
@@ -12,8 +13,16 @@ import torch
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of the elements, row-major, whatever the dtype."""
-    plain = (tensor.int_repr() if tensor.is_quantized else tensor).detach().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
+    plain = (
+        (tensor.int_repr() if tensor.is_quantized else tensor).detach().resolve_conj().resolve_neg()
+    )
+    return (
+        plain.clone(memory_format=torch.contiguous_format)
+        .flatten()
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def sha256(tensor: torch.Tensor) -> str | None:
@@ -41,7 +50,11 @@ def tensors(root: Any) -> list[tuple[str, torch.Tensor]]:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether it can share any; storages of no bytes are torch's own affair."""
-    return tensor.layout == torch.strided and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0
+    return (
+        tensor.layout == torch.strided
+        and not tensor.is_meta
+        and tensor.untyped_storage().nbytes() > 0
+    )
 
 
 def ties(named: dict[str, torch.Tensor]) -> list[list[str]]:
@@ -54,7 +67,8 @@ def ties(named: dict[str, torch.Tensor]) -> list[list[str]]:
 
 
 def same(want: Any, got: Any, storages: bool = True) -> None:
-    """Assert that two trees are equal; of `storages`, that they are equal as wholes and shared alike."""
+    """Assert that two trees are equal; of `storages`, that they are equal as wholes and shared
+    alike."""
     _Comparison(storages).compare(want, got, ())
 
 
@@ -74,7 +88,11 @@ class _Comparison:
 
     def compare(self, want: Any, got: Any, path: tuple[Any, ...]) -> None:
         assert type(want) is type(got), (path, type(want), type(got))
-        if torch.is_tensor(want) or isinstance(want, (dict, list, bytearray)) or (type(want) is tuple and want):
+        if (
+            torch.is_tensor(want)
+            or isinstance(want, (dict, list, bytearray))
+            or (type(want) is tuple and want)
+        ):
             self.keep += (want, got)
             if self.paired(id(want), id(got), path):
                 return

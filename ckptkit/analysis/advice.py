@@ -15,11 +15,20 @@ from ckptkit.pickles.trust import refused_by_weights_only
 # What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
 WRAPPERS = ("module.", "_orig_mod.")
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
-TORCH = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar")  # suffixes that torch-zip is written to
+TORCH = (
+    ".pth",
+    ".pt",
+    ".bin",
+    ".ckpt",
+    ".th",
+    ".pth.tar",
+    ".pt.tar",
+)  # suffixes that torch-zip is written to
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Sentences that end in a command, for what keeps this checkpoint from loading or makes it larger than it is."""
+    """Sentences that end in a command, for what keeps this checkpoint from loading or makes it
+    larger than it is."""
     path = summary.path
     found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
     return tuple(line for advice in found for line in advice(summary, path))
@@ -49,18 +58,24 @@ def recover(path: str, unverified: bool = False) -> str:
 
 def fixed(path: str) -> str:
     """The name of the file that has what `path` has, mended."""
-    return _beside(path, "fixed", None if path.lower().endswith((*TORCH, ".safetensors")) else ".pth")
+    return _beside(
+        path, "fixed", None if path.lower().endswith((*TORCH, ".safetensors")) else ".pth"
+    )
 
 
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
-    """A command that makes ``run-<mark>.pth`` of ``run.pth``; `suffix` is that of what it makes, if it is another."""
+    """A command that makes ``run-<mark>.pth`` of ``run.pth``; `suffix` is that of what it makes, if
+    it is another."""
     output = _beside(path, mark, suffix)
     return shlex.join(("ckptkit", command, *options, *argument(path), output))
 
 
 def convert(path: str, mark: str, *options: str) -> str:
-    """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a .pth."""
-    return edit("convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth")
+    """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a
+    .pth."""
+    return edit(
+        "convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth"
+    )
 
 
 def argument(path: str) -> tuple[str, ...]:
@@ -69,7 +84,8 @@ def argument(path: str) -> tuple[str, ...]:
 
 
 def _beside(path: str, mark: str, suffix: str | None) -> str:
-    """``run.pth`` -> ``run-cpu.pth``, in the working directory if `path` is a URL. `suffix` replaces that of `path`."""
+    """``run.pth`` -> ``run-cpu.pth``, in the working directory if `path` is a URL. `suffix`
+    replaces that of `path`."""
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     stem, own = os.path.splitext(path.rstrip("/"))
@@ -116,9 +132,11 @@ def packed(summary: Summary) -> int:
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
-    """What torch.load refuses by default, and the way around it: without the objects, or the weights alone.
+    """What torch.load refuses by default, and the way around it: without the objects, or the
+    weights alone.
 
-    Files that torch.load does not read (safetensors that hold everything, folders, plain pickles) are not told so.
+    Files that torch.load does not read (safetensors that hold everything, folders, plain pickles)
+    are not told so.
     """
     if not summary.format.startswith("torch"):
         return
@@ -131,7 +149,11 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
         options = ["--dequantize"] * (packed(summary) > 0)
         command = edit("convert", path, "weights", *options, suffix=".safetensors")
         yield f"{said}; for the weights alone: {command}"
-    elif summary.objects and summary.survives_dropping() and not any(row.inside for row in summary.rows):
+    elif (
+        summary.objects
+        and summary.survives_dropping()
+        and not any(row.inside for row in summary.rows)
+    ):
         yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
         yield said
@@ -140,7 +162,9 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
 def _inner(summary: Summary, path: str) -> Iterator[str]:
     """Byte strings that are files: checkpoints that a library packed into its own."""
     if summary.inner:
-        places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner]
+        places = [
+            f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
+        ]
         look = shlex.join(("ckptkit", "scan", *argument(path)))
         yield f"byte strings that are files of their own, not looked into here: {some(places)}; {look} does"
 

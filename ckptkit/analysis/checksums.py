@@ -1,4 +1,5 @@
-"""Checksums of the parts of a checkpoint, large ones in pieces, and which tensors lie in those that are damaged."""
+"""Checksums of the parts of a checkpoint, large ones in pieces, and which tensors lie in those that
+are damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Finding, Part
 
 PIECE = 64 << 20  # bytes of a part that one thread sums up
-DAMAGE = (FormatError, AmbiguousError, TensorError)  # what is wrong with a file; other errors are about reading it
+DAMAGE = (
+    FormatError,
+    AmbiguousError,
+    TensorError,
+)  # what is wrong with a file; other errors are about reading it
 _NOTHING = Range(Memory(b""), 0, 0)
 
 
@@ -70,7 +75,8 @@ def _pieces(parts: Iterable[Part]) -> Iterator[_Piece]:
 
 
 def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
-    """The CRC-32 of a piece, or what is wrong with it. Raises what keeps a remote file from being read."""
+    """The CRC-32 of a piece, or what is wrong with it. Raises what keeps a remote file from being
+    read."""
     if piece.error is not None:
         return piece, piece.error
     total = 0
@@ -78,14 +84,17 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
         for data in compute.flow(piece.extent, piece.start, piece.stop):
             total = zlib.crc32(data, total)
     except InputError as error:
-        if any(source.remote for source, _, _ in _ranges(piece.extent)) and not isinstance(error, DAMAGE):
+        if any(source.remote for source, _, _ in _ranges(piece.extent)) and not isinstance(
+            error, DAMAGE
+        ):
             raise
         return piece, error
     return piece, total
 
 
 def _ranges(extent: Extent) -> Iterator[Range]:
-    """The bytes of files that an extent is made of; those of a file inside a file, where they are in the outer one."""
+    """The bytes of files that an extent is made of; those of a file inside a file, where they are
+    in the outer one."""
     if isinstance(extent, Derived):
         for each in extent.inputs:
             yield from _ranges(each)
@@ -95,15 +104,21 @@ def _ranges(extent: Extent) -> Iterator[Range]:
     yield extent
 
 
-def with_tensors(damaged: list[tuple[Part, str]], tensors: list[tuple[str, Tensor]]) -> Iterator[Finding]:
+def with_tensors(
+    damaged: list[tuple[Part, str]], tensors: list[tuple[str, Tensor]]
+) -> Iterator[Finding]:
     """Findings about damaged parts, with the names of all tensors that lie in them."""
-    places = [(name, found) for name, tensor in tensors for found in _located(tensor)] if damaged else []
+    places = (
+        [(name, found) for name, tensor in tensors for found in _located(tensor)] if damaged else []
+    )
     for part, why in damaged:
         try:
             bad = list(_ranges(part.record.locate()))
         except InputError:
             bad = []
-        hit = dict.fromkeys(name for name, found in places if any(_overlap(found, each) for each in bad))
+        hit = dict.fromkeys(
+            name for name, found in places if any(_overlap(found, each) for each in bad)
+        )
         yield Finding(why, part.file, tuple(hit))
 
 

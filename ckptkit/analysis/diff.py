@@ -39,8 +39,9 @@ class Changed(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """What `load_state_dict(strict=False)` would not say: it would leave out `skipped` tensors of the file with so many
-    `parameters`, and `kept` tensors of the model, with `kept_parameters` of `all_parameters`, as they were."""
+    """What `load_state_dict(strict=False)` would not say: it would leave out `skipped` tensors of
+    the file with so many `parameters`, and `kept` tensors of the model, with `kept_parameters` of
+    `all_parameters`, as they were."""
 
     skipped: int
     parameters: int
@@ -51,10 +52,11 @@ class Silent(NamedTuple):
 
 @dataclass(frozen=True)
 class Diff:
-    """What A lacks (`missing`), what it has too much (`unexpected`), what is there on both sides and differs in dtype
-    or shape (`mismatched`) or in its values alone (`changed`, if they were compared). `common` counts the names that
-    both sides have; `advice` are commands that help. `renamed` and `reshaped` pair what is missing with what is
-    unexpected: these names are in both lists as well. `silent` is None unless B is a model."""
+    """What A lacks (`missing`), what it has too much (`unexpected`), what is there on both sides
+    and differs in dtype or shape (`mismatched`) or in its values alone (`changed`, if they were
+    compared). `common` counts the names that both sides have; `advice` are commands that help.
+    `renamed` and `reshaped` pair what is missing with what is unexpected: these names are in both
+    lists as well. `silent` is None unless B is a model."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -83,7 +85,11 @@ class Diff:
     @property
     def summary(self) -> str:
         """One line."""
-        compared = "names, dtypes, shapes and values" if self.values_compared else "names, dtypes and shapes"
+        compared = (
+            "names, dtypes, shapes and values"
+            if self.values_compared
+            else "names, dtypes and shapes"
+        )
         if self.equal:
             return f"equal: {plural(self.common, 'key')} ({compared})"
         counts = [f"{len(self.missing):,} missing", f"{len(self.unexpected):,} unexpected"]
@@ -91,7 +97,11 @@ class Diff:
         if self.values_compared:
             counts.append(f"{len(self.changed):,} changed")
         counted = ((self.renamed, "renamed"), (self.reshaped, "renamed and reshaped"))
-        looks = [f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}" for pairs, what in counted if pairs]
+        looks = [
+            f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}"
+            for pairs, what in counted
+            if pairs
+        ]
         return f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both sides{''.join(looks)}"
 
     def _repr_html_(self) -> str | None:
@@ -107,7 +117,9 @@ class Diff:
             "changed": [each.name for each in self.changed],
         }
         named = [f"{kind}: {some(names, 8)}" for kind, names in kinds.items() if names]
-        return "\n".join(map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice))))
+        return "\n".join(
+            map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice)))
+        )
 
 
 def compare(
@@ -119,9 +131,9 @@ def compare(
     rtol: float | None = None,
     name: str = "A",
 ) -> Diff:
-    """How A differs from B: names, dtypes, shapes; with `values` also the elements, by bytes unless a tolerance is
-    given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the advice. Raises TensorError for values that
-    cannot be compared.
+    """How A differs from B: names, dtypes, shapes; with `values` also the elements, by bytes unless
+    a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the advice.
+    Raises TensorError for values that cannot be compared.
     """
     mismatched, alike = [], []
     compare_values = values or atol is not None or rtol is not None
@@ -132,7 +144,10 @@ def compare(
         else:
             alike.append(key)
     changed = _changed(a, b, alike, atol, rtol) if compare_values else ()
-    kinds = ({key: _kind(side[key]) for key in side if key not in other} for side, other in ((a, b), (b, a)))
+    kinds = (
+        {key: _kind(side[key]) for key in side if key not in other}
+        for side, other in ((a, b), (b, a))
+    )
     found: dict[str, Any] = {
         "mismatched": tuple(mismatched),
         "changed": tuple(changed),
@@ -141,13 +156,17 @@ def compare(
     return _names(a, b, name, *kinds, **found)
 
 
-def against(a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *, name: str = "A") -> Diff:
+def against(
+    a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *, name: str = "A"
+) -> Diff:
     """How A differs from the state_dict of a model, given as name -> (dtype, shape).
 
     Only shapes count: `load_state_dict` casts to the dtypes of the model.
     """
     pairs = ((key, _kind(a[key]), Kind(*shapes[key])) for key in _common(a, shapes))
-    mismatched = tuple(Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape)
+    mismatched = tuple(
+        Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape
+    )
     ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
     theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
     found = _names(a, shapes, name, ours, theirs, mismatched=mismatched)
@@ -164,15 +183,25 @@ def _parameters(kinds: Mapping[str, Kind]) -> int:
 
 
 def _changed(
-    a: Mapping[str, Tensor], b: Mapping[str, Tensor], keys: list[str], atol: float | None, rtol: float | None
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    keys: list[str],
+    atol: float | None,
+    rtol: float | None,
 ) -> Iterator[Changed]:
     """Those of the keys whose values differ; several are compared at a time."""
     compare = partial(_difference, atol=atol, rtol=rtol)
-    found = compute.ordered(lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes)
-    return (Changed(key, difference) for key, difference in zip(keys, found, strict=True) if difference)
+    found = compute.ordered(
+        lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes
+    )
+    return (
+        Changed(key, difference) for key, difference in zip(keys, found, strict=True) if difference
+    )
 
 
-def _difference(key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None) -> Difference | None:
+def _difference(
+    key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
+) -> Difference | None:
     try:
         return compute.compare(a, b, atol=atol, rtol=rtol)
     except CkptkitError as error:
@@ -205,13 +234,25 @@ def _names(
             + advice.rename(name, "map.json")
         )
     common = len(a) - len(unexpected)
-    return Diff(tuple(missing), tuple(unexpected), common=common, advice=tuple(helpful), matching=matching, **found)
+    return Diff(
+        tuple(missing),
+        tuple(unexpected),
+        common=common,
+        advice=tuple(helpful),
+        matching=matching,
+        **found,
+    )
 
 
 def _prefix_advice(
-    a: Mapping[str, object], b: Mapping[str, object], missing: Iterable[str], unexpected: Iterable[str], name: str
+    a: Mapping[str, object],
+    b: Mapping[str, object],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    name: str,
 ) -> Iterator[str]:
-    """The command after which A lacks nothing, if a prefix is all that lies between its names and those of B."""
+    """The command after which A lacks nothing, if a prefix is all that lies between its names and
+    those of B."""
     for prefix in _prefixes(unexpected, set(missing)):
         if b.keys() <= {key.removeprefix(prefix) for key in a}:
             yield f"no key is missing after: {advice.strip_module(name, prefix)}"
@@ -229,6 +270,7 @@ def _prefixes(names: Iterable[str], others: set[str]) -> Iterable[str]:
 
 
 def _leading(name: str) -> list[str]:
-    """The first few dotted beginnings of a name, shortest first: ``module.``, ``module.encoder.``..."""
+    """The first few dotted beginnings of a name, shortest first: ``module.``,
+    ``module.encoder.``..."""
     parts = name.split(".", LEVELS)
     return [".".join(parts[:n]) + "." for n in range(1, len(parts))]

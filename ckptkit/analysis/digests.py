@@ -27,7 +27,8 @@ Matches = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Ids of tensors by name, the tensors themselves, and those that have no bytes to read, with the reason."""
+    """Ids of tensors by name, the tensors themselves, and those that have no bytes to read, with
+    the reason."""
 
     ids: dict[str, str]
     tensors: Mapping[str, Tensor] = field(repr=False)
@@ -48,11 +49,12 @@ def digest(
     sums: bool = True,
     progress: Progress | None = None,
 ) -> Digests:
-    """The ids of the weights by name, or with `everything` those of all tensors by their dotted paths.
+    """The ids of the weights by name, or with `everything` those of all tensors by their dotted
+    paths.
 
-    `matches` says which names are wanted; with `sums` their bytes must have the checksums that the file has of them.
-    Raises UsageError where there are no weights, CorruptError where bytes are damaged, CollisionError where two paths
-    are spelled alike.
+    `matches` says which names are wanted; with `sums` their bytes must have the checksums that the
+    file has of them. Raises UsageError where there are no weights, CorruptError where bytes are
+    damaged, CollisionError where two paths are spelled alike.
     """
     checkpoint = open_checkpoint(source, key=key)
     tensors = _by_path(checkpoint) if everything else checkpoint.weights
@@ -108,7 +110,8 @@ def _by_path(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def read_manifest(path: PathLike) -> dict[str, str]:
-    """The ids by name that a file of `ckptkit digest` holds. Raises FormatError, CorruptError, LimitError."""
+    """The ids by name that a file of `ckptkit digest` holds. Raises FormatError, CorruptError,
+    LimitError."""
     place = open_place(path)
     try:
         if isinstance(place, Folder):
@@ -121,7 +124,9 @@ def read_manifest(path: PathLike) -> dict[str, str]:
         place.close()
 
 
-def differences(found: Digests, expected: Mapping[str, str], matches: Matches | None = None) -> Iterator[Finding]:
+def differences(
+    found: Digests, expected: Mapping[str, str], matches: Matches | None = None
+) -> Iterator[Finding]:
     """How tensors differ from what a manifest says of those that are wanted."""
     wanted = {name: id for name, id in expected.items() if matches is None or matches(name)}
     missing, unexpected, differing = manifest.compare(found.ids, wanted)

@@ -1,4 +1,5 @@
-"""Names that differ only in their numbers, together: ``encoder.layer.{}.output.weight``, with the numbers of each."""
+"""Names that differ only in their numbers, together: ``encoder.layer.{}.output.weight``, with the
+numbers of each."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TypeVar
 
-# Which numbers count, from those that are most surely an index: alone between dots (``layers.3``), any (``layer_3``).
-INDICES, NUMBERS, NONE = (re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)"))
+# Which numbers count, from those that are most surely an index: alone between dots (``layers.3``),
+# any (``layer_3``).
+INDICES, NUMBERS, NONE = (
+    re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
+)
 
 MOST = 64  # dots of a name that are looked at; one with more stands for itself
 
@@ -18,7 +22,8 @@ Key = TypeVar("Key")
 
 
 class Family:
-    """Names with the same parts, their numbers aside. ``members`` are by these numbers, in order of the file."""
+    """Names with the same parts, their numbers aside. ``members`` are by these numbers, in order of
+    the file."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -26,23 +31,32 @@ class Family:
 
     @cached_property
     def ranked(self) -> dict[tuple[int, ...], str]:
-        """The members by the rank of each number among those that stand in its place, where there are several.
+        """The members by the rank of each number among those that stand in its place, where there
+        are several.
 
         ``layers.1`` to ``layers.12`` and ``blocks.0`` to ``blocks.11`` have equal ranks.
         """
         if len(self.members) == 1:
             return {(): next(iter(self.members.values()))}
-        places = [sorted(set(values), key=lambda n: (len(n), n)) for values in zip(*self.members, strict=True)]
+        places = [
+            sorted(set(values), key=lambda n: (len(n), n))
+            for values in zip(*self.members, strict=True)
+        ]
         ranks = [{value: rank for rank, value in enumerate(values)} for values in places]
         varying = [place for place, values in enumerate(places) if len(values) > 1]
         return {
-            tuple([ranks[place][numbers[place]] for place in varying]): name for numbers, name in self.members.items()
+            tuple([ranks[place][numbers[place]] for place in varying]): name
+            for numbers, name in self.members.items()
         }
 
     def meets(self, other: Family) -> Iterable[Mapping[str, str]]:
-        """Ways in which names of this family may become names of the other: by equal numbers, by equal ranks."""
+        """Ways in which names of this family may become names of the other: by equal numbers, by
+        equal ranks."""
         yield _joined(self.members, other.members)
-        if len(self.members) == len(other.members) == 1 and self.members.keys() == other.members.keys():
+        if (
+            len(self.members) == len(other.members) == 1
+            and self.members.keys() == other.members.keys()
+        ):
             return
         if len(self.ranked) == len(other.ranked) and self.ranked.keys() == other.ranked.keys():
             yield _joined(self.ranked, other.ranked)

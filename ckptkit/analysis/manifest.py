@@ -26,12 +26,15 @@ from ckptkit.core.errors import CorruptError, FormatError
 SCHEMA = "ckptkit.digest/1"
 _FIRST = re.compile(rf"# {SCHEMA} tensors=([0-9]{{1,9}}) sha256=([0-9a-f]{{64}})")
 _LINE = re.compile(r"(\\?)([0-9a-f]{64})  (.*)", re.DOTALL)
-_ESCAPE = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:10|0[0-9a-f])[0-9a-f]{4}|[\\nrt]|.?)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:10|0[0-9a-f])[0-9a-f]{4}|[\\nrt]|.?)", re.DOTALL
+)
 _PLAIN = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
 class Differences(NamedTuple):
-    """Names that a checkpoint lacks, that it has too much, and whose tensors weigh something else."""
+    """Names that a checkpoint lacks, that it has too much, and whose tensors weigh something
+    else."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -40,7 +43,9 @@ class Differences(NamedTuple):
 
 def whole(ids: Mapping[str, str]) -> str:
     """The digest of all tensors, given their ids by name, in any order."""
-    return hashlib.sha256(b"".join(sorted(_line(name, each) for name, each in ids.items()))).hexdigest()
+    return hashlib.sha256(
+        b"".join(sorted(_line(name, each) for name, each in ids.items()))
+    ).hexdigest()
 
 
 def _line(name: str, id: str) -> bytes:
@@ -49,7 +54,8 @@ def _line(name: str, id: str) -> bytes:
 
 
 def lines(ids: Mapping[str, str], printable: Callable[[str], str]) -> list[str]:
-    """The manifest, sorted by name. `printable` gives a name without what must not reach a terminal, as escapes."""
+    """The manifest, sorted by name. `printable` gives a name without what must not reach a
+    terminal, as escapes."""
     first = f"# {SCHEMA} tensors={len(ids)} sha256={whole(ids)}"
     return [first, *(_shown(name, ids[name], printable) for name in sorted(ids))]
 
@@ -82,7 +88,9 @@ def parse(data: bytes) -> dict[str, str]:
             raise FormatError(f"line {number:,}: the name is there twice")
         ids[name] = id
     if len(ids) != int(said[1]) or whole(ids) != said[2]:
-        raise CorruptError(f"is not whole: its first line says {int(said[1]):,} tensors that weigh something else")
+        raise CorruptError(
+            f"is not whole: its first line says {int(said[1]):,} tensors that weigh something else"
+        )
     return ids
 
 

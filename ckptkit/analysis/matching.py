@@ -8,9 +8,9 @@ In this order, each on what is left by those before:
 ``order``    as many keys of that shape and dtype on both sides, taken in order
 ``edit``     the nearest names of that shape
 
-Keys that differ in their numbers alone go together wherever they can: what happens to one layer happens to all. Each
-key is used once, and shapes are equal. A bound on the work keeps it linear: of two files with nothing in common, only
-some names are compared (``unsearched``).
+Keys that differ in their numbers alone go together wherever they can: what happens to one layer
+happens to all. Each key is used once, and shapes are equal. A bound on the work keeps it linear: of
+two files with nothing in common, only some names are compared (``unsearched``).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Kind(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """`old` in A is `new` in B. `confidence` is between 0 and 1, `why` one of suffix, shape, order, edit;
-    "torch" where torch itself has changed the name."""
+    """`old` in A is `new` in B. `confidence` is between 0 and 1, `why` one of suffix, shape, order,
+    edit; "torch" where torch itself has changed the name."""
 
     old: str
     new: str
@@ -52,7 +52,8 @@ class Renamed(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching:
-    """`renamed` are of one shape, `reshaped` have names that may be one but are not. Both in the order of A.
+    """`renamed` are of one shape, `reshaped` have names that may be one but are not. Both in the
+    order of A.
 
     `unsearched` counts the keys of A without a partner whose names were not compared with all of B.
     """
@@ -93,7 +94,9 @@ class _Matcher:
     def fitting(self, names: Mapping[str, str]) -> dict[str, str]:
         """Those of the pairs that are both still there and of one shape."""
         old, new = self.old, self.new
-        return {a: b for a, b in names.items() if a in old and b in new and old[a].shape == new[b].shape}
+        return {
+            a: b for a, b in names.items() if a in old and b in new and old[a].shape == new[b].shape
+        }
 
     def joined(self, ours: Family, theirs: Family) -> dict[str, str]:
         """Names of one family and of another that meet: in the way in which most do."""
@@ -104,7 +107,8 @@ class _Matcher:
             self.renamed.append(Renamed(a, b, self.old.pop(a), self.new.pop(b), confidence, why))
 
     def group(self, numbers: re.Pattern[str]) -> bool:
-        """Put what is left into families; whether there is anything to do that was not done with the last ones."""
+        """Put what is left into families; whether there is anything to do that was not done with
+        the last ones."""
         before = self.ours.keys(), self.theirs.keys()
         self.ours, self.theirs = families(self.old, numbers), families(self.new, numbers)
         return not (before[0] >= self.ours.keys() and before[1] >= self.theirs.keys())
@@ -153,9 +157,12 @@ class _Matcher:
         return found
 
     def _pair(self, ours: Family, theirs: Family, confidence: float, why: str) -> None:
-        """Two families, and then what else is in the same modules: a bias goes where its weight goes."""
+        """Two families, and then what else is in the same modules: a bias goes where its weight
+        goes."""
         names = self.joined(ours, theirs)
-        if not names or (self._is_vague(names) and similarity(ours.parts, theirs.parts) < NEAR_VAGUE):
+        if not names or (
+            self._is_vague(names) and similarity(ours.parts, theirs.parts) < NEAR_VAGUE
+        ):
             return
         self.accept(names, confidence, why)
         rule = Rule(ours.parts[:-1], theirs.parts[:-1])
@@ -176,11 +183,15 @@ class _Matcher:
     def by_edit(self) -> None:
         ours = _grouped(self.old, lambda name: self.old[name].shape)
         theirs = _grouped(self.new, lambda name: self.new[name].shape)
-        for shape in sorted(ours.keys() & theirs.keys(), key=lambda each: len(ours[each]) * len(theirs[each])):
+        for shape in sorted(
+            ours.keys() & theirs.keys(), key=lambda each: len(ours[each]) * len(theirs[each])
+        ):
             for near, a, b in self._nearest(ours[shape], theirs[shape], NEAR):
                 self.accept({a: b}, round(0.6 * near, 2), "edit")
 
-    def _nearest(self, ours: list[str], theirs: list[str], least: float) -> Iterator[tuple[float, str, str]]:
+    def _nearest(
+        self, ours: list[str], theirs: list[str], least: float
+    ) -> Iterator[tuple[float, str, str]]:
         """Names by similarity, each once; none where they are too many to compare."""
         number = len(ours) * len(theirs)
         if number > min(BUCKET, self._comparisons):
@@ -188,7 +199,11 @@ class _Matcher:
             return
         self._comparisons -= number
         split = {name: name.split(".") for name in (*ours, *theirs)}
-        found = [(similarity(split[a], split[b]), i, j) for i, a in enumerate(ours) for j, b in enumerate(theirs)]
+        found = [
+            (similarity(split[a], split[b]), i, j)
+            for i, a in enumerate(ours)
+            for j, b in enumerate(theirs)
+        ]
         seen: set[tuple[str, int]] = set()
         for near, i, j in sorted(found, key=lambda each: (-each[0], abs(each[1] - each[2]))):
             if near >= least and ("a", i) not in seen and ("b", j) not in seen:
@@ -198,11 +213,14 @@ class _Matcher:
     # other shapes
 
     def reshape(self) -> None:
-        """Names that a rule would make one, or that are near, though their shapes are not: guesses."""
+        """Names that a rule would make one, or that are near, though their shapes are not:
+        guesses."""
         ours, theirs = families(self.old), families(self.new)
         heads = _grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
-            for rule in (rule for n in range(len(family.parts)) for rule in heads.get(family.parts[:n], ())):
+            for rule in (
+                rule for n in range(len(family.parts)) for rule in heads.get(family.parts[:n], ())
+            ):
                 other = theirs.get((*rule.new, *family.parts[len(rule.old) :]))
                 if other is not None:
                     self._guess(max(family.meets(other), key=len), 0.4, "suffix")
@@ -213,7 +231,9 @@ class _Matcher:
     def _guess(self, names: Mapping[str, str], confidence: float, why: str) -> None:
         for a, b in names.items():
             if a in self.old and b in self.new and self.old[a].shape != self.new[b].shape:
-                self.reshaped.append(Renamed(a, b, self.old.pop(a), self.new.pop(b), confidence, why))
+                self.reshaped.append(
+                    Renamed(a, b, self.old.pop(a), self.new.pop(b), confidence, why)
+                )
 
 
 def sure(rule: Rule, hits: int, alone: bool) -> float:

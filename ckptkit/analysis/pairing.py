@@ -49,7 +49,9 @@ def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matc
     back = {way(name): name for name in ours}
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}
     lacking = {name: kind for name, kind in theirs.items() if name not in back}
-    fixed = certain(*({name: kind.shape for name, kind in side.items()} for side in (rest, lacking)))
+    fixed = certain(
+        *({name: kind.shape for name, kind in side.items()} for side in (rest, lacking))
+    )
     taken = {*fixed.values()}
     found = match(
         {name: kind for name, kind in rest.items() if name not in fixed},

@@ -1,9 +1,9 @@
 """Rules of renaming: what stands before a common dotted suffix, ``encoder.layer`` -> ``blocks``.
 
-Every pair of families with a common suffix proposes the rule that is left of their longest one. A rule weighs the keys
-that it explains, each by the parts that it leaves alone; the heaviest is used first, on all keys that it fits. Of rules
-that weigh the same and claim the same keys, the one whose names are nearer is used, if it is clearly nearer; else none,
-and the order of the keys decides.
+Every pair of families with a common suffix proposes the rule that is left of their longest one. A
+rule weighs the keys that it explains, each by the parts that it leaves alone; the heaviest is used
+first, on all keys that it fits. Of rules that weigh the same and claim the same keys, the one whose
+names are nearer is used, if it is clearly nearer; else none, and the order of the keys decides.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ Join = Callable[[Family, Family], dict[str, str]]
 
 
 class Rules:
-    """The rules between two sets of families; `join` gives the names of two families that may still be one."""
+    """The rules between two sets of families; `join` gives the names of two families that may still
+    be one."""
 
     def __init__(self, ours: Families, theirs: Families, join: Join) -> None:
         self.ours, self.theirs, self.join = ours, theirs, join
         self.work = WORK
         self.votes: dict[Rule, int] = defaultdict(int)
-        self.claims: dict[tuple[bool, Parts], list[Rule]] = defaultdict(list)  # rules by the heads that they exchange
+        self.claims: dict[tuple[bool, Parts], list[Rule]] = defaultdict(
+            list
+        )  # rules by the heads that they exchange
         self._vote()
         self.heads: dict[Parts, list[Family]] = defaultdict(list)
         known = {rule.old for rule in self.votes}
@@ -63,7 +66,11 @@ class Rules:
                     for b in theirs[suffix]:
                         if (a.parts, b.parts) not in done and self.work > 0:
                             done.add((a.parts, b.parts))
-                            self._propose(Rule(a.parts[:-length], b.parts[:-length]), length, self._names(a, b))
+                            self._propose(
+                                Rule(a.parts[:-length], b.parts[:-length]),
+                                length,
+                                self._names(a, b),
+                            )
 
     def _propose(self, rule: Rule, length: int, names: Mapping[str, str]) -> None:
         if not names:
@@ -78,12 +85,16 @@ class Rules:
         return self.join(ours, theirs)
 
     def found(self) -> Iterator[tuple[Rule, dict[str, str], bool]]:
-        """Rules in the order in which they are to be used, the names that each gives, and whether it had no rival.
+        """Rules in the order in which they are to be used, the names that each gives, and whether
+        it had no rival.
 
         The caller takes the names away before it asks for the next one.
         """
         near = {rule: similarity(rule.old, rule.new) for rule in islice(self.votes, COMPARED)}
-        heap = [(-votes, -near.get(rule, 0), n, rule) for n, (rule, votes) in enumerate(self.votes.items())]
+        heap = [
+            (-votes, -near.get(rule, 0), n, rule)
+            for n, (rule, votes) in enumerate(self.votes.items())
+        ]
         heapify(heap)
         while heap and self.work > 0:
             votes, nearness, number, rule = heappop(heap)
@@ -92,7 +103,11 @@ class Rules:
                 if weight:
                     heappush(heap, (-weight, nearness, number, rule))
                 continue
-            rivals = [near.get(each, 0) for each in self._rivals(rule) if self._contest(each, names, weight)]
+            rivals = [
+                near.get(each, 0)
+                for each in self._rivals(rule)
+                if self._contest(each, names, weight)
+            ]
             if not rivals or near.get(rule, 0) >= max(rivals) + MARGIN:
                 yield rule, names, not rivals
 
@@ -117,7 +132,8 @@ class Rules:
         """Whether a rule explains as much as another one, and some of the same keys."""
         theirs, as_much = self._weigh(rival)
         return as_much >= weight and (
-            not names.keys().isdisjoint(theirs) or not set(names.values()).isdisjoint(theirs.values())
+            not names.keys().isdisjoint(theirs)
+            or not set(names.values()).isdisjoint(theirs.values())
         )
 
 

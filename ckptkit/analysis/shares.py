@@ -1,5 +1,5 @@
-"""Who has which share of a checkpoint: parameters and bytes of each tensor, counted once, and of what names have in
-common."""
+"""Who has which share of a checkpoint: parameters and bytes of each tensor, counted once, and of
+what names have in common."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ LEVELS = 32  # parts that a name is taken apart into: a file could have one of d
 
 
 class Share(NamedTuple):
-    """What a tensor adds: `parameters` if it is one of the weights (or there are none), `nbytes` of its elements.
+    """What a tensor adds: `parameters` if it is one of the weights (or there are none), `nbytes` of
+    its elements.
 
-    Both are 0 for the same part of the same storage once more: `same` is then the number of the first. `role` is one of
-    ROLES, `place` the dotted path in the file; that of the weights of a whole module is by their names.
+    Both are 0 for the same part of the same storage once more: `same` is then the number of the
+    first. `role` is one of ROLES, `place` the dotted path in the file; that of the weights of a
+    whole module is by their names.
     """
 
     row: Row
@@ -67,8 +69,13 @@ def shares(summary: Summary, root: Node) -> list[Share]:
         if row.name is not None:
             role, place = WEIGHTS, prefix + row.name
         else:
-            role, place = OPTIMIZER if any(keys[:n] in optimizers for n in lengths) else OTHER, row.place
-        key = (number,) if row.storage is None else (row.storage, row.tensor.offset, row.tensor.shape)
+            role, place = (
+                OPTIMIZER if any(keys[:n] in optimizers for n in lengths) else OTHER,
+                row.place,
+            )
+        key = (
+            (number,) if row.storage is None else (row.storage, row.tensor.offset, row.tensor.shape)
+        )
         same = first.setdefault(key, number)
         counts = (row.name is not None or not in_weights) and key not in counted
         if counts:
@@ -105,12 +112,15 @@ def parts(place: str) -> list[str]:
 def _below(branch: Branch, label: str) -> Branch:
     found = branch.children.get(label)
     if found is None:
-        found = branch.children[label] = Branch(label, f"{branch.path}.{label}" if branch.path else label)
+        found = branch.children[label] = Branch(
+            label, f"{branch.path}.{label}" if branch.path else label
+        )
     return found
 
 
 def joined(branch: Branch) -> Branch:
-    """The branch that has all that `branch` has, and is not its only child: ``model`` becomes ``model.encoder``."""
+    """The branch that has all that `branch` has, and is not its only child: ``model`` becomes
+    ``model.encoder``."""
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch

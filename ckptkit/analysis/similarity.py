@@ -20,13 +20,17 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
     for number, part in enumerate(ours, 1):
         before, row[0] = row[0], float(number)
         for n, other in enumerate(theirs, 1):
-            before, row[n] = row[n], min(row[n] + 1, row[n - 1] + 1, before + 1 - _alike(part, other))
+            before, row[n] = (
+                row[n],
+                min(row[n] + 1, row[n - 1] + 1, before + 1 - _alike(part, other)),
+            )
     return 1 - row[-1] / max(len(ours), len(theirs), 1)
 
 
 @lru_cache(maxsize=1 << 16)
 def _alike(one: str, other: str) -> float:
-    """Half for what an edit would leave, half for a word of one that begins a word of the other (``q``, ``query``)."""
+    """Half for what an edit would leave, half for a word of one that begins a word of the other
+    (``q``, ``query``)."""
     if one == other:
         return 1.0
     one, other = one[:LONGEST], other[:LONGEST]

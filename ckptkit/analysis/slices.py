@@ -1,4 +1,5 @@
-"""Parts of a tensor, chosen as in Python: ``[0, :, 3:7]``. Geometry alone: nothing is read here, and nothing evaluated.
+"""Parts of a tensor, chosen as in Python: ``[0, :, 3:7]``. Geometry alone: nothing is read here,
+and nothing evaluated.
 
 A part is another view of the same storage, so that reading it reads no more than it spans.
 """
@@ -13,12 +14,14 @@ from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.tensor import Shape, Tensor
 
 _NUMBER = r"-?[0-9]{1,18}"
-_ITEM = re.compile(rf"(?P<at>{_NUMBER})|(?P<start>{_NUMBER})?:(?P<stop>{_NUMBER})?(?::(?P<step>[0-9]{{1,18}})?)?")
+_ITEM = re.compile(
+    rf"(?P<at>{_NUMBER})|(?P<start>{_NUMBER})?:(?P<stop>{_NUMBER})?(?::(?P<step>[0-9]{{1,18}})?)?"
+)
 
 
 class Pick(NamedTuple):
-    """What is chosen of one dimension: `size` indices from `start`, `step` apart; one alone takes the dimension away
-    if it is `single`."""
+    """What is chosen of one dimension: `size` indices from `start`, `step` apart; one alone takes
+    the dimension away if it is `single`."""
 
     start: int
     size: int
@@ -33,7 +36,9 @@ class Pick(NamedTuple):
 
     def part(self, start: int, count: int) -> Pick:
         """`count` of the indices from the `start`-th on, as far as there are so many."""
-        return Pick(self.start + start * self.step, max(0, min(count, self.size - start)), self.step)
+        return Pick(
+            self.start + start * self.step, max(0, min(count, self.size - start)), self.step
+        )
 
 
 Picks = tuple[Pick, ...]
@@ -42,8 +47,8 @@ Picks = tuple[Pick, ...]
 def parse(text: str, shape: Shape) -> Picks:
     """What `text` chooses of a tensor of such a shape, one for each dimension. Raises UsageError.
 
-    Integers, ``start:stop:step`` and one ``...``, between commas; negative ones count from the end; what is not named
-    is whole. Steps are positive.
+    Integers, ``start:stop:step`` and one ``...``, between commas; negative ones count from the end;
+    what is not named is whole. Steps are positive.
     """
     items = [each.strip() for each in _unwrapped(text).split(",")] if _unwrapped(text) else []
     if items.count("...") > 1:
@@ -52,10 +57,15 @@ def parse(text: str, shape: Shape) -> Picks:
         items.append("...")
     missing = len(shape) - (len(items) - 1)
     if missing < 0:
-        raise UsageError(f"{text!r} names {len(items) - 1} dimensions of a tensor that has {len(shape)}")
+        raise UsageError(
+            f"{text!r} names {len(items) - 1} dimensions of a tensor that has {len(shape)}"
+        )
     at = items.index("...")
     items[at : at + 1] = [":"] * missing
-    return tuple(_pick(item, size, number, text) for number, (item, size) in enumerate(zip(items, shape, strict=True)))
+    return tuple(
+        _pick(item, size, number, text)
+        for number, (item, size) in enumerate(zip(items, shape, strict=True))
+    )
 
 
 def _unwrapped(text: str) -> str:
@@ -66,13 +76,19 @@ def _unwrapped(text: str) -> str:
 def _pick(item: str, size: int, dimension: int, text: str) -> Pick:
     found = _ITEM.fullmatch(item)
     if found is None:
-        raise UsageError(f"{item!r} in {text!r} is no index", hint="e.g. '[0, :, 3:7:2]'; steps are positive")
+        raise UsageError(
+            f"{item!r} in {text!r} is no index", hint="e.g. '[0, :, 3:7:2]'; steps are positive"
+        )
     if found["at"] is not None:
         index = int(found["at"])
         if not -size <= index < size:
-            raise UsageError(f"index {index} is outside of dimension {dimension}, which has {size:,}")
+            raise UsageError(
+                f"index {index} is outside of dimension {dimension}, which has {size:,}"
+            )
         return Pick(index % size, 1, 1, True)
-    start, stop, step = (None if (part := found[name]) is None else int(part) for name in ("start", "stop", "step"))
+    start, stop, step = (
+        None if (part := found[name]) is None else int(part) for name in ("start", "stop", "step")
+    )
     if step == 0:
         raise UsageError(f"{item!r} in {text!r} has a step of 0")
     chosen = range(*slice(start, stop, step).indices(size))
@@ -85,21 +101,33 @@ def show(picks: Picks) -> str:
 
 
 def select(tensor: Tensor, picks: Picks) -> Tensor:
-    """That part of a tensor. Raises TensorError for a tensor whose elements do not lie in a storage."""
+    """That part of a tensor. Raises TensorError for a tensor whose elements do not lie in a
+    storage."""
     if tensor.storage is None or tensor.layout != "strided":
-        raise TensorError(f"a {tensor.layout} tensor on device {tensor.device} has no elements to show")
-    offset = tensor.offset + sum(pick.start * s for pick, s in zip(picks, tensor.stride, strict=True))
+        raise TensorError(
+            f"a {tensor.layout} tensor on device {tensor.device} has no elements to show"
+        )
+    offset = tensor.offset + sum(
+        pick.start * s for pick, s in zip(picks, tensor.stride, strict=True)
+    )
     kept = [(pick, s) for pick, s in zip(picks, tensor.stride, strict=True) if not pick.single]
     shape, stride = tuple(pick.size for pick, _ in kept), tuple(s * pick.step for pick, s in kept)
-    return replace(tensor, shape=shape, stride=stride, offset=tensor.offset if 0 in shape else offset)
+    return replace(
+        tensor, shape=shape, stride=stride, offset=tensor.offset if 0 in shape else offset
+    )
 
 
 def plane(picks: Picks, rows: int, columns: int) -> Picks:
-    """The corner of what is chosen that makes a table: the last two dimensions, the first index of those before."""
+    """The corner of what is chosen that makes a table: the last two dimensions, the first index of
+    those before."""
     many = [n for n, pick in enumerate(picks) if not pick.single]
     sizes = dict(zip(reversed(many), (columns, rows), strict=False))
     return tuple(
-        pick if pick.single else pick.part(0, sizes[n]) if n in sizes else Pick(pick.start, 1, 1, True)
+        pick
+        if pick.single
+        else pick.part(0, sizes[n])
+        if n in sizes
+        else Pick(pick.start, 1, 1, True)
         for n, pick in enumerate(picks)
     )
 

@@ -1,8 +1,9 @@
-"""Statistics of tensors: of each, of those with a common label, and of all. One pass, in memory that does not grow with
-the tensors.
+"""Statistics of tensors: of each, of those with a common label, and of all. One pass, in memory
+that does not grow with the tensors.
 
-NaN and infinities are counted, and left out of everything else. Tensors that are the same part of one storage are read
-once, and count once in groups and totals. Floating-point numbers, integers, bools and complex numbers do not mix.
+NaN and infinities are counted, and left out of everything else. Tensors that are the same part of
+one storage are read once, and count once in groups and totals. Floating-point numbers, integers,
+bools and complex numbers do not mix.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ def family(name: str) -> str:
 
 
 class Statistics:
-    """What `rows` finds out. `groups` (if there is a `label`), `totals`, `skipped` and `odd` (tensors that hold NaN or
-    infinities) are complete when it has come to its end."""
+    """What `rows` finds out. `groups` (if there is a `label`), `totals`, `skipped` and `odd`
+    (tensors that hold NaN or infinities) are complete when it has come to its end."""
 
-    def __init__(self, rows: Sequence[summary.Row], label: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self, rows: Sequence[summary.Row], label: Callable[[str], str] | None = None
+    ) -> None:
         self.skipped: list[Skipped] = []
         self.odd: list[Row] = []
         self._sources = rows
@@ -91,11 +94,14 @@ class Statistics:
         return list(self._totals.values())
 
     def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
-        """The statistics of each tensor, in order. `progress` gets bytes. Raises what reading raises."""
+        """The statistics of each tensor, in order. `progress` gets bytes. Raises what reading
+        raises."""
         keys = [_place(number, row.tensor) for number, row in enumerate(self._sources)]
         times = Counter(keys)
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
-        found = _tallies([(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress)
+        found = _tallies(
+            [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress
+        )
         kept: dict[Key, Tally | str] = {}  # of what comes again
         for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
             tally = next(found) if first[key] == number else kept[key]
@@ -112,7 +118,9 @@ class Statistics:
         if tally.nan or tally.infinite:
             self.odd.append(row)
         if self._label is not None and self._is_new(label := self._label(name), key):
-            self._groups.setdefault((label, dtype.kind), Row(label, dtype.kind, (), None, 0)).add(row)
+            self._groups.setdefault((label, dtype.kind), Row(label, dtype.kind, (), None, 0)).add(
+                row
+            )
         if self._is_new(None, key):
             self._totals.setdefault(dtype.kind, Row("", dtype.kind, (), None, 0)).add(row)
         return row
@@ -131,12 +139,24 @@ def _place(number: int, tensor: Tensor) -> Key:
     """What is equal for tensors that are the same numbers."""
     if tensor.storage is None:
         return (number,)
-    return id(tensor.storage), tensor.dtype.name, tensor.offset, tensor.shape, tensor.stride, tensor.conj, tensor.neg
+    return (
+        id(tensor.storage),
+        tensor.dtype.name,
+        tensor.offset,
+        tensor.shape,
+        tensor.stride,
+        tensor.conj,
+        tensor.neg,
+    )
 
 
-def _tallies(rows: list[tuple[int, summary.Row]], progress: Callable[[int], None]) -> Iterator[Tally | str]:
+def _tallies(
+    rows: list[tuple[int, summary.Row]], progress: Callable[[int], None]
+) -> Iterator[Tally | str]:
     """The statistics of each tensor, or why it has none."""
-    found = compute.ordered(_work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0)
+    found = compute.ordered(
+        _work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0
+    )
     for _, same in groupby(found, key=lambda result: result[0]):
         whole = Tally()
         for _, tally, nbytes in same:

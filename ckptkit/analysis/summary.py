@@ -1,4 +1,5 @@
-"""What is in a checkpoint: every tensor, value and object with its path, and the totals. One walk over the tree."""
+"""What is in a checkpoint: every tensor, value and object with its path, and the totals. One walk
+over the tree."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where there is none.
+    """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where
+    there is none.
 
-    ``group`` is the quantized weight that it stands for (``nbytes`` are then those that are stored), or a part of.
+    ``group`` is the quantized weight that it stands for (``nbytes`` are then those that are
+    stored), or a part of.
     """
 
     name: str | None  # in the weights, None elsewhere
@@ -45,7 +48,11 @@ class Row(NamedTuple):
     @property
     def dtype(self) -> str:
         """The dtype, or how the weight is quantized."""
-        return self.group.label if self.group is not None and self.is_logical else self.tensor.dtype.name
+        return (
+            self.group.label
+            if self.group is not None and self.is_logical
+            else self.tensor.dtype.name
+        )
 
     @property
     def device(self) -> str:
@@ -59,7 +66,8 @@ class Row(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex, storage, or dotted."""
+    """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex,
+    storage, or dotted."""
 
     path: Path
     type: str
@@ -82,10 +90,11 @@ class Inner(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones counted once.
+    """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones
+    counted once.
 
-    `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once; `unused_nbytes` what
-    storages hold beyond the tensors that lie in them.
+    `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once;
+    `unused_nbytes` what storages hold beyond the tensors that lie in them.
     """
 
     tensors: int
@@ -97,7 +106,8 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that `inspect` tells. `weights` is the path of the state_dict, None if there is none or several."""
+    """Everything that `inspect` tells. `weights` is the path of the state_dict, None if there is
+    none or several."""
 
     path: str
     format: str
@@ -115,7 +125,8 @@ class Summary:
     is_module: bool = False  # whether the weights are those of a whole pickled module
 
     def survives_dropping(self) -> bool:
-        """Whether `--objects drop` leaves weights, where there are none all tensors, else a value."""
+        """Whether `--objects drop` leaves weights, where there are none all tensors, else a
+        value."""
         inside = {place_of(each.path) for each in self.objects}
 
         def is_outside(path: Path) -> bool:
@@ -128,14 +139,15 @@ class Summary:
         return any(row.value is not None and is_outside(row.path) for row in self.values)
 
     def in_module(self, path: Path) -> bool:
-        """Whether a value is an attribute somewhere inside the pickled module that holds the weights."""
+        """Whether a value is an attribute somewhere inside the pickled module that holds the
+        weights."""
         base = self.weights if self.is_module else None
         return base is not None and len(path) > len(base) and _same(path[: len(base)], base)
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:
-    """The facts of `checkpoint`. Reads no tensor bytes. Raises LimitError for a tree that is nested too deep, and
-    UsageError if the checkpoint's `key` names no mapping of tensors."""
+    """The facts of `checkpoint`. Reads no tensor bytes. Raises LimitError for a tree that is nested
+    too deep, and UsageError if the checkpoint's `key` names no mapping of tensors."""
     warnings = checkpoint.warnings
     weights = None
     try:
@@ -180,7 +192,8 @@ class _Survey:
     def run(self, root: Node) -> None:
         """Visit every node once for each path; what is shown as a tensor or value is not entered.
 
-        The walk goes down before it goes on, so whatever comes after a node and lies deeper is inside it.
+        The walk goes down before it goes on, so whatever comes after a node and lies deeper is
+        inside it.
         """
         target = self.weights.node if self.weights else self
         name_of = _naming(self.weights) if self.weights else None
@@ -197,9 +210,15 @@ class _Survey:
                 base = depth
             kind = node.__class__
             if kind is Tensor:
-                self._tensor(path, node, name_of(path[base:]) if name_of and base is not None else None)
+                self._tensor(
+                    path, node, name_of(path[base:]) if name_of and base is not None else None
+                )
             elif kind is Object and node.tensor is not None:
-                self._tensor(path, node.tensor, name_of(path[base:]) if name_of and base is not None else None)
+                self._tensor(
+                    path,
+                    node.tensor,
+                    name_of(path[base:]) if name_of and base is not None else None,
+                )
                 self._inside(path, node)
                 shown = depth
             elif (value := plain(node)) is not None:
@@ -218,12 +237,15 @@ class _Survey:
         self.rows.append(Row(name, path, tensor, number, tensor.nbytes, group=group))
 
     def _inside(self, path: Path, node: Object) -> None:
-        """The tensors that a tensor subclass is made of, below its own row, which has the sum of their bytes."""
+        """The tensors that a tensor subclass is made of, below its own row, which has the sum of
+        their bytes."""
         if node.tensor is None or node.tensor.layout != "subclass":
             return
         held = list(inner_tensors(node.args))
         nbytes = sum(tensor.nbytes for _, tensor in held)
-        self.rows[-1] = self.rows[-1]._replace(nbytes=nbytes, inside=tuple(tensor for _, tensor in held))
+        self.rows[-1] = self.rows[-1]._replace(
+            nbytes=nbytes, inside=tuple(tensor for _, tensor in held)
+        )
         for below, tensor in held:
             self._tensor((*path, *below), tensor, None)
 
@@ -254,7 +276,10 @@ class _Survey:
     def totals(self) -> Totals:
         counted: dict[tuple[object, ...], int] = {}
         free = [storage.nbytes for storage in self.storages]
-        total, storage_nbytes = 0, sum(free) + sum(row.nbytes for row in self.rows if row.is_logical)
+        total, storage_nbytes = (
+            0,
+            sum(free) + sum(row.nbytes for row in self.rows if row.is_logical),
+        )
         in_weights = any(row.name is not None for row in self.rows)
         for number, (name, _, tensor, storage, nbytes, inside, _) in enumerate(self.rows):
             total += 0 if inside else nbytes
@@ -283,7 +308,8 @@ def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Whether two paths are one. Keys of any kind are compared by identity: a file could make `==` run for long."""
+    """Whether two paths are one. Keys of any kind are compared by identity: a file could make `==`
+    run for long."""
     return len(path) == len(other) and all(
         a is b or (a.__class__ is b.__class__ and isinstance(a, (str, int)) and a == b)
         for a, b in zip(path, other, strict=True)

@@ -1,7 +1,8 @@
 """What a tensor weighs: digests that are equal wherever its elements are, in whatever format.
 
-``sha256`` is over the elements alone: contiguous, row-major, little-endian. ``tensor_id`` is SHA-256 over one line of
-ASCII text, the dtype as torch calls it, a space, the sizes joined by commas, a newline; and then those same bytes::
+``sha256`` is over the elements alone: contiguous, row-major, little-endian. ``tensor_id`` is
+SHA-256 over one line of ASCII text, the dtype as torch calls it, a space, the sizes joined by
+commas, a newline; and then those same bytes::
 
     (printf 'float32 16,3,3,3\\n'; cat elements.bin) | sha256sum
 """
@@ -21,8 +22,9 @@ R = TypeVar("R")
 
 
 def sha256(tensor: Tensor, refusal: TensorError | None = None) -> str | None:
-    """Hexadecimal SHA-256 of the elements; None where they have no plain bytes: on meta, in a sparse layout, with
-    elements smaller than a byte that are out of order, with a sign that their dtype does not have."""
+    """Hexadecimal SHA-256 of the elements; None where they have no plain bytes: on meta, in a
+    sparse layout, with elements smaller than a byte that are out of order, with a sign that their
+    dtype does not have."""
     try:
         return _hash(tensor, b"", refusal)
     except TensorError:
@@ -32,24 +34,31 @@ def sha256(tensor: Tensor, refusal: TensorError | None = None) -> str | None:
 def tensor_id(tensor: Tensor, refusal: TensorError | None = None) -> str:
     """Hexadecimal SHA-256 of dtype, shape and elements.
 
-    Raises TensorError where there are no elements to read, or many more than the storage holds; and `refusal`, which
-    says that there were too many before.
+    Raises TensorError where there are no elements to read, or many more than the storage holds; and
+    `refusal`, which says that there were too many before.
     """
     return _hash(tensor, f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode(), refusal)
 
 
-def sha256_each(tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None) -> Iterator[str | None]:
-    """`sha256` of each tensor, in order, several at a time. Errors name the tensor; `progress` gets bytes."""
+def sha256_each(
+    tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None
+) -> Iterator[str | None]:
+    """`sha256` of each tensor, in order, several at a time. Errors name the tensor; `progress` gets
+    bytes."""
     return _each(sha256, tensors, progress)
 
 
-def tensor_id_each(tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None) -> Iterator[str]:
+def tensor_id_each(
+    tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None
+) -> Iterator[str]:
     """`tensor_id` of each tensor, likewise."""
     return _each(tensor_id, tensors, progress)
 
 
 def _each(
-    function: Callable[[Tensor, TensorError | None], R], tensors: Iterable[Named], progress: Callable[[int], None]
+    function: Callable[[Tensor, TensorError | None], R],
+    tensors: Iterable[Named],
+    progress: Callable[[int], None],
 ) -> Iterator[R]:
     allowance = compute.Allowance()
 

@@ -12,14 +12,20 @@ Plain = bool | int | float | str | None
 Key = str | int
 
 BYTES_SHOWN = 1_024  # byte strings up to this length are shown as text
-EXACT = 1 << 8 * LIMITS.int_bytes  # integers from here on are described: Python puts no more digits into text
+EXACT = (
+    1 << 8 * LIMITS.int_bytes
+)  # integers from here on are described: Python puts no more digits into text
 _HEAD, _LEAST = 4, 64  # bytes that say what a file is, and that a file has at least
-_HEADS = {b"PK\3\4": "zip archive", **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)}}
+_HEADS = {
+    b"PK\3\4": "zip archive",
+    **{bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)},
+}
 _SCALARS = frozenset({bool, float, str, type(None)})
 
 
 def plain(node: Node) -> tuple[str, Plain] | None:
-    """Type and value of a scalar, a string or what reads as one; None for containers, tensors and objects."""
+    """Type and value of a scalar, a string or what reads as one; None for containers, tensors and
+    objects."""
     kind = node.__class__
     if kind in _SCALARS:
         return ("none" if node is None else kind.__name__), node
@@ -48,7 +54,11 @@ def inner_file(node: Node) -> tuple[str, int] | None:
     """The kind of file that a long byte string is, and its length; None for other bytes."""
     if isinstance(node, Blob):
         size = node.extent.length
-        head = node.extent.source.read(node.extent.offset, min(size, _HEAD)) if isinstance(node.extent, Range) else b""
+        head = (
+            node.extent.source.read(node.extent.offset, min(size, _HEAD))
+            if isinstance(node.extent, Range)
+            else b""
+        )
     elif isinstance(node, (bytes, bytearray)):
         size, head = len(node), bytes(node[:_HEAD])
     else:
@@ -58,7 +68,8 @@ def inner_file(node: Node) -> tuple[str, int] | None:
 
 
 def _object(node: Object) -> tuple[str, Plain] | None:
-    """A scalar of numpy, a torch.Size, torch.device or torch.layout; None for every other Object."""
+    """A scalar of numpy, a torch.Size, torch.device or torch.layout; None for every other
+    Object."""
     made = node.global_
     if made is None:
         return None
@@ -70,7 +81,9 @@ def _object(node: Object) -> tuple[str, Plain] | None:
     if (made.module, made.name) == ("torch.serialization", "_get_layout") and len(args) == 1:
         return "torch.layout", key_text(args[0])
     if (made.module, made.name) == ("torch", "Size") and len(args) == 1:
-        return "torch.Size", key_text(tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0])
+        return "torch.Size", key_text(
+            tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
+        )
     return None
 
 
@@ -97,6 +110,8 @@ def number(value: int) -> int | str:
 def key_list(path: Path) -> list[Key]:
     """A path as the list of its keys: strings and integers as such, others as text."""
     return [
-        key if key.__class__ is str or (key.__class__ is int and -EXACT < key < EXACT) else key_text(key)
+        key
+        if key.__class__ is str or (key.__class__ is int and -EXACT < key < EXACT)
+        else key_text(key)
         for key in path
     ]

@@ -1,4 +1,5 @@
-"""Is it whole: structure, lengths and checksums; on request a manifest, and the elements themselves."""
+"""Is it whole: structure, lengths and checksums; on request a manifest, and the elements
+themselves."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ COMPARED = 1_000  # findings of which none is said twice; more are told as they 
 class Verdict:
     """What was found in one file or folder, and how much of it was looked at.
 
-    ``records`` and ``nbytes`` are those that have checksums, ``tensors`` those that were read (0 if it cannot be).
-    ``notes`` are what could not be checked, and what a reader would warn about.
+    ``records`` and ``nbytes`` are those that have checksums, ``tensors`` those that were read (0 if
+    it cannot be). ``notes`` are what could not be checked, and what a reader would warn about.
     """
 
     path: str
@@ -55,11 +56,13 @@ def verify(
     key: str | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Read everything of a checkpoint that says whether it is whole: structure, lengths, checksums, contradictions.
+    """Read everything of a checkpoint that says whether it is whole: structure, lengths, checksums,
+    contradictions.
 
-    With `expected`, ids by name, its weights (those that `matches` says) are compared with them; with `values`, NaN and
-    infinities in any of its tensors are findings too. Neither is done where bytes are damaged. Raises what keeps it
-    from being read: PathError, UnsupportedError, LimitError, FormatError for what is no checkpoint.
+    With `expected`, ids by name, its weights (those that `matches` says) are compared with them;
+    with `values`, NaN and infinities in any of its tensors are findings too. Neither is done where
+    bytes are damaged. Raises what keeps it from being read: PathError, UnsupportedError,
+    LimitError, FormatError for what is no checkpoint.
     """
     place = open_place(path)
     try:
@@ -142,7 +145,11 @@ class _Look:
 
     def _within(self, path: str | None) -> str:
         """A path below the place, as seen from there."""
-        return "" if path in (None, self.place.name) else str(path).removeprefix(self.place.name.rstrip("/") + "/")
+        return (
+            ""
+            if path in (None, self.place.name)
+            else str(path).removeprefix(self.place.name.rstrip("/") + "/")
+        )
 
     def _summed(self, parts: list[Part]) -> Iterator[tuple[Part, str | None]]:
         """Each part, and what is wrong with it."""
@@ -158,7 +165,9 @@ class _Look:
     def at_values(self) -> None:
         """Every tensor that has NaN or infinite elements is a finding."""
         total = self.nbytes + sum(tensor.nbytes for _, tensor in self.tensors)
-        for name, tensor, nan, infinite in ordered(_nonfinite, self.tensors, lambda row: row[1].nbytes):
+        for name, tensor, nan, infinite in ordered(
+            _nonfinite, self.tensors, lambda row: row[1].nbytes
+        ):
             if nan or infinite:
                 what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
                 self.findings.append(Finding(what, tensors=(name,)))
@@ -184,7 +193,11 @@ class _Look:
         if not self.records:
             yield f"{self.checkpoint.format} has no checksums: only structure and lengths were checked"
         yield from self.checkpoint.warnings
-        if self.records and self.unsummed and not any("no checksum" in each for each in self.checkpoint.warnings):
+        if (
+            self.records
+            and self.unsummed
+            and not any("no checksum" in each for each in self.checkpoint.warnings)
+        ):
             yield f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
 
 
@@ -199,7 +212,8 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def _said_once(findings: list[Finding]) -> Iterator[Finding]:
-    """Without those that only say what another one does: what stops a reader is often what a checksum tells as well."""
+    """Without those that only say what another one does: what stops a reader is often what a
+    checksum tells as well."""
     for number, one in enumerate(findings):
         others = enumerate(findings if len(findings) <= COMPARED else ())
         if not any(_says(other, one, place < number) for place, other in others if place != number):

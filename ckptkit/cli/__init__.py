@@ -1,8 +1,8 @@
 """The command line: words and options only. A command parses, calls the library once, and prints.
 
-Commands are imported when they are run, and the library inside their bodies, so that none pays for another.
-Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed, 5 a bug, 130 interrupted,
-141 the reader of the pipe is gone.
+Commands are imported when they are run, and the library inside their bodies, so that none pays for
+another. Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed, 5 a bug, 130
+interrupted, 141 the reader of the pipe is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ckptkit.cli import render
 from ckptkit.core.errors import CkptkitError, foreseen
 from ckptkit.core.text import nearest
 
-# The commands, in the groups and the order in which --help lists them, each with its topic of the manual.
+# The commands, in the groups and the order in which --help lists them, each with its topic of the
+# manual.
 GROUPS = {
     "Look": {
         "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values", "show": "values",
@@ -78,7 +79,9 @@ class CommandLine(click.Group):
             for name in names:
                 command = self.get_command(ctx, name)
                 assert command is not None
-                rows.append((name.ljust(width), command.get_short_help_str(formatter.width - width - 6)))
+                rows.append(
+                    (name.ljust(width), command.get_short_help_str(formatter.width - width - 6))
+                )
             with formatter.section(title):
                 formatter.write_dl(rows)
 
@@ -92,7 +95,8 @@ class CommandLine(click.Group):
         return super().resolve_command(ctx, args)
 
     def __call__(self) -> NoReturn:
-        """Run as a program of its own: a process that ends soon needs no garbage collector, and no tidying up."""
+        """Run as a program of its own: a process that ends soon needs no garbage collector, and no
+        tidying up."""
         gc.disable()
         _secure_streams()
         _interruptible()
@@ -139,7 +143,11 @@ class UnknownCommand(click.UsageError):
         from shlex import join
 
         super().__init__(f"No such command {word!r}.", ctx)
-        near = [SYNONYMS[word]] if word in SYNONYMS else [name for name in COMMANDS if name.startswith(word)]
+        near = (
+            [SYNONYMS[word]]
+            if word in SYNONYMS
+            else [name for name in COMMANDS if name.startswith(word)]
+        )
         near = near or nearest(word, COMMANDS)
         self.hint = f"`{ctx.command_path} --help` explains"
         if near:
@@ -149,9 +157,14 @@ class UnknownCommand(click.UsageError):
 
 
 @click.group(
-    "ckptkit", cls=CommandLine, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+    "ckptkit",
+    cls=CommandLine,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.option("--traceback", is_flag=True, envvar="CKPTKIT_TRACEBACK", help="Show where an error comes from.")
+@click.option(
+    "--traceback", is_flag=True, envvar="CKPTKIT_TRACEBACK", help="Show where an error comes from."
+)
 @click.version_option(__version__, prog_name="ckptkit")
 @click.pass_context
 def main(ctx: click.Context, traceback: bool) -> int:
@@ -168,7 +181,8 @@ def main(ctx: click.Context, traceback: bool) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process here: taking hundreds of thousands of objects apart would cost a tenth of the time."""
+    """End the process here: taking hundreds of thousands of objects apart would cost a tenth of the
+    time."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -208,7 +222,10 @@ def _failed(error: BaseException) -> int:
             _mute()
         return error.exit_code
     said = f"{type(error).__name__}: {error}"
-    say(f"a bug in ckptkit: {said}", "`ckptkit --traceback COMMAND...` shows where it is; please report it")
+    say(
+        f"a bug in ckptkit: {said}",
+        "`ckptkit --traceback COMMAND...` shows where it is; please report it",
+    )
     return BUG
 
 
@@ -223,13 +240,15 @@ def _flush() -> None:
 
 
 def _mute() -> None:
-    """Send what is left for standard output nowhere: Python would try again to write it, and complain."""
+    """Send what is left for standard output nowhere: Python would try again to write it, and
+    complain."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interruptible() -> None:
-    """Whatever asks us to end, and not the keyboard alone, leaves no half-written file. What is ignored stays so."""
+    """Whatever asks us to end, and not the keyboard alone, leaves no half-written file. What is
+    ignored stays so."""
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -240,7 +259,8 @@ def _interruptible() -> None:
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Python drops what is raised while an object is taken apart: an interrupt comes again, a millisecond later."""
+    """Python drops what is raised while an object is taken apart: an interrupt comes again, a
+    millisecond later."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:
@@ -248,7 +268,8 @@ def _again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _secure_streams() -> None:
-    """No file that we open may become standard output or error; no character that we print may be a failure."""
+    """No file that we open may become standard output or error; no character that we print may be a
+    failure."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -9,7 +9,13 @@ from ckptkit.cli import options
 
 @click.command("add-module")
 @options.edit
-@click.option("--prefix", metavar="P", default="module.", show_default=True, help="What to put before each key.")
+@click.option(
+    "--prefix",
+    metavar="P",
+    default="module.",
+    show_default=True,
+    help="What to put before each key.",
+)
 @options.keys
 def command(edit: options.Edit, prefix: str, keys: tuple[str, ...]) -> None:
     """Put module. before the keys.

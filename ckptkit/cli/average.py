@@ -9,9 +9,18 @@ from ckptkit.cli import options
 
 @click.command("average")
 @options.edit_many
-@click.option("--weight", "shares", metavar="W", type=float, multiple=True, help="One for each SRC, in their order.")
+@click.option(
+    "--weight",
+    "shares",
+    metavar="W",
+    type=float,
+    multiple=True,
+    help="One for each SRC, in their order.",
+)
 @options.key
-def command(edit: options.Edit, sources: tuple[str, ...], shares: tuple[float, ...], key: str | None) -> None:
+def command(
+    edit: options.Edit, sources: tuple[str, ...], shares: tuple[float, ...], key: str | None
+) -> None:
     """Write the mean of the weights of several checkpoints.
 
     Elements are added up as float64 and rounded once. Integer and bool buffers, such as the number of batches, are

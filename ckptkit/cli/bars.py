@@ -10,7 +10,8 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def bars(counts: Sequence[int]) -> str:
-    """One character for each count, as high as it is in relation to the largest; none where they cannot be shown."""
+    """One character for each count, as high as it is in relation to the largest; none where they
+    cannot be shown."""
     if not counts or not _are_shown():
         return ""
     largest = max(counts) or 1
@@ -23,17 +24,22 @@ def lying(counts: Sequence[int], width: int) -> Iterator[str]:
     shown = _are_shown()
     for count in counts:
         whole, eighths = divmod(8 * width * count // largest, 8)
-        yield "█" * whole + "▏▎▍▌▋▊▉"[eighths - 1 : eighths] if shown else "#" * max(whole, count > 0)
+        yield (
+            "█" * whole + "▏▎▍▌▋▊▉"[eighths - 1 : eighths] if shown else "#" * max(whole, count > 0)
+        )
 
 
 def shades(rows: Sequence[Sequence[float]]) -> Iterator[str]:
-    """One character for each number, from the smallest to the largest of all; ``?`` for what is not finite."""
+    """One character for each number, from the smallest to the largest of all; ``?`` for what is not
+    finite."""
     finite = [value for row in rows for value in row if isfinite(value)]
     low, high = min(finite, default=0), max(finite, default=0)
     scale = _EIGHTHS[1:] if _are_shown() else ".:-=+*#@"
     step = (high - low) / (len(scale) - 1) or 1
     for row in rows:
-        yield "".join(scale[round((value - low) / step)] if isfinite(value) else "?" for value in row)
+        yield "".join(
+            scale[round((value - low) / step)] if isfinite(value) else "?" for value in row
+        )
 
 
 def _are_shown() -> bool:

@@ -24,9 +24,30 @@ if TYPE_CHECKING:
     from ckptkit.run.batch import Job, Outcome
 
 SCHEMA = "ckptkit.batch/1"
-COMMANDS = ("strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "ema", "run", "recover")
+COMMANDS = (
+    "strip-module",
+    "add-module",
+    "remap",
+    "convert",
+    "rename",
+    "extract",
+    "wrap",
+    "ema",
+    "run",
+    "recover",
+)
 # What does not change the bytes of an output, and so not whether a job has been done.
-HOW = {"force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers", "scheduler"}
+HOW = {
+    "force",
+    "dry_run",
+    "as_json",
+    "quiet",
+    "verify",
+    "durable",
+    "allow_expand",
+    "workers",
+    "scheduler",
+}
 
 
 class Commands(click.Group):
@@ -73,8 +94,12 @@ def _many(original: click.Command) -> click.Command:
     name = original.name
     assert name is not None
     sources = click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True)
-    into = click.Option(["--into"], metavar="DIR", required=True, help="Folder or URL for the outputs.")
-    kept = [_worded(each) for each in original.params if each.name not in ("src", "dst", "in_place")]
+    into = click.Option(
+        ["--into"], metavar="DIR", required=True, help="Folder or URL for the outputs."
+    )
+    kept = [
+        _worded(each) for each in original.params if each.name not in ("src", "dst", "in_place")
+    ]
     text = cleandoc(original.help or "").partition("\b")[0]
     example = f"\b\nExample: ckptkit batch {name} ... --into DIR 'runs/**/*.pth'"
 
@@ -107,7 +132,8 @@ class _One(options.Edit):
 
 @dataclass(frozen=True)
 class _Checked(options.Edit):
-    """An edit that does nothing: the command looks at its options, and puts what it makes of them into `found`."""
+    """An edit that does nothing: the command looks at its options, and puts what it makes of them
+    into `found`."""
 
     found: list[options.Edit] = field(default_factory=list)
 
@@ -129,7 +155,8 @@ class _Work:
         return edit.reports[0]
 
     def check(self, source: str) -> options.Edit:
-        """What the command makes of its options. Raises UsageError for those that no input could do with."""
+        """What the command makes of its options. Raises UsageError for those that no input could do
+        with."""
         given = _Checked(**self._common(source, source))
         with suppress(InputError):  # of the input, which its own job will say
             self._call(given)
@@ -137,18 +164,33 @@ class _Work:
 
     def _common(self, source: str, destination: str) -> dict[str, Any]:
         """The fields of an Edit."""
-        alone = {"src": source, "dst": destination, "in_place": False, "workers": None, "scheduler": None}
-        return {each.name: alone.get(each.name, self.given.get(each.name)) for each in fields(options.Edit)}
+        alone = {
+            "src": source,
+            "dst": destination,
+            "in_place": False,
+            "workers": None,
+            "scheduler": None,
+        }
+        return {
+            each.name: alone.get(each.name, self.given.get(each.name))
+            for each in fields(options.Edit)
+        }
 
     def _call(self, edit: options.Edit) -> None:
         callback: Any = _original(self.name).callback
         names = {each.name for each in fields(options.Edit)}
-        callback.__wrapped__(edit=edit, **{name: value for name, value in self.given.items() if name not in names})
+        callback.__wrapped__(
+            edit=edit, **{name: value for name, value in self.given.items() if name not in names}
+        )
 
     @property
     def recipe(self) -> list[object]:
-        """All that an output depends on besides its input: options, and what is in the file of a recipe."""
-        said: list[object] = [self.name, sorted(each for each in self.given.items() if each[0] not in HOW)]
+        """All that an output depends on besides its input: options, and what is in the file of a
+        recipe."""
+        said: list[object] = [
+            self.name,
+            sorted(each for each in self.given.items() if each[0] not in HOW),
+        ]
         path = self.given.get("recipe", "")
         if os.path.isfile(path):
             with open(path, "rb") as file:
@@ -213,7 +255,10 @@ class _Report:
             self._failed[job.output] = outcome
         said = (*outcome.left_out, *outcome.warnings)
         if said and not self._given["quiet"]:
-            self._warn(f"{job.output}: {said[0]}" + (f" ({and_more(len(said) - 1).strip()})" if len(said) > 1 else ""))
+            self._warn(
+                f"{job.output}: {said[0]}"
+                + (f" ({and_more(len(said) - 1).strip()})" if len(said) > 1 else "")
+            )
         if self._given["as_json"] or self._given["dry_run"]:
             self._rows[job.output] = _facts(job, outcome)
 
@@ -232,7 +277,9 @@ class _Report:
                 render.write(_line(self._rows[job.output]) for job in jobs)
             render.emit(render.escape(self._sentence()))
         if self._warned > options.SHOWN:
-            render.warn(f"{self._warned - options.SHOWN:,} more files with warnings, which --json lists")
+            render.warn(
+                f"{self._warned - options.SHOWN:,} more files with warnings, which --json lists"
+            )
         for each in failed[: options.SHOWN]:
             render.warn(str(each.error), each.hint)
         if len(failed) > options.SHOWN:
@@ -268,7 +315,9 @@ _SAID = (
 
 
 def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
-    said = {name: value for name, value in asdict(outcome).items() if name not in ("made", "exit_code")}
+    said = {
+        name: value for name, value in asdict(outcome).items() if name not in ("made", "exit_code")
+    }
     return {"source": urls.shown(job.input.path), "output": job.output, **said}
 
 

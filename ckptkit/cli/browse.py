@@ -32,7 +32,10 @@ def command(file: str, key: str | None) -> int:
     Example: ckptkit browse run.pth
     """
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
-        raise UsageError("browse needs a terminal", hint="`ckptkit inspect --tree` prints the same to read elsewhere")
+        raise UsageError(
+            "browse needs a terminal",
+            hint="`ckptkit inspect --tree` prints the same to read elsewhere",
+        )
     try:
         from ckptkit.views.browser.app import Browser
     except ImportError as error:

@@ -1,7 +1,9 @@
-"""What Tab completes beyond commands and options: files, and what is in the file that was typed before.
+"""What Tab completes beyond commands and options: files, and what is in the file that was typed
+before.
 
-Only headers of local files are read, for two seconds at most, and whatever goes wrong completes to nothing. A name with
-a character that a shell could act on is not offered: nobody shall run by Tab and Enter what a file says.
+Only headers of local files are read, for two seconds at most, and whatever goes wrong completes to
+nothing. A name with a character that a shell could act on is not offered: nobody shall run by Tab
+and Enter what a file says.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Completed(click.types.StringParamType):
     def __init__(self, complete: Completer) -> None:
         self.complete = complete
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         try:
             with _deadline():
                 return self.complete(ctx, param, incomplete)
@@ -53,7 +57,8 @@ def teach(command: click.Command) -> None:
 
 
 def completer_of(parameter: click.Parameter) -> Completer | None:
-    """What completes a parameter, None for a text of one's own and for what click knows: numbers, choices."""
+    """What completes a parameter, None for a text of one's own and for what click knows: numbers,
+    choices."""
     if type(parameter.type) is not click.types.StringParamType or parameter.name in _FREE:
         return None
     kind = (parameter.metavar or "").strip("[].")
@@ -64,10 +69,15 @@ def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[Compl
     return [CompletionItem(incomplete, type="file")]
 
 
-def _recipes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _recipes(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     from ckptkit.run.recipes import names
 
-    return [*_matching(((name, None) for name in names()), incomplete), *_files(ctx, parameter, incomplete)]
+    return [
+        *_matching(((name, None) for name in names()), incomplete),
+        *_files(ctx, parameter, incomplete),
+    ]
 
 
 def _formats(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -110,11 +120,15 @@ def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> l
     from ckptkit.core.text import shape
 
     with _opened(ctx, parameter) as checkpoint:
-        named = ((name, f"{each.dtype} {shape(each.shape)}") for name, each in checkpoint.weights.items())
+        named = (
+            (name, f"{each.dtype} {shape(each.shape)}") for name, each in checkpoint.weights.items()
+        )
         return _matching(named, incomplete)
 
 
-def _entries(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _entries(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """The paths of mappings and lists, two levels of them."""
     from ckptkit.core.tree import children, key_text
 
@@ -131,7 +145,9 @@ def _entries(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
         return _matching(below(checkpoint.root, "", 2), incomplete)
 
 
-def _prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _prefixes(
+    ctx: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
     """What at least half of the names begin with, up to a dot."""
     with _opened(ctx, parameter) as checkpoint:
         names = list(checkpoint.weights)
@@ -145,7 +161,9 @@ def _prefixes(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
 
 def _matching(candidates: Candidates, incomplete: str) -> list[CompletionItem]:
     """Those that begin like `incomplete`; of too many, where they part."""
-    found = {name: said for name, said in candidates if name.startswith(incomplete) and _harmless(name)}
+    found = {
+        name: said for name, said in candidates if name.startswith(incomplete) and _harmless(name)
+    }
     if len(found) > MOST:
         ends = zip(min(found), max(found), strict=False)
         start = next((place for place, (a, b) in enumerate(ends) if a != b), 0)
@@ -182,7 +200,10 @@ def _key(given: dict[str, object]) -> str | None:
 @contextmanager
 def _deadline() -> Iterator[None]:
     """An interrupt after so many `SECONDS`, where the program has said that an alarm is one."""
-    heard = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.default_int_handler
+    heard = (
+        hasattr(signal, "SIGALRM")
+        and signal.getsignal(signal.SIGALRM) is signal.default_int_handler
+    )
     if heard:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -199,7 +220,9 @@ _SECOND: Sequence[str] = ("b", "other")
 _BY_NAME: dict[str, Completer] = {"format": _formats, "name": _names, "name_b": _names}
 _FREE = {"trust"}  # and what has no entry in either table
 _BY_METAVAR: dict[str, Completer] = {
-    **dict.fromkeys(("A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"), _files),
+    **dict.fromkeys(
+        ("A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"), _files
+    ),
     "A=B": _tags,
     "DEVICE": _devices,
     "GLOB": _names,

@@ -18,14 +18,27 @@ if TYPE_CHECKING:
 @options.dequantize
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
-@click.option("--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable).")
+@click.option(
+    "--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable)."
+)
 @click.option("--add", metavar="P", help="Put this before each key.")
 @options.mapping
 @options.substitutions
-@click.option("--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats.")
-@click.option("--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4.")
+@click.option(
+    "--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats."
+)
+@click.option(
+    "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
+)
 @click.option("--to", "device", metavar="DEVICE", help="Retag everything for this device.")
-@click.option("--device-map", "devices", metavar="A=B", multiple=True, callback=options.pairs, help="Retag A as B.")
+@click.option(
+    "--device-map",
+    "devices",
+    metavar="A=B",
+    multiple=True,
+    callback=options.pairs,
+    help="Retag A as B.",
+)
 @click.option("--compact", is_flag=True, help="Leave out what storages hold beyond their tensors.")
 @options.key
 def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:

@@ -20,19 +20,43 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @click.command("diff")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
-@click.option("--model", "spec", metavar="MODEL", help="Compare with package.module:Class or file.py:Class.")
 @click.option(
-    "--arg", "args", metavar="NAME=JSON", multiple=True, callback=options.arguments, help="What to build it with."
+    "--model", "spec", metavar="MODEL", help="Compare with package.module:Class or file.py:Class."
+)
+@click.option(
+    "--arg",
+    "args",
+    metavar="NAME=JSON",
+    multiple=True,
+    callback=options.arguments,
+    help="What to build it with.",
 )
 @click.option("--values", is_flag=True, help="Compare the elements too, byte for byte.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Compare the elements up to this absolute difference.")
-@click.option("--rtol", type=click.FloatRange(min=0), help="Compare the elements up to this relative difference.")
+@click.option(
+    "--atol",
+    type=click.FloatRange(min=0),
+    help="Compare the elements up to this absolute difference.",
+)
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0),
+    help="Compare the elements up to this relative difference.",
+)
 @options.stored
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
-@click.option("--key", metavar="PATH", help="The entry that holds the weights, where several could be meant.")
-@click.option("--write-map", "write_map", metavar="FILE", help="Write the renamed keys down, for `rename --map`.")
+@click.option(
+    "--key", metavar="PATH", help="The entry that holds the weights, where several could be meant."
+)
+@click.option(
+    "--write-map",
+    "write_map",
+    metavar="FILE",
+    help="Write the renamed keys down, for `rename --map`.",
+)
 @click.option("--force", is_flag=True, help="Replace the FILE of --write-map if it exists.")
-@click.option("--key-b", metavar="PATH", help="The same for B, where it is another; '' is the whole file.")
+@click.option(
+    "--key-b", metavar="PATH", help="The same for B, where it is another; '' is the whole file."
+)
 def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
     """Compare two checkpoints, or one and a model.
 
@@ -70,7 +94,9 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     publish(Plan((OutputFile("", (data,)),)), path, force=force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
     look = f", {guesses:,} of them guesses to look at" if guesses else ""
-    render.warn(f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", rename(name, path))
+    render.warn(
+        f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", rename(name, path)
+    )
 
 
 def _compare(
@@ -112,11 +138,20 @@ def _facts(found: Diff) -> dict[str, Any]:
         "missing": list(found.missing),
         "unexpected": list(found.unexpected),
         "mismatched": [
-            {"name": name, "a": {"dtype": a.dtype, "shape": a.shape}, "b": {"dtype": b.dtype, "shape": b.shape}}
+            {
+                "name": name,
+                "a": {"dtype": a.dtype, "shape": a.shape},
+                "b": {"dtype": b.dtype, "shape": b.shape},
+            }
             for name, a, b in found.mismatched
         ],
         "changed": [
-            {"name": name, "count": each.count, "first": each.first, "largest": render.json_number(each.largest)}
+            {
+                "name": name,
+                "count": each.count,
+                "first": each.first,
+                "largest": render.json_number(each.largest),
+            }
             for name, each in found.changed
         ],
         "renamed": list(map(_pair, found.renamed)),
@@ -128,4 +163,10 @@ def _facts(found: Diff) -> dict[str, Any]:
 
 def _pair(pair: Renamed) -> dict[str, Any]:
     sides = {side: kind._asdict() for side, kind in (("a", pair.a), ("b", pair.b))}
-    return {"old": pair.old, "new": pair.new, **sides, "confidence": pair.confidence, "why": pair.why}
+    return {
+        "old": pair.old,
+        "new": pair.new,
+        **sides,
+        "confidence": pair.confidence,
+        "why": pair.why,
+    }

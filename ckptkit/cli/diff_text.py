@@ -1,4 +1,5 @@
-"""The differences for people: renamed, missing, too much, mismatched, changed; a line that sums up; the advice."""
+"""The differences for people: renamed, missing, too much, mismatched, changed; a line that sums up;
+the advice."""
 
 from __future__ import annotations
 
@@ -22,18 +23,26 @@ def lines(found: Diff) -> Iterator[str]:
     ):
         if left := [name for name in names if name not in gone]:
             yield labelled(f"{title}: {plural(len(left), 'key')}{' more' if gone else ''}")
-            yield from (f"  {escape(row.label)}" for row in fold(Item(name, (), 0) for name in left))
+            yield from (
+                f"  {escape(row.label)}" for row in fold(Item(name, (), 0) for name in left)
+            )
             yield ""
     if found.mismatched:
         rows = fold(Item(name, (_kind(a), _kind(b)), 0) for name, a, b in found.mismatched)
-        yield from table(("mismatched", "A", "B"), [(escape(row.label), *map(str, row.columns)) for row in rows])
+        yield from table(
+            ("mismatched", "A", "B"), [(escape(row.label), *map(str, row.columns)) for row in rows]
+        )
         yield ""
     if found.changed:
         cells = [
             (escape(name), f"{each.count:,}", "" if each.largest is None else f"{each.largest:.3g}")
             for name, each in found.changed
         ]
-        yield from table(("changed", "elements", "largest difference"), cells, right=("elements", "largest difference"))
+        yield from table(
+            ("changed", "elements", "largest difference"),
+            cells,
+            right=("elements", "largest difference"),
+        )
         yield ""
     yield labelled(found.summary)
     yield from _silent(found.silent, len(found.mismatched))
@@ -44,10 +53,13 @@ def lines(found: Diff) -> Iterator[str]:
 
 
 def _pairs(title: str, pairs: Sequence[Renamed]) -> Iterator[str]:
-    """A table of two names for the same, or two lines for each where a terminal has no room for that."""
+    """A table of two names for the same, or two lines for each where a terminal has no room for
+    that."""
     if not pairs:
         return
-    rows = fold_pairs((p.old, p.new, (*_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs)
+    rows = fold_pairs(
+        (p.old, p.new, (*_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs
+    )
     cells = [(escape(row.label), escape(row.other), *row.columns) for row in rows]
     headers = (title, "in B", "shape", "sure", "by")
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]

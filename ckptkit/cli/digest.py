@@ -25,8 +25,15 @@ DIFFERENT = 1
 @click.option("--manifest", metavar="OUT", help="Write the list to a file instead.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with such a list.")
-@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name.")
-@click.option("--all", "everything", is_flag=True, help="All tensors, by their paths, and not the weights alone.")
+@click.option(
+    "--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name."
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="All tensors, by their paths, and not the weights alone.",
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="With --check: print what differs only.")
 @options.dequantize
@@ -81,14 +88,18 @@ def _each(
     failures: list[CkptkitError],
     dequantize: str | None,
 ) -> Iterator[tuple[str, str, Digests]]:
-    """Path, format and digests of each file. One file alone raises what is wrong, of several the others go on."""
+    """Path, format and digests of each file. One file alone raises what is wrong, of several the
+    others go on."""
     from ckptkit.analysis.digests import digest
     from ckptkit.api import open_checkpoint
     from ckptkit.cli.progress import Progress
 
     for file in files:
         try:
-            with closing(open_checkpoint(file, key=key)) as checkpoint, Progress("digest") as progress:
+            with (
+                closing(open_checkpoint(file, key=key)) as checkpoint,
+                Progress("digest") as progress,
+            ):
                 seen = _seen(checkpoint, dequantize, file)
                 found = digest(seen, everything=everything, matches=matches, progress=progress)
         except CkptkitError as error:
@@ -115,7 +126,9 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
 
     if quantized.find(checkpoint):
         hint = "--dequantize DTYPE gives those of the weights"
-        render.warn(f"{urls.shown(file)}: the digests are of codes and scales, as they are stored", hint)
+        render.warn(
+            f"{urls.shown(file)}: the digests are of codes and scales, as they are stored", hint
+        )
     return checkpoint
 
 
@@ -135,11 +148,15 @@ def _write(digests: Digests, path: str, force: bool) -> None:
     data = "".join(f"{line}\n" for line in _lines(digests)).encode()
     publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)
     render.emit(
-        render.escape(f"wrote {urls.shown(path)}: {render.plural(len(digests.ids), 'tensor')}, {digests.whole}")
+        render.escape(
+            f"wrote {urls.shown(path)}: {render.plural(len(digests.ids), 'tensor')}, {digests.whole}"
+        )
     )
 
 
-def _compare(path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool) -> int:
+def _compare(
+    path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool
+) -> int:
     from ckptkit.analysis.digests import differences, read_manifest
     from ckptkit.cli.verify import said
 
@@ -149,18 +166,29 @@ def _compare(path: str, digests: Digests, expected: str, matches: Matches | None
         render.emit_json({"schema": SCHEMA, **_comparison(digests.ids, known, matches)})
     elif found:
         number = render.plural(len(found), "difference")
-        render.emit(f"{render.escape(path)}: {number} from the {len(known):,} tensors of the manifest")
+        render.emit(
+            f"{render.escape(path)}: {number} from the {len(known):,} tensors of the manifest"
+        )
         render.write(f"  {render.escape(said(each))}\n" for each in found)
     elif not quiet:
-        render.emit(f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} as in the manifest")
+        render.emit(
+            f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} as in the manifest"
+        )
     return DIFFERENT if found else 0
 
 
-def _comparison(ids: Mapping[str, str], known: Mapping[str, str], matches: Matches | None) -> dict[str, Any]:
+def _comparison(
+    ids: Mapping[str, str], known: Mapping[str, str], matches: Matches | None
+) -> dict[str, Any]:
     from ckptkit.analysis.manifest import compare
 
-    found = compare(ids, {name: id for name, id in known.items() if matches is None or matches(name)})
-    return {"equal": not any(found), **{name: list(names) for name, names in found._asdict().items()}}
+    found = compare(
+        ids, {name: id for name, id in known.items() if matches is None or matches(name)}
+    )
+    return {
+        "equal": not any(found),
+        **{name: list(names) for name, names in found._asdict().items()},
+    }
 
 
 def _facts(path: str, format: str, digests: Digests) -> dict[str, Any]:

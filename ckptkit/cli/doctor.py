@@ -22,15 +22,32 @@ FOUND = 1
 
 @click.command("doctor")
 @click.argument("file", metavar="FILE")
-@click.option("--model", "spec", metavar="MODEL", help="See whether it fits package.module:Class or file.py:Class.")
 @click.option(
-    "--arg", "args", metavar="NAME=JSON", multiple=True, callback=options.arguments, help="What to build it with."
+    "--model",
+    "spec",
+    metavar="MODEL",
+    help="See whether it fits package.module:Class or file.py:Class.",
 )
-@click.option("--fix", "destination", metavar="DST", help="Write a checkpoint in which all that can be mended is.")
+@click.option(
+    "--arg",
+    "args",
+    metavar="NAME=JSON",
+    multiple=True,
+    callback=options.arguments,
+    help="What to build it with.",
+)
+@click.option(
+    "--fix",
+    "destination",
+    metavar="DST",
+    help="Write a checkpoint in which all that can be mended is.",
+)
 @click.option("--force", is_flag=True, help="Replace DST if it exists.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @options.key
-def command(file: str, spec: str | None, args: dict[str, object], key: str | None, as_json: bool, **fix: Any) -> int:
+def command(
+    file: str, spec: str | None, args: dict[str, object], key: str | None, as_json: bool, **fix: Any
+) -> int:
     """Say why a checkpoint does not load, and what to type.
 
     Names every cause that applies, what it means, and the command that mends it. --fix does all that can be done in one
@@ -47,7 +64,9 @@ def command(file: str, spec: str | None, args: dict[str, object], key: str | Non
     if args and spec is None:
         raise click.UsageError("--arg goes with --model")
     model, words = _model(spec, args), _words(spec, args)
-    found = examine(file, model=model, key=key, options=(*words, *(() if key is None else ("--key", key))))
+    found = examine(
+        file, model=model, key=key, options=(*words, *(() if key is None else ("--key", key)))
+    )
     done = _mended(found, **fix)
     left = found if done is None else examine(done.path, model=model, options=words)
     if as_json:
@@ -85,7 +104,11 @@ def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:
         return ()
     from json import dumps
 
-    return ("--model", spec, *(word for name, value in args.items() for word in ("--arg", f"{name}={dumps(value)}")))
+    return (
+        "--model",
+        spec,
+        *(word for name, value in args.items() for word in ("--arg", f"{name}={dumps(value)}")),
+    )
 
 
 def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversion | None:
@@ -98,7 +121,9 @@ def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversio
         return cure(found, destination, force=force, progress=progress)
 
 
-def _say(found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None) -> None:
+def _say(
+    found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
+) -> None:
     from ckptkit.cli import doctor_text
 
     render.emit(*doctor_text.lines(found, done, left, destination))

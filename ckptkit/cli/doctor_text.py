@@ -1,4 +1,5 @@
-"""A diagnosis for people, escaped: each cause with its number, what it means, the command on a line of its own."""
+"""A diagnosis for people, escaped: each cause with its number, what it means, the command on a line
+of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
 WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 
 
-def lines(found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None) -> Iterator[str]:
+def lines(
+    found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
+) -> Iterator[str]:
     """What was found; what was `done` about it, and what is `left`."""
     yield _heading(found)
     yield from _causes(found)
@@ -31,20 +34,35 @@ def lines(found: Diagnosis, done: Conversion | None, left: Diagnosis, destinatio
     elif len(found.causes) > 1 and found.fix is not None:
         yield ""
         yield "all that can be mended at once:"
-        words = ("ckptkit", "doctor", *found.options, "--fix", fixed(found.path), *argument(found.path))
+        words = (
+            "ckptkit",
+            "doctor",
+            *found.options,
+            "--fix",
+            fixed(found.path),
+            *argument(found.path),
+        )
         yield f"  {escape(shlex.join(words))}"
 
 
 def _heading(found: Diagnosis) -> str:
     if found.checkpoint is None:
         return f"{escape(found.path)}: cannot be read"
-    number = plural(len(found.causes), "cause") if found.causes else "nothing found that keeps it from loading"
+    number = (
+        plural(len(found.causes), "cause")
+        if found.causes
+        else "nothing found that keeps it from loading"
+    )
     kind = found.checkpoint.format if found.readable else f"{found.checkpoint.format}, damaged"
     return f"{escape(found.path)}: {kind}: {number}"
 
 
 def _causes(found: Diagnosis) -> Iterator[str]:
-    wide = max(NARROWEST, min(WIDEST, get_terminal_size().columns - 4)) if is_terminal(sys.stdout) else WIDEST
+    wide = (
+        max(NARROWEST, min(WIDEST, get_terminal_size().columns - 4))
+        if is_terminal(sys.stdout)
+        else WIDEST
+    )
     said: dict[str, int] = {}
     for number, cause in enumerate(found.causes, 1):
         yield ""
@@ -62,14 +80,18 @@ def _causes(found: Diagnosis) -> Iterator[str]:
 def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
     selection = done.checkpoint.selection
     count = plural(0 if selection is None else len(selection.nodes), "tensor")
-    yield escape(f"wrote {done.path}: {'; '.join((f'{count}, {size(done.plan.size)}', *done.notes))}")
+    yield escape(
+        f"wrote {done.path}: {'; '.join((f'{count}, {size(done.plan.size)}', *done.notes))}"
+    )
     if left.causes:
         yield f"what remains in {escape(done.path)}: {plural(len(left.causes), 'cause')}"
         yield from _causes(left)
     elif found.lost:
         yield f"{escape(done.path)} loads, without {plural(len(found.lost), 'entry')} that cannot be had back"
     elif found.unmended:
-        causes = [str(number) for number, each in enumerate(found.causes, 1) if each in found.unmended]
+        causes = [
+            str(number) for number, each in enumerate(found.causes, 1) if each in found.unmended
+        ]
         yield f"this is not mended by it: {', '.join(causes)} above"
     else:
         yield f"nothing remains: {escape(done.path)} loads{' into the model' if left.options else ''}"

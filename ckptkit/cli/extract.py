@@ -9,7 +9,9 @@ from ckptkit.cli import options
 
 @click.command("extract")
 @options.edit
-@click.option("--key", metavar="PATH", required=True, help="Where the entry is: keys joined by dots.")
+@click.option(
+    "--key", metavar="PATH", required=True, help="Where the entry is: keys joined by dots."
+)
 def command(edit: options.Edit, key: str) -> None:
     """Write one entry as a checkpoint of its own.
 

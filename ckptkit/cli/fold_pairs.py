@@ -1,4 +1,5 @@
-"""Pairs of names that differ only in an index become one: ``layers.{0..3}.w`` and ``blocks.{1..4}.w``."""
+"""Pairs of names that differ only in an index become one: ``layers.{0..3}.w`` and
+``blocks.{1..4}.w``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class FoldedPair(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """The other name of a pair: its texts between indices, and how far each index is from the first name's."""
+    """The other name of a pair: its texts between indices, and how far each index is from the first
+    name's."""
 
     texts: tuple[str, ...]
     steps: tuple[int, ...]
@@ -29,9 +31,13 @@ class _Other(NamedTuple):
 
 
 def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[FoldedPair]:
-    """Fewer pairs of labels, each with what must be equal: the indices of one label go along with the other's."""
+    """Fewer pairs of labels, each with what must be equal: the indices of one label go along with
+    the other's."""
     items = (Item(label, _other(label, other, columns), 0) for label, other, columns in pairs)
-    return [FoldedPair(row.label, _label(row.label, row.columns), row.columns.columns, row.rows) for row in fold(items)]
+    return [
+        FoldedPair(row.label, _label(row.label, row.columns), row.columns.columns, row.rows)
+        for row in fold(items)
+    ]
 
 
 def _other(label: str, other: str, columns: Hashable) -> _Other:
@@ -45,7 +51,9 @@ def _other(label: str, other: str, columns: Hashable) -> _Other:
 def _label(label: str, other: _Other) -> str:
     """The other label, with the ranges that the first one has after folding."""
     pieces = [other.texts[0]]
-    for ranges, step, text in zip(_ranges(label, other.first), other.steps, other.texts[1:], strict=False):
+    for ranges, step, text in zip(
+        _ranges(label, other.first), other.steps, other.texts[1:], strict=False
+    ):
         pieces += [re.sub("[0-9]+", lambda n, step=step: str(int(n[0]) + step), ranges), text]  # type: ignore[misc]
     return "".join(pieces)
 

@@ -43,7 +43,12 @@ def _facts(format: Format) -> dict[str, object]:
     }
 
 
-_KEEPS = {"always": "everything", "asked": "weights; --all: everything", "nested": "nested values", "never": "weights"}
+_KEEPS = {
+    "always": "everything",
+    "asked": "weights; --all: everything",
+    "nested": "nested values",
+    "never": "weights",
+}
 
 
 def _cells(format: Format) -> tuple[str, ...]:

@@ -33,7 +33,9 @@ def page(topic: str) -> str:
 
 @click.command("help")
 @click.argument("topic", required=False)
-@click.option("--schema", metavar="NAME", help="Print the JSON schema NAME (see `ckptkit help json`).")
+@click.option(
+    "--schema", metavar="NAME", help="Print the JSON schema NAME (see `ckptkit help json`)."
+)
 @click.pass_context
 def command(ctx: click.Context, topic: str | None, schema: str | None) -> None:
     """Show a page of the manual, or the help of a command.

@@ -36,14 +36,31 @@ class Wanted(NamedTuple):
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--digest", is_flag=True, help="With --json: read every tensor and add its SHA-256.")
-@click.option("--tree", is_flag=True, help="Every value at its place, with bars for parameters, instead of tables.")
-@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path.")
-@click.option("--sort", type=click.Choice(["file", "size", "name"]), default="file", help="Order of the tensors.")
+@click.option(
+    "--tree",
+    is_flag=True,
+    help="Every value at its place, with bars for parameters, instead of tables.",
+)
+@click.option(
+    "--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path."
+)
+@click.option(
+    "--sort",
+    type=click.Choice(["file", "size", "name"]),
+    default="file",
+    help="Order of the tensors.",
+)
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
 @options.stored
-@click.option("--textconv", is_flag=True, help="One line for each tensor and value, with digests: for git diff.")
+@click.option(
+    "--textconv",
+    is_flag=True,
+    help="One line for each tensor and value, with digests: for git diff.",
+)
 @options.key
-def command(files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, **wanted: Any) -> int:
+def command(
+    files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, **wanted: Any
+) -> int:
     """Show what is in checkpoints.
 
     Lists tensors, values and objects with their places and devices. Reads headers only and runs nothing.
@@ -63,7 +80,9 @@ def command(files: tuple[str, ...], as_json: bool, textconv: bool, key: str | No
         raise click.UsageError("--digest goes with --json")
     failures: list[CkptkitError] = []
     if as_json:
-        render.emit_json({"schema": SCHEMA, "files": _each(files, key, lambda ck: _facts(ck, want), failures)})
+        render.emit_json(
+            {"schema": SCHEMA, "files": _each(files, key, lambda ck: _facts(ck, want), failures)}
+        )
     else:
         for number, lines in enumerate(_each(files, key, lambda ck: _lines(ck, want), failures)):
             render.emit(*[""] * bool(number))
@@ -79,7 +98,10 @@ def _textconv(file: str, key: str | None) -> int:
 
 
 def _each(
-    files: Sequence[str], key: str | None, show: Callable[[Checkpoint], T], failures: list[CkptkitError]
+    files: Sequence[str],
+    key: str | None,
+    show: Callable[[Checkpoint], T],
+    failures: list[CkptkitError],
 ) -> Iterator[T]:
     """What `show` makes of each file. One file alone raises, before anything is printed."""
     shown = _readable(files, key, show, failures)
@@ -87,7 +109,10 @@ def _each(
 
 
 def _readable(
-    files: Sequence[str], key: str | None, show: Callable[[Checkpoint], T], failures: list[CkptkitError]
+    files: Sequence[str],
+    key: str | None,
+    show: Callable[[Checkpoint], T],
+    failures: list[CkptkitError],
 ) -> Iterator[T]:
     from ckptkit.api import open_checkpoint
 
@@ -153,7 +178,11 @@ def _tree(checkpoint: Checkpoint, summary: Summary, rows: list[Row], want: Wante
 
 
 def _unmatched(want: Wanted, rows: list[Row]) -> tuple[str, ...]:
-    return (f"no name or path of a tensor matches --keys {', '.join(want.globs)}",) if want.globs and not rows else ()
+    return (
+        (f"no name or path of a tensor matches --keys {', '.join(want.globs)}",)
+        if want.globs and not rows
+        else ()
+    )
 
 
 def _wider(want: Wanted, rows: list[Row], summary: Summary) -> Iterator[str]:
@@ -170,7 +199,11 @@ def _rows(summary: Summary, want: Wanted) -> list[Row]:
     rows = summary.rows
     if want.globs:
         matches = render.matcher(want.globs)
-        rows = [row for row in rows if (row.name is not None and matches(row.name)) or matches(row.place)]
+        rows = [
+            row
+            for row in rows
+            if (row.name is not None and matches(row.name)) or matches(row.place)
+        ]
     if want.sort == "size":
         rows = sorted(rows, key=lambda row: -row.nbytes)
     elif want.sort == "name":

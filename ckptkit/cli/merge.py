@@ -9,7 +9,11 @@ from ckptkit.cli import options
 
 @click.command("merge")
 @options.edit_many
-@click.option("--last-wins", is_flag=True, help="Of a name that several have, take the last instead of refusing.")
+@click.option(
+    "--last-wins",
+    is_flag=True,
+    help="Of a name that several have, take the last instead of refusing.",
+)
 @options.key
 def command(edit: options.Edit, sources: tuple[str, ...], last_wins: bool, key: str | None) -> None:
     """Write the weights of several checkpoints as one state_dict.
@@ -22,4 +26,6 @@ def command(edit: options.Edit, sources: tuple[str, ...], last_wins: bool, key: 
     from ckptkit.api import open_checkpoint
     from ckptkit.transforms.combine import merge
 
-    edit.run(source=merge([open_checkpoint(each, key=key) for each in sources], last_wins=last_wins))
+    edit.run(
+        source=merge([open_checkpoint(each, key=key) for each in sources], last_wins=last_wins)
+    )

@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.edit/1"
 SHOWN = 20  # lines of what was lost
 
-key = click.option("--key", metavar="PATH", help="The entry that holds the weights, where several could be meant.")
+key = click.option(
+    "--key", metavar="PATH", help="The entry that holds the weights, where several could be meant."
+)
 keys = click.option(
-    "--key", "keys", metavar="PATH", multiple=True, help="Edit the mapping at this path instead (repeatable)."
+    "--key",
+    "keys",
+    metavar="PATH",
+    multiple=True,
+    help="Edit the mapping at this path instead (repeatable).",
 )
 
 
@@ -68,7 +74,8 @@ class Edit:
         source: Checkpoint | None = None,
         lost: Sequence[Loss] = (),
     ) -> None:
-        """Read, apply the steps, write, and say so. `source` is what has been read already, `lost` what could not."""
+        """Read, apply the steps, write, and say so. `source` is what has been read already, `lost`
+        what could not."""
         from ckptkit.api import convert
         from ckptkit.cli.progress import Progress
         from ckptkit.formats.format import WriteOptions
@@ -82,7 +89,9 @@ class Edit:
                 keep_format=keep_format,
                 key=key,
                 format=self.format,
-                options=WriteOptions(self.objects, self.ties, everything=self.everything, shard_size=self.shard_size),
+                options=WriteOptions(
+                    self.objects, self.ties, everything=self.everything, shard_size=self.shard_size
+                ),
                 force=self.force,
                 durable=self.durable,
                 verify=self.verify,
@@ -123,9 +132,13 @@ class Edit:
     def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
         count = _tensors(done.checkpoint)
         if self.as_json:
-            render.emit_json({**_facts(self, done, count), **({"lost": list(map(asdict, lost))} if lost else {})})
+            render.emit_json(
+                {**_facts(self, done, count), **({"lost": list(map(asdict, lost))} if lost else {})}
+            )
         elif not self.quiet:
-            said = "; ".join((f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes))
+            said = "; ".join(
+                (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes)
+            )
             render.emit(render.escape(f"{_verb(done.plan, self.dry_run)} {done.path}: {said}"))
             if self.dry_run:
                 render.emit(*map(render.escape, str(done.plan).split("\n")))
@@ -152,7 +165,9 @@ def _sizes(plan: Plan | Patch) -> str:
 
 def what_was_lost(lost: Sequence[Loss]) -> list[str]:
     said = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
-    return said + ([f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else [])
+    return said + (
+        [f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else []
+    )
 
 
 def _tensors(checkpoint: Checkpoint) -> int:
@@ -214,11 +229,21 @@ _EDIT = (
     click.option("--in-place", is_flag=True, help="Change SRC itself instead of writing DST."),
     click.option("--force", is_flag=True, help="Replace DST if it exists."),
     click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
-    click.option("--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."),
+    click.option(
+        "--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."
+    ),
     click.option("--quiet", "-q", is_flag=True, help="Print errors only."),
-    click.option("--verify", is_flag=True, help="Read everything back and compare before DST appears."),
-    click.option("--durable", is_flag=True, help="Wait until DST is on the disk, not only in its cache."),
-    click.option("--allow-expand", is_flag=True, help="Write views out even if DST becomes many times larger."),
+    click.option(
+        "--verify", is_flag=True, help="Read everything back and compare before DST appears."
+    ),
+    click.option(
+        "--durable", is_flag=True, help="Wait until DST is on the disk, not only in its cache."
+    ),
+    click.option(
+        "--allow-expand",
+        is_flag=True,
+        help="Write views out even if DST becomes many times larger.",
+    ),
     click.option("--format", metavar="NAME", help="Format of DST; see `ckptkit formats`."),
     click.option(
         "--objects",
@@ -233,15 +258,31 @@ _EDIT = (
         help="Tensors with the same bytes, in a format without views.",
     ),
     click.option(
-        "--shard-size", metavar="SIZE", callback=size, help="Write DST as a folder of files of up to 5GB, say."
+        "--shard-size",
+        metavar="SIZE",
+        callback=size,
+        help="Write DST as a folder of files of up to 5GB, say.",
     ),
-    click.option("--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."),
-    click.option("--scheduler", metavar="URL", help="Share it among the workers of a Dask cluster: tcp://HOST:8786."),
-    click.option("--all", "everything", is_flag=True, help="Keep everything, also in a format made for weights alone."),
+    click.option(
+        "--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."
+    ),
+    click.option(
+        "--scheduler",
+        metavar="URL",
+        help="Share it among the workers of a Dask cluster: tcp://HOST:8786.",
+    ),
+    click.option(
+        "--all",
+        "everything",
+        is_flag=True,
+        help="Keep everything, also in a format made for weights alone.",
+    ),
 )
 
 
-stored = click.option("--stored", is_flag=True, help="Codes and scales of quantized weights, as they are stored.")
+stored = click.option(
+    "--stored", is_flag=True, help="Codes and scales of quantized weights, as they are stored."
+)
 dequantize = click.option(
     "--dequantize",
     metavar="[DTYPE]",
@@ -280,7 +321,8 @@ def edit(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command SRC..., DST and the options of `Edit`; it gets them as its arguments `edit` and `sources`."""
+    """Give a command SRC..., DST and the options of `Edit`; it gets them as its arguments `edit`
+    and `sources`."""
 
     @wraps(command)
     def with_edit(sources: tuple[str, ...], dst: str, **given: Any) -> Any:
@@ -295,7 +337,9 @@ def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
     return _decorated(with_edit, (sources, destination, *_EDIT[3:]))
 
 
-def _decorated(command: Callable[..., Any], options: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
+def _decorated(
+    command: Callable[..., Any], options: Iterable[Callable[..., Any]]
+) -> Callable[..., Any]:
     for option in reversed(tuple(options)):
         command = option(command)
     return command
@@ -312,7 +356,9 @@ def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) 
     return found
 
 
-def arguments(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, object]:
+def arguments(
+    _: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> dict[str, object]:
     """Callback of --arg: name to the value that the JSON text says."""
     import json
 
@@ -322,7 +368,9 @@ def arguments(_: click.Context, parameter: click.Parameter, given: tuple[str, ..
         try:
             found[name] = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}: {error}") from error
+            raise click.BadParameter(
+                f"{text!r} is not of the form {parameter.metavar}: {error}"
+            ) from error
         if not equals or not name:
             raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}")
     return found
@@ -356,8 +404,11 @@ def _mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[st
     return found
 
 
-def _substitutions(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Callback of --sub: split at the last equals sign, which a replacement needs less often than an expression."""
+def _substitutions(
+    _: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """Callback of --sub: split at the last equals sign, which a replacement needs less often than
+    an expression."""
     found = []
     for text in given:
         pattern, equals, replacement = text.rpartition("=")
@@ -367,7 +418,9 @@ def _substitutions(_: click.Context, parameter: click.Parameter, given: tuple[st
     return found
 
 
-mapping = click.option("--map", "mapping", metavar="FILE", callback=_mapping, help="A JSON object: old name to new.")
+mapping = click.option(
+    "--map", "mapping", metavar="FILE", callback=_mapping, help="A JSON object: old name to new."
+)
 substitutions = click.option(
     "--sub",
     "substitutions",

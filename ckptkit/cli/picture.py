@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, force: bool) -> None:
-    """One PNG file of all, side by side, on one scale around zero; of a dimension with more than `most` indices, every
-    so many-th. Raises UsageError without matplotlib, OutputError like `publish`."""
+    """One PNG file of all, side by side, on one scale around zero; of a dimension with more than
+    `most` indices, every so many-th. Raises UsageError without matplotlib, OutputError like
+    `publish`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -29,7 +30,9 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
         raise UsageError("there are no elements to draw")
     figure = Figure(figsize=(5.5 * len(drawn), 5), layout="constrained")
     largest = max(_largest(values) for _, _, values in drawn) or 1.0
-    for axes, (title, picks, values) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+    for axes, (title, picks, values) in zip(
+        figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
+    ):
         colours = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
         image = axes.imshow(values, aspect="auto", interpolation="nearest", **colours)
         axes.set_title(render.escape(title).replace("$", r"\$") + f"\n{show(picks)}", fontsize=8)

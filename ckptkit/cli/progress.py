@@ -16,7 +16,8 @@ PATIENCE = 1.0  # seconds
 
 
 class Progress:
-    """``with Progress("copying", total) as progress: progress(nbytes)`` for every part that is done.
+    """``with Progress("copying", total) as progress: progress(nbytes)`` for every part that is
+    done.
 
     A total that is known only later may be given with the parts.
     """
@@ -32,7 +33,12 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self.bar is not None:
             self.bar.close()
 
@@ -47,4 +53,11 @@ class Progress:
     def _start(self) -> tqdm[Any]:
         from tqdm import tqdm
 
-        return tqdm(desc=self.title, total=self.total, initial=self.done, unit="B", unit_scale=True, leave=False)
+        return tqdm(
+            desc=self.title,
+            total=self.total,
+            initial=self.done,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+        )

@@ -10,7 +10,9 @@ from ckptkit.cli import options
 @click.command("remap")
 @options.edit
 @click.option("--to", "device", metavar="DEVICE", help="Retag everything: cpu, cuda:0, mps...")
-@click.option("--map", "devices", metavar="A=B", multiple=True, callback=options.pairs, help="Retag A as B.")
+@click.option(
+    "--map", "devices", metavar="A=B", multiple=True, callback=options.pairs, help="Retag A as B."
+)
 @click.option("--values", is_flag=True, help="Change torch.device values in configurations too.")
 def command(edit: options.Edit, device: str | None, devices: dict[str, str], values: bool) -> None:
     """Retag devices, no GPU needed.

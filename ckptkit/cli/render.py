@@ -1,4 +1,5 @@
-"""From facts to text: escaping, sizes, tables, JSON. Everything that is printed goes through here."""
+"""From facts to text: escaping, sizes, tables, JSON. Everything that is printed goes through
+here."""
 
 from __future__ import annotations
 
@@ -57,12 +58,15 @@ def stdout_failed(error: OSError) -> OutputError:
 
 
 def warn(line: str, hint: str | None = None, colour: str = "yellow") -> None:
-    """Print a line on standard error, marked as ours, and what to type next below it; nothing where that is closed."""
+    """Print a line on standard error, marked as ours, and what to type next below it; nothing where
+    that is closed."""
     if sys.stderr is None:
         return
     marks = [("ckptkit:", line, colour), *([("hint:", hint, "cyan")] if hint else [])]
     try:
-        sys.stderr.writelines(f"{paint(mark, tint, sys.stderr)} {escape(each)}\n" for mark, each, tint in marks)
+        sys.stderr.writelines(
+            f"{paint(mark, tint, sys.stderr)} {escape(each)}\n" for mark, each, tint in marks
+        )
     except OSError:
         pass
 
@@ -88,8 +92,11 @@ def labelled(line: str) -> str:
     return paint(word, LABELS[word], sys.stdout) + line[len(word) :] if word in LABELS else line
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> Iterator[str]:
-    """Lines of a table without rules. `right` are the headers of columns that are aligned to the right.
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+) -> Iterator[str]:
+    """Lines of a table without rules. `right` are the headers of columns that are aligned to the
+    right.
 
     On a terminal the first column gives way so that a row fits on a line; elsewhere nothing is cut.
     """
@@ -104,9 +111,13 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence
         yield from map(str.rstrip, text.split("\n"))
 
 
-def _columns(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> Iterator[str]:
+def _columns(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]
+) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    form = "  ".join(f"{{:{'>' if side == 'right' else '<'}{w}}}" for side, w in zip(align, widths, strict=True))
+    form = "  ".join(
+        f"{{:{'>' if side == 'right' else '<'}{w}}}" for side, w in zip(align, widths, strict=True)
+    )
     for row in (headers, *rows):
         yield form.format(*row).rstrip()
 
@@ -114,7 +125,8 @@ def _columns(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Seque
 def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
     """`rows` with the first cells shortened in the middle to what the terminal has left for them.
 
-    Where that would make two of them equal, lines that the terminal wraps are better than names that say nothing.
+    Where that would make two of them equal, lines that the terminal wraps are better than names
+    that say nothing.
     """
     if not rows or not is_terminal(sys.stdout):
         return rows

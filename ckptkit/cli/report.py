@@ -23,18 +23,38 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 @click.command("report")
 @click.argument("file", metavar="FILE")
 @click.argument("other", metavar="[OTHER]", required=False)
-@click.option("--output", "-o", metavar="OUT", required=True, help="A page (.html) or a picture (.svg, .png, .pdf).")
-@click.option("--values", is_flag=True, help="Read all tensors: statistics and histograms, and which values differ.")
 @click.option(
-    "--by", type=click.Choice(["parameters", "bytes"]), help="Of a picture: what the areas are. Default: parameters."
+    "--output",
+    "-o",
+    metavar="OUT",
+    required=True,
+    help="A page (.html) or a picture (.svg, .png, .pdf).",
 )
-@click.option("--title", metavar="TEXT", help="Of a picture: what stands above it; the name of FILE by default.")
+@click.option(
+    "--values",
+    is_flag=True,
+    help="Read all tensors: statistics and histograms, and which values differ.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["parameters", "bytes"]),
+    help="Of a picture: what the areas are. Default: parameters.",
+)
+@click.option(
+    "--title",
+    metavar="TEXT",
+    help="Of a picture: what stands above it; the name of FILE by default.",
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA}).")
+@click.option(
+    "--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."
+)
 @click.option("--quiet", "-q", is_flag=True, help="Print errors only.")
 @options.stored
 @options.key
-@click.option("--key-b", metavar="PATH", help="The same for OTHER, where it is another; '' is the whole file.")
+@click.option(
+    "--key-b", metavar="PATH", help="The same for OTHER, where it is another; '' is the whole file."
+)
 def command(
     file: str,
     other: str | None,
@@ -60,10 +80,16 @@ def command(
              ckptkit report run.pth other.safetensors --values -o diff.html
              ckptkit report run.pth -o run.svg
     """
-    kind = _kind(output, plain=other is None and not values, styled=by is not None or title is not None)
+    kind = _kind(
+        output, plain=other is None and not values, styled=by is not None or title is not None
+    )
     with ExitStack() as stack:
         keys = (key, key if key_b is None else key_b)
-        found = [_opened(stack, name, each) for name, each in zip((file, other), keys, strict=True) if name is not None]
+        found = [
+            _opened(stack, name, each)
+            for name, each in zip((file, other), keys, strict=True)
+            if name is not None
+        ]
         if not stored:
             found = _looked_through(found)
         if kind in PAGES:
@@ -72,20 +98,32 @@ def command(
             data, count = _picture(found[0], kind[1:], by or "parameters", title)
     _publish(data, output, force=force)
     if as_json:
-        facts = {"source": [urls.shown(name) for name in (file, other) if name is not None], "destination": output}
+        facts = {
+            "source": [urls.shown(name) for name in (file, other) if name is not None],
+            "destination": output,
+        }
         render.emit_json({"schema": SCHEMA, **facts, "tensors": count, "size": len(data)})
     elif not quiet:
-        render.emit(render.escape(f"wrote {output}: {render.plural(count, 'tensor')}, {render.size(len(data))}"))
+        render.emit(
+            render.escape(
+                f"wrote {output}: {render.plural(count, 'tensor')}, {render.size(len(data))}"
+            )
+        )
     return 0
 
 
 def _kind(output: str, *, plain: bool, styled: bool) -> str:
-    """The suffix, which says what to make. `plain`: one file, no values; `styled`: as only a picture can be."""
+    """The suffix, which says what to make. `plain`: one file, no values; `styled`: as only a
+    picture can be."""
     suffix = os.path.splitext(output)[1].lower()
     if suffix not in (*PAGES, *PICTURES):
-        raise click.UsageError(f"{output}: the suffix says what to make: {', '.join((*PAGES[:1], *PICTURES))}")
+        raise click.UsageError(
+            f"{output}: the suffix says what to make: {', '.join((*PAGES[:1], *PICTURES))}"
+        )
     if suffix in PICTURES and not plain:
-        raise click.UsageError("a picture is of one file, and of its headers: OTHER and --values are for pages")
+        raise click.UsageError(
+            "a picture is of one file, and of its headers: OTHER and --values are for pages"
+        )
     if suffix in PAGES and styled:
         raise click.UsageError("--by and --title are for pictures")
     return suffix
@@ -101,7 +139,9 @@ def _looked_through(found: list[Checkpoint]) -> list[Checkpoint]:
     from ckptkit.quantized import look_through, look_through_both
 
     return (
-        list(look_through_both(*found)) if len(found) > 1 and _have_weights(found) else list(map(look_through, found))
+        list(look_through_both(*found))
+        if len(found) > 1 and _have_weights(found)
+        else list(map(look_through, found))
     )
 
 
@@ -123,7 +163,9 @@ def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
     if len(found) > 1:
         name = urls.shown(found[0].name or "")
         diff = compare(found[0].weights, found[1].weights, values=values, name=name)
-    return report.page(facts.facts(seen[0], seen[1] if len(seen) > 1 else None, diff)), len(seen[0].shares)
+    return report.page(facts.facts(seen[0], seen[1] if len(seen) > 1 else None, diff)), len(
+        seen[0].shares
+    )
 
 
 def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:

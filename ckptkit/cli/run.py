@@ -19,7 +19,14 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.command("run")
 @click.argument("recipe", metavar="RECIPE")
 @options.edit
-@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Say which there are.")
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list,
+    help="Say which there are.",
+)
 @options.key
 def command(recipe: str, edit: options.Edit, key: str | None) -> None:
     """Carry out the steps of a recipe, as one plan.

@@ -21,9 +21,16 @@ FOUND = 1
 
 @click.command("scan")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--trust", metavar="GLOB", multiple=True, help="Names that may be called: transformers.* (repeatable).")
+@click.option(
+    "--trust",
+    metavar="GLOB",
+    multiple=True,
+    help="Names that may be called: transformers.* (repeatable).",
+)
 @click.option("--strict", is_flag=True, help="Exit code 1 for whatever weights_only does not load.")
-@click.option("--workers", metavar="N", type=click.IntRange(1, 64), help="Processes that share the work.")
+@click.option(
+    "--workers", metavar="N", type=click.IntRange(1, 64), help="Processes that share the work."
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
 @click.option("--quiet", "-q", is_flag=True, help="Print findings only.")
@@ -94,7 +101,11 @@ class Outcome:
     def summary(self) -> str:
         from ckptkit.scan.verdict import LABELS, VERDICTS
 
-        said = [f"{self.verdicts[each]:,} {LABELS[each]}" for each in reversed(VERDICTS) if self.verdicts[each]]
+        said = [
+            f"{self.verdicts[each]:,} {LABELS[each]}"
+            for each in reversed(VERDICTS)
+            if self.verdicts[each]
+        ]
         said += [f"{self.failed:,} could not be read"] if self.failed else []
         return f"{render.plural(len(self), 'file')}: {', '.join(said)}"
 

@@ -12,7 +12,12 @@ from ckptkit.scan.verdict import LABELS, FileVerdict, PickleVerdict
 def file(result: FileVerdict | Failure) -> dict[str, Any]:
     """One file; of one that could not be read, why."""
     if isinstance(result, Failure):
-        return {"path": result.path, "verdict": None, "error": result.error.message, "hint": result.error.hint}
+        return {
+            "path": result.path,
+            "verdict": None,
+            "error": result.error.message,
+            "hint": result.error.hint,
+        }
     return {
         "path": result.path,
         "size": result.size,
@@ -21,7 +26,8 @@ def file(result: FileVerdict | Failure) -> dict[str, Any]:
         "pickles": list(map(_pickle, result.pickles)),
         "remarks": [{"where": each.where, "reason": each.reason} for each in result.remarks],
         "programs": [
-            {"where": each.where, "functions": each.functions, "files": each.files} for each in result.programs
+            {"where": each.where, "functions": each.functions, "files": each.files}
+            for each in result.programs
         ],
     }
 
@@ -37,7 +43,10 @@ def _pickle(pickle: PickleVerdict) -> dict[str, Any]:
         "loader": found.loader,
         "nested": found.nested,
         "verdict": pickle.verdict,
-        "weights_only": {"loads": pickle.refused is None and not pickle.needs, "refused": pickle.refused},
+        "weights_only": {
+            "loads": pickle.refused is None and not pickle.needs,
+            "refused": pickle.refused,
+        },
         "versions": pickle.versions,
         "globals": list(map(str, trace.globals)),
         "needs": list(map(str, pickle.needs)),

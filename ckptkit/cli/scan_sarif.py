@@ -1,4 +1,5 @@
-"""Findings as SARIF 2.1.0 (OASIS), which code hosts and dashboards read: one result for each reason."""
+"""Findings as SARIF 2.1.0 (OASIS), which code hosts and dashboards read: one result for each
+reason."""
 
 from __future__ import annotations
 
@@ -11,11 +12,25 @@ from ckptkit import __version__
 from ckptkit.cli.render import escape
 from ckptkit.remote.urls import is_url
 from ckptkit.scan.files import Failure
-from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, Finding, findings
+from ckptkit.scan.verdict import (
+    CLASSES,
+    CODE,
+    HARMLESS,
+    LABELS,
+    UNKNOWN,
+    FileVerdict,
+    Finding,
+    findings,
+)
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 RULES = (CODE, UNKNOWN, CLASSES, HARMLESS)
-_IDS = {CODE: "would-run-code", UNKNOWN: "cannot-tell", CLASSES: "needs-classes", HARMLESS: "not-for-weights-only"}
+_IDS = {
+    CODE: "would-run-code",
+    UNKNOWN: "cannot-tell",
+    CLASSES: "needs-classes",
+    HARMLESS: "not-for-weights-only",
+}
 _LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "note", HARMLESS: "note"}
 _MEANING = {
     CODE: "Loading the file with pickle calls something with arguments of the file's choosing.",
@@ -26,10 +41,17 @@ _MEANING = {
 
 
 def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
-    """The whole log. Its results are written while files are scanned; what could not be read stands at the end."""
+    """The whole log. Its results are written while files are scanned; what could not be read stands
+    at the end."""
     failures: list[Failure] = []
     run = {
-        "tool": {"driver": {"name": "ckptkit", "version": __version__, "rules": [_rule(each) for each in RULES]}},
+        "tool": {
+            "driver": {
+                "name": "ckptkit",
+                "version": __version__,
+                "rules": [_rule(each) for each in RULES],
+            }
+        },
         "columnKind": "utf16CodeUnits",
         "results": _results(results, failures, strict),
         "invocations": (_invocation(failures) for _ in range(1)),
@@ -62,12 +84,16 @@ def _result(path: str, finding: Finding) -> dict[str, Any]:
         location["region"] = {"byteOffset": finding.offset, "byteLength": 0}
     place: dict[str, Any] = {"physicalLocation": location}
     if finding.where:
-        place["logicalLocations"] = [{"fullyQualifiedName": escape(finding.where), "kind": "member"}]
+        place["logicalLocations"] = [
+            {"fullyQualifiedName": escape(finding.where), "kind": "member"}
+        ]
     return {
         "ruleId": _IDS[finding.verdict],
         "ruleIndex": RULES.index(finding.verdict),
         "level": _LEVELS[finding.verdict],
-        "message": {"text": escape(f"{finding.where}: {finding.text}" if finding.where else finding.text)},
+        "message": {
+            "text": escape(f"{finding.where}: {finding.text}" if finding.where else finding.text)
+        },
         "locations": [place],
     }
 
@@ -81,5 +107,8 @@ def _uri(path: str) -> str:
 
 
 def _invocation(failures: list[Failure]) -> dict[str, Any]:
-    said = [{"level": "error", "message": {"text": escape(str(each.error.at(each.path)))}} for each in failures]
+    said = [
+        {"level": "error", "message": {"text": escape(str(each.error.at(each.path)))}}
+        for each in failures
+    ]
     return {"executionSuccessful": not failures, "toolExecutionNotifications": said}

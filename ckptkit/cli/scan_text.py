@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from ckptkit.cli.render import escape, paint
 from ckptkit.scan.files import Failure
-from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, LABELS, UNKNOWN, FileVerdict, PickleVerdict, unique
+from ckptkit.scan.verdict import (
+    CLASSES,
+    CODE,
+    HARMLESS,
+    LABELS,
+    UNKNOWN,
+    FileVerdict,
+    PickleVerdict,
+    unique,
+)
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
 SHOWN = 8  # names, calls and reasons of one pickle, pickles of one file
@@ -19,7 +28,11 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
     yield f"{result.path}: {LABELS[result.verdict]}"
     said = [line for pickle in result.pickles for line in _pickle(pickle)]
     said += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
-    said += [f"{each.where}: a program that uses {', '.join(each.files)}" for each in result.programs if each.files]
+    said += [
+        f"{each.where}: a program that uses {', '.join(each.files)}"
+        for each in result.programs
+        if each.files
+    ]
     functions = sum(each.functions for each in result.programs)
     if functions:
         said.append(f"a program of {functions:,} functions, run by torch.jit when they are called")

@@ -50,7 +50,9 @@ class Shown(NamedTuple):
         picks = plane(self.picks, rows, columns)
         cells = compute.numbers(select(self.tensor, picks))
         many = [pick for pick in picks if not pick.single]
-        return picks, cells.reshape(many[0].size if len(many) > 1 else 1, -1).tolist() if cells.size else []
+        return picks, cells.reshape(
+            many[0].size if len(many) > 1 else 1, -1
+        ).tolist() if cells.size else []
 
 
 @click.command("show")
@@ -58,10 +60,18 @@ class Shown(NamedTuple):
 @click.argument("name", metavar="NAME")
 @click.argument("index", metavar="[SLICE]", default="")
 @click.option("--with", "other", metavar="FILE", help="Show the same of another file beside it.")
-@click.option("--name-b", metavar="NAME", help="The tensor of the other file, where its name is another.")
-@click.option("--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of the grid.")
-@click.option("--columns", type=click.IntRange(min=1), help="Columns of the grid; as many as fit by default.")
-@click.option("--stats", "counted", is_flag=True, help="Read all of a large tensor for the summary.")
+@click.option(
+    "--name-b", metavar="NAME", help="The tensor of the other file, where its name is another."
+)
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of the grid."
+)
+@click.option(
+    "--columns", type=click.IntRange(min=1), help="Columns of the grid; as many as fit by default."
+)
+@click.option(
+    "--stats", "counted", is_flag=True, help="Read all of a large tensor for the summary."
+)
 @click.option("--heat", is_flag=True, help="One character for each number, as high as it is large.")
 @click.option("--png", metavar="FILE", help="Draw it as a picture, with matplotlib.")
 @click.option("--force", is_flag=True, help="Replace the FILE of --png if it exists.")
@@ -102,7 +112,12 @@ def command(
         if png is not None:
             from ckptkit.cli.picture import write
 
-            write([(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown], png, PICTURE, force=force)
+            write(
+                [(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown],
+                png,
+                PICTURE,
+                force=force,
+            )
         if as_json:
             render.emit_json(_facts(shown, counted))
         else:
@@ -111,7 +126,9 @@ def command(
     return 0
 
 
-def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None, stored: bool) -> Shown:
+def _chosen(
+    stack: ExitStack, file: str, name: str, index: str, key: str | None, stored: bool
+) -> Shown:
     from ckptkit.analysis.slices import parse
     from ckptkit.analysis.summary import summarize
     from ckptkit.api import open_checkpoint
@@ -119,9 +136,13 @@ def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None,
 
     checkpoint = stack.enter_context(closing(open_checkpoint(file, key=key)))
     rows = summarize(checkpoint if stored else look_through(checkpoint)).rows
-    found = next((row for row in rows if row.name == name), None) or next((r for r in rows if r.place == name), None)
+    found = next((row for row in rows if row.name == name), None) or next(
+        (r for r in rows if r.place == name), None
+    )
     if found is None:
-        raise UsageError(f"has no tensor {name!r}", where=urls.shown(file), hint=_instead(name, rows))
+        raise UsageError(
+            f"has no tensor {name!r}", where=urls.shown(file), hint=_instead(name, rows)
+        )
     return Shown(urls.shown(file), name, found.tensor, parse(index, found.tensor.shape))
 
 
@@ -154,8 +175,8 @@ def _columns(tables: int) -> int:
 
 
 def _table(corners: list[tuple[Picks, list[list[Any]]]]) -> Iterator[str]:
-    """The cells under the indices of their columns, behind those of their rows. A cell that is not as in the first
-    table has a star."""
+    """The cells under the indices of their columns, behind those of their rows. A cell that is not
+    as in the first table has a star."""
     many = [[pick for pick in picks if not pick.single] for picks, _ in corners]
     if not all(cells for _, cells in corners):
         yield "no elements"
@@ -165,7 +186,9 @@ def _table(corners: list[tuple[Picks, list[list[Any]]]]) -> Iterator[str]:
     heads = []
     for picks in many:
         across = picks[-1] if picks else None
-        names = [str(across.start + i * across.step) for i in range(across.size)] if across else [""]
+        names = (
+            [str(across.start + i * across.step) for i in range(across.size)] if across else [""]
+        )
         heads.append("".join(f"{name:>{CELL}}" for name in names))
     yield (" " * side + "  |".join(heads)).rstrip()
     height = max(len(cells) for _, cells in corners)
@@ -181,13 +204,21 @@ def _row(cells: list[list[Any]], first: list[list[Any]], row: int) -> str:
     others = first[row] if row < len(first) else []
     line = []
     for n, value in enumerate(cells[row]):
-        same = n < len(others) and (value == others[n] or (value != value and others[n] != others[n]))
+        same = n < len(others) and (
+            value == others[n] or (value != value and others[n] != others[n])
+        )
         line.append(f"{_cell(value)}{'' if same else '*'}".rjust(CELL))
     return "".join(line)
 
 
 def _cell(value: Any) -> str:
-    return str(value) if isinstance(value, int) else short(value) if isinstance(value, complex) else f"{value:.3g}"
+    return (
+        str(value)
+        if isinstance(value, int)
+        else short(value)
+        if isinstance(value, complex)
+        else f"{value:.3g}"
+    )
 
 
 def _heat(shown: list[Shown]) -> Iterator[str]:
@@ -229,7 +260,9 @@ def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool
         title = f"{each.path}: " if len(shown) > 1 else ""
         yield render.escape(f"{title}{tally.count:,} values{of}: ") + ", ".join((*named, *odd))
         histogram = tally.histogram.at_most(16)
-        for edge, count, bar in zip(histogram.edges, histogram.counts, lying(histogram.counts, 40), strict=False):
+        for edge, count, bar in zip(
+            histogram.edges, histogram.counts, lying(histogram.counts, 40), strict=False
+        ):
             yield f"{short(edge):>{CELL}}  {bar} {count:,}"
     if len(shown) > 1:
         yield from _difference(*shown)
@@ -262,7 +295,9 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
     part = shown.part
     if part.numel > LISTED:
         raise UsageError(
-            f"{part.numel:,} values are too many to list", where=shown.path, hint="choose some, as in '[0, :, 3:7]'"
+            f"{part.numel:,} values are too many to list",
+            where=shown.path,
+            hint="choose some, as in '[0, :, 3:7]'",
         )
     tally, _ = _counted(shown, ROWS, ROWS, True)
     return {

@@ -23,17 +23,58 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.stats/1"
 SHOWN = 8  # names in a warning
 WIDE = 16  # bins of a histogram in a table
-NUMBERS = ("count", "nan", "inf", "zeros", "sparsity", "mean", "std", "norm", "min", "max", "abs_max")
-COLUMNS = ("name", "tensors", "count", "mean", "std", "min", "max", "norm", "zeros", "NaN", "inf", "histogram")
+NUMBERS = (
+    "count",
+    "nan",
+    "inf",
+    "zeros",
+    "sparsity",
+    "mean",
+    "std",
+    "norm",
+    "min",
+    "max",
+    "abs_max",
+)
+COLUMNS = (
+    "name",
+    "tensors",
+    "count",
+    "mean",
+    "std",
+    "min",
+    "max",
+    "norm",
+    "zeros",
+    "NaN",
+    "inf",
+    "histogram",
+)
 
 
 @click.command("stats")
 @click.argument("file", metavar="FILE")
-@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path.")
-@click.option("--all", "everything", is_flag=True, help="Every tensor of the file, not only the weights.")
-@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="One row for names that begin alike, N deep.")
-@click.option("--fold", is_flag=True, help="One row for the names that differ in an index: layers.*.weight.")
-@click.option("--sort", type=click.Choice(["file", "name", *NUMBERS]), default="file", help="Numbers: largest first.")
+@click.option(
+    "--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path."
+)
+@click.option(
+    "--all", "everything", is_flag=True, help="Every tensor of the file, not only the weights."
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="One row for names that begin alike, N deep.",
+)
+@click.option(
+    "--fold", is_flag=True, help="One row for the names that differ in an index: layers.*.weight."
+)
+@click.option(
+    "--sort",
+    type=click.Choice(["file", "name", *NUMBERS]),
+    default="file",
+    help="Numbers: largest first.",
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
 @options.stored
@@ -80,7 +121,8 @@ def command(
 
 
 def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbytes: int) -> None:
-    """Read, and print: a table when all is known, other forms as they come; no bar goes between their lines."""
+    """Read, and print: a table when all is known, other forms as they come; no bar goes between
+    their lines."""
     with Progress("reading", nbytes) as progress:
         quiet = form != "text" and render.is_terminal(sys.stdout)
         rows = _arranged(found, found.rows() if quiet else found.rows(progress), sort)
@@ -101,7 +143,11 @@ def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) ->
     rows = summarize(checkpoint).rows
     weights = [] if everything else [row for row in rows if row.name is not None]
     matches = render.matcher(globs or "*")
-    return [row for row in weights or rows if (row.name is not None and matches(row.name)) or matches(row.place)]
+    return [
+        row
+        for row in weights or rows
+        if (row.name is not None and matches(row.name)) or matches(row.place)
+    ]
 
 
 def _arranged(found: Statistics, rows: Iterator[Row], sort: str) -> Iterator[Row]:
@@ -115,7 +161,9 @@ def _arranged(found: Statistics, rows: Iterator[Row], sort: str) -> Iterator[Row
     elif sort == "name":
         yield from sorted(rows, key=lambda row: row.label)
     else:
-        yield from sorted(rows, key=lambda row: -float("-inf" if (n := _numbers(row)[sort]) is None else abs(n)))
+        yield from sorted(
+            rows, key=lambda row: -float("-inf" if (n := _numbers(row)[sort]) is None else abs(n))
+        )
 
 
 def _numbers(row: Row) -> dict[str, Any]:
@@ -123,7 +171,8 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def facts_of(tally: Tally, kind: str) -> dict[str, Any]:
-    """The numbers of the schema, None where there is none; complex ones have no smallest and no largest."""
+    """The numbers of the schema, None where there is none; complex ones have no smallest and no
+    largest."""
     there, ordered = tally.finite > 0, kind != "complex"
     return {
         "count": tally.count,
@@ -164,7 +213,11 @@ def _json(row: Row) -> dict[str, Any]:
     from ckptkit.analysis.values import key_list
 
     source = row.source
-    place = {} if source is None else {"path": source.place, "keys": key_list(source.path), "shape": row.shape}
+    place = (
+        {}
+        if source is None
+        else {"path": source.place, "keys": key_list(source.path), "shape": row.shape}
+    )
     numbers = {name: render.json_number(_plain(value)) for name, value in _numbers(row).items()}
     histogram = row.tally.histogram
     return {
@@ -189,7 +242,9 @@ def _plain(value: Any) -> Any:
 
 def _cell(name: str) -> str:
     """A name that no spreadsheet takes for a formula."""
-    return f"'{render.escape(name)}" if name.startswith(("=", "+", "-", "@")) else render.escape(name)
+    return (
+        f"'{render.escape(name)}" if name.startswith(("=", "+", "-", "@")) else render.escape(name)
+    )
 
 
 def _csv(rows: Iterable[Row]) -> Iterator[str]:
@@ -213,11 +268,16 @@ def _csv(rows: Iterable[Row]) -> Iterator[str]:
 def _lines(rows: Iterable[Row], found: Statistics) -> Iterator[str]:
     cells = [_cells(row, render.escape(row.label) or "(root)") for row in rows]
     if len(cells) > 1:
-        cells += [_cells(row, f"all {row.kind}" if len(found.totals) > 1 else "all") for row in found.totals]
+        cells += [
+            _cells(row, f"all {row.kind}" if len(found.totals) > 1 else "all")
+            for row in found.totals
+        ]
     used = [n for n, _ in enumerate(COLUMNS) if any(row[n] for row in cells)]
     headers = [COLUMNS[n] for n in used]
     kept = [[row[n] for n in used] for row in cells]
-    yield from render.table(headers, kept, right=[each for each in headers if each not in ("name", "histogram")])
+    yield from render.table(
+        headers, kept, right=[each for each in headers if each not in ("name", "histogram")]
+    )
 
 
 def _cells(row: Row, label: str) -> list[str]:
@@ -243,11 +303,21 @@ def _said(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str 
     """What to say about it besides, and what to do."""
     names = [row.label for row in found.odd]
     if names:
-        yield f"NaN or infinite values in {render.plural(len(names), 'tensor')}: {some(names, SHOWN)}", None
+        yield (
+            f"NaN or infinite values in {render.plural(len(names), 'tensor')}: {some(names, SHOWN)}",
+            None,
+        )
     if found.skipped:
         names = [f"{each.name} ({each.why})" for each in found.skipped]
         quantized = any(each.dtype.startswith("q") for each in found.skipped)
-        hint = "`ckptkit convert --dequantize` makes numbers of quantized weights" if quantized else None
-        yield f"{render.plural(len(names), 'tensor')} without statistics: {some(names, SHOWN)}", hint
+        hint = (
+            "`ckptkit convert --dequantize` makes numbers of quantized weights"
+            if quantized
+            else None
+        )
+        yield (
+            f"{render.plural(len(names), 'tensor')} without statistics: {some(names, SHOWN)}",
+            hint,
+        )
     if globs and not found.totals and not found.skipped:
         yield f"no name or path of a tensor matches --keys {', '.join(globs)}", None

@@ -9,7 +9,13 @@ from ckptkit.cli import options
 
 @click.command("strip-module")
 @options.edit
-@click.option("--prefix", "prefixes", metavar="P", multiple=True, help="Strip this instead of 'module.' (repeatable).")
+@click.option(
+    "--prefix",
+    "prefixes",
+    metavar="P",
+    multiple=True,
+    help="Strip this instead of 'module.' (repeatable).",
+)
 @options.keys
 def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]) -> None:
     """Remove the leading module. from the keys.

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from ckptkit.quantized import Group
 
 
-def file(summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None) -> dict[str, Any]:
-    """FILE of the schema, its lists as iterators; with the SHA-256 of each row where they are given."""
+def file(
+    summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None
+) -> dict[str, Any]:
+    """FILE of the schema, its lists as iterators; with the SHA-256 of each row where they are
+    given."""
     totals = summary.totals
     tensors: Iterator[dict[str, Any]] = map(tensor, rows)
     if digests is not None:
-        tensors = ({**row, "sha256": digest} for row, digest in zip(map(tensor, rows), digests, strict=True))
+        tensors = (
+            {**row, "sha256": digest}
+            for row, digest in zip(map(tensor, rows), digests, strict=True)
+        )
     return {
         "path": summary.path,
         "format": summary.format,

@@ -1,4 +1,5 @@
-"""The facts of `inspect` for people: a heading, a folded table of the tensors, and what else there is."""
+"""The facts of `inspect` for people: a heading, a folded table of the tensors, and what else there
+is."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterat
     if kinds := Counter(row.dtype for row in rows if row.is_logical):
         total = sum(row.name is not None for row in rows)
         said = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        yield escape(f"quantized: {sum(kinds.values()):,} of {total:,} weights ({said}); --stored shows their parts")
+        yield escape(
+            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({said}); --stored shows their parts"
+        )
     shared = _shared(rows)
     weights = [row for row in rows if row.name is not None]
     others = [row for row in rows if row.name is None]
@@ -41,12 +44,18 @@ def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterat
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     yield from _block("values", fold(_values(values)), _value)
     yield from _block("objects", fold(Item(join(o.path), o.global_, 0) for o in objects), _object)
-    yield from _block("metadata", [Folded(k, v, 0, 1) for k, v in summary.metadata.items()], _object)
+    yield from _block(
+        "metadata", [Folded(k, v, 0, 1) for k, v in summary.metadata.items()], _object
+    )
 
 
 def _heading(summary: Summary) -> str:
     totals = summary.totals
-    parts = [plural(totals.tensors, "tensor"), plural(totals.parameters, "parameter")] if totals.tensors else []
+    parts = (
+        [plural(totals.tensors, "tensor"), plural(totals.parameters, "parameter")]
+        if totals.tensors
+        else []
+    )
     heading = f"{summary.path}: {summary.format}, {size(summary.size)}"
     if totals.tensors:
         parts.append(size(totals.nbytes))
@@ -127,13 +136,23 @@ def _cells(row: Folded) -> tuple[str, ...]:
     columns: Any = row.columns
     dtype, sizes, device, remark = columns
     rows = f"{row.rows:,}" if row.rows > 1 else ""
-    return escape(row.label) or "(root)", escape(dtype), shape(sizes), rows, size(row.nbytes), escape(device), remark
+    return (
+        escape(row.label) or "(root)",
+        escape(dtype),
+        shape(sizes),
+        rows,
+        size(row.nbytes),
+        escape(device),
+        remark,
+    )
 
 
 def _block(title: str, rows: list[Folded], text: Callable[[Hashable], str]) -> Iterator[str]:
     if rows:
         yield f"\n{title}"
-        yield from (f"  {escape(row.label) or '(root)'}: {text(row.columns)}" for row in rows[:SHOWN])
+        yield from (
+            f"  {escape(row.label) or '(root)'}: {text(row.columns)}" for row in rows[:SHOWN]
+        )
         if len(rows) > SHOWN:
             yield f"  and {len(rows) - SHOWN:,} more: --tree shows all"
 
@@ -143,7 +162,10 @@ def _values(values: list[Value]) -> Iterator[Item]:
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
         same = list(group)
-        positions = [value.path[-1] if value.path and isinstance(value.path[-1], int) else None for value in same]
+        positions = [
+            value.path[-1] if value.path and isinstance(value.path[-1], int) else None
+            for value in same
+        ]
         if len(same) > 1 and positions == list(range(len(same))):
             yield Item(
                 f"{parent}{'.' * bool(parent)}{{0..{len(same) - 1}}}",
@@ -164,7 +186,8 @@ def _object(columns: Hashable) -> str:
 
 
 def value_text(kind: str, value: Plain, longest: int) -> str:
-    """A value as Python would write it, escaped, and cut where it is longer than `longest` characters."""
+    """A value as Python would write it, escaped, and cut where it is longer than `longest`
+    characters."""
     text = cut(str(value), longest)
     return f"'{text}'" if kind == "str" else text
 

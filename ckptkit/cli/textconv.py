@@ -1,7 +1,8 @@
-"""A checkpoint as text for `git diff`: a line for each tensor, value and object, with no path and no total.
+"""A checkpoint as text for `git diff`: a line for each tensor, value and object, with no path and
+no total.
 
-One change in the file is one line in the difference. git hands over a temporary file and stops at a failure: what
-cannot be read is text too, with the digest of its bytes.
+One change in the file is one line in the difference. git hands over a temporary file and stops at a
+failure: what cannot be read is text too, with the digest of its bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tree of `inspect --tree`: every value at its place, names taken apart at their dots, and bars that show who has
-which share of the parameters."""
+"""The tree of `inspect --tree`: every value at its place, names taken apart at their dots, and bars
+that show who has which share of the parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ALIGNED = 100  # characters of a line that numbers are aligned behind where ther
 
 @dataclass(eq=False)
 class Entry:
-    """A line: a value, or what several names have in common (``layers.``), and how many parameters are below it."""
+    """A line: a value, or what several names have in common (``layers.``), and how many parameters
+    are below it."""
 
     label: str
     text: str = ""
@@ -57,10 +58,13 @@ class Entry:
 
 
 def tree(
-    root: Node, shares: Collection[Share], chosen: Callable[[Share], bool] | None = None, sort: str = "file"
+    root: Node,
+    shares: Collection[Share],
+    chosen: Callable[[Share], bool] | None = None,
+    sort: str = "file",
 ) -> Iterator[str]:
-    """The lines. `shares` are those of all tensors in the tree; of these, and of what holds them, those that are
-    `chosen` are shown, without the values beside them."""
+    """The lines. `shares` are those of all tensors in the tree; of these, and of what holds them,
+    those that are `chosen` are shown, without the values beside them."""
     top = _grown(root, iter(shares), chosen)
     rows = list(_rows(top, sort, chosen is not None))
     total = top.parameters if chosen is None else sum(share.parameters for share in shares)
@@ -100,7 +104,10 @@ def _room(rows: list[tuple[Entry, str]], width: int | None, others: int) -> int:
 
 def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
     """The entries in order, and their lines. A group of one name is no line of its own."""
-    orders: dict[str, Callable[[Entry], Any]] = {"size": lambda e: -e.parameters, "name": lambda e: e.label}
+    orders: dict[str, Callable[[Entry], Any]] = {
+        "size": lambda e: -e.parameters,
+        "name": lambda e: e.label,
+    }
     waiting = [(top, "", 0)]
     while waiting:
         entry, prefix, depth = waiting.pop()
@@ -112,7 +119,10 @@ def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
             continue
         text = plural(entry.tensors, "tensor") if entry.is_group else entry.text
         label = prefix + entry.label
-        yield entry, "  " * depth + (f"{label}{' ' if entry.is_group else ': '}{text}" if depth else text)
+        yield (
+            entry,
+            "  " * depth + (f"{label}{' ' if entry.is_group else ': '}{text}" if depth else text),
+        )
         if sort in orders:
             below.sort(key=orders[sort])
         waiting += [(child, "", depth + 1) for child in reversed(below)]

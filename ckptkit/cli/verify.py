@@ -26,8 +26,16 @@ NAMED = 3  # tensors of a finding
 @click.command("verify")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--values", is_flag=True, help="Find NaN and infinite elements too.")
-@click.option("--manifest", metavar="FILE", help="Compare the weights with what `ckptkit digest` wrote.")
-@click.option("--keys", "globs", metavar="GLOB", multiple=True, help="With --manifest: only tensors with such a name.")
+@click.option(
+    "--manifest", metavar="FILE", help="Compare the weights with what `ckptkit digest` wrote."
+)
+@click.option(
+    "--keys",
+    "globs",
+    metavar="GLOB",
+    multiple=True,
+    help="With --manifest: only tensors with such a name.",
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="Print what is wrong only.")
 @options.key
@@ -59,7 +67,9 @@ def command(
     failures: list[CkptkitError] = []
     shown = _Shown(as_json, quiet, len(files) == 1)
     matches = render.matcher(globs) if globs else None
-    verdicts = _verdicts(files, expected, matches, values, key, failures, alone=len(files) == 1 and not as_json)
+    verdicts = _verdicts(
+        files, expected, matches, values, key, failures, alone=len(files) == 1 and not as_json
+    )
     shown.print(verdicts)
     return InputError.exit_code if failures else FINDINGS if shown.wrong else 0
 
@@ -80,7 +90,14 @@ def _verdicts(
     for file in files:
         try:
             with Progress("verify") as progress:
-                verdict = verify(file, expected=expected, matches=matches, values=values, key=key, progress=progress)
+                verdict = verify(
+                    file,
+                    expected=expected,
+                    matches=matches,
+                    values=values,
+                    key=key,
+                    progress=progress,
+                )
         except UsageError:
             raise
         except CkptkitError as error:
@@ -114,7 +131,12 @@ class _Shown:
 
     def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
         if isinstance(found, CkptkitError):
-            return {"path": found.where, "ok": False, "unreadable": found.message, "hint": found.hint}
+            return {
+                "path": found.where,
+                "ok": False,
+                "unreadable": found.message,
+                "hint": found.hint,
+            }
         self.wrong |= not found.ok
         return {
             "path": found.path,
@@ -124,19 +146,23 @@ class _Shown:
             "records": found.records,
             "nbytes": found.nbytes,
             "findings": [
-                {"file": each.file or None, "what": each.what, "tensors": list(each.tensors)} for each in found.findings
+                {"file": each.file or None, "what": each.what, "tensors": list(each.tensors)}
+                for each in found.findings
             ],
             "notes": list(found.notes),
         }
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
-    """One line that says that all is well, or what is not; then findings, notes and what to type next."""
+    """One line that says that all is well, or what is not; then findings, notes and what to type
+    next."""
     notes = verdict.notes
     if verdict.ok:
         looked = render.plural(verdict.tensors, "tensor")
         if verdict.records:
-            looked = f"{render.plural(verdict.records, 'record')}, {render.size(verdict.nbytes)} checked"
+            looked = (
+                f"{render.plural(verdict.records, 'record')}, {render.size(verdict.nbytes)} checked"
+            )
         elif notes:
             looked, notes = f"{looked}; {notes[0]}", notes[1:]
         yield f"{verdict.path}: ok: {looked}"
@@ -166,6 +192,8 @@ def _hints(verdict: Verdict) -> Iterable[str]:
     again = "fetch it again from where it came from"
     if verdict.recoverable:
         unverified = verdict.recoverable == UNVERIFIED
-        saves = "to save what is there, which may be garbage" if unverified else "to save what is whole"
+        saves = (
+            "to save what is there, which may be garbage" if unverified else "to save what is whole"
+        )
         return (f"{again}; {saves}: {recover(verdict.path, unverified)}",)
     return dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint) or (again,)

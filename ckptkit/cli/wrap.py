@@ -37,5 +37,9 @@ def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
     chosen = formats.for_writing(edit.dst or edit.src, edit.format, keep="torch-zip", shards=shards)
     if chosen.everything in ("never", "asked") and not edit.everything:
         hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
-        raise UsageError(f"{chosen.name} holds weights alone, and no entry around them", where=edit.dst, hint=hint)
+        raise UsageError(
+            f"{chosen.name} holds weights alone, and no entry around them",
+            where=edit.dst,
+            hint=hint,
+        )
     edit.run(lambda ck: wrap(ck, key, beside))

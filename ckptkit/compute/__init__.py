@@ -1,7 +1,8 @@
 """Arithmetic on the elements of byte ranges, and torch tensors made of them.
 
-In: a Derived (an operation over byte ranges). Out: its bytes, in bounded pieces; statistics; torch storages.
-Uses core. numpy and torch are imported inside functions, so that commands that only copy pay for neither.
+In: a Derived (an operation over byte ranges). Out: its bytes, in bounded pieces; statistics; torch
+storages. Uses core. numpy and torch are imported inside functions, so that commands that only copy
+pay for neither.
 """
 
 from __future__ import annotations
@@ -54,7 +55,15 @@ __all__ = [
 _PLACES = {
     **dict.fromkeys(("OPERATIONS", "PIECE", "flow", "stream", "torch_dtype"), "operations"),
     **dict.fromkeys(
-        ("Difference", "cast_record", "compare", "contiguous", "dequantized_record", "rebuild", "to_torch_storage"),
+        (
+            "Difference",
+            "cast_record",
+            "compare",
+            "contiguous",
+            "dequantized_record",
+            "rebuild",
+            "to_torch_storage",
+        ),
         "tensors",
     ),
     **dict.fromkeys(("BINS", "Histogram", "Part", "Tally", "numbers", "parts", "tally"), "tallies"),

@@ -35,7 +35,9 @@ class Reader:
             buffer[:] = self._read(at, len(buffer))
 
 
-def dequantize(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
+def dequantize(
+    reads: Sequence[Read], derived: Derived, start: int, stop: int
+) -> Iterator[memoryview]:
     """Bytes `start` to `stop` of the elements; each of `reads` reads one input."""
     import numpy as np
 

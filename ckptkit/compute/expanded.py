@@ -1,7 +1,9 @@
-"""Tensors with more elements than their storage holds: expanded ones (stride 0), and windows that overlap.
+"""Tensors with more elements than their storage holds: expanded ones (stride 0), and windows that
+overlap.
 
-A file of a kilobyte can describe a tensor of terabytes. What is computed from elements reads repeated ones once; what
-needs every element in its place is refused where that is many times what the storage holds.
+A file of a kilobyte can describe a tensor of terabytes. What is computed from elements reads
+repeated ones once; what needs every element in its place is refused where that is many times what
+the storage holds.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ def repeated(*tensors: Tensor) -> tuple[int, ...]:
     if any(tensor.layout != "strided" or 0 in tensor.shape for tensor in tensors):
         return ()
     sizes = enumerate(tensors[0].shape)
-    return tuple(axis for axis, n in sizes if n > 1 and all(tensor.stride[axis] == 0 for tensor in tensors))
+    return tuple(
+        axis for axis, n in sizes if n > 1 and all(tensor.stride[axis] == 0 for tensor in tensors)
+    )
 
 
 def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """The tensor with one index of each of the dimensions `axes`, along which it repeats its elements."""
+    """The tensor with one index of each of the dimensions `axes`, along which it repeats its
+    elements."""
     if not axes:
         return tensor
-    return replace(tensor, shape=tuple(1 if axis in axes else n for axis, n in enumerate(tensor.shape)))
+    return replace(
+        tensor, shape=tuple(1 if axis in axes else n for axis, n in enumerate(tensor.shape))
+    )
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
@@ -38,7 +45,8 @@ def times(tensor: Tensor, axes: Sequence[int]) -> int:
 
 
 def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
-    """The row-major position in `shape` of what is at `position` with one index of each of the dimensions `axes`."""
+    """The row-major position in `shape` of what is at `position` with one index of each of the
+    dimensions `axes`."""
     found, step = 0, 1
     for axis in reversed(range(len(shape))):
         if axis not in axes:
@@ -49,7 +57,8 @@ def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
-    """The error for a tensor that has many times more bytes than its storage, and more than `free`."""
+    """The error for a tensor that has many times more bytes than its storage, and more than
+    `free`."""
     held = tensor.storage.nbytes if tensor.storage is not None else 0
     if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
         return None
@@ -59,7 +68,8 @@ def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
 
 
 class Allowance:
-    """How much more than what storages hold may be read for all tensors of a checkpoint together."""
+    """How much more than what storages hold may be read for all tensors of a checkpoint
+    together."""
 
     def __init__(self) -> None:
         self._free = LIMITS.expansion_free

@@ -34,7 +34,8 @@ Data = bytes | memoryview
 
 
 class _Small(NamedTuple):
-    """A floating-point type of 8 bits: the codes of its largest number, of what is larger than that, and of NaN."""
+    """A floating-point type of 8 bits: the codes of its largest number, of what is larger than
+    that, and of NaN."""
 
     bias: int
     mantissa: int  # bits
@@ -44,19 +45,25 @@ class _Small(NamedTuple):
 
 
 _SMALL = {
-    "float8_e4m3fn": _Small(7, 3, 0x7E, 0x7E, 0x7F),  # older versions of torch make NaN of what is too large
+    "float8_e4m3fn": _Small(
+        7, 3, 0x7E, 0x7E, 0x7F
+    ),  # older versions of torch make NaN of what is too large
     "float8_e5m2": _Small(15, 2, 0x7B, 0x7C, 0x7F),
     "float8_e4m3fnuz": _Small(8, 3, 0x7F, 0x80, 0x80),
     "float8_e5m2fnuz": _Small(16, 2, 0x7F, 0x80, 0x80),
 }
 _OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # that `decode` knows
-FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # what is cast to each other here
+FLOATS = frozenset(
+    {"float64", "float32", "float16", "bfloat16", *_SMALL}
+)  # what is cast to each other here
 
 
 def decode(data: Data, dtype: DType) -> Array:
-    """The elements as an array of one dimension, of their own type or of a wider one; bools as 0 and 1.
+    """The elements as an array of one dimension, of their own type or of a wider one; bools as 0
+    and 1.
 
-    Raises UnsupportedError for elements that are no numbers by themselves: quantized, packed, smaller than a byte.
+    Raises UnsupportedError for elements that are no numbers by themselves: quantized, packed,
+    smaller than a byte.
     """
     import numpy as np
 
@@ -88,7 +95,9 @@ def encode(values: Array, dtype: DType) -> memoryview:
     """The bytes of floating-point numbers as elements of `dtype`, one of `FLOATS`."""
     import numpy as np
 
-    with np.errstate(all="ignore"):  # what is too large becomes infinite, or what its type has for that
+    with np.errstate(
+        all="ignore"
+    ):  # what is too large becomes infinite, or what its type has for that
         if dtype.name in ("float64", "float32"):
             return _bytes(values.astype(f"<f{dtype.itemsize}"))
         single = values.astype("<f4", copy=False)
@@ -104,7 +113,8 @@ def _bytes(values: Array) -> memoryview:
 
 
 def _bfloat16(values: Array) -> Array:
-    """The upper halves, once half of a last place has been added: a little less where that makes a tie even."""
+    """The upper halves, once half of a last place has been added: a little less where that makes a
+    tie even."""
     import numpy as np
 
     bits = values.view("<u4")
@@ -120,9 +130,11 @@ def _bfloat16(values: Array) -> Array:
 
 
 def _small(values: Array, name: str) -> Array:
-    """Through a table of what the upper halves become; bit 0 of such a half says that something follows.
+    """Through a table of what the upper halves become; bit 0 of such a half says that something
+    follows.
 
-    8 bits have at most 3 of mantissa, an upper half has 7: where one code ends and the next begins, bit 0 is not set.
+    8 bits have at most 3 of mantissa, an upper half has 7: where one code ends and the next begins,
+    bit 0 is not set.
     """
     import numpy as np
 
@@ -156,7 +168,8 @@ def _values(name: str) -> Array:
 
 @lru_cache
 def _codes(name: str) -> Array:
-    """The code for the upper half of each float32: that of the nearest value, the even one of two as near."""
+    """The code for the upper half of each float32: that of the nearest value, the even one of two
+    as near."""
     import numpy as np
 
     kind = _SMALL[name]

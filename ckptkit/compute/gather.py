@@ -1,9 +1,10 @@
-"""Strided views, and arrays put together from such, in row-major order, in bounded memory whatever the strides.
+"""Strided views, and arrays put together from such, in row-major order, in bounded memory whatever
+the strides.
 
-The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed indices of the
-dimensions before. A tile, or the region of it that is one view's, is read in boxes: from the smallest stride up, a
-dimension is read whole, gaps included, as long as the gaps are small and the box is; the next is cut, the others are
-taken index by index.
+The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed
+indices of the dimensions before. A tile, or the region of it that is one view's, is read in boxes:
+from the smallest stride up, a dimension is read whole, gaps included, as long as the gaps are small
+and the box is; the next is cut, the others are taken index by index.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
 
 TILE = 16 << 20  # bytes of the output made at once
 BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
-CALL = 64 << 10  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
+CALL = (
+    64 << 10
+)  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
 
 Dim = tuple[int, int]  # elements, stride in bytes
-Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # offsets, sizes, stride, first byte of the input
+Box = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[int, ...], int
+]  # offsets, sizes, stride, first byte of the input
 Read = Callable[[int, int], bytes]  # of so many bytes at an offset
 
 
@@ -99,8 +104,11 @@ def _index(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def assemble(reads: Sequence[Read], derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes `start` to `stop` of the array whose boxes `derived` describes; each of `reads` reads one input."""
+def assemble(
+    reads: Sequence[Read], derived: Derived, start: int, stop: int
+) -> Iterator[memoryview]:
+    """Bytes `start` to `stop` of the array whose boxes `derived` describes; each of `reads` reads
+    one input."""
     import numpy as np
 
     itemsize, shape, boxes = derived.parameters
@@ -132,7 +140,12 @@ def _read_region(read: Read, tile: np.ndarray[Any, Any], low: tuple[int, ...], b
         return
     region = tile[tuple(slice(a - c, b - c) for a, b, c in zip(begin, end, low, strict=True))]
     steps = tuple(s * tile.itemsize for s in stride)
-    _fill(region, read, origin + sum((a - b) * s for a, b, s in zip(begin, offsets, steps, strict=True)), steps)
+    _fill(
+        region,
+        read,
+        origin + sum((a - b) * s for a, b, s in zip(begin, offsets, steps, strict=True)),
+        steps,
+    )
 
 
 def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memoryview:

@@ -37,7 +37,9 @@ _LARGEST = 128.0  # scale that may be multiplied by 2**120
 class Machine:
     """Makes the elements of spans, which come in rising order up to element `last`."""
 
-    def __init__(self, blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int], last: int) -> None:
+    def __init__(
+        self, blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int], last: int
+    ) -> None:
         import numpy as np
 
         self.index: Array | None = None
@@ -230,7 +232,9 @@ def _table(blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int]) -> Ar
         return None if blocks.table is None else numbers(blocks.table)
     found = np.frombuffer(reads[blocks.map](0, sizes[blocks.map]), "<f4").copy()
     found[np.isnan(found)] = np.nan
-    if blocks.table == "map-signed" and found[8] == 0:  # as bitsandbytes computes, whatever it writes
+    if (
+        blocks.table == "map-signed" and found[8] == 0
+    ):  # as bitsandbytes computes, whatever it writes
         found[8] = -0.0
     made: Array = found
     return made

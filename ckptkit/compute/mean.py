@@ -20,12 +20,18 @@ _COMPONENTS = {
 
 
 def has_mean(dtype: DType) -> bool:
-    """Whether elements of `dtype` have a mean of their own type: floating-point and complex ones."""
-    return dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
+    """Whether elements of `dtype` have a mean of their own type: floating-point and complex
+    ones."""
+    return (
+        dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
+    )
 
 
-def mean_record(records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]) -> Record:
-    """The mean of the elements of `records`, of `types`, weighted by `shares`; it has the type of the last.
+def mean_record(
+    records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
+) -> Record:
+    """The mean of the elements of `records`, of `types`, weighted by `shares`; it has the type of
+    the last.
 
     Complex numbers are averaged by component.
     """
@@ -35,7 +41,8 @@ def mean_record(records: tuple[Record, ...], types: tuple[DType, ...], shares: t
 
 
 class Mean:
-    """What a Derived ``mean`` says: the dtypes and weights of its inputs, and the dtype of the result."""
+    """What a Derived ``mean`` says: the dtypes and weights of its inputs, and the dtype of the
+    result."""
 
     def __init__(self, derived: Derived) -> None:
         target, *rest = derived.parameters
@@ -45,7 +52,10 @@ class Mean:
 
     def of(self, pieces: Sequence[bytes | memoryview]) -> memoryview:
         """The mean of as many elements of each input."""
-        return encode(_sum([decode(p, t) for p, t in zip(pieces, self.types, strict=True)], self.shares), self.target)
+        return encode(
+            _sum([decode(p, t) for p, t in zip(pieces, self.types, strict=True)], self.shares),
+            self.target,
+        )
 
 
 def _sum(values: list[np.ndarray[Any, Any]], shares: list[float]) -> np.ndarray[Any, Any]:

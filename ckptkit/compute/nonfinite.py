@@ -12,8 +12,8 @@ from ckptkit.core.tensor import Tensor
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
     """How many elements are NaN, and how many are infinite; of complex ones, in one part at least.
 
-    None where the type has neither, or its elements are no numbers by themselves. Raises TensorError for a tensor
-    without elements to read.
+    None where the type has neither, or its elements are no numbers by themselves. Raises
+    TensorError for a tensor without elements to read.
     """
     import numpy as np
 

@@ -27,9 +27,9 @@ quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix o
           columns                         (:mod:`ckptkit.compute.quantizing`)
 ========  ==============================  ==========================================================================
 
-dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but ``concat``, ``chunks``,
-``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function of its inputs, its parameters and the range
-of the output that is asked for.
+dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
+``concat``, ``chunks``, ``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function
+of its inputs, its parameters and the range of the output that is asked for.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 4 << 20  # bytes; a multiple of every element size
-BUFFER = 256 << 10  # bytes of a local file read at a time, so that they and what is made of them stay in a core's cache
+BUFFER = (
+    256 << 10
+)  # bytes of a local file read at a time, so that they and what is made of them stay in a core's cache
 
 Piece = bytes | memoryview
 Pieces = Iterator[Piece]
@@ -61,8 +63,8 @@ Pieces = Iterator[Piece]
 def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
     """The bytes `start` to `stop` of an extent, in order, in pieces of at most some MiB.
 
-    A piece is the caller's until the next one is asked for. Raises TruncatedError where a source is too short,
-    CorruptError where the bytes are not what the operation expects.
+    A piece is the caller's until the next one is asked for. Raises TruncatedError where a source is
+    too short, CorruptError where the bytes are not what the operation expects.
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived):
@@ -73,7 +75,8 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 
 
 def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
-    """Like `stream`, at the speed of memory: pieces of a local file share one buffer, and each overwrites the last."""
+    """Like `stream`, at the speed of memory: pieces of a local file share one buffer, and each
+    overwrites the last."""
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent, start, stop)
@@ -87,7 +90,8 @@ def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """The same bytes in pieces of at most `size`, a multiple of `unit`, and none that ends inside of a unit.
+    """The same bytes in pieces of at most `size`, a multiple of `unit`, and none that ends inside
+    of a unit.
 
     Nothing is copied where pieces are whole numbers of units.
     """
@@ -160,7 +164,9 @@ def _encoded(extent: Extent) -> Iterator[bytes]:
             yield decoder.decode(piece).encode("latin-1")
         decoder.decode(b"", final=True)
     except UnicodeError as error:
-        raise CorruptError("text that stands for bytes has characters above 255", where=_name(extent)) from error
+        raise CorruptError(
+            "text that stands for bytes has characters above 255", where=_name(extent)
+        ) from error
 
 
 def _window(pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
@@ -181,7 +187,9 @@ def _window(pieces: Iterable[bytes], derived: Derived, start: int, stop: int) ->
             return
     if at != derived.length:
         extent = "more than" if at > derived.length else f"{at:,} of"
-        raise CorruptError(f"{derived.operation} gives {extent} {derived.length:,} bytes", where=_name(derived))
+        raise CorruptError(
+            f"{derived.operation} gives {extent} {derived.length:,} bytes", where=_name(derived)
+        )
 
 
 def _byteswap(derived: Derived, start: int, stop: int) -> Pieces:
@@ -190,7 +198,12 @@ def _byteswap(derived: Derived, start: int, stop: int) -> Pieces:
     (component,) = _integers(derived)
     swap = np.dtype(f"u{component}")
     return _elementwise(
-        derived.inputs[0], start, stop, component, component, lambda data: _bytes(np.frombuffer(data, swap).byteswap())
+        derived.inputs[0],
+        start,
+        stop,
+        component,
+        component,
+        lambda data: _bytes(np.frombuffer(data, swap).byteswap()),
     )
 
 
@@ -232,7 +245,9 @@ def _negate(extent: Extent, start: int, stop: int, dtype: DType) -> Pieces:
 
     unit = np.dtype(f"<u{dtype.itemsize}")
     size = dtype.itemsize
-    return _elementwise(extent, start, stop, size, size, lambda data: _bytes(np.negative(np.frombuffer(data, unit))))
+    return _elementwise(
+        extent, start, stop, size, size, lambda data: _bytes(np.negative(np.frombuffer(data, unit)))
+    )
 
 
 def _bytes(values: np.ndarray[Any, Any]) -> memoryview:
@@ -245,7 +260,9 @@ def _cast(derived: Derived, start: int, stop: int) -> Pieces:
     source, target = _dtypes(derived)
     cast = _cast_floats if {source.name, target.name} <= FLOATS else _cast_others
     old, new = source.itemsize, target.itemsize
-    return _elementwise(derived.inputs[0], start, stop, old, new, lambda data: cast(data, source, target))
+    return _elementwise(
+        derived.inputs[0], start, stop, old, new, lambda data: cast(data, source, target)
+    )
 
 
 def _cast_floats(data: Piece, source: DType, target: DType) -> memoryview:
@@ -266,7 +283,9 @@ def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
     several = max(1, 8 // dtype.bits)  # elements in a unit of the input
     held = [b"".join(stream(table)) for table in tables]
     machine = Dequantizer(derived.parameters, held, start // (4 * several) * several)
-    return _elementwise(data, start, stop, dtype.itemsize, 4 * several, lambda piece: _bytes(machine(piece)))
+    return _elementwise(
+        data, start, stop, dtype.itemsize, 4 * several, lambda piece: _bytes(machine(piece))
+    )
 
 
 def _blocks(derived: Derived, start: int, stop: int) -> Pieces:
@@ -286,7 +305,9 @@ def _mean(derived: Derived, start: int, stop: int) -> Pieces:
     size = mean.target.itemsize
     first, last = start // size, -(-stop // size)
     rows = (
-        regroup(flow(extent, first * dtype.itemsize, last * dtype.itemsize), ELEMENTS * dtype.itemsize)
+        regroup(
+            flow(extent, first * dtype.itemsize, last * dtype.itemsize), ELEMENTS * dtype.itemsize
+        )
         for extent, dtype in zip(derived.inputs, mean.types, strict=True)
     )
     at = first * size
@@ -297,18 +318,22 @@ def _mean(derived: Derived, start: int, stop: int) -> Pieces:
 
 
 def as_torch(data: Piece, source: DType, target: torch.dtype) -> torch.Tensor:
-    """Elements of dtype `source`, converted. Raises UnsupportedError where the installed torch cannot."""
+    """Elements of dtype `source`, converted. Raises UnsupportedError where the installed torch
+    cannot."""
     import torch
 
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))
     try:
         return values.to(target)
     except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedError(f"torch {torch.__version__} cannot convert {source} to {target}") from error
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot convert {source} to {target}"
+        ) from error
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for `dtype`. Raises UnsupportedError where the installed torch has none."""
+    """torch's own object for `dtype`. Raises UnsupportedError where the installed torch has
+    none."""
     import torch
 
     found = getattr(torch, dtype.name, None)
@@ -318,9 +343,15 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def _elementwise(
-    extent: Extent, start: int, stop: int, old: int, new: int, function: Callable[[Piece], memoryview]
+    extent: Extent,
+    start: int,
+    stop: int,
+    old: int,
+    new: int,
+    function: Callable[[Piece], memoryview],
 ) -> Pieces:
-    """`function` over elements of `old` bytes, which become `new` bytes each, cut to bytes `start` to `stop`."""
+    """`function` over elements of `old` bytes, which become `new` bytes each, cut to bytes `start`
+    to `stop`."""
     if start >= stop:
         return
     first, last = start // new, -(-stop // new)
@@ -349,7 +380,8 @@ def _reader(extent: Extent) -> Read:
 
 
 class Cursor:
-    """Reads a computed extent at growing offsets without computing a byte twice; going back starts again."""
+    """Reads a computed extent at growing offsets without computing a byte twice; going back starts
+    again."""
 
     def __init__(self, extent: Derived) -> None:
         self._extent = extent

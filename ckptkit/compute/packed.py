@@ -45,7 +45,9 @@ def codes_of(blocks: Blocks, read: Reading, size: int, last: int) -> Codes:
         return Rows(blocks, read)
     if kind == "parts":
         return Parts(blocks, read, size)
-    return {"columns": Columns, "interleaved": Interleaved, "turned": Turned}[kind](blocks, read, last)
+    return {"columns": Columns, "interleaved": Interleaved, "turned": Turned}[kind](
+        blocks, read, last
+    )
 
 
 class Memory:
@@ -197,7 +199,9 @@ class Columns(_Banded):
         band, first = self.band(span)
         bits = self.blocks.packing.bits
         per_word = 32 // bits if 32 % bits == 0 else 0
-        top, bottom = (span.left // per_word, -(-span.right // per_word)) if per_word else (0, len(band))
+        top, bottom = (
+            (span.left // per_word, -(-span.right // per_word)) if per_word else (0, len(band))
+        )
         skip = top * per_word
         turned = np.ascontiguousarray(band[top:bottom, first : first + span.bottom - span.top].T)
         return unpack(turned.view("u1"), bits, span.right - skip)[:, span.left - skip :]

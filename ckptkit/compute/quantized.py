@@ -1,8 +1,9 @@
 """Quantised elements as float32, exactly as torch's ``dequantize`` computes them on a CPU.
 
-Per tensor, the difference to the zero point is an integer of 32 bits, with its overflow, and the scale is rounded to
-float32 first. Per channel, the difference is a float32, and its product with the scale is as wide as the scale before
-it is rounded. (ATen/native/quantized: AffineQuantizerBase.cpp, cpu/kernels/QuantizedOpKernels.cpp.)
+Per tensor, the difference to the zero point is an integer of 32 bits, with its overflow, and the
+scale is rounded to float32 first. Per channel, the difference is a float32, and its product with
+the scale is as wide as the scale before it is rounded. (ATen/native/quantized:
+AffineQuantizerBase.cpp, cpu/kernels/QuantizedOpKernels.cpp.)
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _BLOCK = 1 << 16  # bytes worked on at once: what is in between is many times as
 
 
 class Dequantizer:
-    """Makes float32 of the stored bytes of a tensor, in pieces that follow each other from element `at` on.
+    """Makes float32 of the stored bytes of a tensor, in pieces that follow each other from element
+    `at` on.
 
-    `parameters` are those of the operation ``dequant``, `tables` the bytes of the scales and the zero points of the
-    channels, if it is done per channel.
+    `parameters` are those of the operation ``dequant``, `tables` the bytes of the scales and the
+    zero points of the channels, if it is done per channel.
     """
 
     def __init__(self, parameters: Sequence[Any], tables: Sequence[bytes], at: int) -> None:
@@ -59,7 +61,9 @@ class Dequantizer:
         values: Array = np.frombuffer(data, _STORED[self.dtype.name])
         if bits >= 8:
             return values
-        unpacked: Array = (values[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & ((1 << bits) - 1)
+        unpacked: Array = (values[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (
+            (1 << bits) - 1
+        )
         return unpacked.ravel()
 
 
@@ -79,7 +83,8 @@ def _per_tensor(scale: float, zero_point: int) -> Callable[[Array, int], Array]:
 
 
 def _per_channel(scales: Array, zero_points: Array, inner: int) -> Callable[[Array, int], Array]:
-    """A channel is `inner` elements in a row, the channels follow each other, and after the last comes the first."""
+    """A channel is `inner` elements in a row, the channels follow each other, and after the last
+    comes the first."""
     import numpy as np
 
     zeros = zero_points.astype(np.float32)

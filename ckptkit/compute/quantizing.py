@@ -29,7 +29,9 @@ TILE = 1 << 18  # elements worked on at once
 _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-def quantized_records(record: Record, kind: str, source: DType, rows: int, columns: int) -> tuple[Record, Record]:
+def quantized_records(
+    record: Record, kind: str, source: DType, rows: int, columns: int
+) -> tuple[Record, Record]:
     """Codes and scales of a matrix of `source` elements."""
     sizes = {
         "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),

@@ -28,7 +28,9 @@ def is_byte(dtype: str) -> bool:
 class Scale:
     """The numbers of one input; with `whole`, for all columns whatever columns a span has."""
 
-    def __init__(self, numbers: Numbers, reads: Sequence[Reading], sizes: Sequence[int], whole: bool) -> None:
+    def __init__(
+        self, numbers: Numbers, reads: Sequence[Reading], sizes: Sequence[int], whole: bool
+    ) -> None:
         self.numbers, self.grid, self.whole = numbers, numbers.grid, whole
         self._read, self._size = reads[numbers.input], sizes[numbers.input]
         self._map = reads[numbers.map](0, sizes[numbers.map]) if numbers.dtype == "map" else b""
@@ -97,7 +99,9 @@ class Scale:
         first = batch * grid.rows + top
         if right - left == grid.columns or bottom - top == 1:
             start = first * grid.columns + left
-            data = self._read(start * size, ((bottom - top - 1) * grid.columns + right - left) * size)
+            data = self._read(
+                start * size, ((bottom - top - 1) * grid.columns + right - left) * size
+            )
         else:
             starts = ((first + row) * grid.columns + left for row in range(bottom - top))
             data = b"".join([self._read(each * size, (right - left) * size) for each in starts])
@@ -113,7 +117,11 @@ class Scale:
             count = self._size // self.itemsize if tiled else grid.rows * grid.columns
             start = 0 if tiled else batch * count * self.itemsize
             found = np.frombuffer(self._read(start, count * self.itemsize), f"<u{self.itemsize}")
-            made = untiled(found, grid.rows, grid.columns) if tiled else found.reshape(grid.columns, grid.rows).T
+            made = (
+                untiled(found, grid.rows, grid.columns)
+                if tiled
+                else found.reshape(grid.columns, grid.rows).T
+            )
             self._batch = batch, made
         return self._batch[1]
 
@@ -208,7 +216,9 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
     return made
 
 
-def apply(how: Any, values: Array, part: Array, grid: Grid, span: Span, index: Array | None, spare: Array) -> None:
+def apply(
+    how: Any, values: Array, part: Array, grid: Grid, span: Span, index: Array | None, spare: Array
+) -> None:
     """Apply `how` in place to the elements of a span and the number of the block of each.
 
     `part` holds the numbers of the blocks that the span touches; with an `index`, those of all

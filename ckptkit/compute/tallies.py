@@ -1,8 +1,9 @@
 """Statistics of numbers, in one pass, of parts that can be put together again.
 
-Mean and sum of squared deviations are float64: those of a block are computed in two passes over it while it is in the
-cache, and blocks are joined as Chan, Golub and LeVeque do (1979), which loses nothing where the mean is large. Parts of
-a tensor are cut at fixed places and joined in order, so the result does not depend on the threads.
+Mean and sum of squared deviations are float64: those of a block are computed in two passes over it
+while it is in the cache, and blocks are joined as Chan, Golub and LeVeque do (1979), which loses
+nothing where the mean is large. Parts of a tensor are cut at fixed places and joined in order, so
+the result does not depend on the threads.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ PART = 32 << 20  # bytes of a tensor that are a task of their own
 
 @dataclass(slots=True)
 class Histogram:
-    """Bin ``i`` of `counts` counts the numbers from ``(first + i) * 2**exponent`` on, up to where the next one begins.
+    """Bin ``i`` of `counts` counts the numbers from ``(first + i) * 2**exponent`` on, up to where
+    the next one begins.
 
-    The width is the smallest power of two with which `BINS` bins reach from the smallest number to the largest (1 at
-    least for integers, or with `FINE`). So one pass is enough, as bins are joined in pairs when a number lies outside;
-    histograms of different tensors can be added; and neither the order nor the parts make a difference.
+    The width is the smallest power of two with which `BINS` bins reach from the smallest number to
+    the largest (1 at least for integers, or with `FINE`). So one pass is enough, as bins are joined
+    in pairs when a number lies outside; histograms of different tensors can be added; and neither
+    the order nor the parts make a difference.
     """
 
     exponent: int = 0
@@ -91,10 +94,12 @@ def _scaled(number: int, exponent: int) -> float:
 
 @dataclass(slots=True)
 class Tally:
-    """What there is to say about some numbers. NaN and infinities are counted, and left out of all else.
+    """What there is to say about some numbers. NaN and infinities are counted, and left out of all
+    else.
 
-    ``low`` and ``high`` are the smallest and largest, None if there are none; of complex numbers, those of their
-    absolute values, which the histogram is of as well. ``squares`` is the sum of squared deviations from the mean.
+    ``low`` and ``high`` are the smallest and largest, None if there are none; of complex numbers,
+    those of their absolute values, which the histogram is of as well. ``squares`` is the sum of
+    squared deviations from the mean.
     """
 
     count: int = 0
@@ -214,11 +219,14 @@ def parts(tensor: Tensor) -> Iterator[Part]:
     extent = contiguous(each).locate()
     size = PART if isinstance(extent, Range) else max(1, extent.length)
     for start in range(0, extent.length, size):
-        yield Part(extent, tensor.dtype, start, min(start + size, extent.length), times(tensor, axes))
+        yield Part(
+            extent, tensor.dtype, start, min(start + size, extent.length), times(tensor, axes)
+        )
 
 
 def numbers(tensor: Tensor) -> Array:
-    """All elements of a tensor, in its shape; whoever asks sees to it that they are few. Raises like `parts`."""
+    """All elements of a tensor, in its shape; whoever asks sees to it that they are few. Raises
+    like `parts`."""
     import numpy as np
 
     each = once(tensor, repeated(tensor))

@@ -1,4 +1,5 @@
-"""Tensors: the record of their plain bytes, their values compared, and torch's own tensors made of them."""
+"""Tensors: the record of their plain bytes, their values compared, and torch's own tensors made of
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute import expanded
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import BUFFER, PIECE, Piece, aligned, flow, regroup, stream, torch_dtype
+from ckptkit.compute.operations import (
+    BUFFER,
+    PIECE,
+    Piece,
+    aligned,
+    flow,
+    regroup,
+    stream,
+    torch_dtype,
+)
 from ckptkit.core.bytesource import Extent, LocalFile, Part, Pending, Range, Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError
@@ -27,13 +37,17 @@ WIDE = 1 << 15  # elements compared at once: they take up to 16 bytes each
 
 
 def contiguous(tensor: Tensor) -> Record:
-    """The `tensor.nbytes` bytes of the elements: row-major, little-endian, conjugation and negation carried out.
+    """The `tensor.nbytes` bytes of the elements: row-major, little-endian, conjugation and negation
+    carried out.
 
-    A part of the storage's record where nothing needs to be computed. Raises TensorError for a tensor without bytes
-    of its own, and for elements smaller than a byte that do not lie in a row from a byte on.
+    A part of the storage's record where nothing needs to be computed. Raises TensorError for a
+    tensor without bytes of its own, and for elements smaller than a byte that do not lie in a row
+    from a byte on.
     """
     if tensor.storage is None or tensor.layout != "strided":
-        raise TensorError(f"a {tensor.layout} tensor on device {tensor.device} has no bytes of its own")
+        raise TensorError(
+            f"a {tensor.layout} tensor on device {tensor.device} has no bytes of its own"
+        )
     record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
     if not nbytes:
         return Part(record, 0, 0)
@@ -41,7 +55,9 @@ def contiguous(tensor: Tensor) -> Record:
         start = tensor.offset * dtype.bits // 8
         record = record if (start, nbytes) == (0, record.length) else Part(record, start, nbytes)
     elif dtype.bits % 8:
-        raise TensorError(f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on")
+        raise TensorError(
+            f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on"
+        )
     else:
         parameters = (dtype.itemsize, tensor.shape, tensor.stride, tensor.offset * dtype.itemsize)
         record = Pending("gather", (record,), parameters, nbytes)
@@ -62,10 +78,15 @@ def _swapped(record: Record, dtype: DType) -> Record:
 def cast_record(record: Record, source: DType, target: DType, *, big_endian: bool) -> Record:
     """The elements of `record`, of dtype `source`, as little-endian elements of dtype `target`.
 
-    Raises TensorError for a conversion that has no plain meaning (quantized types, complex to anything else) and for
-    a record that is no whole number of elements.
+    Raises TensorError for a conversion that has no plain meaning (quantized types, complex to
+    anything else) and for a record that is no whole number of elements.
     """
-    if source.kind not in _NUMBERS or target.kind not in _NUMBERS or source.bits % 8 or target.bits % 8:
+    if (
+        source.kind not in _NUMBERS
+        or target.kind not in _NUMBERS
+        or source.bits % 8
+        or target.bits % 8
+    ):
         raise TensorError(f"{source} cannot be cast to {target}")
     if source.kind == "complex" and target.kind != "complex":
         raise TensorError(f"{source} cannot be cast to {target}: the imaginary part would be lost")
@@ -79,21 +100,45 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
     return Pending("cast", (record,), (source.name, target.name), length)
 
 
-def dequantized_record(tensor: Tensor, scale: float | Tensor, zero_point: int | Tensor, axis: int = 0) -> Record:
+def dequantized_record(
+    tensor: Tensor, scale: float | Tensor, zero_point: int | Tensor, axis: int = 0
+) -> Record:
     """The elements of a quantised tensor as float32, row-major and little-endian.
 
-    Scale and zero point are two numbers, or two tensors with one for each index of the dimension `axis`. Raises
-    TensorError where these do not fit, or the elements have no bytes in order.
+    Scale and zero point are two numbers, or two tensors with one for each index of the dimension
+    `axis`. Raises TensorError where these do not fit, or the elements have no bytes in order.
     """
     data, length = contiguous(tensor), 4 * tensor.numel
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
-        fits = 0 <= axis < len(tensor.shape) and scale.shape == zero_point.shape == tensor.shape[axis : axis + 1]
-        if not fits or scale.dtype.kind != "float" or not {scale.dtype.numpy, zero_point.dtype.numpy} <= _TABLES:
-            raise TensorError(f"scales and zero points of {scale.shape} do not fit a shape of {tensor.shape}")
-        parameters = (tensor.dtype.name, scale.dtype.name, zero_point.dtype.name, prod(tensor.shape[axis + 1 :]))
-        return Pending("dequant", (data, contiguous(scale), contiguous(zero_point)), parameters, length)
-    if type(scale) is not float or type(zero_point) is not int or not -(2**31) <= zero_point < 2**31:
-        raise TensorError("a quantised tensor without a scale and a zero point that torch could have")
+        fits = (
+            0 <= axis < len(tensor.shape)
+            and scale.shape == zero_point.shape == tensor.shape[axis : axis + 1]
+        )
+        if (
+            not fits
+            or scale.dtype.kind != "float"
+            or not {scale.dtype.numpy, zero_point.dtype.numpy} <= _TABLES
+        ):
+            raise TensorError(
+                f"scales and zero points of {scale.shape} do not fit a shape of {tensor.shape}"
+            )
+        parameters = (
+            tensor.dtype.name,
+            scale.dtype.name,
+            zero_point.dtype.name,
+            prod(tensor.shape[axis + 1 :]),
+        )
+        return Pending(
+            "dequant", (data, contiguous(scale), contiguous(zero_point)), parameters, length
+        )
+    if (
+        type(scale) is not float
+        or type(zero_point) is not int
+        or not -(2**31) <= zero_point < 2**31
+    ):
+        raise TensorError(
+            "a quantised tensor without a scale and a zero point that torch could have"
+        )
     return Pending("dequant", (data,), (tensor.dtype.name, scale, zero_point), length)
 
 
@@ -109,16 +154,21 @@ class Difference:
     largest: float | None = None
 
 
-def compare(a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | None = None) -> Difference | None:
+def compare(
+    a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | None = None
+) -> Difference | None:
     """How the values of two tensors of one shape differ, None if they do not.
 
-    Without tolerances dtype and bytes must be equal: NaN payloads and the sign of zero count. With one of them (the
-    other is then 0) elements are equal where ``|a - b| <= atol + rtol * |b|``, computed in float64 or complex128, and
-    NaN equals NaN. Raises TensorError if the shapes differ, or the dtypes where bytes are compared.
+    Without tolerances dtype and bytes must be equal: NaN payloads and the sign of zero count. With
+    one of them (the other is then 0) elements are equal where ``|a - b| <= atol + rtol * |b|``,
+    computed in float64 or complex128, and NaN equals NaN. Raises TensorError if the shapes differ,
+    or the dtypes where bytes are compared.
     """
     exact = atol is None and rtol is None
     if a.shape != b.shape or (exact and a.dtype != b.dtype):
-        raise TensorError(f"{a.dtype} {a.shape} and {b.dtype} {b.shape} cannot be compared element by element")
+        raise TensorError(
+            f"{a.dtype} {a.shape} and {b.dtype} {b.shape} cannot be compared element by element"
+        )
     for dtype in () if exact else (a.dtype, b.dtype):
         if not is_decoded(dtype):
             raise TensorError(f"values of {dtype} cannot be compared within a tolerance")
@@ -131,7 +181,9 @@ def compare(a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | No
     if exact:
         found = None if _same(left, right) else _compare_bytes(left, right, a.dtype.itemsize)
     else:
-        found = _compare_values(_values(left, a.dtype), _values(right, b.dtype), atol or 0.0, rtol or 0.0)
+        found = _compare_values(
+            _values(left, a.dtype), _values(right, b.dtype), atol or 0.0, rtol or 0.0
+        )
     if found is None or not axes:
         return found
     first = expanded.place(found.first, a.shape, axes)
@@ -142,7 +194,11 @@ def _same(left: Extent, right: Extent) -> bool:
     """Whether two extents are the same place, or the same computation with bytes that are equal."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
-    alike = (left.operation, left.parameters, left.length) == (right.operation, right.parameters, right.length)
+    alike = (left.operation, left.parameters, left.length) == (
+        right.operation,
+        right.parameters,
+        right.length,
+    )
     if not alike or left.operation != "blocks" or len(left.inputs) != len(right.inputs):
         return False
     pairs = list(zip(left.inputs, right.inputs, strict=True))
@@ -165,8 +221,11 @@ def _compare_bytes(left: Extent, right: Extent, itemsize: int) -> Difference | N
     return Difference(count, first) if count else None
 
 
-def _together(left: Iterable[Piece], right: Iterable[Piece], unit: int) -> Iterator[tuple[memoryview, memoryview]]:
-    """The bytes of both, which are as many, in pieces of the same lengths, multiples of `unit`; nothing is copied."""
+def _together(
+    left: Iterable[Piece], right: Iterable[Piece], unit: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """The bytes of both, which are as many, in pieces of the same lengths, multiples of `unit`;
+    nothing is copied."""
     ours, theirs = aligned(left, unit, BUFFER), aligned(right, unit, BUFFER)
     x = y = memoryview(b"")
     while True:
@@ -182,11 +241,15 @@ def _differing(x: Piece, y: Piece, itemsize: int) -> tuple[int, int]:
     """Position of the first element that differs, and the number of them."""
     import numpy as np
 
-    differs = (np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8)).reshape(-1, itemsize).any(axis=1)
+    differs = (
+        (np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8)).reshape(-1, itemsize).any(axis=1)
+    )
     return int(differs.argmax()), int(np.count_nonzero(differs))
 
 
-def _compare_values(left: Iterator[Array], right: Iterator[Array], atol: float, rtol: float) -> Difference | None:
+def _compare_values(
+    left: Iterator[Array], right: Iterator[Array], atol: float, rtol: float
+) -> Difference | None:
     """By the rule of ``torch.isclose``. The two have pieces of the same lengths."""
     import numpy as np
 
@@ -198,7 +261,9 @@ def _compare_values(left: Iterator[Array], right: Iterator[Array], atol: float, 
                 distance = np.abs(x - y)
                 distance[same | (np.isnan(x) & np.isnan(y))] = 0.0
                 distance[np.isnan(distance)] = np.inf
-                differs = (distance > 0) & ~(distance <= atol + rtol * np.abs(y)) | np.isinf(distance)
+                differs = (distance > 0) & ~(distance <= atol + rtol * np.abs(y)) | np.isinf(
+                    distance
+                )
                 largest = max(largest, float(distance.max()))
                 if differs.any():
                     first = at + int(differs.argmax()) if not count else first
@@ -214,11 +279,13 @@ def _values(extent: Extent, dtype: DType) -> Iterator[Array]:
         yield decode(piece, dtype).astype(wide)
 
 
-def to_torch_storage(storage: Storage, device: str | torch.device = "cpu", component: int = 1) -> torch.UntypedStorage:
+def to_torch_storage(
+    storage: Storage, device: str | torch.device = "cpu", component: int = 1
+) -> torch.UntypedStorage:
     """The bytes of a storage, read straight into torch's memory on `device`.
 
-    Bytes of a big-endian storage are swapped in units of `component` (that of the dtype which its tensors have).
-    Raises DeviceError if the device is not there or has not the memory.
+    Bytes of a big-endian storage are swapped in units of `component` (that of the dtype which its
+    tensors have). Raises DeviceError if the device is not there or has not the memory.
     """
     import torch
 
@@ -268,12 +335,15 @@ def _fill(memory: torch.Tensor, extent: Extent, start: int = 0, stop: int | None
 def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
     """The torch tensor or Parameter that `tensor` describes, over memory that holds its storage.
 
-    Raises UnsupportedError for what strides over a storage do not make: quantized and sparse tensors.
+    Raises UnsupportedError for what strides over a storage do not make: quantized and sparse
+    tensors.
     """
     import torch
 
     if tensor.dtype.kind == "quantized" or tensor.layout != "strided":
-        raise UnsupportedError(f"{tensor.layout} tensors of {tensor.dtype} cannot be rebuilt from their bytes alone")
+        raise UnsupportedError(
+            f"{tensor.layout} tensors of {tensor.dtype} cannot be rebuilt from their bytes alone"
+        )
     made = torch.empty(0, dtype=torch_dtype(tensor.dtype), device=untyped.device)
     made.set_(untyped, tensor.offset, tensor.shape, tensor.stride)
     made = made.conj() if tensor.conj else made

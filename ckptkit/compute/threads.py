@@ -1,4 +1,5 @@
-"""Work on many tensors by several threads: what computes and reads here lets other threads run meanwhile."""
+"""Work on many tensors by several threads: what computes and reads here lets other threads run
+meanwhile."""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 THREADS = 8  # at most: each takes some MiB
-BATCH = 16 << 20  # bytes of a task: handing one over costs as much as looking at a hundred kilobytes
+BATCH = (
+    16 << 20
+)  # bytes of a task: handing one over costs as much as looking at a hundred kilobytes
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def ordered(function: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[R]:
-    """``map(function, items)``, by as many threads as there are processors; `nbytes` is what an item takes.
+def ordered(
+    function: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]
+) -> Iterator[R]:
+    """``map(function, items)``, by as many threads as there are processors; `nbytes` is what an
+    item takes.
 
-    Little work is done right here. Only some batches are under way at a time, however many items there are; when one
-    fails or nobody wants more, those that have begun are waited for and no other begins.
+    Little work is done right here. Only some batches are under way at a time, however many items
+    there are; when one fails or nobody wants more, those that have begun are waited for and no
+    other begins.
     """
     batches = _batches(items, nbytes)
     first, second = next(batches, None), next(batches, None)

@@ -1,7 +1,8 @@
 """JSON as RFC 8259 has it, and stricter where two readers could disagree.
 
-UTF-8 without a byte order mark; no name twice in one object; no NaN or Infinity, spelled out or by overflow; no ``-0``
-and no integer of more than 20 digits; no lone surrogates; nothing nested deeper than `LIMITS.json_depth`.
+UTF-8 without a byte order mark; no name twice in one object; no NaN or Infinity, spelled out or by
+overflow; no ``-0`` and no integer of more than 20 digits; no lone surrogates; nothing nested deeper
+than `LIMITS.json_depth`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def _check_nesting(data: bytes, what: str) -> None:
-    """Take matching brackets away from the inside out, a layer at a time: the parser recurses, this does not."""
+    """Take matching brackets away from the inside out, a layer at a time: the parser recurses, this
+    does not."""
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_BRACKETS)
     brackets = b"".join(bare.split(b'"')[::2])
     for _ in range(LIMITS.json_depth):

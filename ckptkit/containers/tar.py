@@ -1,4 +1,5 @@
-"""Tar files, read as strictly as their writers allow: what two readers could see differently is refused.
+"""Tar files, read as strictly as their writers allow: what two readers could see differently is
+refused.
 
     per member: a header of 512 bytes, its data, zeros up to a multiple of 512; at the end 1,024 zeros or more
     header: name[100] mode[8] uid[8] gid[8] size[12] mtime[12] checksum[8] type[1] link[100]
@@ -6,9 +7,10 @@
     numbers: octal text; or 0x80 and a big-endian number (GNU)
     type x: records "length key=value\\n" about the next member; g: the same about all that follow
 
-The reader is our own. torch asks Python's tarfile, which lets a later member replace an earlier one of its name, takes
-half of a number for a number, skips what it does not know and ends at the first zeros; other readers decide otherwise.
-Nothing is ever unpacked: times, owners and modes are not looked at, links are not followed.
+The reader is our own. torch asks Python's tarfile, which lets a later member replace an earlier one
+of its name, takes half of a number for a number, skips what it does not know and ends at the first
+zeros; other readers decide otherwise. Nothing is ever unpacked: times, owners and modes are not
+looked at, links are not followed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Range
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TruncatedError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    PathError,
+    TruncatedError,
+    UnsupportedError,
+)
 from ckptkit.core.limits import check
 from ckptkit.core.text import shown
 
@@ -30,7 +39,9 @@ _RECORDS = (b"x", b"g")
 _LARGE = 8**11  # the first size that octal text does not hold
 _TAIL = 1 << 20  # bytes after the end; tar writes whole records of 10 KiB
 # Keys of records that change neither name nor data.
-_GLOBAL_KEYS = frozenset({b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"})
+_GLOBAL_KEYS = frozenset(
+    {b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"}
+)
 _LOCAL_KEYS = _GLOBAL_KEYS | {b"path", b"size"}
 
 
@@ -52,7 +63,8 @@ class _Header(NamedTuple):
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether a file that begins so is a tar file to Python's tarfile, which torch asks: by its checksum alone."""
+    """Whether a file that begins so is a tar file to Python's tarfile, which torch asks: by its
+    checksum alone."""
     if len(head) < BLOCK or not head[:BLOCK].strip(b"\0"):
         return False
     rest = head[:148] + b" " * 8 + head[156:BLOCK]
@@ -63,7 +75,9 @@ def is_tar(head: bytes) -> bool:
 def lenient_number(field: bytes) -> int | None:
     """A number as tarfile takes it."""
     if field[0] in (0x80, 0xFF):
-        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+        return int.from_bytes(field[1:], "big") - (
+            256 ** (len(field) - 1) if field[0] == 0xFF else 0
+        )
     try:
         return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
     except ValueError:
@@ -86,7 +100,8 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]
 
     `here`: a leading ``./``, as `tar -C FOLDER .` writes it, is no part of a name.
 
-    Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError, LimitError.
+    Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
+    LimitError.
     """
     members: dict[str, Member] = {}
     folded: set[str] = set()
@@ -113,7 +128,8 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[Member, str]]:
         at += BLOCK + _padded(data.length)
         if at > source.size:
             raise TruncatedError(
-                f"ends inside the member {shown(header.name)}", hint="the file is cut: download or copy it again"
+                f"ends inside the member {shown(header.name)}",
+                hint="the file is cut: download or copy it again",
             )
         if header.type in _RECORDS:
             if records:
@@ -135,11 +151,17 @@ def _header(block: bytes, at: int) -> _Header:
     if magic not in _MAGICS:
         raise UnsupportedError(f"the tar header at byte {at:,} is neither POSIX nor GNU")
     if magic == _MAGICS[1] and prefix.strip(b"\0"):
-        raise AmbiguousError("a GNU tar header has times where others have the beginning of its name")
+        raise AmbiguousError(
+            "a GNU tar header has times where others have the beginning of its name"
+        )
     name, link, start = (_text(field) for field in (block[:100], block[157:257], prefix))
     if start:
         name = start + b"/" + name
-    if not name.isascii() or not name.decode("ascii").isprintable() or (start and name.endswith(b"/")):
+    if (
+        not name.isascii()
+        or not name.decode("ascii").isprintable()
+        or (start and name.endswith(b"/"))
+    ):
         raise FormatError(f"a tar header has the name {shown(name)}")
     return _Header(name, block[156:157], _number(block[124:136]), link)
 
@@ -181,11 +203,17 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
     while text:
         match = re.match(rb"([1-9][0-9]{0,3}) ([^=\0\n]+)=", text)
         length = int(match[1]) if match else 0
-        if match is None or not match.end() < length <= len(text) or text[length - 1 : length] != b"\n":
+        if (
+            match is None
+            or not match.end() < length <= len(text)
+            or text[length - 1 : length] != b"\n"
+        ):
             raise FormatError("a record about a tar member is malformed")
         key, value = match[2], text[match.end() : length - 1]
         if key not in known:
-            raise UnsupportedError(f"a record about a tar member sets {shown(key)}, which ckptkit does not know")
+            raise UnsupportedError(
+                f"a record about a tar member sets {shown(key)}, which ckptkit does not know"
+            )
         if key in found or b"\0" in value:
             raise AmbiguousError(f"a record about a tar member sets {shown(key)} in two ways")
         found[key] = value
@@ -193,7 +221,9 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
     return found
 
 
-def _member(header: _Header, records: dict[bytes, bytes], data: Range, here: bool) -> tuple[Member, str]:
+def _member(
+    header: _Header, records: dict[bytes, bytes], data: Range, here: bool
+) -> tuple[Member, str]:
     kind = _KINDS.get(header.type)
     if kind is None:
         raise UnsupportedError(
@@ -221,7 +251,9 @@ def _name(name: bytes, kind: str, here: bool) -> str:
     text = _HERE.sub("", text) if here else text
     parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
-        raise PathError(f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}")
+        raise PathError(
+            f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}"
+        )
     return text
 
 
@@ -229,6 +261,8 @@ def _check_end(source: ByteSource, at: int) -> None:
     """Two blocks of zeros, and whole blocks of zeros from there on."""
     tail = source.size - at
     if tail < 2 * BLOCK or tail % BLOCK:
-        raise TruncatedError("ends inside the zeros after its last member", hint="the file is cut: copy it again")
+        raise TruncatedError(
+            "ends inside the zeros after its last member", hint="the file is cut: copy it again"
+        )
     if tail > _TAIL or source.read(at, tail).strip(b"\0"):
         raise AmbiguousError(f"{tail:,} bytes follow the end of the tar file")

@@ -51,7 +51,8 @@ class Unpacked(NamedTuple):
 
 
 def unpack(source: ByteSource, method: str, most: int) -> Unpacked:
-    """Up to `most` bytes of what a compressed source holds, all its streams if there are several."""
+    """Up to `most` bytes of what a compressed source holds, all its streams if there are
+    several."""
     pieces: list[bytes] = []
     left = most
     at = 0
@@ -65,7 +66,9 @@ def unpack(source: ByteSource, method: str, most: int) -> Unpacked:
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
-                    return Unpacked(b"".join(pieces)[:most], f"inflates to more than {most:,} bytes")
+                    return Unpacked(
+                        b"".join(pieces)[:most], f"inflates to more than {most:,} bytes"
+                    )
                 data = machine.unused_data if machine.eof else b""
                 if machine.eof:
                     if method in ("deflate", "zlib") or not data.strip(b"\0"):

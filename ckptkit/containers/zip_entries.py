@@ -1,15 +1,17 @@
-"""The members of a zip file: directory entries and local headers, read, checked, and compared with each other.
+"""The members of a zip file: directory entries and local headers, read, checked, and compared with
+each other.
 
     central entry    PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths, disk, attributes, offset
     local header     PK 3 4, version, flags, method, time, CRC-32, stored size, size, lengths of name and extra fields
     descriptor       [PK 7 8,] CRC-32, stored size, size; sizes of 32 or 64 bits; after the data, if flag 3 says so
 
-torch leaves CRC and sizes in local headers zero and writes descriptors; it aligns data by an extra field ``FB``.
-Versions, times and attributes are not looked at, as nothing is ever unpacked; but for the one that says that a member
-is a folder: to torch it has no bytes then, and what is loaded is whatever was in memory.
+torch leaves CRC and sizes in local headers zero and writes descriptors; it aligns data by an extra
+field ``FB``. Versions, times and attributes are not looked at, as nothing is ever unpacked; but for
+the one that says that a member is a folder: to torch it has no bytes then, and what is loaded is
+whatever was in memory.
 
-A row is ``(offset of the local header, stored size, size, crc, method, flags)``: a plain tuple is made in a tenth of
-the time of a named one.
+A row is ``(offset of the local header, stored size, size, crc, method, flags)``: a plain tuple is
+made in a tenth of the time of a named one.
 """
 
 from __future__ import annotations
@@ -20,12 +22,21 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    PathError,
+    UnsupportedError,
+)
 from ckptkit.core.text import shown
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
-REPLACED = (".old", *(f".ol{n}" for n in range(10)))  # endings of records that an edit in place has replaced
+REPLACED = (
+    ".old",
+    *(f".ol{n}" for n in range(10)),
+)  # endings of records that an edit in place has replaced
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
@@ -55,7 +66,9 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
     at = 0
     try:
         for _ in range(count):
-            magic, flags, method, crc, stored, size, n, x, comment, disk, attributes, offset = unpack(data, at)
+            magic, flags, method, crc, stored, size, n, x, comment, disk, attributes, offset = (
+                unpack(data, at)
+            )
             end = at + 46 + n
             name = data[at + 46 : end]
             if magic != _CENTRAL_MAGIC:
@@ -64,7 +77,13 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
                 size, stored, offset = _widen(data[end : end + x], name, size, stored, offset)
             wrong_size = method != DEFLATED if method else stored != size
             folder = attributes & _FOLDER and stored
-            if flags & _REFUSED_FLAGS or disk or wrong_size or folder or offset + 30 + n + stored > limit:
+            if (
+                flags & _REFUSED_FLAGS
+                or disk
+                or wrong_size
+                or folder
+                or offset + 30 + n + stored > limit
+            ):
                 _refuse_entry(name, flags, method, disk, stored == size, bool(folder))
             names.append(name)
             rows.append((offset, stored, size, crc, method, flags))
@@ -76,19 +95,27 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
     return names, rows
 
 
-def _refuse_entry(name: bytes, flags: int, method: int, disk: int, same_size: bool, folder: bool) -> NoReturn:
+def _refuse_entry(
+    name: bytes, flags: int, method: int, disk: int, same_size: bool, folder: bool
+) -> NoReturn:
     if flags & _ENCRYPTED_FLAGS:
         raise UnsupportedError(f"record {shown(name)} is encrypted")
     if flags & _REFUSED_FLAGS:
-        raise UnsupportedError(f"record {shown(name)} has flags that ckptkit does not know: {flags:#06x}")
+        raise UnsupportedError(
+            f"record {shown(name)} has flags that ckptkit does not know: {flags:#06x}"
+        )
     if disk:
         raise UnsupportedError("is one part of a zip file in several parts")
     if method not in (0, DEFLATED):
-        raise UnsupportedError(f"record {shown(name)} is compressed by method {method}, neither stored nor deflated")
+        raise UnsupportedError(
+            f"record {shown(name)} is compressed by method {method}, neither stored nor deflated"
+        )
     if not same_size and not method:
         raise CorruptError(f"record {shown(name)} is stored, but has two sizes")
     if folder:
-        raise AmbiguousError(f"record {shown(name)} is a folder by its attributes and a file by its bytes")
+        raise AmbiguousError(
+            f"record {shown(name)} is a folder by its attributes and a file by its bytes"
+        )
     raise CorruptError(f"record {shown(name)} reaches beyond the members' end")
 
 
@@ -110,7 +137,8 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
-    """`values` (size, stored size, offset) with those that do not fit 32 bits taken from the zip64 field."""
+    """`values` (size, stored size, offset) with those that do not fit 32 bits taken from the zip64
+    field."""
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
         raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")
@@ -124,7 +152,9 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
         return []
     joined = b"\0".join(names)
     framed = b"\0" + joined + b"\0"
-    odd = any(each in framed for each in (b"\\", b"..", b"\0/", b"\0\0")) or joined.count(b"\0") >= len(names)
+    odd = any(each in framed for each in (b"\\", b"..", b"\0/", b"\0\0")) or joined.count(
+        b"\0"
+    ) >= len(names)
     if odd or len(joined.translate(None, _CONTROLS)) != len(joined):
         for name in names:
             _check_name(name)
@@ -134,7 +164,9 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
         bad = names[joined.count(b"\0", 0, error.start)]
         raise FormatError(f"record name {shown(bad)} is not UTF-8") from error
     numpy = all(name.endswith(b".npy") for name in names)
-    folded = (joined if numpy else joined.lower()).split(b"\0")  # torch looks names up without regard to ASCII case
+    folded = (joined if numpy else joined.lower()).split(
+        b"\0"
+    )  # torch looks names up without regard to ASCII case
     if len(set(folded)) != len(names):
         _refuse_duplicates(names, folded)
     if b"/\0" in framed:
@@ -158,11 +190,14 @@ def _refuse_duplicates(names: list[bytes], folded: list[bytes]) -> NoReturn:
 def _check_folders(names: list[bytes], rows: list[Row], folded: set[bytes]) -> None:
     for name, (_, stored, size, *_) in zip(names, rows, strict=True):
         if name.endswith(b"/") and (stored or size or name[:-1].lower() in folded):
-            raise AmbiguousError(f"record {shown(name)} is a folder by its name and a file by its bytes")
+            raise AmbiguousError(
+                f"record {shown(name)} is a folder by its name and a file by its bytes"
+            )
 
 
 class _Window:
-    """Reads that move forward through a source: in steps that grow while they are close to each other."""
+    """Reads that move forward through a source: in steps that grow while they are close to each
+    other."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -176,12 +211,17 @@ class _Window:
             near = 0 <= at <= len(self.data) + 8 * _STEP
             self.step = min(2 * self.step, 1 << 20) if near else _STEP
             self.base, at = offset, 0
-            self.data = self.source.read(offset, min(max(length, self.step), self.source.size - offset))
+            self.data = self.source.read(
+                offset, min(max(length, self.step), self.source.size - offset)
+            )
         return self.data[at : at + length]
 
 
-def check_members(source: ByteSource, names: list[bytes], rows: list[Row], directory: int) -> list[int]:
-    """Where the bytes of each member are; raises unless members and directory agree and no two members overlap."""
+def check_members(
+    source: ByteSource, names: list[bytes], rows: list[Row], directory: int
+) -> list[int]:
+    """Where the bytes of each member are; raises unless members and directory agree and no two
+    members overlap."""
     read = _Window(source).read
     known = set(names)
     places = [0] * len(rows)
@@ -213,14 +253,20 @@ def find_data(read: Read, name: bytes, row: Row) -> tuple[int, bool]:
     """
     offset, stored, size, crc, method, flags = row[:6]
     n = len(name)
-    head = read(offset, 34 + n)  # and four bytes of extra fields or of what follows, which is there in any zip file
+    head = read(
+        offset, 34 + n
+    )  # and four bytes of extra fields or of what follows, which is there in any zip file
     magic, own_flags, own_method, own_crc, own_stored, own_size, own_n, x = _LOCAL.unpack_from(head)
     if magic != MAGIC:
-        raise CorruptError(f"there is no record {shown(name)} at byte {offset:,}, where the directory has it")
+        raise CorruptError(
+            f"there is no record {shown(name)} at byte {offset:,}, where the directory has it"
+        )
     described = bool(own_flags & _DESCRIPTOR_FLAG)
     alike = own_flags == flags or own_flags == flags | _DESCRIPTOR_FLAG
     if not alike or own_method != method or own_n != n or head[30 : 30 + n] != name:
-        raise AmbiguousError(f"name, flags or method of record {shown(name)} differ between header and directory")
+        raise AmbiguousError(
+            f"name, flags or method of record {shown(name)} differ between header and directory"
+        )
     own = (own_crc, own_stored, own_size)
     same = own == (crc, stored, size) or (described and own == (0, 0, 0))
     padding = head[30 + n : 32 + n] == b"FB" and head[32 + n] + (head[33 + n] << 8) == x - 4
@@ -229,11 +275,14 @@ def find_data(read: Read, name: bytes, row: Row) -> tuple[int, bool]:
     return offset + 30 + n + x, described
 
 
-def _check_local(own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row) -> None:
-    """CRC and sizes of a local header: those of the directory, or nothing where a descriptor follows.
+def _check_local(
+    own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row
+) -> None:
+    """CRC and sizes of a local header: those of the directory, or nothing where a descriptor
+    follows.
 
-    torch's zip64 field holds the size, a zero instead of the stored size, and the offset, while the sizes of 32 bits
-    are zero too.
+    torch's zip64 field holds the size, a zero instead of the stored size, and the offset, while the
+    sizes of 32 bits are zero too.
     """
     offset, stored, size, crc = row[:4]
     field = fields.get(_ZIP64_FIELD, b"")
@@ -245,11 +294,14 @@ def _check_local(own: tuple[int, ...], described: bool, fields: dict[int, bytes]
         for seen, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
     )
     if differ or any(value not in (0, size, stored, offset) for value in wide):
-        raise AmbiguousError(f"CRC or sizes of record {shown(name)} differ between header and directory")
+        raise AmbiguousError(
+            f"CRC or sizes of record {shown(name)} differ between header and directory"
+        )
 
 
 def _check_descriptor(read: Read, at: int, name: bytes, row: Row) -> int:
-    """Where the data descriptor at `at` ends: CRC and both sizes, of 32 or 64 bits, mostly after a signature."""
+    """Where the data descriptor at `at` ends: CRC and both sizes, of 32 or 64 bits, mostly after a
+    signature."""
     _, stored, size, crc = row[:4]
     data = read(at, 24)  # fewer are left of no zip file
     if _DESCRIPTOR.unpack_from(data) == (_DESCRIPTOR_MAGIC, crc, stored, size):
@@ -259,7 +311,9 @@ def _check_descriptor(read: Read, at: int, name: bytes, row: Row) -> int:
     for expected in (_DESCRIPTOR_MAGIC + wide, wide, narrow):
         if data.startswith(expected):
             return at + len(expected)
-    raise CorruptError(f"the data descriptor of record {shown(name)} does not say what the directory says")
+    raise CorruptError(
+        f"the data descriptor of record {shown(name)} does not say what the directory says"
+    )
 
 
 def _refuse_overlap(first: bytes, second: bytes, same: bool) -> NoReturn:

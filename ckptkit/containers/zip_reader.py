@@ -7,9 +7,9 @@ Layout (PKWARE APPNOTE 6.3.10; integers little-endian):
     zip64 end         56 bytes, and a locator of 20 bytes: where 16 or 32 bits do not suffice; torch always writes them
     end record        22 bytes and a comment
 
-The same facts stand in several of these places, and readers differ in which of them they believe. This one refuses
-whatever two readers could understand differently. A CRC of 0 on a member that is not empty means that none was
-computed: torch can be told so.
+The same facts stand in several of these places, and readers differ in which of them they believe.
+This one refuses whatever two readers could understand differently. A CRC of 0 on a member that is
+not empty means that none was computed: torch can be told so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import DEFLATED, MAGIC, check_members, check_names, find_data, read_rows
+from ckptkit.containers.zip_entries import (
+    DEFLATED,
+    MAGIC,
+    check_members,
+    check_names,
+    find_data,
+    read_rows,
+)
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, Record
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -94,10 +101,13 @@ class ZipDirectory:
         known = None if crc == 0 and size else crc
         if data < 0:
             return Unlocated(self, name, size), known
-        return (self.locate(name) if method == DEFLATED else Range(self.source, data, stored)), known
+        return (
+            self.locate(name) if method == DEFLATED else Range(self.source, data, stored)
+        ), known
 
     def locate(self, name: str) -> Extent:
-        """The bytes of a member as they lie in the file, or as they are computed from it if they are deflated."""
+        """The bytes of a member as they lie in the file, or as they are computed from it if they
+        are deflated."""
         entry = self.entries[name]
         stored = Range(self.source, self._data(name, entry), entry.stored)
         if entry.method != DEFLATED:
@@ -106,7 +116,8 @@ class ZipDirectory:
         return Derived("inflate", (stored,), (), entry.size)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a member. Raises CorruptError where they are not what the directory says, LimitError."""
+        """All bytes of a member. Raises CorruptError where they are not what the directory says,
+        LimitError."""
         entry = self.entries[name]
         check("record_bytes", entry.size, f"record {shown(name)}")
         if entry.method == DEFLATED:
@@ -118,7 +129,8 @@ class ZipDirectory:
         return data
 
     def verify(self, name: str) -> None:
-        """Raise CorruptError unless a stored member's bytes have their CRC, if that is known. Any size."""
+        """Raise CorruptError unless a stored member's bytes have their CRC, if that is known. Any
+        size."""
         entry = self.entries[name]
         start, total, piece = self._data(name, entry), 0, 1 << 20
         for at in range(start, start + entry.stored, piece):
@@ -131,11 +143,18 @@ class ZipDirectory:
     def _inflate(self, name: str, entry: Entry) -> bytes:
         machine = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
-            data = machine.decompress(self.source.read(self._data(name, entry), entry.stored), entry.size + 1)
+            data = machine.decompress(
+                self.source.read(self._data(name, entry), entry.stored), entry.size + 1
+            )
         except zlib.error as error:
-            raise CorruptError(f"record {shown(name)} cannot be inflated: {error}", where=self.source.name) from error
+            raise CorruptError(
+                f"record {shown(name)} cannot be inflated: {error}", where=self.source.name
+            ) from error
         if len(data) != entry.size or not machine.eof or machine.unused_data:
-            raise CorruptError(f"record {shown(name)} does not inflate to {entry.size:,} bytes", where=self.source.name)
+            raise CorruptError(
+                f"record {shown(name)} does not inflate to {entry.size:,} bytes",
+                where=self.source.name,
+            )
         return data
 
     def _compare(self, name: str, seen: int) -> None:
@@ -159,19 +178,28 @@ class LocalHeaders:
 
     def place(self, name: str) -> int:
         """Where the bytes of the member `name` begin. Raises what is wrong with its header."""
-        return self._places[name] if name in self._places else self._find(*self._entries[self._numbers[name]])
+        return (
+            self._places[name]
+            if name in self._places
+            else self._find(*self._entries[self._numbers[name]])
+        )
 
     def come_to(self, name: str) -> None:
-        """The place of this member is needed, and those of its neighbours will be: fetch their headers together."""
+        """The place of this member is needed, and those of its neighbours will be: fetch their
+        headers together."""
         if name in self._places:
             return
         first = self._numbers[name] // _BATCH * _BATCH
         members = self._entries[first : first + _BATCH]
         limit = self._source.size
         heads = ((entry.offset, _HEADER + len(name)) for name, entry in members)
-        self._source.will_read(sorted((offset, min(length, limit - offset)) for offset, length in heads))
+        self._source.will_read(
+            sorted((offset, min(length, limit - offset)) for offset, length in heads)
+        )
         for name, entry in members:
-            with suppress(CkptkitError):  # raised when it is the place of this one that is asked for
+            with suppress(
+                CkptkitError
+            ):  # raised when it is the place of this one that is asked for
                 self._places[name] = self._find(name, entry)
 
     def _find(self, name: str, entry: Entry) -> int:
@@ -192,9 +220,11 @@ class Unlocated(NamedTuple):
 
 
 def read_directory(source: ByteSource) -> ZipDirectory:
-    """The directory of a zip file, checked against its members' local headers if the file is a local one.
+    """The directory of a zip file, checked against its members' local headers if the file is a
+    local one.
 
-    Raises TruncatedError (no end), FormatError, CorruptError, AmbiguousError, UnsupportedError, LimitError.
+    Raises TruncatedError (no end), FormatError, CorruptError, AmbiguousError, UnsupportedError,
+    LimitError.
     """
     new = tuple.__new__
     try:
@@ -203,11 +233,16 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         texts = check_names(names, rows)
         places = [-1] * count if source.remote else check_members(source, names, rows, start)
         # A row is an Entry without its last field, put together here without a call for each.
-        entries = {text: new(Entry, (*row, place)) for text, row, place in zip(texts, rows, places, strict=True)}
+        entries = {
+            text: new(Entry, (*row, place))
+            for text, row, place in zip(texts, rows, places, strict=True)
+        }
     except CkptkitError as error:
         error.at(source.name)
         raise
-    return ZipDirectory(source, entries, start, LocalHeaders(source, entries) if source.remote else None)
+    return ZipDirectory(
+        source, entries, start, LocalHeaders(source, entries) if source.remote else None
+    )
 
 
 # The end of the file
@@ -232,7 +267,9 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
     elif _U32 in (size, start):
         raise FormatError("zip64 end record is missing")
     if start + size != stop:
-        raise AmbiguousError(f"zip directory ends at byte {start + size:,}, but its end record is at {stop:,}")
+        raise AmbiguousError(
+            f"zip directory ends at byte {start + size:,}, but its end record is at {stop:,}"
+        )
     check("zip_entries", count, "members of a zip file")
     check("zip_directory_bytes", size, "zip directory")
     return start, size, count
@@ -246,7 +283,11 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
         found.append(at)
         at = tail.find(_END_MAGIC, at + 1)
     whole = [at for at in found if at + _END.size <= len(tail)]
-    exact = [at for at in whole if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)]
+    exact = [
+        at
+        for at in whole
+        if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)
+    ]
     if all(_is_inside(source, tail, at) for at in whole):
         raise TruncatedError("no end record: the download or save is incomplete", hint=_AGAIN)
     if not exact:
@@ -258,7 +299,8 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
 
 
 def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
-    """Tell whether an end record is that of an archive inside the file: its offsets count from where that begins."""
+    """Tell whether an end record is that of an archive inside the file: its offsets count from
+    where that begins."""
     size, start = _END.unpack_from(tail, at)[5:7]
     end = at
     if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
@@ -270,18 +312,27 @@ def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
     return 0 < begin <= source.size - len(MAGIC) and source.read(begin, len(MAGIC)) == MAGIC
 
 
-def _read_end64(before: bytes, locator: bytes, place: int, short: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Start, size and count from the zip64 end record at `place`, which the `short` ones must not contradict."""
+def _read_end64(
+    before: bytes, locator: bytes, place: int, short: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Start, size and count from the zip64 end record at `place`, which the `short` ones must not
+    contradict."""
     _, disk, offset, disks = _LOCATOR.unpack_from(locator)
     if disk or disks > 1:
         raise UnsupportedError(_IN_PARTS)
     if offset != place or len(before) < _END64.size:
         raise FormatError("zip64 locator does not point at the record before it")
-    magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(before[-_END64.size :])
+    magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
+        before[-_END64.size :]
+    )
     if magic != _END64_MAGIC or length != _END64.size - 12:
         raise FormatError("zip64 end record is malformed")
     if disk or first_disk or here != count:
         raise UnsupportedError(_IN_PARTS)
-    if short[0] not in (start, _U32) or short[1] not in (size, _U32) or short[2] not in (count, _U16):
+    if (
+        short[0] not in (start, _U32)
+        or short[1] not in (size, _U32)
+        or short[2] not in (count, _U16)
+    ):
         raise FormatError("zip64 end record and end record contradict each other")
     return start, size, count

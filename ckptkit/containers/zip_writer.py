@@ -38,7 +38,8 @@ _JOINED = 1 << 16  # literal contents up to this length share a segment with the
 
 
 class Member(NamedTuple):
-    """A record to be written. `crc` is that of an extent, None if it is to be computed while it is written."""
+    """A record to be written. `crc` is that of an extent, None if it is to be computed while it is
+    written."""
 
     name: str
     content: bytes | Extent
@@ -57,7 +58,8 @@ class _Text:
 
 
 def lay_out(members: Iterable[Member]) -> list[Segment]:
-    """A whole zip file of `members`, in order. The checksum of a member without a CRC has its position as number."""
+    """A whole zip file of `members`, in order. The checksum of a member without a CRC has its
+    position as number."""
     segments: list[Segment] = []
     text, directory = _Text(), _Text()
     offset = count = 0
@@ -79,7 +81,9 @@ def lay_out(members: Iterable[Member]) -> list[Segment]:
             text.data += content
         elif size:
             segments.append(text.segment())
-            segments.append(content if isinstance(content, bytes) or crc is not None else Summed(content, count))
+            segments.append(
+                content if isinstance(content, bytes) or crc is not None else Summed(content, count)
+            )
             text = _Text()
         offset += len(header) + size
         count += 1
@@ -102,7 +106,21 @@ def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
     extra = wide + _PADS[-(offset + 34 + len(name) + len(wide)) % ALIGNMENT]
     return (
-        _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, crc, short, short, len(name), len(extra)) + name + extra
+        _LOCAL(
+            b"PK\x03\x04",
+            version,
+            _UTF8_FLAG,
+            0,
+            0,
+            _DATE,
+            crc,
+            short,
+            short,
+            len(name),
+            len(extra),
+        )
+        + name
+        + extra
     )
 
 
@@ -114,7 +132,22 @@ def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
     lengths = len(name), len(extra)
     return (
         _CENTRAL(
-            b"PK\x01\x02", version, version, _UTF8_FLAG, 0, 0, _DATE, crc, size, size, *lengths, 0, 0, 0, 0, offset
+            b"PK\x01\x02",
+            version,
+            version,
+            _UTF8_FLAG,
+            0,
+            0,
+            _DATE,
+            crc,
+            size,
+            size,
+            *lengths,
+            0,
+            0,
+            0,
+            0,
+            offset,
         )
         + name
         + extra

@@ -1,7 +1,7 @@
 """Where bytes live: a local file, memory, a folder of files; and how a range of them is named.
 
-A source has a size, an identity and `read`. Files are read with `pread` and never mapped: a file that is truncated
-under a map kills the process, a short read is an error that can be reported.
+A source has a size, an identity and `read`. Files are read with `pread` and never mapped: a file
+that is truncated under a map kills the process, a short read is an error that can be reported.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`. Raises TruncatedError where the source has fewer."""
+        """Exactly `length` bytes from `offset`. Raises TruncatedError where the source has
+        fewer."""
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset`, without a copy where the source can. Raises like `read`."""
+        """Fill `buffer` with the bytes from `offset`, without a copy where the source can. Raises
+        like `read`."""
         buffer[:] = self.read(offset, len(buffer))
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - nothing to gain where reads are free
-        """Be told that small ranges (offset, length), in rising order, are read next: to fetch them together."""
+        """Be told that small ranges (offset, length), in rising order, are read next: to fetch them
+        together."""
 
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes are no longer those that were opened."""
@@ -99,12 +102,15 @@ class Section(ByteSource):
 
 
 class LocalFile(ByteSource):
-    """A regular file, opened once: all reads are of the file that was there then, even if its name is reused.
+    """A regular file, opened once: all reads are of the file that was there then, even if its name
+    is reused.
 
     Pickles by path and identity: a worker process reopens it and refuses another file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, expect: Identity | None = None, follow: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, expect: Identity | None = None, follow: bool = True
+    ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.name = os.fspath(path)
         self.fd = _open_regular(self.path, self.name, follow)
@@ -163,7 +169,9 @@ class LocalFile(ByteSource):
 
     def check_unchanged(self) -> None:
         if self._identity() != self.identity:
-            raise InputChangedError("changed while it was read", where=self.name, hint="run the command again")
+            raise InputChangedError(
+                "changed while it was read", where=self.name, hint="run the command again"
+            )
 
     def beside(self) -> tuple[Folder, str]:
         return Folder(os.path.dirname(self.name)), os.path.basename(self.name)
@@ -177,7 +185,12 @@ class LocalFile(ByteSource):
 
 def _open_regular(path: str, name: str, follow: bool) -> int:
     """Open without waiting for a FIFO's writer, and refuse whatever is not a regular file."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_CLOEXEC", 0)
+        | getattr(os, "O_NONBLOCK", 0)
+        | getattr(os, "O_BINARY", 0)
+    )
     if not follow:
         flags |= getattr(os, "O_NOFOLLOW", 0)
     try:
@@ -185,7 +198,11 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
     except FileNotFoundError as error:
         raise PathError("does not exist", where=name, hint=_instead(path, name)) from error
     except OSError as error:
-        why = "is a symbolic link" if error.errno == errno.ELOOP and not follow else error.strerror or str(error)
+        why = (
+            "is a symbolic link"
+            if error.errno == errno.ELOOP and not follow
+            else error.strerror or str(error)
+        )
         hint = "`ulimit -n 65536` allows more" if error.errno == errno.EMFILE else None
         raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
     except ValueError as error:  # an embedded null byte
@@ -211,7 +228,8 @@ def _instead(path: str, name: str) -> str | None:
 
 
 class Folder:
-    """A folder of files. Names are plain: whatever leads out of the folder is refused, symbolic links included.
+    """A folder of files. Names are plain: whatever leads out of the folder is refused, symbolic
+    links included.
 
     One kind of link is followed, because the Hugging Face cache is made of them:
     ``snapshots/<revision>/<name>`` -> ``../../blobs/<hash>``, and the same from folders in there.
@@ -252,12 +270,15 @@ class Folder:
         """The names of the folders in it, sorted; links to folders are none."""
         try:
             with os.scandir(self.path) as entries:
-                return tuple(sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)))
+                return tuple(
+                    sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+                )
         except OSError as error:
             raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
 
     def sub(self, name: str) -> Folder:
-        """The folder called `name` in it, which may not be a link. What is opened there belongs to this folder."""
+        """The folder called `name` in it, which may not be a link. What is opened there belongs to
+        this folder."""
         place = os.path.join(self.path, plain_name(name, self.name))
         if os.path.islink(place) or not os.path.isdir(place):
             raise PathError("is not a folder", where=os.path.join(self.name, name))
@@ -291,7 +312,8 @@ class Folder:
 
 
 def _blobs(path: str) -> str | None:
-    """Where the Hugging Face cache has the files of a folder at or below ``snapshots/<revision>``, links resolved."""
+    """Where the Hugging Face cache has the files of a folder at or below ``snapshots/<revision>``,
+    links resolved."""
     while (parent := os.path.dirname(path)) != path:
         if os.path.basename(parent) == "snapshots":
             blobs = os.path.join(os.path.dirname(parent), "blobs")
@@ -337,7 +359,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Bytes that must be computed from others: which operation of `ckptkit.compute`, from what, with what.
+    """Bytes that must be computed from others: which operation of `ckptkit.compute`, from what,
+    with what.
 
     Frozen and picklable, so that a plan can be sent to where the bytes are.
     """
@@ -363,7 +386,8 @@ Extent = Range | Derived
 
 
 def runs(extent: Extent) -> Iterator[Extent]:
-    """The extents that follow each other in it: what a ``concat`` joins, else itself. They can be copied one by one."""
+    """The extents that follow each other in it: what a ``concat`` joins, else itself. They can be
+    copied one by one."""
     if isinstance(extent, Derived) and extent.operation == "concat":
         for each in extent.inputs:
             yield from runs(each)
@@ -381,7 +405,9 @@ class Pending:
     length: int  # bytes
 
     def locate(self) -> Derived:
-        return Derived(self.operation, tuple(r.locate() for r in self.records), self.parameters, self.length)
+        return Derived(
+            self.operation, tuple(r.locate() for r in self.records), self.parameters, self.length
+        )
 
 
 @dataclass(frozen=True, slots=True)

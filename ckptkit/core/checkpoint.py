@@ -19,12 +19,14 @@ from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
 class Checkpoint:
     """A tree of plain values with lazy tensors, and where it came from.
 
-    ``format`` is the name of the format that it was read from; ``metadata`` the strings that a container keeps
-    beside the tree (safetensors' ``__metadata__``); ``globals`` every class and function that its pickles name;
-    ``warnings`` what a reader or transform noticed; ``notes`` what transforms did; ``origin`` is opaque to all but
-    the format that set it; ``key`` names the entry to take as the weights instead of looking for it; ``companions``
-    are files (name and bytes) that belong beside the weights where these are written as a folder; ``logical`` are the
-    tensors that stand for quantized weights, where somebody looks through these (:mod:`ckptkit.quantized.logical`).
+    ``format`` is the name of the format that it was read from; ``metadata`` the strings that a
+    container keeps beside the tree (safetensors' ``__metadata__``); ``globals`` every class and
+    function that its pickles name; ``warnings`` what a reader or transform noticed; ``notes`` what
+    transforms did; ``origin`` is opaque to all but the format that set it; ``key`` names the entry
+    to take as the weights instead of looking for it; ``companions`` are files (name and bytes) that
+    belong beside the weights where these are written as a folder; ``logical`` are the tensors that
+    stand for quantized weights, where somebody looks through these
+    (:mod:`ckptkit.quantized.logical`).
     """
 
     root: Node
@@ -41,8 +43,8 @@ class Checkpoint:
 
     @cached_property
     def selection(self) -> Weights | None:
-        """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and UsageError for a
-        `key` that names none."""
+        """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and
+        UsageError for a `key` that names none."""
         try:
             return locate(self.root, self.key)
         except CkptkitError as error:
@@ -50,7 +52,8 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file. Raises UsageError if there is none."""
+        """The state_dict: name -> Tensor, in the order of the file. Raises UsageError if there is
+        none."""
         return self.required.tensors
 
     @property
@@ -81,7 +84,9 @@ class Checkpoint:
         """The file or folder, for messages."""
         return self.source.name if self.source is not None else None
 
-    def with_root(self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()) -> Checkpoint:
+    def with_root(
+        self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()
+    ) -> Checkpoint:
         """This checkpoint with another tree, and what is to be said about the change."""
         said, noticed = (*self.notes, *notes), (*self.warnings, *warnings)
         return replace(self, root=root, notes=said, warnings=noticed)
@@ -91,7 +96,8 @@ class Checkpoint:
         return replace(self, key=key)
 
     def __repr__(self) -> str:
-        """What the prompt shows: a line, without an address of anything. Reads headers only, and never fails."""
+        """What the prompt shows: a line, without an address of anything. Reads headers only, and
+        never fails."""
         return f"<Checkpoint {self.heading}>"
 
     def _repr_html_(self) -> str | None:
@@ -100,7 +106,8 @@ class Checkpoint:
 
     @property
     def heading(self) -> str:
-        """One line: where it is, its format, how many tensors, parameters and bytes. Never raises."""
+        """One line: where it is, its format, how many tensors, parameters and bytes. Never
+        raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection
@@ -109,7 +116,9 @@ class Checkpoint:
         if weights is None:
             return f"{where}: no weights"
         tensors = weights.tensors.values()
-        different = {(id(each.storage or each), each.offset, each.shape): each.numel for each in tensors}
+        different = {
+            (id(each.storage or each), each.offset, each.shape): each.numel for each in tensors
+        }
         parameters, nbytes = sum(different.values()), sum(each.nbytes for each in tensors)
         place = f" in {escape(join(weights.path))}" if weights.path else ""
         return f"{where}: {plural(len(tensors), 'tensor')}, {parameters:,} parameters, {size(nbytes)}{place}"

@@ -1,8 +1,8 @@
 """The one table of element types; every name, size and code of them comes from here.
 
-Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy. `bits` is per element of
-`shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element of 8 bits, while the elements of a
-quint4x2 tensor are 4 bits each.
+Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy. `bits` is
+per element of `shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element of 8
+bits, while the elements of a quint4x2 tensor are 4 bits each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class DType:
     storage: str | None = None
     safetensors: str | None = None
     numpy: str | None = None
-    packed: int = 1  # elements in a safetensors header per element in torch, along the last dimension
+    packed: int = (
+        1  # elements in a safetensors header per element in torch, along the last dimension
+    )
 
     @property
     def itemsize(self) -> int:
@@ -85,7 +87,9 @@ TABLE: tuple[DType, ...] = (
     DType("bits1x8", 8, "bits"),
     DType("bits2x4", 8, "bits"),
     DType("bits4x2", 8, "bits"),
-    *(DType(f"{sign}int{n}", 8, "int") for sign in ("", "u") for n in range(1, 8)),  # torch shells: cannot be saved
+    *(
+        DType(f"{sign}int{n}", 8, "int") for sign in ("", "u") for n in range(1, 8)
+    ),  # torch shells: cannot be saved
 )
 
 # F4 with an odd last dimension, which torch, whose elements are pairs, cannot have.
@@ -115,10 +119,14 @@ def unknown(name: str) -> DType:
 
 
 def parse(name: str) -> DType:
-    """The type called `name`: ``float32``, ``torch.float32``, ``fp16``, ``bf16``... Raises FormatError."""
+    """The type called `name`: ``float32``, ``torch.float32``, ``fp16``, ``bf16``... Raises
+    FormatError."""
     plain = name.strip().lower().removeprefix("torch.")
     found = BY_NAME.get(ALIASES.get(plain, plain))
     if found is None:
         known = ", ".join(row.name for row in TABLE[:24])
-        raise FormatError(f"unknown dtype {name!r}", hint=f"{meant(plain, [*BY_NAME, *ALIASES])}known dtypes: {known}")
+        raise FormatError(
+            f"unknown dtype {name!r}",
+            hint=f"{meant(plain, [*BY_NAME, *ALIASES])}known dtypes: {known}",
+        )
     return found

@@ -1,7 +1,8 @@
 """What can go wrong, one class per kind of answer that a caller may want to give.
 
-Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is about, a hint
-(what to type next) and the exit code of the command line. Anything else that escapes is a bug.
+Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is
+about, a hint (what to type next) and the exit code of the command line. Anything else that escapes
+is a bug.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 class CkptkitError(Exception):
     """Base of every error that ckptkit raises on purpose.
 
-    ``where`` is the file, ``hint`` the advice; both may be filled in by whoever knows them on the way up.
+    ``where`` is the file, ``hint`` the advice; both may be filled in by whoever knows them on the
+    way up.
     """
 
     exit_code = 3
@@ -32,7 +34,8 @@ class CkptkitError(Exception):
 
 
 class UsageError(CkptkitError):
-    """The request cannot be carried out as typed: a bad option, DST is SRC, an unknown key or suffix."""
+    """The request cannot be carried out as typed: a bad option, DST is SRC, an unknown key or
+    suffix."""
 
     exit_code = 2
 
@@ -86,7 +89,8 @@ class LimitError(InputError):
 
 
 class TensorError(InputError):
-    """A tensor's geometry does not fit its storage, or its bytes have no plain meaning for what is asked."""
+    """A tensor's geometry does not fit its storage, or its bytes have no plain meaning for what is
+    asked."""
 
 
 class DeviceError(InputError):

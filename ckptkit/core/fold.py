@@ -1,7 +1,8 @@
 """Rows that differ only in an index become one: ``layers.{0..31}.attn.weight``.
 
-An index is a part between dots that is a number. Each folded row stands for exactly the rows that its ranges spell
-out: folding goes over one index after the other, last first, and joins only what is equal in all else.
+An index is a part between dots that is a number. Each folded row stands for exactly the rows that
+its ranges spell out: folding goes over one index after the other, last first, and joins only what
+is equal in all else.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Folded(NamedTuple):
     rows: int
 
 
-# What rows have become: position of the first, indices, bytes, number of rows. A plain tuple: each row begins as one.
+# What rows have become: position of the first, indices, bytes, number of rows. A plain tuple: each
+# row begins as one.
 _Block = tuple[int, Indices, int, int]
 
 

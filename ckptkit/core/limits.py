@@ -1,7 +1,8 @@
 """The limits that keep a hostile or damaged file from using up the machine, in one place.
 
-Each is far above what real checkpoints need. Bytes are bytes, counts are counts. Each can be changed by a variable of
-the environment, which is read once, when the first file is: ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
+Each is far above what real checkpoints need. Bytes are bytes, counts are counts. Each can be
+changed by a variable of the environment, which is read once, when the first file is:
+``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Limits:
     memo_sparse: int = 10_000  # memo entries set out of order
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples used as dict keys: CPython hashes them recursively
-    odd_keys: int = 10_000  # dict keys whose hashes a file can choose: large integers, floats, tuples
+    odd_keys: int = (
+        10_000  # dict keys whose hashes a file can choose: large integers, floats, tuples
+    )
     key_values: int = 1_000_000  # values in all tuples used as dict keys
     string_bytes: int = 64 << 20  # one text string
     line_bytes: int = 1 << 20  # one line of a text opcode
@@ -35,7 +38,9 @@ class Limits:
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
     record_bytes: int = 256 << 20  # a record other than a storage, inflated
-    inflated_free: int = 8 << 20  # bytes of all inflated records of a file but storages, and INFLATED times its own
+    inflated_free: int = (
+        8 << 20
+    )  # bytes of all inflated records of a file but storages, and INFLATED times its own
     inflate_ratio: int = 1_100  # deflate cannot do better than 1,032
     tar_members: int = 10_000
     tar_records_bytes: int = 512  # about one member: torch's files have a time there
@@ -68,10 +73,15 @@ CEILINGS = {
 
 
 def from_environment(environment: Mapping[str, str]) -> Limits:
-    """The limits as the variables say. Raises UsageError for one that is no such limit, or no number that it can be."""
+    """The limits as the variables say. Raises UsageError for one that is no such limit, or no
+    number that it can be."""
     known = {PREFIX + field.name.upper(): field.name for field in fields(Limits)}
-    given = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
-    return Limits(**{_name(variable, known): _number(variable, text) for variable, text in given.items()})
+    given = {
+        variable: text for variable, text in environment.items() if variable.startswith(PREFIX)
+    }
+    return Limits(
+        **{_name(variable, known): _number(variable, text) for variable, text in given.items()}
+    )
 
 
 def _name(variable: str, known: Mapping[str, str]) -> str:
@@ -95,12 +105,19 @@ def check(name: str, seen: int, what: str) -> None:
     """Raise LimitError if `seen` exceeds the limit called `name`."""
     limit: int = getattr(LIMITS, name)
     if seen > limit:
-        raise LimitError(f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})", hint=raised(name, seen))
+        raise LimitError(
+            f"{what}: {seen:,} exceeds the limit of {limit:,} ({name})", hint=raised(name, seen)
+        )
 
 
 def check_inflated(seen: int, size: int) -> None:
-    """Raise LimitError if records of `seen` bytes are too much for a file of `size`: each byte makes work."""
-    check("inflated_free", seen - INFLATED * size, f"bytes of inflated records, {INFLATED} times the file aside")
+    """Raise LimitError if records of `seen` bytes are too much for a file of `size`: each byte
+    makes work."""
+    check(
+        "inflated_free",
+        seen - INFLATED * size,
+        f"bytes of inflated records, {INFLATED} times the file aside",
+    )
 
 
 def raised(name: str, seen: int) -> str | None:

@@ -20,18 +20,22 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 
-SEEKABLE = frozenset({"blocks", "quantize"})  # operations of which any part costs no more than its share
+SEEKABLE = frozenset(
+    {"blocks", "quantize"}
+)  # operations of which any part costs no more than its share
 
 
 class Summed(NamedTuple):
-    """`extent`, counted into checksum `number`. Extents with one number follow each other in the file."""
+    """`extent`, counted into checksum `number`. Extents with one number follow each other in the
+    file."""
 
     extent: Extent
     number: int
 
 
 class Deferred(NamedTuple):
-    """`template` with the CRC-32 of checksum `number` put at `position` (4 bytes, little-endian), for each hole."""
+    """`template` with the CRC-32 of checksum `number` put at `position` (4 bytes, little-endian),
+    for each hole."""
 
     template: bytes
     holes: tuple[tuple[int, int], ...]  # (position, number)
@@ -59,7 +63,8 @@ def length(segment: Segment) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file: its plain name inside a folder ("" if the plan is that file alone), and its segments in order."""
+    """One file: its plain name inside a folder ("" if the plan is that file alone), and its
+    segments in order."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -72,7 +77,8 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that one command writes. `notes` are what the format could not keep, for the report."""
+    """Everything that one command writes. `notes` are what the format could not keep, for the
+    report."""
 
     files: tuple[OutputFile, ...]
     notes: tuple[str, ...] = ()
@@ -124,9 +130,9 @@ class Edit(NamedTuple):
 class Patch:
     """What becomes of `base` where it lies: other bytes in a few places, and the size `size`.
 
-    In this order, so that no reader takes for whole what is not: ``breaks`` makes the file one that nobody can read,
-    ``edits`` (rising, apart from each other and from the seal) change it, ``seal`` makes it whole again. Without a
-    seal nothing changes.
+    In this order, so that no reader takes for whole what is not: ``breaks`` makes the file one that
+    nobody can read, ``edits`` (rising, apart from each other and from the seal) change it, ``seal``
+    makes it whole again. Without a seal nothing changes.
     """
 
     base: LocalFile
@@ -166,8 +172,9 @@ def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
 def crc32_combine(first: int, second: int, size: int) -> int:
     """The CRC-32 of two runs of bytes, from those of each and the size of the second.
 
-    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply it by x**(8 size).
-    The CRC-32 of the second run follows from those of the first and of both in the same way.
+    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply
+    it by x**(8 size). The CRC-32 of the second run follows from those of the first and of both in
+    the same way.
     """
     return _multiply(_power(8 * size), first) ^ second
 

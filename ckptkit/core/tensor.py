@@ -1,10 +1,10 @@
 """Storage and Tensor: descriptions of byte ranges, checked once, here, when they are made.
 
-A storage is a run of bytes with a device tag. A tensor is a strided view of one. Two tensors share memory exactly if
-they hold the same Storage object. Nothing here touches a byte of the data.
+A storage is a run of bytes with a device tag. A tensor is a strided view of one. Two tensors share
+memory exactly if they hold the same Storage object. Nothing here touches a byte of the data.
 
-All three are immutable. The type checker sees to it, not Python: a frozen dataclass takes three times as long to make,
-and there may be a hundred thousand of each.
+All three are immutable. The type checker sees to it, not Python: a frozen dataclass takes three
+times as long to make, and there may be a hundred thousand of each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """`record.length` bytes, the device that they were saved from, and their CRC-32 where the source knows it."""
+    """`record.length` bytes, the device that they were saved from, and their CRC-32 where the
+    source knows it."""
 
     record: Final[Record]
     device: Final[str] = "cpu"
@@ -38,8 +39,9 @@ class Storage:
 class TypedStorage:
     """A storage seen as elements of one type, or of none (`dtype` None: torch's UntypedStorage).
 
-    What pickled tensors are built from; rarely a value of its own in a checkpoint. Files of torch 0.1 to 0.3 have
-    views of storages: such a one begins at element `start` and ends before element `stop`.
+    What pickled tensors are built from; rarely a value of its own in a checkpoint. Files of torch
+    0.1 to 0.3 have views of storages: such a one begins at element `start` and ends before element
+    `stop`.
     """
 
     storage: Final[Storage]
@@ -56,12 +58,13 @@ class TypedStorage:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A strided view of a storage: `shape` and `stride` in elements, `offset` in elements from its start.
+    """A strided view of a storage: `shape` and `stride` in elements, `offset` in elements from its
+    start.
 
-    ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``. Where ``layout`` is
-    not ``strided`` (``sparse_coo``, ``nested``...), the tensor is made of others: ``storage`` is then that of its
-    values and ``stride`` is empty. ``conj`` and ``neg`` say that the stored bytes are still to be conjugated or
-    negated.
+    ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
+    Where ``layout`` is not ``strided`` (``sparse_coo``, ``nested``...), the tensor is made of
+    others: ``storage`` is then that of its values and ``stride`` is empty. ``conj`` and ``neg`` say
+    that the stored bytes are still to be conjugated or negated.
     """
 
     storage: Final[Storage | None]
@@ -92,14 +95,16 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, contiguous: what a file without views needs. Of another layout, of its values."""
+        """Bytes of the elements, contiguous: what a file without views needs. Of another layout, of
+        its values."""
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
         return self.dtype.nbytes(self.numel)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another in row-major order, dimensions of one element ignored."""
+        """Whether the elements lie one after another in row-major order, dimensions of one element
+        ignored."""
         if self.layout != "strided":
             return False
         if 0 in self.shape or self.stride == contiguous_stride(self.shape):
@@ -123,7 +128,8 @@ class Tensor:
 
 
 def contiguous_stride(shape: Shape) -> Shape:
-    """Row-major strides in elements, as torch gives them (a dimension of no elements counts as one)."""
+    """Row-major strides in elements, as torch gives them (a dimension of no elements counts as
+    one)."""
     if len(shape) == 1:
         return (1,)
     stride = []
@@ -134,8 +140,11 @@ def contiguous_stride(shape: Shape) -> Shape:
     return tuple(reversed(stride))
 
 
-def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int) -> None:
-    """Raise TensorError unless every element lies inside the storage, LimitError for too many dimensions.
+def check_geometry(
+    storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int
+) -> None:
+    """Raise TensorError unless every element lies inside the storage, LimitError for too many
+    dimensions.
 
     Integers are unbounded: nothing overflows."""
     if len(shape) != len(stride) and (storage is not None or stride):
@@ -146,10 +155,18 @@ def check_geometry(storage: Storage | None, dtype: DType, shape: Shape, stride: 
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset
     for n, s in zip(shape, stride or shape, strict=True):
-        if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:  # negative ones keep their sign
-            raise TensorError("a tensor's sizes and strides are not all non-negative integers of 64 bits")
+        if (
+            n.__class__ is not int or s.__class__ is not int or (n | s) >> 63
+        ):  # negative ones keep their sign
+            raise TensorError(
+                "a tensor's sizes and strides are not all non-negative integers of 64 bits"
+            )
         last += (n - 1) * s
-    if storage is not None and (last + 1) * dtype.bits > storage.record.length * 8 and 0 not in shape:
+    if (
+        storage is not None
+        and (last + 1) * dtype.bits > storage.record.length * 8
+        and 0 not in shape
+    ):
         raise TensorError(
             f"shape {shape}, stride {stride}, offset {offset} of {dtype} "
             f"need {dtype.nbytes(last + 1):,} bytes of a storage of {storage.nbytes:,}"

@@ -8,14 +8,18 @@ from functools import lru_cache
 from itertools import islice
 
 # Printable by Python's definition, and yet drawn as nothing: joiners, fillers, variation selectors.
-_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]"
+)
 
 
 def escape(text: str) -> str:
-    """`text` with whatever could move the cursor, hide or reorder its neighbours written as a backslash escape.
+    """`text` with whatever could move the cursor, hide or reorder its neighbours written as a
+    backslash escape.
 
-    That is: all that Python calls unprintable (control characters, line breaks, bidirectional marks, zero-width
-    characters, lone surrogates, spaces other than the space), and what is printable but invisible.
+    That is: all that Python calls unprintable (control characters, line breaks, bidirectional
+    marks, zero-width characters, lone surrogates, spaces other than the space), and what is
+    printable but invisible.
     """
     if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
         return text
@@ -26,7 +30,13 @@ def _escaped(char: str) -> str:
     if char in "\n\r\t":
         return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}[char]
     code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
 
 
 def size(nbytes: int) -> str:
@@ -85,7 +95,8 @@ def shape(sizes: tuple[int, ...]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return up to three names that look most like `word`, of the first 5,000 and those short enough to compare."""
+    """Return up to three names that look most like `word`, of the first 5,000 and those short
+    enough to compare."""
     from difflib import get_close_matches  # costs 10 ms
 
     short = [name for name in islice(known, 5_000) if len(name) <= _COMPARED]

@@ -1,4 +1,5 @@
-"""The tree: plain Python containers and scalars with lazy leaves, and the few node types that Python lacks.
+"""The tree: plain Python containers and scalars with lazy leaves, and the few node types that
+Python lacks.
 
 Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, and
 :class:`OrderedDict`, :class:`SetNode`, :class:`Pairs`, :class:`ByteString`, :class:`Blob`, :class:`Global`,
@@ -47,16 +48,23 @@ class Global:
 class Object:
     """A value that only its own code could make: how it would be made, never made.
 
-    ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``), then the ``steps``
-    follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key, value)...])``, ``("add", [...])``.
-    ``tensor`` is set where the result is known to be a tensor all the same, ``value`` where it is a plain scalar
-    (numpy's): what it would read as. Compared by identity.
+    ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``), then
+    the ``steps`` follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key,
+    value)...])``, ``("add", [...])``. ``tensor`` is set where the result is known to be a tensor
+    all the same, ``value`` where it is a plain scalar (numpy's): what it would read as. Compared by
+    identity.
     """
 
     __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor", "value")
 
     def __init__(
-        self, callable: Node, args: Node = (), *, new: bool = False, kwargs: Node = None, tensor: Tensor | None = None
+        self,
+        callable: Node,
+        args: Node = (),
+        *,
+        new: bool = False,
+        kwargs: Node = None,
+        tensor: Tensor | None = None,
     ) -> None:
         self.callable = callable
         self.args = args
@@ -81,11 +89,14 @@ class Object:
 
 
 class OrderedDict(dict[Node, Node]):
-    """A ``collections.OrderedDict`` with the attributes that were set on it (state_dicts carry ``_metadata``)."""
+    """A ``collections.OrderedDict`` with the attributes that were set on it (state_dicts carry
+    ``_metadata``)."""
 
     __slots__ = ("state",)
 
-    def __init__(self, items: Mapping[Node, Node] | Iterable[tuple[Node, Node]] = (), state: Node = None) -> None:
+    def __init__(
+        self, items: Mapping[Node, Node] | Iterable[tuple[Node, Node]] = (), state: Node = None
+    ) -> None:
         if items:
             self.update(items)
         self.state = state
@@ -94,7 +105,8 @@ class OrderedDict(dict[Node, Node]):
 
 
 class SetNode:
-    """A set, its items in the order in which the file lists them: Python's own order depends on the hash seed."""
+    """A set, its items in the order in which the file lists them: Python's own order depends on the
+    hash seed."""
 
     __slots__ = ("frozen", "items")
 
@@ -104,7 +116,8 @@ class SetNode:
 
 
 class Pairs:
-    """A mapping that Python could not hold: repeated, colliding or unhashable keys. Shown, refused when written."""
+    """A mapping that Python could not hold: repeated, colliding or unhashable keys. Shown, refused
+    when written."""
 
     __slots__ = ("pairs", "state")
 
@@ -114,7 +127,8 @@ class Pairs:
 
 
 class ByteString:
-    """A ``str`` of Python 2 that is not ASCII: bytes of unknown encoding, written back as they are."""
+    """A ``str`` of Python 2 that is not ASCII: bytes of unknown encoding, written back as they
+    are."""
 
     __slots__ = ("data",)
 
@@ -132,7 +146,8 @@ class ByteString:
 
 
 class Blob:
-    """A long byte string left where it is: ``bytes``, ``bytearray``, or ``str`` of Python 2 (``python2``)."""
+    """A long byte string left where it is: ``bytes``, ``bytearray``, or ``str`` of Python 2
+    (``python2``)."""
 
     __slots__ = ("extent", "kind")
 
@@ -141,7 +156,20 @@ class Blob:
         self.kind = kind
 
 
-LEAVES = (Tensor, TypedStorage, Global, ByteString, Blob, str, bytes, bytearray, int, float, complex, type(None))
+LEAVES = (
+    Tensor,
+    TypedStorage,
+    Global,
+    ByteString,
+    Blob,
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    type(None),
+)
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, SetNode, Pairs, Object})
 
@@ -152,8 +180,9 @@ TRANSPARENT = frozenset({("collections", "Counter")})
 def children(node: Node) -> Iterable[tuple[Node, Node]]:
     """Key and value of what `node` holds, as a person would address it; nothing for leaves.
 
-    An Object shows the attributes and items that it would have, and its arguments by position only if there is
-    nothing else. Attributes of an OrderedDict (``_metadata``) are not part of the picture.
+    An Object shows the attributes and items that it would have, and its arguments by position only
+    if there is nothing else. Attributes of an OrderedDict (``_metadata``) are not part of the
+    picture.
     """
     if isinstance(node, dict):
         return node.items()
@@ -187,17 +216,25 @@ def _object_children(node: Object) -> Iterator[tuple[Node, Node]]:
 
 
 def _attributes(state: Node) -> Iterable[tuple[Node, Node]]:
-    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):  # (__dict__, __slots__)
+    if (
+        isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
+    ):  # (__dict__, __slots__)
         return [*_attributes(state[0]), *state[1].items()]
-    return children(state) if isinstance(state, (dict, Pairs)) else (("state", state),) if state is not None else ()
+    return (
+        children(state)
+        if isinstance(state, (dict, Pairs))
+        else (("state", state),)
+        if state is not None
+        else ()
+    )
 
 
 def walk(root: Node) -> Iterator[tuple[Path, Node]]:
     """Every node with its path, containers before what they hold, in order.
 
-    A node that sits in several places is met at each of them, until `LIMITS.revisits` values have been met again
-    (a file made to explode): from then on once. A cycle ends where it closes. Nesting beyond `LIMITS.depth` raises
-    LimitError.
+    A node that sits in several places is met at each of them, until `LIMITS.revisits` values have
+    been met again (a file made to explode): from then on once. A cycle ends where it closes.
+    Nesting beyond `LIMITS.depth` raises LimitError.
     """
     yield (), root
     seen = {id(root)}
@@ -243,11 +280,16 @@ def join(path: Path) -> str:
 
 
 def key_text(key: Node) -> str:
-    """A dict key or list position as text; a key that has no text of its own is named by its type."""
+    """A dict key or list position as text; a key that has no text of its own is named by its
+    type."""
     if isinstance(key, str):
         return key
     if isinstance(key, int):
-        return str(key) if key.bit_length() <= 8 * LIMITS.int_bytes else f"<integer of {key.bit_length()} bits>"
+        return (
+            str(key)
+            if key.bit_length() <= 8 * LIMITS.int_bytes
+            else f"<integer of {key.bit_length()} bits>"
+        )
     if isinstance(key, bytes):
         return repr(key)
     if isinstance(key, (float, complex, type(None), ByteString, Global)):
@@ -259,7 +301,8 @@ def key_text(key: Node) -> str:
 
 
 def find(root: Node, dotted: str) -> tuple[Path, Node]:
-    """The node that `dotted` addresses. Keys may hold dots themselves; raises UsageError if there is none."""
+    """The node that `dotted` addresses. Keys may hold dots themselves; raises UsageError if there
+    is none."""
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
@@ -282,12 +325,15 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
 class Rebuild:
     """Copies a tree, leaf by leaf through a function, keeping every sharing and every cycle.
 
-    ``swap`` maps the id of a node to the node that stands in its place wherever it occurs (and which is copied in
-    its turn, but not exchanged again). Iterative: shells of mutable nodes are made at once and filled from a queue;
-    only tuples wait for what they hold, and a tuple can reach itself only through a mutable node.
+    ``swap`` maps the id of a node to the node that stands in its place wherever it occurs (and
+    which is copied in its turn, but not exchanged again). Iterative: shells of mutable nodes are
+    made at once and filled from a queue; only tuples wait for what they hold, and a tuple can reach
+    itself only through a mutable node.
     """
 
-    def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node] | None = None) -> None:
+    def __init__(
+        self, leaf: Callable[[Node], Node], swap: Mapping[int, Node] | None = None
+    ) -> None:
         self._leaf = leaf
         self._swap = swap or {}
         self._made: dict[int, Node] = {}
@@ -370,19 +416,28 @@ class Rebuild:
         new.value = old.value
 
     def _tuple(self, root: tuple[Node, ...]) -> tuple[Node, ...]:
-        """Post-order over tuples inside tuples; everything else in them has a copy or a shell at once."""
+        """Post-order over tuples inside tuples; everything else in them has a copy or a shell at
+        once."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
             if id(node) in self._made:
                 waiting.pop()
                 continue
-            inner = [each if each.__class__ in _PLAIN else self._swap.get(id(each), each) for each in node]
-            missing = [each for each in inner if isinstance(each, tuple) and id(each) not in self._made]
+            inner = [
+                each if each.__class__ in _PLAIN else self._swap.get(id(each), each)
+                for each in node
+            ]
+            missing = [
+                each for each in inner if isinstance(each, tuple) and id(each) not in self._made
+            ]
             if missing:
                 waiting.extend(missing)
                 continue
-            items = [self._made[id(each)] if isinstance(each, tuple) else self._place(each) for each in inner]
+            items = [
+                self._made[id(each)] if isinstance(each, tuple) else self._place(each)
+                for each in inner
+            ]
             self._keep.append(node)
             self._made[id(node)] = tuple(items)
             waiting.pop()
@@ -391,9 +446,12 @@ class Rebuild:
 
 
 def rebuild(
-    root: Node, leaf: Callable[[Node], Node] = lambda node: node, swap: Mapping[int, Node] | None = None
+    root: Node,
+    leaf: Callable[[Node], Node] = lambda node: node,
+    swap: Mapping[int, Node] | None = None,
 ) -> Node:
-    """A copy of the tree with `leaf` applied to each leaf once, and nodes exchanged as `swap` (by id) says.
+    """A copy of the tree with `leaf` applied to each leaf once, and nodes exchanged as `swap` (by
+    id) says.
 
     Numbers, strings, bytes and None are neither shown to `leaf` nor exchanged.
     """

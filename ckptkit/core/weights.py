@@ -1,9 +1,9 @@
 """Which part of a tree people mean by its state_dict.
 
-It is the root if all its values are tensors (``_extra_state`` aside); else a well-known entry whose values are, or
-most of whose values are; else the only mapping of tensors that there is (optimizers aside). A pickled ``nn.Module``
-counts as the state_dict that its parameters, buffers and submodules would give, read without its class. numpy arrays
-count where there is nothing else.
+It is the root if all its values are tensors (``_extra_state`` aside); else a well-known entry whose
+values are, or most of whose values are; else the only mapping of tensors that there is (optimizers
+aside). A pickled ``nn.Module`` counts as the state_dict that its parameters, buffers and submodules
+would give, read without its class. numpy arrays count where there is nothing else.
 """
 
 from __future__ import annotations
@@ -18,9 +18,22 @@ from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, find, join, walk
+from ckptkit.core.tree import (
+    Global,
+    Node,
+    Object,
+    OrderedDict,
+    Path,
+    SetNode,
+    children,
+    find,
+    join,
+    walk,
+)
 
-INSIDE = 200  # values that are looked at inside a tensor subclass: thousands may share a large state
+INSIDE = (
+    200  # values that are looked at inside a tensor subclass: thousands may share a large state
+)
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
@@ -33,9 +46,9 @@ WELL_KNOWN = (
 class Weights:
     """The state_dict of a checkpoint: where it is, the node that holds it, and its tensors by name.
 
-    ``node`` is a mapping whose keys are the names, or the Object of a pickled module (``is_module``), whose names
-    are computed. ``nodes`` maps each name to the node that stands for its tensor. ``others`` are the paths of what
-    could have been meant instead.
+    ``node`` is a mapping whose keys are the names, or the Object of a pickled module
+    (``is_module``), whose names are computed. ``nodes`` maps each name to the node that stands for
+    its tensor. ``others`` are the paths of what could have been meant instead.
     """
 
     path: Path
@@ -46,7 +59,11 @@ class Weights:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name to Tensor, in the order of the file."""
-        return {name: tensor for name, node in self.nodes.items() if (tensor := as_tensor(node)) is not None}
+        return {
+            name: tensor
+            for name, node in self.nodes.items()
+            if (tensor := as_tensor(node)) is not None
+        }
 
     @property
     def is_module(self) -> bool:
@@ -66,7 +83,8 @@ def as_tensor(node: Node) -> Tensor | None:
 
 
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors that a tensor subclass is made of, with their paths below its arguments, each storage once.
+    """The tensors that a tensor subclass is made of, with their paths below its arguments, each
+    storage once.
 
     The attributes come last in the arguments and have the better names.
     """
@@ -82,7 +100,8 @@ def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
 def locate(root: Node, key: str | None = None) -> Weights | None:
     """The weights of a tree, or of the entry `key` of it; None if it has none.
 
-    Raises AmbiguousError where several mappings could be meant, UsageError if `key` names no mapping of tensors.
+    Raises AmbiguousError where several mappings could be meant, UsageError if `key` names no
+    mapping of tensors.
     """
     if key is not None:
         return _named(root, key)
@@ -91,11 +110,18 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             return Weights((), root, nodes)
         found = _without_graphs(_search(root, qualifies))
         known = list(_well_known(root, found)) or (_mostly(root) if qualifies is _is_pure else [])
-        if not known and found and qualifies is _is_pure and (nodes := _read_most(root)) is not None:
+        if (
+            not known
+            and found
+            and qualifies is _is_pure
+            and (nodes := _read_most(root)) is not None
+        ):
             found.insert(0, ((), root, nodes))
         if known or len(found) == 1:
             path, node, nodes = (known or found)[0]
-            return Weights(path, node, nodes, tuple(place for place, other, _ in found if other is not node))
+            return Weights(
+                path, node, nodes, tuple(place for place, other, _ in found if other is not node)
+            )
         if found:
             names = [join(path) or "(root)" for path, _, _ in found]
             raise AmbiguousError(
@@ -140,16 +166,26 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
         return None
     if None not in tensors:
         return named
-    return {key: value for (key, value), tensor in zip(named.items(), tensors, strict=True) if tensor is not None}
+    return {
+        key: value
+        for (key, value), tensor in zip(named.items(), tensors, strict=True)
+        if tensor is not None
+    }
 
 
 # States of generators of random numbers: of torch on the CPU and on a GPU, and of numpy (MT19937).
-_GENERATORS = (("tensor", "uint8", (5056,)), ("tensor", "uint8", (16,)), ("ndarray", "uint32", (624,)))
+_GENERATORS = (
+    ("tensor", "uint8", (5056,)),
+    ("tensor", "uint8", (16,)),
+    ("ndarray", "uint32", (624,)),
+)
 
 
 def _are_generators(values: list[Tensor | None]) -> bool:
     """Whether all tensors are states of generators of random numbers (``rng_state.pth``)."""
-    kinds = [(each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None]
+    kinds = [
+        (each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None
+    ]
     return bool(kinds) and len(values) <= _MOST and all(kind in _GENERATORS for kind in kinds)
 
 
@@ -165,7 +201,9 @@ def _without_graphs(found: Iterable[Found]) -> list[Found]:
     """
     listed = list(found)
     slices: dict[object, dict[str, Node]] = {
-        place_of(path[:-1]): nodes for path, _, nodes in listed if path[-1].__class__ is int and _are_places(nodes)
+        place_of(path[:-1]): nodes
+        for path, _, nodes in listed
+        if path[-1].__class__ is int and _are_places(nodes)
     }
     kept = []
     for path, node, nodes in listed:
@@ -182,11 +220,14 @@ def place_of(path: Path) -> tuple[object, ...]:
 
 def _are_places(nodes: Mapping[str, Node]) -> bool:
     tensors = list(map(as_tensor, nodes.values()))
-    return all(each is not None and each.dtype.name == "int64" and len(each.shape) == 1 for each in tensors)
+    return all(
+        each is not None and each.dtype.name == "int64" and len(each.shape) == 1 for each in tensors
+    )
 
 
 def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
-    """Those among `found` that stand in the root under a well-known name, whatever other names they have."""
+    """Those among `found` that stand in the root under a well-known name, whatever other names they
+    have."""
     by_node = {id(node): (node, nodes) for _, node, nodes in found}
     entries = {key: child for key, child in children(root) if key.__class__ is str}
     for name in WELL_KNOWN:
@@ -195,17 +236,20 @@ def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
 
 
 def _mostly(root: Node) -> list[Found]:
-    """The first well-known entry of the root whose values are tensors for the most part: packed weights, the states of
-    metrics and the like stand among them."""
+    """The first well-known entry of the root whose values are tensors for the most part: packed
+    weights, the states of metrics and the like stand among them."""
     for name in WELL_KNOWN:
-        node = next((child for key, child in children(root) if key.__class__ is str and key == name), None)
+        node = next(
+            (child for key, child in children(root) if key.__class__ is str and key == name), None
+        )
         if (nodes := _read_most(node)) is not None:
             return [((name,), node, nodes)]
     return []
 
 
 def _read_most(node: Node) -> dict[str, Node] | None:
-    """Names and nodes if `node` is a mapping whose values are tensors for the most part, else None."""
+    """Names and nodes if `node` is a mapping whose values are tensors for the most part, else
+    None."""
     nodes = _read(node, _is_mixed) if isinstance(node, dict) else None
     return nodes if nodes and 2 * len(nodes) > len(node) else None
 
@@ -226,7 +270,9 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         if nodes:
             yield path, node, nodes
         elif not is_optimizer(node) and as_tensor(node) is None:
-            below = [((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)]
+            below = [
+                ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
+            ]
             waiting.extend(reversed(below))
 
 
@@ -237,7 +283,8 @@ def is_optimizer(node: Node) -> bool:
 
 
 def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedDict:
-    """The state_dict of a module: its parameters as the plain tensors that ``state_dict()`` gives."""
+    """The state_dict of a module: its parameters as the plain tensors that ``state_dict()``
+    gives."""
     made: dict[int, Node] = {}
     for node in parameters.values():
         if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
@@ -248,8 +295,9 @@ def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedDict:
 class ModuleState(NamedTuple):
     """The state_dict of a pickled module.
 
-    ``nodes`` by name; ``places``: where each is, as a path below the module, and its name; ``unread``: sentences about
-    what the state_dict of the live module would hold besides, or in another way.
+    ``nodes`` by name; ``places``: where each is, as a path below the module, and its name;
+    ``unread``: sentences about what the state_dict of the live module would hold besides, or in
+    another way.
     """
 
     nodes: dict[str, Node]
@@ -266,8 +314,9 @@ def module_state(node: Object) -> dict[str, Node] | None:
 def read_module(node: Object) -> ModuleState | None:
     """What a pickled ``nn.Module`` holds, None if the Object is not one.
 
-    A module's attributes hold ``_parameters``, ``_buffers`` and ``_modules``, each a mapping from name to value or
-    None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set`` are left out, as torch does.
+    A module's attributes hold ``_parameters``, ``_buffers`` and ``_modules``, each a mapping from
+    name to value or None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set``
+    are left out, as torch does.
     """
     if not _is_module(node):
         return None
@@ -307,11 +356,19 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
         return [], [("_orig_mod", (0,), module.args[0])]
     path, attributes = _attributes(module)
     skipped = attributes.get("_non_persistent_buffers_set")
-    hidden = {each for each in skipped.items if isinstance(each, str)} if isinstance(skipped, SetNode) else set()
+    hidden = (
+        {each for each in skipped.items if isinstance(each, str)}
+        if isinstance(skipped, SetNode)
+        else set()
+    )
 
     def entries(part: str) -> list[_Part]:
         held = children(attributes.get(part))
-        return [(str(key), (*path, part, key), each) for key, each in held if isinstance(key, str) and each is not None]
+        return [
+            (str(key), (*path, part, key), each)
+            for key, each in held
+            if isinstance(key, str) and each is not None
+        ]
 
     buffers = [each for each in entries("_buffers") if each[0] not in hidden]
     return [*entries("_parameters"), *buffers], entries("_modules")
@@ -320,7 +377,8 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
 def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
     """The attributes of a module, where they are below it; none of what is no module.
 
-    They are its state, or what a function makes the module of (torch.fx). Torch 0.1.1 had modules without submodules.
+    They are its state, or what a function makes the module of (torch.fx). Torch 0.1.1 had modules
+    without submodules.
     """
     state = node.state
     first = node.args[0] if isinstance(node.args, tuple) and node.args and not node.steps else None
@@ -341,9 +399,14 @@ def _is_module(node: Node) -> bool:
 
 
 def _is_dropped(name: str, module: Object) -> bool:
-    """Whether the module takes the name of its submodule out of its state_dict: activation checkpointing does."""
+    """Whether the module takes the name of its submodule out of its state_dict: activation
+    checkpointing does."""
     made = module.global_
-    return name == "_checkpoint_wrapped_module" and made is not None and made.module.endswith(".checkpoint_wrapper")
+    return (
+        name == "_checkpoint_wrapped_module"
+        and made is not None
+        and made.module.endswith(".checkpoint_wrapper")
+    )
 
 
 class _Missed:
@@ -376,14 +439,19 @@ class _Missed:
                 "state_dict or get_extra_state would add is not there"
             )
         if self.hooks:
-            said.append(f"hooks that would change the state_dict of a module did not run: {some(self.hooks)}")
+            said.append(
+                f"hooks that would change the state_dict of a module did not run: {some(self.hooks)}"
+            )
         if self.names:
-            said.append(f"a module holds weights in a form of their own, which are not there: {some(self.names)}")
+            said.append(
+                f"a module holds weights in a form of their own, which are not there: {some(self.names)}"
+            )
         return tuple(said)
 
 
 def _is_of_torch(hook: Node) -> bool:
-    """Whether a state_dict hook is one of torch's own, none of which changes more than the names in `_is_dropped`."""
+    """Whether a state_dict hook is one of torch's own, none of which changes more than the names in
+    `_is_dropped`."""
     if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
         hook = hook.state.get("hook")
     made = hook.callable if isinstance(hook, Object) else hook

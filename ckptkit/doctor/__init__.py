@@ -1,5 +1,5 @@
 """Why a checkpoint does not load: causes, and for each the command that fixes it.
 
-In: a path, and a model if there is one. Out: causes with their fixes; ``diagnose.cure`` carries them out in one plan.
-Uses all rooms below it.
+In: a path, and a model if there is one. Out: causes with their fixes; ``diagnose.cure`` carries
+them out in one plan. Uses all rooms below it.
 """

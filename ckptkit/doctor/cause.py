@@ -19,7 +19,9 @@ class Fix:
     strip: tuple[str, ...] = ()
     add: str = ""
     names: Mapping[str, str] = field(default_factory=dict)  # after strip and add
-    ties: Mapping[str, str] = field(default_factory=dict)  # new name -> the one that it stands for as well
+    ties: Mapping[str, str] = field(
+        default_factory=dict
+    )  # new name -> the one that it stands for as well
     to_cpu: bool = False
     compact: bool = False
     drop_objects: bool = False
@@ -28,7 +30,8 @@ class Fix:
 
 @dataclass(frozen=True)
 class Cause:
-    """`title` says what it is in a sentence, `explanation` what it means, `command` what to type, if anything helps.
+    """`title` says what it is in a sentence, `explanation` what it means, `command` what to type,
+    if anything helps.
 
     ``fix`` is what one plan can do about it, None if nothing.
     """

@@ -21,7 +21,9 @@ _RAGGED = (
 def causes(facts: Facts) -> Iterator[Cause]:
     """Yield a cause for all weights that can be dequantized, and one for each reason against it."""
     found = facts.quantized
-    groups = [group for group in found.groups if group.layout is not None] if found is not None else []
+    groups = (
+        [group for group in found.groups if group.layout is not None] if found is not None else []
+    )
     if groups:
         yield _readable(facts, groups)
     reasons: dict[tuple[str, str, str | None], list[str]] = {}
@@ -50,7 +52,9 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
     kinds = Counter((group.label, group.family) for group in groups)
     said = ", ".join(f"{number:,} {label} ({family})" for (label, family), number in kinds.items())
     used = {group.family for group in groups}
-    readers = "; ".join(dict.fromkeys(each.oracle for each in families() if each.name in used and each.oracle))
+    readers = "; ".join(
+        dict.fromkeys(each.oracle for each in families() if each.name in used and each.oracle)
+    )
     ragged = any(group.family == "fp8-block" and _is_ragged(group) for group in groups)
     return Cause(
         "quantized",

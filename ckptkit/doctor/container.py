@@ -25,7 +25,17 @@ _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 
 def causes(facts: Facts) -> Iterator[Cause]:
-    for look in (_container, _suffix, _elsewhere, _program, _version, _lacking, _index, _shard, _ambiguous):
+    for look in (
+        _container,
+        _suffix,
+        _elsewhere,
+        _program,
+        _version,
+        _lacking,
+        _index,
+        _shard,
+        _ambiguous,
+    ):
         yield from look(facts)
 
 
@@ -56,7 +66,8 @@ def _container(facts: Facts) -> Iterator[Cause]:
 
 
 def _suffix(facts: Facts) -> Iterator[Cause]:
-    """A name that promises another format. numpy's arrays in a pickle are tensors in a file of safetensors alone."""
+    """A name that promises another format. numpy's arrays in a pickle are tensors in a file of
+    safetensors alone."""
     format, path = facts.summary.format, facts.path.lower()
     if path.endswith(TORCH) and format in OTHER_FILES:
         arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
@@ -97,7 +108,8 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
 
 
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
-    """Return the command and fix that make a file for torch.load, or safetensors of numpy's arrays."""
+    """Return the command and fix that make a file for torch.load, or safetensors of numpy's
+    arrays."""
     if facts.summary.weights is None:
         return None, None
     arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
@@ -165,7 +177,9 @@ def _shard(facts: Facts) -> Iterator[Cause]:
             ERROR,
             f"It is one of {int(found[1]):,} shards of a checkpoint.",
             "The other tensors are in the files beside it; the folder stands for all of them.",
-            convert(folder or ".", "whole") if folder else shlex.join(("ckptkit", "convert", ".", "whole.pth")),
+            convert(folder or ".", "whole")
+            if folder
+            else shlex.join(("ckptkit", "convert", ".", "whole.pth")),
         )
 
 

@@ -48,10 +48,17 @@ def _module(facts: Facts) -> Iterator[Cause]:
 
 def _wrapper(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
-    if not is_wrapped(facts) or summary.format in FOLDERS or summary.is_module or summary.format == "torchscript":
+    if (
+        not is_wrapped(facts)
+        or summary.format in FOLDERS
+        or summary.is_module
+        or summary.format == "torchscript"
+    ):
         return
     key = join(summary.weights or ())
-    others = [str(name) for name in facts.root if name != key] if isinstance(facts.root, dict) else []
+    others = (
+        [str(name) for name in facts.root if name != key] if isinstance(facts.root, dict) else []
+    )
     beside = f", beside {some(others)}" if others else ""
     yield Cause(
         "wrapper",
@@ -70,7 +77,9 @@ def _refused(facts: Facts) -> Iterator[Cause]:
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused or summary.format not in TORCH_FILES or summary.is_module:
         return
-    harm = [each for each in summary.warnings if each.startswith("loading it with pickle would call")]
+    harm = [
+        each for each in summary.warnings if each.startswith("loading it with pickle would call")
+    ]
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
     if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
         what += " It holds nothing else, and no weights: without such values nothing would be left."
@@ -85,7 +94,8 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
-    """What leaves out values that only their own code could make. Arrays of numpy's are such, as torch sees it."""
+    """What leaves out values that only their own code could make. Arrays of numpy's are such, as
+    torch sees it."""
     if any(row.inside for row in facts.summary.rows):
         return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]

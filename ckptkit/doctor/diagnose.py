@@ -1,4 +1,5 @@
-"""Why a checkpoint does not load, here and into a model; and one plan that does what can be done about it."""
+"""Why a checkpoint does not load, here and into a model; and one plan that does what can be done
+about it."""
 
 from __future__ import annotations
 
@@ -48,17 +49,32 @@ from ckptkit.transforms.structure import bare
 if TYPE_CHECKING:
     from torch import nn
 
-READ = 256 << 20  # bytes up to which a file is read to its end: headers alone do not tell of damage to tensors
-REFUSALS = (FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError)  # of a file
+READ = (
+    256 << 20
+)  # bytes up to which a file is read to its end: headers alone do not tell of damage to tensors
+REFUSALS = (
+    FormatError,
+    AmbiguousError,
+    UnsupportedError,
+    LimitError,
+    TensorError,
+    UnsafeGlobalError,
+)  # of a file
 FOLDERS = 16  # folders that are tried in the place of one that is not complete
 _NUMBER = re.compile("[0-9]+")
-_OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")  # that every torch has
+_OLD = (
+    "_rebuild_tensor_v2",
+    "_rebuild_parameter",
+    "OrderedDict",
+    "Size",
+    "device",
+)  # that every torch has
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. ``checkpoint`` is what can be read, of a damaged file what is whole, None if nothing can;
-    ``readable`` whether all of it can; ``lost`` what of a damaged file cannot."""
+    """What was found. ``checkpoint`` is what can be read, of a damaged file what is whole, None if
+    nothing can; ``readable`` whether all of it can; ``lost`` what of a damaged file cannot."""
 
     path: str
     causes: tuple[Cause, ...]
@@ -79,13 +95,18 @@ class Diagnosis:
 
 
 def examine(
-    path: PathLike, *, model: nn.Module | None = None, key: str | None = None, options: tuple[str, ...] = ()
+    path: PathLike,
+    *,
+    model: nn.Module | None = None,
+    key: str | None = None,
+    options: tuple[str, ...] = (),
 ) -> Diagnosis:
-    """Every cause that keeps `path` from loading: on this machine, and into `model` if there is one.
+    """Every cause that keeps `path` from loading: on this machine, and into `model` if there is
+    one.
 
-    `key` names the entry to take as the weights, `options` are what says model and key on the command line. Reads
-    headers, and small files to their end. Raises PathError, UsageError for a `key` that names none, and what keeps
-    a remote file from being read.
+    `key` names the entry to take as the weights, `options` are what says model and key on the
+    command line. Reads headers, and small files to their end. Raises PathError, UsageError for a
+    `key` that names none, and what keeps a remote file from being read.
     """
     typed = urls.shown(os.fspath(path))
     place = open_place(path)
@@ -97,7 +118,9 @@ def examine(
     found = list(_damage(typed, place))
     if found:
         salvaged = _salvaged(place)
-        checkpoint, lost = (salvaged.checkpoint, salvaged.lost) if salvaged is not None else (checkpoint, ())
+        checkpoint, lost = (
+            (salvaged.checkpoint, salvaged.lost) if salvaged is not None else (checkpoint, ())
+        )
     checkpoint = checkpoint if key is None else checkpoint.with_key(key)
     found += _content(typed, checkpoint, model is not None)
     if model is not None and not any(cause.id == "ambiguous" for cause in found):
@@ -106,9 +129,14 @@ def examine(
 
 
 def cure(
-    found: Diagnosis, destination: PathLike, *, force: bool = False, progress: Callable[[int, int], None] | None = None
+    found: Diagnosis,
+    destination: PathLike,
+    *,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Write what one plan can make of it: `found.fix`, in the format that the suffix of `destination` says.
+    """Write what one plan can make of it: `found.fix`, in the format that the suffix of
+    `destination` says.
 
     Raises UsageError if there is nothing to do, and what `convert` raises.
     """
@@ -116,7 +144,9 @@ def cure(
     if fix is None or found.checkpoint is None:
         raise UsageError("there is nothing that ckptkit could do about it", where=found.path)
     options = WriteOptions(objects="drop" if fix.drop_objects else "keep")
-    return convert(found.checkpoint, destination, *_steps(fix), options=options, force=force, progress=progress)
+    return convert(
+        found.checkpoint, destination, *_steps(fix), options=options, force=force, progress=progress
+    )
 
 
 def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
@@ -150,14 +180,23 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     except CkptkitError:
         known = True
     salvaged = _salvaged(place) if known and isinstance(error, FormatError) else None
-    whole = _whole_beside(place) if known and isinstance(place, Folder) and not urls.is_url(place.name) else None
+    whole = (
+        _whole_beside(place)
+        if known and isinstance(place, Folder) and not urls.is_url(place.name)
+        else None
+    )
     head = b"" if isinstance(place, Folder) else probe.head
-    refusal = refused.Refusal(path, error, head, isinstance(place, Folder), known, salvaged is not None, whole)
+    refusal = refused.Refusal(
+        path, error, head, isinstance(place, Folder), known, salvaged is not None, whole
+    )
     found = [refused.cause(refusal)]
     if salvaged is None:
         return Diagnosis(path, tuple(found), None, readable=False)
     # Their commands would meet the same damage: --fix is what does all of it.
-    found += [replace(cause, command=None) for cause in _content(path, salvaged.checkpoint, with_model=False)]
+    found += [
+        replace(cause, command=None)
+        for cause in _content(path, salvaged.checkpoint, with_model=False)
+    ]
     return Diagnosis(path, tuple(found), salvaged.checkpoint, readable=False, lost=salvaged.lost)
 
 
@@ -177,7 +216,10 @@ def _whole_beside(place: Folder) -> str | None:
     path = os.path.abspath(place.name)
     above = os.path.dirname(path)
     try:
-        beside = [os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name) for name in Folder(above).folders()]
+        beside = [
+            os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name)
+            for name in Folder(above).folders()
+        ]
     except CkptkitError:
         beside = []
     related = [each for each in beside if os.path.abspath(each) != path and _is_related(each, path)]
@@ -215,7 +257,9 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
         return
     if verdict.damaged:
         error = CorruptError("; ".join(finding.what for finding in verdict.findings[:3]))
-        yield refused.cause(refused.Refusal(path, error, known=True, recoverable=verdict.recoverable == RECOVER))
+        yield refused.cause(
+            refused.Refusal(path, error, known=True, recoverable=verdict.recoverable == RECOVER)
+        )
 
 
 def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:
@@ -262,7 +306,9 @@ def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
         checkpoint.selection  # noqa: B018  raises
     except AmbiguousError:
         return tuple(
-            name for key, node in children(checkpoint.root) if _holds_weights(node) and (name := key_text(key))
+            name
+            for key, node in children(checkpoint.root)
+            if _holds_weights(node) and (name := key_text(key))
         )
     return ()
 
@@ -274,10 +320,19 @@ def _holds_weights(node: Any) -> bool:
         return False
 
 
-def _fit(path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str, ...]) -> list[Cause]:
+def _fit(
+    path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str, ...]
+) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
-        return [Cause("no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it.")]
+        return [
+            Cause(
+                "no-weights",
+                ERROR,
+                "It holds no weights.",
+                "No mapping from names to tensors is in it.",
+            )
+        ]
     theirs = {name: Kind(*kind) for name, kind in building.model_shapes(model).items()}
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
     way = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))

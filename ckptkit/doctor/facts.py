@@ -21,12 +21,13 @@ TORCH_FILES = ("torch-zip", "torch-legacy", "torch-tar")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is looked at. ``path`` is the file as it was typed, ``ambiguous`` the entries that could be the weights.
+    """What is looked at. ``path`` is the file as it was typed, ``ambiguous`` the entries that could
+    be the weights.
 
     ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
-    names in its pickles that the torch here does not have;
-    ``no_index`` says that it is a folder of shards without one, ``no_version`` that torch looks for a record in vain;
-    ``with_model``: prefixes are looked at beside the model. ``quantized`` is what is quantized in the weights, and
+    names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
+    shards without one, ``no_version`` that torch looks for a record in vain; ``with_model``:
+    prefixes are looked at beside the model. ``quantized`` is what is quantized in the weights, and
     ``method`` what the configuration says of it.
     """
 
@@ -52,7 +53,9 @@ def alone(facts: Facts, mark: str) -> str:
     if not is_wrapped(facts):
         return convert(facts.path, mark)
     suffix = None if facts.path.lower().endswith(TORCH) else ".pth"
-    return edit("extract", facts.path, mark, "--key", join(facts.summary.weights or ()), suffix=suffix)
+    return edit(
+        "extract", facts.path, mark, "--key", join(facts.summary.weights or ()), suffix=suffix
+    )
 
 
 def names_of(facts: Facts) -> list[str]:

@@ -25,7 +25,8 @@ class Fitting:
     """Names and kinds of both sides, and how they meet.
 
     ``ours`` as they are in the file; ``way``: prefixes by which most of them become ``theirs``;
-    ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the command line.
+    ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the
+    command line.
     """
 
     path: str
@@ -77,10 +78,14 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
     options = (*(("--strip", strip) if strip else ()), *(("--add", add) if add else ()))
     if not add:
         title = f"{how_many} keys start with {strip!r}, those of the model do not."
-        command = edit("strip-module", path, "stripped", *(() if strip == "module." else ("--prefix", strip)))
+        command = edit(
+            "strip-module", path, "stripped", *(() if strip == "module." else ("--prefix", strip))
+        )
     elif not strip:
         title = f"The keys of the model start with {add!r}, those of the file do not."
-        command = edit("add-module", path, "wrapped", *(() if add == "module." else ("--prefix", add)))
+        command = edit(
+            "add-module", path, "wrapped", *(() if add == "module." else ("--prefix", add))
+        )
     else:
         title = f"{how_many} keys start with {strip!r}, those of the model with {add!r}."
         command = convert(path, "renamed", *options)
@@ -97,7 +102,14 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
 def _ties(ours: Mapping[str, Kind], fitting: Fitting) -> Iterator[tuple[str, str]]:
     """Names that the file does not have, and the one that it has of the same parameter."""
     for same in fitting.ties:
-        there = next((name for name in same if name in ours and ours[name].shape == fitting.theirs[name].shape), None)
+        there = next(
+            (
+                name
+                for name in same
+                if name in ours and ours[name].shape == fitting.theirs[name].shape
+            ),
+            None,
+        )
         if there is not None:
             yield from ((name, there) for name in same if name not in ours)
 
@@ -160,7 +172,10 @@ def _literal(text: str) -> str:
 
 def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
     if shapes:
-        texts = [f"{name} is {list(a.shape)} in the file and {list(b.shape)} in the model" for name, a, b in shapes]
+        texts = [
+            f"{name} is {list(a.shape)} in the file and {list(b.shape)} in the model"
+            for name, a, b in shapes
+        ]
         yield Cause(
             "mismatched",
             ERROR,
@@ -196,7 +211,11 @@ def _missing(names: Sequence[str]) -> Iterator[Cause]:
 
 def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
     """Floating-point types that are others in the model."""
-    other = [(a.dtype, b.dtype) for _, a, b in pairs if a.dtype != b.dtype and _is_float(a) and _is_float(b)]
+    other = [
+        (a.dtype, b.dtype)
+        for _, a, b in pairs
+        if a.dtype != b.dtype and _is_float(a) and _is_float(b)
+    ]
     if other:
         kinds = [f"{a} in the file, {b} in the model" for a, b in dict.fromkeys(other)]
         yield Cause(
@@ -223,7 +242,9 @@ def _without(path: str, names: Sequence[str]) -> str | None:
 def _doctor(fitting: Fitting, mark: str) -> str:
     """What no other command does: it knows the names of the model."""
     output = shlex.split(edit("doctor", fitting.path, mark))[-1]
-    return shlex.join(("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path)))
+    return shlex.join(
+        ("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path))
+    )
 
 
 def _some(texts: Sequence[str]) -> str:

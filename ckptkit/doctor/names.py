@@ -45,9 +45,12 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
     having = sum(name.startswith(found[0]) for name in names)
     how_many = "All" if having == len(names) else f"{having:,} of {len(names):,}"
     why = "; ".join(
-        WRAPPERS.get(each, f"the LightningModule calls its network {each[:-1]}") for each in dict.fromkeys(found)
+        WRAPPERS.get(each, f"the LightningModule calls its network {each[:-1]}")
+        for each in dict.fromkeys(found)
     )
-    options = [] if found == ["module."] else [word for each in found for word in ("--prefix", each)]
+    options = (
+        [] if found == ["module."] else [word for each in found for word in ("--prefix", each)]
+    )
     yield Cause(
         "prefix",
         ERROR,
@@ -65,7 +68,8 @@ def _first_part(names: list[str]) -> str:
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """What may be the name of a network inside another module, or a part of every network of a kind."""
+    """What may be the name of a network inside another module, or a part of every network of a
+    kind."""
     names = names_of(facts)
     if facts.summary.format not in TORCH_FILES or not names:
         return
@@ -100,7 +104,14 @@ def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
 
 def _common(names: list[str]) -> str:
     """A wrapper before more than half of the names."""
-    return next((each for each in WRAPPERS if 2 * sum(name.startswith(each) for name in names) > len(names)), "")
+    return next(
+        (
+            each
+            for each in WRAPPERS
+            if 2 * sum(name.startswith(each) for name in names) > len(names)
+        ),
+        "",
+    )
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:

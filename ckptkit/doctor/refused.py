@@ -6,7 +6,13 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.analysis.advice import convert, recover
-from ckptkit.core.errors import AmbiguousError, CkptkitError, LimitError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    LimitError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
 from ckptkit.doctor.cause import ERROR, Cause, Fix
 
 _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
@@ -14,7 +20,8 @@ _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why reading failed, and what there is. ``known``: a format claims it; ``recoverable``: tensors of it are whole.
+    """Why reading failed, and what there is. ``known``: a format claims it; ``recoverable``:
+    tensors of it are whole.
 
     ``head`` are its first bytes, none of a folder; ``whole`` is another folder, which is complete.
     """
@@ -52,8 +59,16 @@ def cause(refusal: Refusal) -> Cause:
             "can save it for older ones.",
             "pip install --upgrade torch",
         )
-    if isinstance(error, (AmbiguousError, UnsupportedError, UnsafeGlobalError, LimitError)) and refusal.known:
-        return Cause(_ID.get(type(error), "refused"), ERROR, f"It {_verb(said)}.", f"ckptkit reads no guesses.{hint}")
+    if (
+        isinstance(error, (AmbiguousError, UnsupportedError, UnsafeGlobalError, LimitError))
+        and refusal.known
+    ):
+        return Cause(
+            _ID.get(type(error), "refused"),
+            ERROR,
+            f"It {_verb(said)}.",
+            f"ckptkit reads no guesses.{hint}",
+        )
     if refusal.is_folder and refusal.known:
         return _unfinished(refusal, said, hint)
     if refusal.known:
@@ -103,5 +118,10 @@ def _damaged(refusal: Refusal, said: str, hint: str) -> Cause:
 
 
 def _verb(said: str) -> str:
-    """Messages are written to stand after the name of the file: ``is empty``, ``holds 2 checkpoints``."""
-    return said if re.match(r"(is|has|holds|begins|names|puts|says) ", said) else f"cannot be read: {said}"
+    """Messages are written to stand after the name of the file: ``is empty``, ``holds 2
+    checkpoints``."""
+    return (
+        said
+        if re.match(r"(is|has|holds|begins|names|puts|says) ", said)
+        else f"cannot be read: {said}"
+    )

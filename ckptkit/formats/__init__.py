@@ -1,7 +1,8 @@
 """Bytes -> Checkpoint, and Checkpoint -> Plan: one file or folder for each format.
 
-In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is the contract.
-Uses core, remote, compute, containers and pickles. The table below lists the formats; there is no other list.
+In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is
+the contract. Uses core, remote, compute, containers and pickles. The table below lists the formats;
+there is no other list.
 """
 
 from __future__ import annotations
@@ -12,9 +13,24 @@ from dataclasses import replace
 
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError, UsageError
+from ckptkit.core.errors import (
+    CkptkitError,
+    CorruptError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.format import RECOVER, UNVERIFIED, Finding, Format, Part, Probe, Salvaged, WriteOptions
+from ckptkit.formats.format import (
+    RECOVER,
+    UNVERIFIED,
+    Finding,
+    Format,
+    Part,
+    Probe,
+    Salvaged,
+    WriteOptions,
+)
 from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, SHARDED, TORCH_ZIP
 from ckptkit.remote import urls
 
@@ -31,12 +47,14 @@ def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
 
 
 def match(probe: Probe) -> Format | None:
-    """The format that claims a file or folder. Raises what is wrong with the container that some of them share."""
+    """The format that claims a file or folder. Raises what is wrong with the container that some of
+    them share."""
     return next((format for format in FORMATS if format.matches(probe)), None)
 
 
 def identify(probe: Probe) -> Format:
-    """The format of a file or folder, by its content. Raises an InputError that says what it is instead."""
+    """The format of a file or folder, by its content. Raises an InputError that says what it is
+    instead."""
     found = match(probe)
     if found is not None:
         return found
@@ -60,7 +78,8 @@ def read(place: ByteSource | Folder) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """What can be checked beyond reading, and what is wrong; nothing where the format has no more than that."""
+    """What can be checked beyond reading, and what is wrong; nothing where the format has no more
+    than that."""
     format = identify(probe)
     return iter(()) if format.check is None else format.check(probe)
 
@@ -72,7 +91,8 @@ _SAVES = {
 
 
 def salvageable(probe: Probe) -> str:
-    """The command that may save something of a damaged file, an empty text if there is none. Reads headers."""
+    """The command that may save something of a damaged file, an empty text if there is none. Reads
+    headers."""
     found = (format.salvageable(probe) for format in FORMATS if format.salvageable is not None)
     try:
         return "" if probe.is_folder else next(filter(None, found), "")
@@ -88,12 +108,17 @@ def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged
     probe = Probe(place)
     try:
         for format in FORMATS:
-            if format.salvage is not None and (found := format.salvage(probe, unverified)) is not None:
+            if (
+                format.salvage is not None
+                and (found := format.salvage(probe, unverified)) is not None
+            ):
                 return found
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
     able = ", ".join(format.name for format in FORMATS if format.salvage is not None)
-    raise UnsupportedError("is of no format that can be recovered", where=place.name, hint=f"these can: {able}")
+    raise UnsupportedError(
+        "is of no format that can be recovered", where=place.name, hint=f"these can: {able}"
+    )
 
 
 def writable() -> Iterator[Format]:
@@ -107,12 +132,17 @@ def by_name(name: str | None) -> Format | None:
 
 
 def for_writing(
-    path: str | os.PathLike[str], name: str | None = None, keep: str | None = None, *, shards: bool = False
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    keep: str | None = None,
+    *,
+    shards: bool = False,
 ) -> Format:
-    """The format to write `path` in: the one called `name`, else by its suffix, else that of the input (`keep`).
+    """The format to write `path` in: the one called `name`, else by its suffix, else that of the
+    input (`keep`).
 
-    With `shards` it is one that writes a folder of them, safetensors if nothing says otherwise. Raises UsageError for a
-    name or suffix that no writer has.
+    With `shards` it is one that writes a folder of them, safetensors if nothing says otherwise.
+    Raises UsageError for a name or suffix that no writer has.
     """
     if name is not None:
         return _writer(name, shards)
@@ -133,7 +163,9 @@ def for_writing(
     )
 
 
-def _sharding(path: str | os.PathLike[str], by_suffix: Format | None, kept: Format | None) -> Format:
+def _sharding(
+    path: str | os.PathLike[str], by_suffix: Format | None, kept: Format | None
+) -> Format:
     if by_suffix is not None and not by_suffix.shards:
         raise UsageError(
             f"is the name of a file ({by_suffix.name}), and shards are written into a folder",
@@ -151,7 +183,9 @@ def _writer(name: str, shards: bool = False) -> Format:
         raise UsageError(f"{name!r} {known}", hint=f"formats that can be written: {names}")
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
-        raise UsageError(f"{name} is one file, and --shard-size is for folders", hint=f"--format {able}")
+        raise UsageError(
+            f"{name} is one file, and --shard-size is for folders", hint=f"--format {able}"
+        )
     return format
 
 
@@ -160,7 +194,9 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
     assert format.layout is not None
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
-        raise UsageError(f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}")
+        raise UsageError(
+            f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}"
+        )
     try:
         if holds_program(checkpoint):
             return _layout_weights(checkpoint, format, options)
@@ -169,14 +205,21 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
         raise error.at(checkpoint.name or "") from error.__cause__
 
 
-def patch(before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions) -> Patch | None:
-    """What makes of the file that `before` was read from one that holds `after`; None if that takes a new file.
+def patch(
+    before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
+) -> Patch | None:
+    """What makes of the file that `before` was read from one that holds `after`; None if that takes
+    a new file.
 
     Every error says which checkpoint.
     """
     if format.patch is None:
         return None
-    unchanged = after.root is before.root and after.metadata == before.metadata and options == WriteOptions()
+    unchanged = (
+        after.root is before.root
+        and after.metadata == before.metadata
+        and options == WriteOptions()
+    )
     if unchanged and isinstance(before.source, LocalFile):
         return Patch(before.source, None, (), None, before.source.size)
     try:

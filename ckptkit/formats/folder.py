@@ -6,9 +6,10 @@
     consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process that ran it
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model (``models--<owner>--<name>``)
 
-Where a model is there as safetensors and as torch files (``model``, ``pytorch_model``), the former are taken, as
-transformers does. Where there is an index, other files are not. What is left aside is a warning, and more than one
-checkpoint is an error. What trainers put beside a model (optimizer.pt, training_args.bin) counts only if it is alone.
+Where a model is there as safetensors and as torch files (``model``, ``pytorch_model``), the former
+are taken, as transformers does. Where there is an index, other files are not. What is left aside is
+a warning, and more than one checkpoint is an error. What trainers put beside a model (optimizer.pt,
+training_args.bin) counts only if it is alone.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
         if kind is not None:
             groups.setdefault(kind, []).append(name)
     found = [Candidate(*kind, tuple(files)) for kind, files in groups.items()]
-    found = [each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each for each in found]
+    found = [
+        each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each
+        for each in found
+    ]
     return [each for each in found if not _BESIDE.fullmatch(each.files[0])] or found
 
 
@@ -70,7 +74,11 @@ def _kind(name: str) -> tuple[str, str, str, str] | None:
     numbered = _NUMBERED.fullmatch(stem)
     if numbered:
         return "shards", numbered[1], suffix, numbered[2]
-    return ("parallel", "consolidated", suffix, "") if _PARALLEL.fullmatch(name) else ("file", stem, suffix, "")
+    return (
+        ("parallel", "consolidated", suffix, "")
+        if _PARALLEL.fullmatch(name)
+        else ("file", stem, suffix, "")
+    )
 
 
 def best(names: Iterable[str]) -> Candidate | None:
@@ -107,8 +115,8 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe) -> Checkpoint:
     """The checkpoint that the folder stands for, in its own format.
 
-    Raises AmbiguousError where several could be meant, UnsupportedError for model-parallel parts, CorruptError for a
-    cache without its revision.
+    Raises AmbiguousError where several could be meant, UnsupportedError for model-parallel parts,
+    CorruptError for a cache without its revision.
     """
     inner = _meant(probe)
     checkpoint = formats.read(inner)
@@ -122,7 +130,9 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
     """What there is to check in the checkpoint that the folder stands for. Raises like `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
-    return (each if each.file else replace(each, file=within) for each in formats.check(Probe(inner)))
+    return (
+        each if each.file else replace(each, file=within) for each in formats.check(Probe(inner))
+    )
 
 
 def _meant(probe: Probe) -> ByteSource | Folder:

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-RECOVER, UNVERIFIED = "recover", "recover --unverified"  # commands that save what is left of a damaged file
+RECOVER, UNVERIFIED = (
+    "recover",
+    "recover --unverified",
+)  # commands that save what is left of a damaged file
 
 
 class Probe:
-    """A file or folder about to be identified; what one sniffer finds out, the others and the reader share."""
+    """A file or folder about to be identified; what one sniffer finds out, the others and the
+    reader share."""
 
     def __init__(self, place: ByteSource | Folder) -> None:
         self.place = place
@@ -61,10 +65,11 @@ class Probe:
 class WriteOptions:
     """How to write, as far as a format has a choice.
 
-    ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or ``error``.
-    ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once and noted) or ``duplicate``.
-    ``shard_size``: bytes that a file of a format with several may have, one large tensor aside; None: its own choice.
-    ``everything``: the whole tree, not only what the format is made for; see `Format.everything`.
+    ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or
+    ``error``. ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once
+    and noted) or ``duplicate``. ``shard_size``: bytes that a file of a format with several may
+    have, one large tensor aside; None: its own choice. ``everything``: the whole tree, not only
+    what the format is made for; see `Format.everything`.
     """
 
     objects: str = "keep"
@@ -92,9 +97,11 @@ class Salvaged:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes that say whether they are whole: by their CRC-32 if that is known, else by being there, and inflating.
+    """Bytes that say whether they are whole: by their CRC-32 if that is known, else by being there,
+    and inflating.
 
-    ``what`` they are is for messages, ``file`` is the name in a folder of the file that they are in.
+    ``what`` they are is for messages, ``file`` is the name in a folder of the file that they are
+    in.
     """
 
     what: str
@@ -105,8 +112,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, the name of the file in a folder that it is about, the tensors that it hits, and what to
-    do about it."""
+    """Something that is wrong, the name of the file in a folder that it is about, the tensors that
+    it hits, and what to do about it."""
 
     what: str
     file: str = ""
@@ -116,7 +123,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A function of this room by its place, ``"module:function"``, imported when it is first called."""
+    """A function of this room by its place, ``"module:function"``, imported when it is first
+    called."""
 
     place: str
 
@@ -132,36 +140,47 @@ class Lazy:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One on-disk format. What it cannot do is None; generic code asks for the capability, never for the name.
+    """One on-disk format. What it cannot do is None; generic code asks for the capability, never
+    for the name.
 
-    ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every failure of `read`
-    is an error. `read` takes the probe, so that what identification parsed is not parsed twice.
-    ``layout`` is pure: it plans and writes nothing. A format that is not ``readable`` is recognised all the same, and
-    its `read` says what to do instead.
-    ``pickles`` finds what `scan` traces, None if the file is of another format. Raises what is wrong with it.
-    ``salvage`` gives what is whole of a damaged file, None if the file is of another format; told ``True``, also what
-    nothing proves to be whole. ``salvageable`` reads no tensor and says which command may find something: `RECOVER`,
-    `UNVERIFIED`, or an empty text.
-    ``check`` gives what can be checked beyond reading: everything that has a checksum, and everything that is wrong,
-    where `read` says the first of it. It reads headers alone.
-    ``patch`` makes of a local file, as it was read, what it is to be, by the few bytes that differ; None if they are
-    not few. It is as pure as `layout`, and notes what that would.
+    ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every
+    failure of `read` is an error. `read` takes the probe, so that what identification parsed is not
+    parsed twice. ``layout`` is pure: it plans and writes nothing. A format that is not ``readable``
+    is recognised all the same, and its `read` says what to do instead. ``pickles`` finds what
+    `scan` traces, None if the file is of another format. Raises what is wrong with it. ``salvage``
+    gives what is whole of a damaged file, None if the file is of another format; told ``True``,
+    also what nothing proves to be whole. ``salvageable`` reads no tensor and says which command may
+    find something: `RECOVER`, `UNVERIFIED`, or an empty text. ``check`` gives what can be checked
+    beyond reading: everything that has a checksum, and everything that is wrong, where `read` says
+    the first of it. It reads headers alone. ``patch`` makes of a local file, as it was read, what
+    it is to be, by the few bytes that differ; None if they are not few. It is as pure as `layout`,
+    and notes what that would.
     """
 
     name: str
     title: str  # for people
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    suffixes: tuple[str, ...] = ()  # of its files; for a format with a layout, those that choose it for writing
+    suffixes: tuple[
+        str, ...
+    ] = ()  # of its files; for a format with a layout, those that choose it for writing
     is_folder: bool = False
     loaded_by_torch: bool = False  # whether torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
-    listed: bool = False  # whether it is found in a list of a folder's files, which a web server does not give
+    listed: bool = (
+        False  # whether it is found in a list of a folder's files, which a web server does not give
+    )
     shards: bool = False  # whether its layout is a folder of files of at most `shard_size`
-    everything: str = "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
-    program: bool = False  # whether it holds a program, which no other format keeps: it is not changed in place
-    rewrite_as: str | None = None  # the format that an edited copy is written in, if it has no layout of its own
+    everything: str = (
+        "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
+    )
+    program: bool = (
+        False  # whether it holds a program, which no other format keeps: it is not changed in place
+    )
+    rewrite_as: str | None = (
+        None  # the format that an edited copy is written in, if it has no layout of its own
+    )
     salvage: Callable[[Probe, bool], Salvaged | None] | None = None
     salvageable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None

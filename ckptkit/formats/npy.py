@@ -4,12 +4,13 @@
 
     {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 
-The header is the text of a Python dict: Latin-1, UTF-8 in version 3. It is matched, not evaluated: three entries in any
-order, each once. ``descr`` is byte order, kind and bytes of an element; a list of fields for a structured array. The
-elements of an object array are one pickle. Source: numpy/lib/_format_impl.py.
+The header is the text of a Python dict: Latin-1, UTF-8 in version 3. It is matched, not evaluated:
+three entries in any order, each once. ``descr`` is byte order, kind and bytes of an element; a list
+of fields for a structured array. The elements of an object array are one pickle. Source:
+numpy/lib/_format_impl.py.
 
-Numbers and booleans are tensors, a single text is a text, and the pickle of an object array is shown like any other.
-All other arrays are refused.
+Numbers and booleans are tensors, a single text is a text, and the pickle of an object array is
+shown like any other. All other arrays are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from ckptkit import compute
 from ckptkit.core.bytesource import Derived, Extent, Memory, Part, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NUMPY, DType
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, TruncatedError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import crc32_combine
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -60,7 +67,8 @@ class Header(NamedTuple):
 
 
 class Array(NamedTuple):
-    """What a file of one array holds, and what reading the pickle of an object array brought to light."""
+    """What a file of one array holds, and what reading the pickle of an object array brought to
+    light."""
 
     root: Node
     pickled: Unpickled | None = None
@@ -74,14 +82,17 @@ def read(probe: Probe) -> Checkpoint:
     """The array alone, without a name."""
     source = probe.source
     array = read_array(Range(source, 0, source.size), None)
-    globals, warnings = ((), ()) if array.pickled is None else (array.pickled.globals, array.pickled.warnings)
+    globals, warnings = (
+        ((), ()) if array.pickled is None else (array.pickled.globals, array.pickled.warnings)
+    )
     return Checkpoint(array.root, table.NPY.name, source, globals=globals, warnings=warnings)
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
     """The array in these bytes, whose CRC-32 is `crc` (None: unknown); its elements are not read.
 
-    Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError.
+    Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError,
+    TensorError.
     """
     header, text = _header(extent)
     nbytes = extent.length - header.start
@@ -94,7 +105,9 @@ def read_array(extent: Extent, crc: int | None) -> Array:
     _check_size(dtype.nbytes(math.prod(header.shape)), nbytes, header, dtype)
     shape = header.shape
     stride = contiguous_stride(shape[::-1])[::-1] if header.fortran else contiguous_stride(shape)
-    own = None if crc is None else crc32_combine(zlib.crc32(text), crc, nbytes)  # of the elements alone
+    own = (
+        None if crc is None else crc32_combine(zlib.crc32(text), crc, nbytes)
+    )  # of the elements alone
     record = Part(extent, header.start, nbytes).locate()
     return Array(Tensor(Storage(record, crc32=own, big_endian=order == ">"), dtype, shape, stride))
 
@@ -108,12 +121,16 @@ def _header(extent: Extent) -> tuple[Header, bytes]:
     if width is None and len(head) >= 8:
         raise UnsupportedError(f"version {head[6]}.{head[7]} of numpy's array files, not 1 to 3")
     if width is None or len(head) < 8 + width:
-        raise TruncatedError("ends inside the header of an array", hint="the file is cut: download or copy it again")
+        raise TruncatedError(
+            "ends inside the header of an array", hint="the file is cut: download or copy it again"
+        )
     length = int.from_bytes(head[8 : 8 + width], "little")
     start = 8 + width + length
     check("npy_header_bytes", length, "bytes of an array's header")
     if start > extent.length:
-        raise TruncatedError("ends inside the header of an array", hint="the file is cut: download or copy it again")
+        raise TruncatedError(
+            "ends inside the header of an array", hint="the file is cut: download or copy it again"
+        )
     data = head[:start] if start <= len(head) else _head(extent, start)
     try:
         text = data[8 + width :].decode("utf-8" if head[6] == 3 else "latin-1")
@@ -127,7 +144,9 @@ def _head(extent: Extent, length: int) -> bytes:
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
-    (stored,) = extent.inputs  # of what inflates to so few bytes, no more is looked at than that can take
+    (stored,) = (
+        extent.inputs
+    )  # of what inflates to so few bytes, no more is looked at than that can take
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
     return b"".join(compute.stream(Derived("inflate", (few,), (), extent.length), 0, length))
@@ -146,13 +165,17 @@ def _parse(text: str) -> tuple[str, bool, Shape]:
         kinds = _KINDS.get(item["key"], ()) if item else ()
         value = next((item[kind] for kind in kinds if item and item[kind] is not None), None)
         if item is None or value is None:
-            raise FormatError(f"an array's header has an entry that is none of numpy's: {inner[at : at + 60]!r}")
+            raise FormatError(
+                f"an array's header has an entry that is none of numpy's: {inner[at : at + 60]!r}"
+            )
         if item["key"] in found:
             raise AmbiguousError(f"an array's header has two entries {item['key']!r}")
         found[item["key"]] = value
         at = item.end()
     if found.keys() != _KINDS.keys():
-        raise FormatError(f"an array's header lacks {', '.join(sorted(_KINDS.keys() - found.keys()))}")
+        raise FormatError(
+            f"an array's header lacks {', '.join(sorted(_KINDS.keys() - found.keys()))}"
+        )
     return found["descr"], found["fortran_order"] == "True", _shape(found["shape"])
 
 
@@ -161,7 +184,9 @@ def _shape(text: str) -> Shape:
         return ()
     *sizes, last = (each.strip() for each in text.split(","))
     sizes = [*sizes, last] if last and sizes else sizes
-    if not sizes or not all(re.fullmatch("[0-9]{1,19}L?", each) for each in sizes):  # 3L: a long of Python 2
+    if not sizes or not all(
+        re.fullmatch("[0-9]{1,19}L?", each) for each in sizes
+    ):  # 3L: a long of Python 2
         raise FormatError(f"the shape ({text[:60]}) of an array is not a tuple of sizes")
     return tuple(int(each.rstrip("L")) for each in sizes)
 
@@ -177,8 +202,12 @@ def _dtype(descr: str) -> tuple[str, DType]:
             f"holds elements of {code[1:]} bytes of which numpy does not know the type ({descr})",
             hint="bfloat16 and float8 are saved by numpy like this: save them as float32",
         )
-    what = "structured elements" if descr.startswith("[") else f"elements of the type {descr[:40]!r}"
-    raise UnsupportedError(f"holds {what}, which torch has no tensor for", hint="save it without this array")
+    what = (
+        "structured elements" if descr.startswith("[") else f"elements of the type {descr[:40]!r}"
+    )
+    raise UnsupportedError(
+        f"holds {what}, which torch has no tensor for", hint="save it without this array"
+    )
 
 
 def _check_size(expected: int, seen: int, header: Header, dtype: DType) -> None:
@@ -188,7 +217,9 @@ def _check_size(expected: int, seen: int, header: Header, dtype: DType) -> None:
             hint="the file is cut: download or copy it again",
         )
     if seen > expected:
-        raise AmbiguousError(f"{seen - expected:,} bytes follow the array: other readers may take them for something")
+        raise AmbiguousError(
+            f"{seen - expected:,} bytes follow the array: other readers may take them for something"
+        )
 
 
 def _text(header: Header, extent: Extent) -> str | bytes:
@@ -197,7 +228,9 @@ def _text(header: Header, extent: Extent) -> str | bytes:
     nbytes = int(size) * (4 if kind == "U" else 1)
     check("string_bytes", nbytes, "bytes of a text")
     if extent.length - header.start != nbytes:
-        raise CorruptError(f"a text of {nbytes:,} bytes is {extent.length - header.start:,} bytes long")
+        raise CorruptError(
+            f"a text of {nbytes:,} bytes is {extent.length - header.start:,} bytes long"
+        )
     data = b"".join(compute.stream(extent, header.start, extent.length))
     if kind == "S":
         return data.rstrip(b"\0")
@@ -217,13 +250,18 @@ def _pickled(extent: Extent, start: int) -> Array:
     first = extent.offset + start
     pickled = unpickle(extent.source, first, first + length)
     if pickled.stop != first + length:
-        raise AmbiguousError(f"{first + length - pickled.stop:,} bytes follow the pickle of an object array")
+        raise AmbiguousError(
+            f"{first + length - pickled.stop:,} bytes follow the pickle of an object array"
+        )
     return Array(pickled.root, pickled)
 
 
 def header(dtype: DType, shape: Shape) -> bytes:
-    """What stands before the elements of a row-major little-endian array, which begin at a multiple of 64."""
-    descr = ("|" if dtype.component == 1 else "<") + next(code for code, row in _CODES.items() if row is dtype)
+    """What stands before the elements of a row-major little-endian array, which begin at a multiple
+    of 64."""
+    descr = ("|" if dtype.component == 1 else "<") + next(
+        code for code, row in _CODES.items() if row is dtype
+    )
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
     version, width = (b"\1\0", 2) if len(text) < 0xFF00 else (b"\2\0", 4)
     text += " " * (-(len(MAGIC) + 2 + width + len(text) + 1) % ALIGNMENT) + "\n"
@@ -239,4 +277,6 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     start = 8 + width + int.from_bytes(probe.head[8 : 8 + width], "little")
     text = source.read(0, min(start, source.size, LIMITS.npy_header_bytes))
     found = re.search(rb"['\"][<>|=]?O[0-9]*['\"]", text)
-    return iter((PickleStream("", source, start, max(0, source.size - start), NUMPY),) if found else ())
+    return iter(
+        (PickleStream("", source, start, max(0, source.size - start), NUMPY),) if found else ()
+    )

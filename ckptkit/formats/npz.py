@@ -1,9 +1,11 @@
-"""numpy's archive of named arrays: a zip file whose members are ``<name>.npy``, stored or deflated (see :mod:`npy`).
+"""numpy's archive of named arrays: a zip file whose members are ``<name>.npy``, stored or deflated
+(see :mod:`npy`).
 
 Source: numpy.savez, numpy.savez_compressed. Unlike torch, numpy tells names apart by case.
 
-Written as numpy.savez does, uncompressed; the elements begin at multiples of 64 bytes. The format has no place for
-anything but arrays of numbers: what stands beside the weights is left out, and tied tensors are written twice.
+Written as numpy.savez does, uncompressed; the elements begin at multiples of 64 bytes. The format
+has no place for anything but arrays of numbers: what stands beside the weights is left out, and
+tied tensors are written twice.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The arrays by name, in the order of the archive. Raises what :func:`npy.read_array` raises, with the name."""
+    """The arrays by name, in the order of the archive. Raises what :func:`npy.read_array` raises,
+    with the name."""
     archive = probe.zip
     assert archive is not None
     root: dict[Node, Node] = {}
@@ -51,12 +54,18 @@ def read(probe: Probe) -> Checkpoint:
         root[name] = array.root
         if array.pickled is not None:
             globals.update(dict.fromkeys(array.pickled.globals))
-            warnings += [f"array {shown(name)} holds objects of Python: a pickle", *array.pickled.warnings]
-    return Checkpoint(root, table.NPZ.name, archive.source, globals=tuple(globals), warnings=tuple(warnings))
+            warnings += [
+                f"array {shown(name)} holds objects of Python: a pickle",
+                *array.pickled.warnings,
+            ]
+    return Checkpoint(
+        root, table.NPZ.name, archive.source, globals=tuple(globals), warnings=tuple(warnings)
+    )
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """The weights as arrays; the notes name what is left out. Raises TensorError for what numpy has no array for."""
+    """The weights as arrays; the notes name what is left out. Raises TensorError for what numpy has
+    no array for."""
     if options.objects == "error":
         refuse_objects(checkpoint)
     tensors = checkpoint.required.tensors
@@ -86,17 +95,26 @@ def _member(name: str, tensor: Tensor) -> Member:
     assert tensor.storage is not None
     record = compute.contiguous(tensor)
     extent = record.locate()
-    known = tensor.storage.crc32 if isinstance(extent, Range) and record is tensor.storage.record else None
+    known = (
+        tensor.storage.crc32
+        if isinstance(extent, Range) and record is tensor.storage.record
+        else None
+    )
     crc = None if known is None else crc32_combine(zlib.crc32(before), known, extent.length)
     literal = Range(Memory(before, name), 0, len(before))
-    return Member(name + SUFFIX, Derived("concat", (literal, extent), (), literal.length + extent.length), crc)
+    return Member(
+        name + SUFFIX, Derived("concat", (literal, extent), (), literal.length + extent.length), crc
+    )
 
 
 def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
         named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
-        floats = all(tensors[name].dtype.kind == "float" and why == tensors[name].dtype.name for name, why in refused)
+        floats = all(
+            tensors[name].dtype.kind == "float" and why == tensors[name].dtype.name
+            for name, why in refused
+        )
         raise TensorError(
             f"npz cannot hold {named}",
             hint="`convert --cast float32` makes floats of them that numpy has"

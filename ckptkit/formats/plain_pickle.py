@@ -1,11 +1,13 @@
-"""A pickle that is no torch file: numpy arrays, and what ``pickle.dump`` made of tensors or a module.
+"""A pickle that is no torch file: numpy arrays, and what ``pickle.dump`` made of tensors or a
+module.
 
-One pickle of protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later begin with 0x80 and
-their number; earlier ones have no signature, so they are tried: a file is one if it ends with STOP (".") and runs.
-Arrays stay where they are in the file, whatever their size.
+One pickle of protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later
+begin with 0x80 and their number; earlier ones have no signature, so they are tried: a file is one
+if it ends with STOP (".") and runs. Arrays stay where they are in the file, whatever their size.
 
 Outside of torch.save each storage is a call of ``torch.storage._load_from_bytes`` with a file of
-torch.save, a legacy stream whose object is the storage. (torch/storage.py, `TypedStorage.__reduce__`)
+torch.save, a legacy stream whose object is the storage. (torch/storage.py,
+`TypedStorage.__reduce__`)
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def read(probe: Probe) -> Checkpoint:
             f"{source.size - pickled.stop:,} bytes follow the pickle: other readers may take them for something else"
         )
     names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
-    return Checkpoint(pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings)
+    return Checkpoint(
+        pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
+    )
 
 
 class _Stored:
@@ -66,7 +70,8 @@ class _Stored:
         self.globals: dict[Global, None] = {}
 
     def load(self, made: Global, args: tuple[Node, ...]) -> Node:
-        """The storage that `_load_from_bytes` would give; anything else in its file stays a call."""
+        """The storage that `_load_from_bytes` would give; anything else in its file stays a
+        call."""
         inner = _inner(args[0]) if len(args) == 1 else None
         if inner is None or not torch_legacy.matches(Probe(inner)):
             return Object(made, args)
@@ -98,10 +103,17 @@ def _unpickled(probe: Probe, stored: _Stored) -> Unpickled:
                 "is a joblib file: its arrays lie between the opcodes of a pickle",
                 hint="if you trust it, load it with joblib, and save its arrays with numpy.savez",
             ) from error
-        error.hint = error.hint or "the file begins like a pickle; if it is something else, ckptkit cannot read it"
+        error.hint = (
+            error.hint
+            or "the file begins like a pickle; if it is something else, ckptkit cannot read it"
+        )
         raise
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
     """It alone; what may follow is for whoever looks for it."""
-    return iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),)) if matches(probe) else None
+    return (
+        iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
+        if matches(probe)
+        else None
+    )

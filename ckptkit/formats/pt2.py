@@ -1,4 +1,5 @@
-"""torch.export.save (.pt2): an ExportedProgram, a graph with its weights. The weights and constants are read.
+"""torch.export.save (.pt2): an ExportedProgram, a graph with its weights. The weights and constants
+are read.
 
 Since about torch 2.8, in the container of zip_archive:
 
@@ -56,7 +57,8 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """``{"state_dict": {...}, "constants": {...}}``, for each model under its name if there are several.
+    """``{"state_dict": {...}, "constants": {...}}``, for each model under its name if there are
+    several.
 
     Raises FormatError, CorruptError, UnsupportedError, and what zip_archive raises.
     """
@@ -86,13 +88,19 @@ class _Archive(Archive):
             raise UnsupportedError("is a .pt2 archive without weights of an exported program")
         warnings += self.unverified()
         if self.pickled:
-            warnings.append(f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}")
+            warnings.append(
+                f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}"
+            )
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
         return Checkpoint(root, table.PT2.name, self.directory.source, warnings=tuple(warnings))
 
     def _names(self, before: str, after: str) -> list[str]:
         start = self.folder + before
-        found = (name for name in self.directory.entries if name.startswith(start) and name.endswith(after))
+        found = (
+            name
+            for name in self.directory.entries
+            if name.startswith(start) and name.endswith(after)
+        )
         return [name[len(start) : len(name) - len(after)] for name in found]
 
     def _model(self, model: str) -> dict[Node, Node]:
@@ -116,7 +124,9 @@ class _Archive(Archive):
             if entry.get("use_pickle"):
                 self.pickled.append(tensor)
             else:
-                made[tensor] = self._tensor(place, _field(entry, "tensor_meta", dict), entry.get("is_param") is True)
+                made[tensor] = self._tensor(
+                    place, _field(entry, "tensor_meta", dict), entry.get("is_param") is True
+                )
         return made
 
     def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
@@ -126,7 +136,9 @@ class _Archive(Archive):
             raise CorruptError(f"there is no record {shown(place)}, though a tensor lies in it")
         if place not in self.storages:
             self.storages[place] = self.storage(place, _device(_field(meta, "device", dict)))
-        shape, stride = (tuple(map(_integer, _field(meta, key, list))) for key in ("sizes", "strides"))
+        shape, stride = (
+            tuple(map(_integer, _field(meta, key, list))) for key in ("sizes", "strides")
+        )
         grad, kind = meta.get("requires_grad") is True, "parameter" if is_parameter else "tensor"
         offset = _integer(meta.get("storage_offset"))
         if dtype.kind == "unknown" or meta.get("layout") != _STRIDED:
@@ -166,7 +178,9 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
                 raise FormatError(f"{name} is not a file of torch.save")
             held[part] = zip_archive.read(probe)
     if not held:
-        raise UnsupportedError("is an exported program whose weights are not where torch.export.save puts them")
+        raise UnsupportedError(
+            "is an exported program whose weights are not where torch.export.save puts them"
+        )
     return Checkpoint(
         {part: each.root for part, each in held.items()},
         table.PT2.name,

@@ -1,8 +1,8 @@
 """The list of formats, a record each; their code is imported when it is called.
 
-In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy stream is the order in
-which torch tries them. A plain pickle comes after the legacy stream, which begins with one; a folder that stands for
-one of its files comes after all others.
+In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy
+stream is the order in which torch tries them. A plain pickle comes after the legacy stream, which
+begins with one; a folder that stands for one of its files comes after all others.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
     pickle: [storage key, ...]
     per key, in that order: int64 numel, numel * itemsize bytes
 
-Nothing is aligned, nothing has a checksum, integers and payloads are little-endian on every host. Where the storages
-are is known only at the end, so they are bound late. (torch/serialization.py, `_legacy_load`.)
+Nothing is aligned, nothing has a checksum, integers and payloads are little-endian on every host.
+Where the storages are is known only at the end, so they are bound late. (torch/serialization.py,
+`_legacy_load`.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from ckptkit.pickles.streams import TORCH_LOAD, Found, PickleStream
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 
-# The magic number as protocols 0 to 5 spell it: LONG1, or the decimal LONG of protocols 0 and 1; perhaps framed.
+# The magic number as protocols 0 to 5 spell it: LONG1, or the decimal LONG of protocols 0 and 1;
+# perhaps framed.
 _BINARY = MAGIC_NUMBER.to_bytes(10, "little")
 _DECIMAL = str(MAGIC_NUMBER).encode()
 _MAGIC = (
@@ -61,7 +63,8 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
-    """The checkpoint of a stream. With `lost`, storages that are not whole are put there, by key, with the reason."""
+    """The checkpoint of a stream. With `lost`, storages that are not whole are put there, by key,
+    with the reason."""
     magic = unpickle(source)
     version = unpickle(source, magic.stop)
     if type(version.root) is not int or version.root != PROTOCOL_VERSION:
@@ -127,7 +130,9 @@ class _Stream:
                 hint="download or copy it again",
             )
         self.lengths[key] = nbytes
-        return Storage(_LegacyRecord(self.places, self.itemsizes, self.following, key, nbytes), location)
+        return Storage(
+            _LegacyRecord(self.places, self.itemsizes, self.following, key, nbytes), location
+        )
 
     def bind(self, keys: Unpickled, itemsizes: dict[str, int]) -> int:
         """Find every storage; the offset of the end."""
@@ -137,7 +142,9 @@ class _Stream:
             raise AmbiguousError("a storage is listed twice")
         if set(keys.root) != set(self.lengths):
             odd = min(set(keys.root) ^ set(self.lengths))
-            raise CorruptError(f"storage {odd!r} is {'not ' if odd in self.lengths else ''}among the storages listed")
+            raise CorruptError(
+                f"storage {odd!r} is {'not ' if odd in self.lengths else ''}among the storages listed"
+            )
         self.itemsizes.update(itemsizes)
         if self.lost is not None:
             self.following.update(pairwise(keys.root))
@@ -160,7 +167,9 @@ class _Stream:
                 hint="download or copy it again",
             )
         self.places[key] = Range(self.source, at + 8, length)
-        if not self.source.remote:  # where that would be a request for each, it is done when the bytes are needed
+        if (
+            not self.source.remote
+        ):  # where that would be a request for each, it is done when the bytes are needed
             _check_count(self.places[key], key, self.itemsizes[key])
 
 
@@ -168,25 +177,35 @@ def _check_count(place: Range, key: str, itemsize: int) -> None:
     """The number of elements before the bytes of a storage is what its tensors expect."""
     (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
     if numel * itemsize != place.length:
-        raise CorruptError(f"storage {key!r} has {numel} elements, its tensors expect {place.length // itemsize}")
+        raise CorruptError(
+            f"storage {key!r} has {numel} elements, its tensors expect {place.length // itemsize}"
+        )
 
 
 def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """The tensors whose storages lie between two counts of elements that are right, the last up to the end of the file.
+    """The tensors whose storages lie between two counts of elements that are right, the last up to
+    the end of the file.
 
-    Nothing has a checksum. A wrong count tells that bytes before it may be missing or shifted; with `unverified`, a
-    storage needs no more than its own count. Raises CorruptError where one of the pickles is cut: the storages come
-    after them.
+    Nothing has a checksum. A wrong count tells that bytes before it may be missing or shifted; with
+    `unverified`, a storage needs no more than its own count. Raises CorruptError where one of the
+    pickles is cut: the storages come after them.
     """
     if probe.is_folder or not matches(probe):
         return None
-    from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, salvaged, zeros_from  # reading does not pay for it
+    from ckptkit.formats.common.recovering import (  # reading does not pay for it
+        AGAIN,
+        UNVERIFIED,
+        salvaged,
+        zeros_from,
+    )
 
     reasons: dict[str, str] = {}
     try:
         checkpoint = parse(probe.source, reasons)
     except CkptkitError as error:
-        raise CorruptError(f"the pickles before its tensors are not whole: {error.message}", hint=AGAIN) from error
+        raise CorruptError(
+            f"the pickles before its tensors are not whole: {error.message}", hint=AGAIN
+        ) from error
     if unverified:
         return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
     zeros = zeros_from(probe.source)
@@ -203,10 +222,16 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str |
         return reasons.get(record.key, "it is not there")
     end = place.offset + place.length
     if place.length and end > zeros:
-        return f"the file ends in {place.source.size - zeros:,} zeros: it was not written to its end"
+        return (
+            f"the file ends in {place.source.size - zeros:,} zeros: it was not written to its end"
+        )
     following = record.following.get(record.key)
     if following is None:
-        return None if end == place.source.size else f"{place.source.size - end:,} bytes too many follow it"
+        return (
+            None
+            if end == place.source.size
+            else f"{place.source.size - end:,} bytes too many follow it"
+        )
     if following in reasons:
         return f"it may be shifted: the storage behind it is not where it should be ({reasons[following]})"
     return None

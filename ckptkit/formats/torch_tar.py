@@ -1,4 +1,5 @@
-"""torch.save of torch 0.1.1 and before: a tar file of four records (torch/serialization.py, `legacy_load`).
+"""torch.save of torch 0.1.1 and before: a tar file of four records (torch/serialization.py,
+`legacy_load`).
 
     sys_info   pickle: {'protocol_version': 1000, 'little_endian', 'type_sizes'}
     pickle     pickle: the object; persistent ids are keys of tensors and storages, as text or integers, and
@@ -8,8 +9,9 @@
     storages   pickle: how many; for each a pickle: (key, location, class), then int64 elements, their bytes;
                pickle: [(key of the view, key of its root, offset in elements, elements), ...]
 
-All is little-endian, nothing is aligned, nothing has a checksum. Keys are addresses. An empty tensor has the storage
-None. torch 2.13 still reads such files, though not with `weights_only`: it unpacks them into a folder first.
+All is little-endian, nothing is aligned, nothing has a checksum. Keys are addresses. An empty
+tensor has the storage None. torch 2.13 still reads such files, though not with `weights_only`: it
+unpacks them into a folder first.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from ckptkit.containers.tar import Member, first_name, is_tar, read_members
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, PathError, TensorError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    PathError,
+    TensorError,
+    UnsupportedError,
+)
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import shown
@@ -51,7 +60,9 @@ def read(probe: Probe) -> Checkpoint:
     source = probe.source
     if first_name(source) not in map(str.encode, RECORDS):
         raise UnsupportedError("is a tar archive", hint="unpack it first: tar -xf")
-    streams = {name: _Stream(source, member) for name, member in _records(read_members(source)).items()}
+    streams = {
+        name: _Stream(source, member) for name, member in _records(read_members(source)).items()
+    }
     system = streams["sys_info"].pickle() if "sys_info" in streams else None
     table = _Table()
     table.read_storages(streams["storages"])
@@ -73,7 +84,9 @@ def _records(members: dict[str, Member]) -> dict[str, Member]:
             raise CorruptError(f"the tar file has no record {name!r}")
     for name, member in members.items():
         if name not in RECORDS:
-            raise AmbiguousError(f"the tar file has a member {shown(name)} that torch does not write")
+            raise AmbiguousError(
+                f"the tar file has a member {shown(name)} that torch does not write"
+            )
         if member.kind != "file":
             raise PathError(f"the record {name!r} is a {member.kind}")
     return members
@@ -90,14 +103,18 @@ class _Stream:
         self.globals: dict[Global, None] = {}
 
     def pickle(self, table: _Table | None = None) -> Unpickled:
-        found = unpickle(self.source, self.at, self.end, persistent_load=table.load if table else None)
+        found = unpickle(
+            self.source, self.at, self.end, persistent_load=table.load if table else None
+        )
         self.at = found.stop
         self.globals.update(dict.fromkeys(found.globals))
         return found
 
     def bytes(self, length: int) -> Range:
         if length > self.end - self.at:
-            raise CorruptError(f"the record {self.name!r} ends {length - self.end + self.at:,} bytes too early")
+            raise CorruptError(
+                f"the record {self.name!r} ends {length - self.end + self.at:,} bytes too early"
+            )
         self.at += length
         return Range(self.source, self.at - length, length)
 
@@ -111,7 +128,9 @@ class _Stream:
         if type(count) is not int or count < 0:
             raise FormatError(f"the record {self.name!r} does not say how many entries it has")
         if count > self.end - self.at:
-            raise CorruptError(f"the record {self.name!r} is shorter than the number of its entries")
+            raise CorruptError(
+                f"the record {self.name!r} is shorter than the number of its entries"
+            )
         return count
 
     def entries(self) -> Iterator[tuple[Node, Node, Node]]:
@@ -119,16 +138,21 @@ class _Stream:
         for _ in range(self.count()):
             entry = self.pickle().root
             if not isinstance(entry, tuple) or len(entry) != 3:
-                raise FormatError(f"an entry of the record {self.name!r} is described by something other than a triple")
+                raise FormatError(
+                    f"an entry of the record {self.name!r} is described by something other than a triple"
+                )
             yield entry
 
     def finish(self) -> None:
         if self.at != self.end:
-            raise AmbiguousError(f"{self.end - self.at:,} bytes of the record {self.name!r} belong to nothing")
+            raise AmbiguousError(
+                f"{self.end - self.at:,} bytes of the record {self.name!r} belong to nothing"
+            )
 
 
 class _Table:
-    """What the pickle refers to, by key. Integers of the file are looked up as text: it cannot choose their hashes."""
+    """What the pickle refers to, by key. Integers of the file are looked up as text: it cannot
+    choose their hashes."""
 
     def __init__(self) -> None:
         self.storages: dict[str, TypedStorage] = {}
@@ -156,12 +180,21 @@ class _Table:
             self._view(view)
 
     def _view(self, view: Node) -> None:
-        if not isinstance(view, tuple) or len(view) != 4 or type(view[2]) is not int or type(view[3]) is not int:
-            raise FormatError("a view of a storage is described by something other than (key, root, offset, size)")
+        if (
+            not isinstance(view, tuple)
+            or len(view) != 4
+            or type(view[2]) is not int
+            or type(view[3]) is not int
+        ):
+            raise FormatError(
+                "a view of a storage is described by something other than (key, root, offset, size)"
+            )
         key, root_key, offset, size = view
         root = self._storage(root_key)
         if not 0 <= offset <= offset + size <= root.elements:
-            raise TensorError(f"a view of {size} elements from {offset} of a storage of {root.elements}")
+            raise TensorError(
+                f"a view of {size} elements from {offset} of a storage of {root.elements}"
+            )
         start = root.start + offset
         self.storages[self._new(key)] = TypedStorage(root.storage, root.dtype, start, start + size)
 
@@ -184,13 +217,19 @@ class _Table:
         key = _key(pid)
         found = self.tensors.get(key) or self.storages.get(key)
         if found is None:
-            raise CorruptError(f"the pickle refers to {key}, which is neither a tensor nor a storage of the file")
+            raise CorruptError(
+                f"the pickle refers to {key}, which is neither a tensor nor a storage of the file"
+            )
         self.used.add(key)
         return found
 
     def warnings(self) -> tuple[str, ...]:
         unused = self.tensors.keys() - self.used
-        said = (f"nothing refers to {len(unused):,} of its tensors, which are not carried over",) if unused else ()
+        said = (
+            (f"nothing refers to {len(unused):,} of its tensors, which are not carried over",)
+            if unused
+            else ()
+        )
         return (*self.sources.warnings, *said)
 
     def _storage(self, node: Node) -> TypedStorage:
@@ -209,7 +248,12 @@ class _Table:
 def _key(node: Node) -> str:
     """A key as decimal text."""
     text = str(node) if type(node) is int else node
-    if not isinstance(text, str) or not text.isascii() or not text.removeprefix("-").isdigit() or text != text.strip():
+    if (
+        not isinstance(text, str)
+        or not text.isascii()
+        or not text.removeprefix("-").isdigit()
+        or text != text.strip()
+    ):
         raise FormatError("a tensor or storage is named by something other than a number")
     return text
 
@@ -222,7 +266,8 @@ def _nothing(made: Node) -> TypedStorage:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """The records, in two of which pickles and numbers alternate, and whatever else is in the file."""
+    """The records, in two of which pickles and numbers alternate, and whatever else is in the
+    file."""
     if not matches(probe):
         return None
     return _pickles(probe.source, read_members(probe.source, here=True))

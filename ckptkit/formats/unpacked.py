@@ -2,8 +2,8 @@
 
     <folder>/data.pkl, data/<key>, version, byteorder       as in :mod:`zip_archive`, without checksums
 
-Programs put their weights under version control so, and archives that were unpacked by hand are left so. The folder is
-named, or its data.pkl. TorchScript (constants.pkl) needs its archive.
+Programs put their weights under version control so, and archives that were unpacked by hand are
+left so. The folder is named, or its data.pkl. TorchScript (constants.pkl) needs its archive.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class _Records:
         if _DATA in inside:
             data = folder.sub(_DATA)
             opened |= {f"{_DATA}/{name}": data.open(name) for name in data.list()}
-        self.entries = {f"{_TOP}/{name}": _File(source, source.size) for name, source in opened.items()}
+        self.entries = {
+            f"{_TOP}/{name}": _File(source, source.size) for name, source in opened.items()
+        }
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -83,4 +85,6 @@ def read(probe: Probe) -> Checkpoint:
     warnings = archive.check()
     tree = archive.unpickle(_DATA)
     warnings += archive.unused(KNOWN)
-    return Checkpoint(tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, (*tree.warnings, *warnings))
+    return Checkpoint(
+        tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, (*tree.warnings, *warnings)
+    )

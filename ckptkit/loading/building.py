@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 
 def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
-    """The model that the user's own code makes: ``package.module:Class`` or ``path/to/file.py:Class``.
+    """The model that the user's own code makes: ``package.module:Class`` or
+    ``path/to/file.py:Class``.
 
-    The code is imported and run. The model is built on the meta device, which needs no memory for its weights, or on
-    the CPU where its constructor cannot do that. Raises ModelError.
+    The code is imported and run. The model is built on the meta device, which needs no memory for
+    its weights, or on the CPU where its constructor cannot do that. Raises ModelError.
     """
     import torch
 
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise ModelError(f"{spec!r} names no model", hint="write package.module:Class or path/to/file.py:Class")
+        raise ModelError(
+            f"{spec!r} names no model", hint="write package.module:Class or path/to/file.py:Class"
+        )
     with _importable(os.path.dirname(os.path.abspath(place)) if _is_file(place) else os.getcwd()):
         make = _member(_module(place), name, place)
         _check_arguments(make, name, args or {})
@@ -50,7 +53,9 @@ def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -
     try:
         return make(**args)
     except Exception as error:
-        raise ModelError(f"{name} cannot be built: {_said(error)}", hint=_signature(make)) from error
+        raise ModelError(
+            f"{name} cannot be built: {_said(error)}", hint=_signature(make)
+        ) from error
 
 
 def _is_file(place: str) -> bool:
@@ -93,7 +98,8 @@ def _member(module: ModuleType, name: str, place: str) -> Callable[..., object]:
     if not callable(found):
         known = [key for key, value in vars(module).items() if _is_model_class(value)]
         raise ModelError(
-            f"{place} has no class {name!r}", hint=f"its models are: {', '.join(known[:12])}" if known else None
+            f"{place} has no class {name!r}",
+            hint=f"its models are: {', '.join(known[:12])}" if known else None,
         )
     return found
 
@@ -137,7 +143,8 @@ def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def model_ties(module: nn.Module) -> list[list[str]]:
-    """Names in the module's state_dict that stand for one parameter or buffer, where there are several."""
+    """Names in the module's state_dict that stand for one parameter or buffer, where there are
+    several."""
     names: dict[int, list[str]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
@@ -145,7 +152,8 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 
 
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Those of the names (module, name) of torch's own that the torch of this machine does not have.
+    """Those of the names (module, name) of torch's own that the torch of this machine does not
+    have.
 
     Nothing is imported but torch, and nothing is called: modules that it did not load count as
     not known, and all of them where torch is not installed.
@@ -153,7 +161,9 @@ def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
     if torch_or_none() is None:
         return []
     loaded = ((module, name, sys.modules.get(module)) for module, name in names)
-    return [f"{module}.{name}" for module, name, found in loaded if found and name not in vars(found)]
+    return [
+        f"{module}.{name}" for module, name, found in loaded if found and name not in vars(found)
+    ]
 
 
 def environment() -> dict[str, object]:

@@ -37,8 +37,8 @@ GROUP = 1 << 30  # bytes in memory at once, beside the model
 class LoadReport:
     """What `load_into` did: names are those of the model, those in `unexpected` of the file.
 
-    ``stripped`` and ``added`` are the prefixes by which the names of the file had to be changed. ``mismatched`` maps a
-    name to its shape in the file and in the model.
+    ``stripped`` and ``added`` are the prefixes by which the names of the file had to be changed.
+    ``mismatched`` maps a name to its shape in the file and in the model.
     """
 
     loaded: tuple[str, ...]
@@ -54,8 +54,12 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        changes = [f"stripped {self.stripped!r}"] * bool(self.stripped) + [f"added {self.added!r}"] * bool(self.added)
-        return "\n".join(["; ".join([f"loaded {len(self.loaded):,} entries", *changes]), *self.faults()])
+        changes = [f"stripped {self.stripped!r}"] * bool(self.stripped) + [
+            f"added {self.added!r}"
+        ] * bool(self.added)
+        return "\n".join(
+            ["; ".join([f"loaded {len(self.loaded):,} entries", *changes]), *self.faults()]
+        )
 
     def faults(self) -> Iterator[str]:
         """A line for each way in which file and model differ."""
@@ -71,7 +75,8 @@ class LoadReport:
 def load_into(
     model: nn.Module, source: PathLike | Checkpoint, *, strict: bool = True, key: str | None = None
 ) -> LoadReport:
-    """Copy the weights of a file, folder or Checkpoint into `model`, on the devices and in the dtypes that it has.
+    """Copy the weights of a file, folder or Checkpoint into `model`, on the devices and in the
+    dtypes that it has.
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
     takes for most names to meet; of tied weights of the model one name is enough; what hooks of
@@ -83,8 +88,12 @@ def load_into(
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
     theirs = {name: _shape(value) for name, value in own.items()}
-    if any(theirs[name] is not None and getattr(value, "is_meta", False) for name, value in own.items()):
-        raise ModelError("the model is on the meta device", hint="model.to_empty(device='cpu') gives it memory")
+    if any(
+        theirs[name] is not None and getattr(value, "is_meta", False) for name, value in own.items()
+    ):
+        raise ModelError(
+            "the model is on the meta device", hint="model.to_empty(device='cpu') gives it memory"
+        )
     before = dict(entries(ck.required))
     way = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
     changed = _changed(ck, way, theirs)
@@ -147,7 +156,9 @@ def _shell(model: nn.Module) -> nn.Module:
     return deepcopy(model, memo)
 
 
-def _as_torch_counts(report: LoadReport, answer: _Answer, unchanged: Mapping[str, str]) -> LoadReport:
+def _as_torch_counts(
+    report: LoadReport, answer: _Answer, unchanged: Mapping[str, str]
+) -> LoadReport:
     return replace(
         report,
         loaded=(*report.loaded, *(n for n in report.missing if n not in answer.missing)),
@@ -157,7 +168,8 @@ def _as_torch_counts(report: LoadReport, answer: _Answer, unchanged: Mapping[str
 
 
 def _twins(own: Mapping[str, Any], found: Mapping[str, Node]) -> set[str]:
-    """The names of the model that the file lacks and whose memory another one fills: tied weights."""
+    """The names of the model that the file lacks and whose memory another one fills: tied
+    weights."""
     places = {name: place for name, value in own.items() if (place := _place(value)) is not None}
     filled = {places[name] for name in places.keys() & found.keys()}
     return {name for name, place in places.items() if name not in found and place in filled}
@@ -200,20 +212,27 @@ def _report(
     versions: Mapping[str, Any],
     way: Way,
 ) -> LoadReport:
-    shapes = {name: (_shape(as_tensor(node)), theirs[name]) for name, node in found.items() if name in theirs}
+    shapes = {
+        name: (_shape(as_tensor(node)), theirs[name])
+        for name, node in found.items()
+        if name in theirs
+    }
     mismatched = {name: pair for name, pair in shapes.items() if not fits(*pair)}
     return LoadReport(
         loaded=tuple(name for name in shapes if name not in mismatched),
         stripped=way.strip,
         added=way.add,
-        missing=tuple(name for name in theirs if name not in found and not is_implied(name, versions)),
+        missing=tuple(
+            name for name in theirs if name not in found and not is_implied(name, versions)
+        ),
         unexpected=tuple(unchanged[name] for name in found if name not in theirs),
         mismatched=mismatched,
     )
 
 
 def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
-    """Batch norm counts its batches since version 2; torch itself makes up the counter of older ones."""
+    """Batch norm counts its batches since version 2; torch itself makes up the counter of older
+    ones."""
     module, _, parameter = name.rpartition(".")
     known = versions.get(module)
     version = known.get("version") if isinstance(known, dict) else None
@@ -243,7 +262,8 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
 
 
 def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
-    """Names in order, cut where `GROUP` bytes are reached; those of one module stay together: it may need them all."""
+    """Names in order, cut where `GROUP` bytes are reached; those of one module stay together: it
+    may need them all."""
     group: list[str] = []
     size, module = 0, ""
     for name, node in nodes.items():
@@ -267,7 +287,9 @@ def _alone(node: Node) -> Node:
         or node.dtype.bits % 8
     ):
         return node
-    return Tensor(Storage(compute.contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape))
+    return Tensor(
+        Storage(compute.contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape)
+    )
 
 
 _SPEC = re.compile(r"(?:[^\W\d][\w.]*|.*\.py):[^\W\d][\w.]*")
@@ -284,9 +306,9 @@ def diff(
 ) -> reports.Diff:
     """How a checkpoint differs from another one, or from what a model expects.
 
-    `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class`` or
-    ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also compare the elements of
-    two checkpoints (:func:`ckptkit.analysis.diff.compare`).
+    `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
+    or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also
+    compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`).
     """
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
@@ -294,7 +316,9 @@ def diff(
         other = building.model_from(other)
     if isinstance(other, (str, os.PathLike, Checkpoint)):
         ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
-        return reports.compare(ours.weights, theirs.weights, values=values, atol=atol, rtol=rtol, name=name)
+        return reports.compare(
+            ours.weights, theirs.weights, values=values, atol=atol, rtol=rtol, name=name
+        )
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
     return reports.against(ck.weights, building.model_shapes(other), name=name)

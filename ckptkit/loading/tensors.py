@@ -1,4 +1,5 @@
-"""Torch's own tensors of a checkpoint's: one torch storage for each Storage, one tensor for each Tensor."""
+"""Torch's own tensors of a checkpoint's: one torch storage for each Storage, one tensor for each
+Tensor."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ else:
 
 
 class Tensors:
-    """Makes the tensors of one checkpoint, each once, so that what shared memory shares memory again.
+    """Makes the tensors of one checkpoint, each once, so that what shared memory shares memory
+    again.
 
-    `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to devices, or a
-    function of a storage on the CPU and its tag. A device that is not there raises DeviceError.
+    `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
+    devices, or a function of a storage on the CPU and its tag. A device that is not there raises
+    DeviceError.
     """
 
     def __init__(self, map_location: MapLocation = None) -> None:
@@ -41,7 +44,8 @@ class Tensors:
         self._keep: list[object] = []  # ids in the two above stay taken
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
-        """The bytes of a storage, where `map_location` wants them. `dtype` is that of the tensors on it."""
+        """The bytes of a storage, where `map_location` wants them. `dtype` is that of the tensors
+        on it."""
         if id(storage) not in self._storages:
             self._keep.append(storage)
             self._storages[id(storage)] = self._load(storage, dtype.component if dtype else 1)
@@ -60,12 +64,21 @@ class Tensors:
         return given._untyped_storage if isinstance(given, torch.storage.TypedStorage) else given
 
     def device(self, tag: str) -> torch.device:
-        """Where torch puts what is tagged `tag`: torch is asked, with a storage of no bytes, once for each device."""
+        """Where torch puts what is tagged `tag`: torch is asked, with a storage of no bytes, once
+        for each device."""
 
         where = self._map_location
         if callable(where):
-            raise UnsupportedError("a function as map_location says nothing about tensors that have no storage")
-        location = tag if where is None else where.get(tag, tag) if isinstance(where, Mapping) else str(where)
+            raise UnsupportedError(
+                "a function as map_location says nothing about tensors that have no storage"
+            )
+        location = (
+            tag
+            if where is None
+            else where.get(tag, tag)
+            if isinstance(where, Mapping)
+            else str(where)
+        )
         if location not in self._devices:
             self._devices[location] = _restored(_empty(), location).device
         return self._devices[location]
@@ -78,7 +91,9 @@ class Tensors:
         """
         if id(node) not in self._tensors:
             self._keep.append(node)
-            self._tensors[id(node)] = self._strided(node) if isinstance(node, Tensor) else self._called(node)
+            self._tensors[id(node)] = (
+                self._strided(node) if isinstance(node, Tensor) else self._called(node)
+            )
         return self._tensors[id(node)]
 
     def _strided(self, tensor: Tensor) -> torch.Tensor:
@@ -88,7 +103,11 @@ class Tensors:
             return compute.rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
         dtype = compute.torch_dtype(tensor.dtype)
         made = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
-        return _parameter(made, tensor) if tensor.kind == "parameter" else made.requires_grad_(tensor.requires_grad)
+        return (
+            _parameter(made, tensor)
+            if tensor.kind == "parameter"
+            else made.requires_grad_(tensor.requires_grad)
+        )
 
     def _called(self, node: Object) -> torch.Tensor:
         name = node.global_.name if node.global_ and node.global_.module in _MODULES else ""
@@ -98,9 +117,18 @@ class Tensors:
                 return make(self, node)
             if node.tensor is not None and node.tensor.layout == "strided":
                 return self._strided(node.tensor)
-        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            LookupError,
+            OverflowError,
+        ) as error:
             why = str(error).strip().split("\n")[0]
-            raise TensorError(f"the tensor that {node.global_} makes does not hold together: {why}") from error
+            raise TensorError(
+                f"the tensor that {node.global_} makes does not hold together: {why}"
+            ) from error
         raise UnsupportedError(
             f"a tensor that {node.global_ or 'its own class'} makes cannot be made without its class",
             hint="ckptkit.load(..., whole=True) gives the tree with such values left as they are",
@@ -118,7 +146,9 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     import torch
 
     try:
-        moved: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)  # type: ignore[no-untyped-call]
+        moved: torch.UntypedStorage = torch.serialization.default_restore_location(
+            storage, location
+        )  # type: ignore[no-untyped-call]
         return moved
     except (RuntimeError, AssertionError) as error:
         why = str(error).strip().split("\n")[0]
@@ -133,7 +163,8 @@ def _parameter(made: torch.Tensor, like: Tensor) -> torch.Tensor:
     return torch.nn.Parameter(made, like.requires_grad)
 
 
-# What the calls of torch/_utils.py do, each with the arguments of a node that the reader has checked
+# What the calls of torch/_utils.py do, each with the arguments of a node that the reader has
+# checked
 
 
 def _parameter_call(tensors: Tensors, node: Object) -> torch.Tensor:
@@ -164,12 +195,15 @@ def _from_type(tensors: Tensors, node: Object) -> torch.Tensor:
 def _on_device(tensors: Tensors, node: Object) -> torch.Tensor:
     """(data, dtype, device, requires_grad)"""
     data, dtype, device, grad = node.args
-    made = tensors.tensor(data).to(device=tensors.device(device), dtype=compute.torch_dtype(BY_NAME[dtype.name]))
+    made = tensors.tensor(data).to(
+        device=tensors.device(device), dtype=compute.torch_dtype(BY_NAME[dtype.name])
+    )
     return made.requires_grad_(bool(grad))
 
 
 def _sparse(tensors: Tensors, node: Object) -> torch.Tensor:
-    """(layout, data): COO (indices, values, size[, is_coalesced]); others (compressed, plain, values, size)"""
+    """(layout, data): COO (indices, values, size[, is_coalesced]); others (compressed, plain,
+    values, size)"""
     import torch
 
     assert node.tensor is not None
@@ -177,15 +211,20 @@ def _sparse(tensors: Tensors, node: Object) -> torch.Tensor:
     if layout == "sparse_coo":
         coalesced = bool(data[3]) if len(data) > 3 and data[3] is not None else None
         indices, values = map(tensors.tensor, data[:2])
-        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=coalesced)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=True, is_coalesced=coalesced
+        )
     compressed, plain, values = map(tensors.tensor, data[:3])
     kind = {"sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc,
             "sparse_bsr": torch.sparse_bsr, "sparse_bsc": torch.sparse_bsc}[layout]  # fmt: skip
-    return torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=kind, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=kind, check_invariants=True
+    )
 
 
 def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
-    """(storage, offset, size, stride, (scheme, scale, zero_point) or (scheme, scales, zero_points, axis), ..)"""
+    """(storage, offset, size, stride, (scheme, scale, zero_point) or (scheme, scales, zero_points,
+    axis), ..)"""
     import torch
 
     like, scheme = node.tensor, node.args[4]
@@ -197,10 +236,19 @@ def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
             (0,), scale=scheme[1], zero_point=scheme[2], dtype=dtype, device=memory.device
         )
     else:
-        wide = {"per_channel_affine": (torch.double, torch.long)}.get(scheme[0].name, (torch.float, torch.float))
-        scales, zeros = (_numbers(tensors, part, kind) for part, kind in zip(scheme[1:3], wide, strict=True))
-        if not 0 <= scheme[3] < len(like.shape) or not len(scales) == len(zeros) == like.shape[scheme[3]]:
-            raise TensorError(f"quantized per channel of axis {scheme[3]}, which does not fit shape {like.shape}")
+        wide = {"per_channel_affine": (torch.double, torch.long)}.get(
+            scheme[0].name, (torch.float, torch.float)
+        )
+        scales, zeros = (
+            _numbers(tensors, part, kind) for part, kind in zip(scheme[1:3], wide, strict=True)
+        )
+        if (
+            not 0 <= scheme[3] < len(like.shape)
+            or not len(scales) == len(zeros) == like.shape[scheme[3]]
+        ):
+            raise TensorError(
+                f"quantized per channel of axis {scheme[3]}, which does not fit shape {like.shape}"
+            )
         made = torch._empty_per_channel_affine_quantized(
             like.shape, scales=scales, zero_points=zeros, axis=scheme[3], dtype=dtype, device=memory.device
         )  # fmt: skip
@@ -221,10 +269,17 @@ def _nested(tensors: Tensors, node: Object) -> torch.Tensor:
     buffer, sizes, strides, offsets = map(tensors.tensor, node.args)
     whole = as_tensor(node.args[0])
     assert whole is not None
-    for shape, stride, offset in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+    for shape, stride, offset in zip(
+        sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True
+    ):
         check_geometry(None, whole.dtype, tuple(shape), tuple(stride), offset)
-        if 0 not in shape and offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) >= whole.numel:
-            raise TensorError(f"a nested tensor of {shape} at {offset} lies outside its buffer of {whole.numel:,}")
+        if (
+            0 not in shape
+            and offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) >= whole.numel
+        ):
+            raise TensorError(
+                f"a nested tensor of {shape} at {offset} lies outside its buffer of {whole.numel:,}"
+            )
     made: torch.Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
     return made
 

@@ -12,7 +12,17 @@ from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, join
+from ckptkit.core.tree import (
+    Blob,
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedDict,
+    Pairs,
+    SetNode,
+    join,
+)
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.loading.tensors import MapLocation, Tensors, attributes, dtype_of, typed_storage
 from ckptkit.transforms import module_versions
@@ -21,14 +31,20 @@ PathLike = str | os.PathLike[str]
 
 
 def load(
-    path: PathLike | Checkpoint, key: str | None = None, map_location: MapLocation = None, *, whole: bool = False
+    path: PathLike | Checkpoint,
+    key: str | None = None,
+    map_location: MapLocation = None,
+    *,
+    whole: bool = False,
 ) -> Any:
-    """The weights in a file, folder or Checkpoint: name -> torch tensor, as ``torch.load`` would give that part of it.
+    """The weights in a file, folder or Checkpoint: name -> torch tensor, as ``torch.load`` would
+    give that part of it.
 
-    `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors that shared memory
-    share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree is given: plain values as what they
-    are, and what only its own class could make left as a :class:`ckptkit.core.tree.Object`. Raises UsageError
-    where there are no weights, DeviceError for a device that is not there.
+    `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors
+    that shared memory share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree
+    is given: plain values as what they are, and what only its own class could make left as a
+    :class:`ckptkit.core.tree.Object`. Raises UsageError where there are no weights, DeviceError for
+    a device that is not there.
     """
     ck = open_checkpoint(path, key=key)
     values = Values(Tensors(map_location))
@@ -39,16 +55,20 @@ def load(
 
 
 def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
-    """Names and nodes of a state_dict: its tensors, and the other values that belong to it (``_extra_state``...).
+    """Names and nodes of a state_dict: its tensors, and the other values that belong to it
+    (``_extra_state``...).
 
-    A mapping with ``_metadata`` is a state_dict and belongs to it as a whole; any other may be a wrapper.
+    A mapping with ``_metadata`` is a state_dict and belongs to it as a whole; any other may be a
+    wrapper.
     """
     if weights.is_module:
         yield from weights.nodes.items()
         return
     complete = module_versions.of(weights.node) is not None
     for name, node in weights.node.items():
-        if isinstance(name, str) and (complete or name in weights.nodes or name.endswith("_extra_state")):
+        if isinstance(name, str) and (
+            complete or name in weights.nodes or name.endswith("_extra_state")
+        ):
             yield name, node
 
 
@@ -72,7 +92,8 @@ class Values:
             self._fill(old, new)
 
     def state_dict(self, weights: Weights) -> dict[str, Any]:
-        """Name -> tensor. Those of a pickled module are detached, as its ``state_dict()`` would give them."""
+        """Name -> tensor. Those of a pickled module are detached, as its ``state_dict()`` would
+        give them."""
         ordered = isinstance(weights.node, OrderedDict) or weights.is_module
         found: dict[str, Any] = collections.OrderedDict() if ordered else {}
         for name, node in entries(weights):
@@ -97,7 +118,9 @@ class Values:
         if isinstance(node, tuple) or (isinstance(node, SetNode) and node.frozen):
             return self._frozen(node)
         self._keep.append(node)
-        self._made[id(node)] = made = self._leaf(node) if isinstance(node, _LEAVES) else self._shell(node)
+        self._made[id(node)] = made = (
+            self._leaf(node) if isinstance(node, _LEAVES) else self._shell(node)
+        )
         return made
 
     def _leaf(self, node: Node) -> Any:
@@ -119,7 +142,8 @@ class Values:
         return made
 
     def _object(self, node: Object) -> Any:
-        """What an Object would be, if that is a tensor or a plain value; else an Object of what it holds."""
+        """What an Object would be, if that is a tensor or a plain value; else an Object of what it
+        holds."""
         if node.tensor is not None and node.tensor.layout != "subclass":
             return self._tensor(node, node.tensor)
         if node.value is not None:
@@ -140,12 +164,17 @@ class Values:
         return made
 
     def _frozen(self, root: Node) -> Any:
-        """Tuples and frozen sets, the inner ones first; anything else in them has a value or a shell at once."""
+        """Tuples and frozen sets, the inner ones first; anything else in them has a value or a
+        shell at once."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
             parts = node if isinstance(node, tuple) else node.items
-            missing = [] if id(node) in self._made else [part for part in parts if self._is_waited_for(part)]
+            missing = (
+                []
+                if id(node) in self._made
+                else [part for part in parts if self._is_waited_for(part)]
+            )
             if missing:
                 waiting.extend(missing)
                 continue
@@ -153,7 +182,9 @@ class Values:
             if id(node) not in self._made:
                 values = [self._value(part) for part in parts]
                 self._keep.append(node)
-                self._made[id(node)] = tuple(values) if isinstance(node, tuple) else frozenset(_hashable(values))
+                self._made[id(node)] = (
+                    tuple(values) if isinstance(node, tuple) else frozenset(_hashable(values))
+                )
         return self._made[id(root)]
 
     def _is_waited_for(self, part: Node) -> bool:
@@ -176,7 +207,8 @@ class Values:
             new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
 
     def _put(self, new: dict[Any, Any], key: Node, value: Any) -> None:
-        """A key that would be another one's equal, or could not be a key, stays the node that it is."""
+        """A key that would be another one's equal, or could not be a key, stays the node that it
+        is."""
         made = self._value(key)
         try:
             new[key if made in new else made] = value
@@ -184,7 +216,8 @@ class Values:
             new[key] = value
 
     def _attributes(self, old: OrderedDict, new: Any) -> None:
-        """``_metadata``, the one attribute that torch sets; others are whatever a file wants them to be."""
+        """``_metadata``, the one attribute that torch sets; others are whatever a file wants them
+        to be."""
         if isinstance(old.state, dict) and "_metadata" in old.state:
             new._metadata = self._value(old.state["_metadata"])
 
@@ -221,7 +254,9 @@ def _hashable(values: Iterable[Any]) -> Iterator[Any]:
         try:
             hash(value)
         except TypeError as error:
-            raise FormatError(f"a set holds a {type(value).__name__}, which cannot be in one") from error
+            raise FormatError(
+                f"a set holds a {type(value).__name__}, which cannot be in one"
+            ) from error
         yield value
 
 
@@ -247,7 +282,9 @@ def _device(node: Object) -> Any:
 
 
 def _counter(node: Object) -> Any:
-    plain = not node.steps and (not node.args or (len(node.args) == 1 and isinstance(node.args[0], dict)))
+    plain = not node.steps and (
+        not node.args or (len(node.args) == 1 and isinstance(node.args[0], dict))
+    )
     return collections.Counter() if plain else None
 
 
@@ -256,7 +293,9 @@ _FACTORIES = {each.__name__: each for each in (list, dict, set, int, float, str)
 
 def _defaultdict(node: Object) -> Any:
     factory = node.args[0] if len(node.args) == 1 else None
-    if any(step != "set" for step, _ in node.steps) or not (factory is None or isinstance(factory, Global)):
+    if any(step != "set" for step, _ in node.steps) or not (
+        factory is None or isinstance(factory, Global)
+    ):
         return None
     if factory is None:
         return collections.defaultdict(None)

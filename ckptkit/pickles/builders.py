@@ -1,7 +1,8 @@
 """What a BUILD makes of an object: numpy arrays, and the tensors and variables of torch 0.1 to 0.3.
 
-Those were made by their class and told by their state what they are (torch/_tensor.py, `Tensor.__setstate__`, which
-reads them to this day). One that has nothing else to it ends as a plain Tensor.
+Those were made by their class and told by their state what they are (torch/_tensor.py,
+`Tensor.__setstate__`, which reads them to this day). One that has nothing else to it ends as a
+plain Tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def _built_array(target: Object, state: State) -> bool:
 
 
 def _built_tensor(target: Object, state: State) -> bool:
-    """Tensors of torch 0.1: ``torch.FloatTensor`` made by class, state (storage, offset, size, stride)."""
+    """Tensors of torch 0.1: ``torch.FloatTensor`` made by class, state (storage, offset, size,
+    stride)."""
     if len(state) != 4 or not isinstance(state[0], TypedStorage):
         return False
     check_class(target.callable, state[0].dtype)
@@ -37,8 +39,9 @@ def _built_tensor(target: Object, state: State) -> bool:
 
 
 def _built_variable(target: Object, state: State) -> bool:
-    """Variables and parameters of torch 0.1 to 0.3: Parameter(data), state (requires_grad, volatile, hooks); before
-    that no argument, state (data, grad, hooks, requires_grad, volatile)."""
+    """Variables and parameters of torch 0.1 to 0.3: Parameter(data), state (requires_grad,
+    volatile, hooks); before that no argument, state (data, grad, hooks, requires_grad,
+    volatile)."""
     if len(state) == 5:
         data, _, hooks, grad, _ = state
     elif len(state) == 3 and isinstance(target.args, tuple) and target.args:
@@ -53,12 +56,17 @@ def _built_variable(target: Object, state: State) -> bool:
 
 
 def _is_made_by_class(node: Node) -> bool:
-    name = (node.callable.module, node.callable.name) if isinstance(node, Object) and node.global_ else ("", "")
+    name = (
+        (node.callable.module, node.callable.name)
+        if isinstance(node, Object) and node.global_
+        else ("", "")
+    )
     return _BUILDERS.get(name) is _built_tensor and as_tensor(node) is not None
 
 
 def check_class(made: Node, dtype: DType | None) -> None:
-    """Raise FormatError unless `made` is the tensor class of the element type, of whichever device."""
+    """Raise FormatError unless `made` is the tensor class of the element type, of whichever
+    device."""
     expected = "" if dtype is None else (dtype.storage or "").replace("Storage", "Tensor")
     if not isinstance(made, Global) or made.module not in _MODULES or made.name != expected:
         kind = made if isinstance(made, Global) else "something that is no class"

@@ -1,4 +1,5 @@
-"""Which values of a file may become keys of a dict: hashing one must be harmless, and so must hashing all of them."""
+"""Which values of a file may become keys of a dict: hashing one must be harmless, and so must
+hashing all of them."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ class KeyCheck:
         self._values = 0
 
     def hashable(self, key: Node) -> bool:
-        """Whether hashing is harmless: shallow, and with hashes that a file cannot choose in any number."""
+        """Whether hashing is harmless: shallow, and with hashes that a file cannot choose in any
+        number."""
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
-        if isinstance(key, (int, float, complex)) or (isinstance(key, tuple) and not _all_text(key)):
+        if isinstance(key, (int, float, complex)) or (
+            isinstance(key, tuple) and not _all_text(key)
+        ):
             self._odd += 1
             check("odd_keys", self._odd, "dict keys that are large integers, floats or tuples")
         level, depth = [key], 0

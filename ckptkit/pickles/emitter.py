@@ -1,11 +1,17 @@
-"""What a pickle writer emits at once: scalars, names, storages and tensors, and the memo that they share.
+"""What a pickle writer emits at once: scalars, names, storages and tensors, and the memo that they
+share.
 
 `ckptkit.pickles.writer` adds what holds other values.
 """
 
 from __future__ import annotations
 
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
+from _compat_pickle import (
+    IMPORT_MAPPING,
+    NAME_MAPPING,
+    REVERSE_IMPORT_MAPPING,
+    REVERSE_NAME_MAPPING,
+)
 from collections.abc import Callable
 from struct import Struct, pack
 
@@ -50,7 +56,9 @@ class Emitter:
         self.strings: dict[str, int] = {}
         self.keep: list[Node] = []  # ids in by_id stay taken
         self.shapes: dict[tuple[int, ...], bytes] = {}
-        self.frames: dict[tuple[str, Node, bool, bool, bool], tuple[bytes, bytes, bytes]] = {}  # see _frame
+        self.frames: dict[
+            tuple[str, Node, bool, bool, bool], tuple[bytes, bytes, bytes]
+        ] = {}  # see _frame
         self.refused: dict[str, int] = {}  # by weights_only: name -> times
         self.leaves: dict[type, Callable[[Node], object]] = {
             str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool, type(None): self._none,
@@ -61,7 +69,8 @@ class Emitter:
     # The memo
 
     def _put(self, node: Node = None) -> bytes:
-        """Opcodes that store the top of the stack in the next entry, for `node` to be found by identity."""
+        """Opcodes that store the top of the stack in the next entry, for `node` to be found by
+        identity."""
         index = self.count
         self.count = index + 1
         if node is not None:
@@ -168,11 +177,14 @@ class Emitter:
         return code + self._put(node)
 
     def _spelt(self, node: Global) -> tuple[str, str]:
-        """Module and name: those that Python 2 had, as protocol 2 wants them, if they are read as the same again."""
+        """Module and name: those that Python 2 had, as protocol 2 wants them, if they are read as
+        the same again."""
         name = node.module, node.name
         if self.protocol > 2:
             return name
-        spelt = REVERSE_NAME_MAPPING.get(name, (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name))
+        spelt = REVERSE_NAME_MAPPING.get(
+            name, (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name)
+        )
         if NAME_MAPPING.get(spelt, (IMPORT_MAPPING.get(spelt[0], spelt[0]), spelt[1])) != name:
             self.needed = 4
         return spelt
@@ -204,7 +216,11 @@ class Emitter:
         if index is not None:
             self.emit(get(index))
             return
-        code = self._parameter(tensor) if tensor.kind == "parameter" else self._built(tensor, tensor.requires_grad)
+        code = (
+            self._parameter(tensor)
+            if tensor.kind == "parameter"
+            else self._built(tensor, tensor.requires_grad)
+        )
         self.emit(code + self._put(tensor))
 
     def _parameter(self, tensor: Tensor) -> bytes:
@@ -214,7 +230,8 @@ class Emitter:
         return made + data + _flag(tensor.requires_grad) + self._global(ORDERED_DICT) + b")R\x87R"
 
     def _built(self, tensor: Tensor, grad: bool) -> bytes:
-        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[, metadata]), or v3."""
+        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[,
+        metadata]), or v3."""
         if tensor.layout != "strided":
             raise UnsupportedError(f"a {tensor.layout} tensor that does not say what it is made of")
         if tensor.storage is None:
@@ -227,7 +244,9 @@ class Emitter:
         if frame is None:
             before = self.count
             frame = self._frame(tensor, tag, made, location, grad)
-            if self.count == before:  # all names are stored by now, and spelt in the same way from here on
+            if (
+                self.count == before
+            ):  # all names are stored by now, and spelt in the same way from here on
                 self.frames[kind] = frame
         head, middle, tail = frame
         text = key.encode()
@@ -236,11 +255,19 @@ class Emitter:
             _integer(tensor.offset), self._shape(tensor.shape), self._shape(tensor.stride), tail,
         ))  # fmt: skip
 
-    def _frame(self, tensor: Tensor, tag: str, made: Global, location: str, grad: bool) -> tuple[bytes, bytes, bytes]:
-        """What the code of a tensor shares with all of its kind: before the key of its storage, between that and the
-        numbers, and after these."""
+    def _frame(
+        self, tensor: Tensor, tag: str, made: Global, location: str, grad: bool
+    ) -> tuple[bytes, bytes, bytes]:
+        """What the code of a tensor shares with all of its kind: before the key of its storage,
+        between that and the numbers, and after these."""
         typed = tensor.dtype.storage is not None
-        head = self._global(_TENSOR_V2 if typed else _TENSOR_V3) + b"((" + self._string(tag) + self._global(made) + b"X"
+        head = (
+            self._global(_TENSOR_V2 if typed else _TENSOR_V3)
+            + b"(("
+            + self._string(tag)
+            + self._global(made)
+            + b"X"
+        )
         middle = self._string(location)
         tail = _flag(grad) + self._global(ORDERED_DICT) + b")R"
         dtype = b"" if typed else self._dtype(tensor)
@@ -263,7 +290,15 @@ class Emitter:
         """_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)."""
         made = self._global(_META_TENSOR_NO_STORAGE)
         dtype = self._dtype(tensor)
-        return made + b"(" + dtype + self._shape(tensor.shape) + self._shape(tensor.stride) + _flag(grad) + b"tR"
+        return (
+            made
+            + b"("
+            + dtype
+            + self._shape(tensor.shape)
+            + self._shape(tensor.stride)
+            + _flag(grad)
+            + b"tR"
+        )
 
 
 def get(index: int) -> bytes:

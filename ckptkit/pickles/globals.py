@@ -1,8 +1,9 @@
-"""What the names in torch's pickles mean: the calls that build tensors and plain values, done symbolically.
+"""What the names in torch's pickles mean: the calls that build tensors and plain values, done
+symbolically.
 
-Signatures are those of torch/_utils.py, torch/_tensor.py and torch/nn/parameter.py, old and new. A reducer gets the
-Global and the arguments and returns a node; what is no more than a plain tensor becomes a Tensor, what has anything
-else to it stays an Object whose `tensor` says what it reads as.
+Signatures are those of torch/_utils.py, torch/_tensor.py and torch/nn/parameter.py, old and new. A
+reducer gets the Global and the arguments and returns a node; what is no more than a plain tensor
+becomes a Tensor, what has anything else to it stays an Object whose `tensor` says what it reads as.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ def ordered_dict(made: Global, args: Args) -> Node:
     if not args:
         return OrderedDict()
     if len(args) == 1 and isinstance(args[0], list):
-        pairs = [(each[0], each[1]) for each in args[0] if isinstance(each, (list, tuple)) and len(each) == 2]
+        pairs = [
+            (each[0], each[1])
+            for each in args[0]
+            if isinstance(each, (list, tuple)) and len(each) == 2
+        ]
         if len(pairs) == len(args[0]) and all(isinstance(key, str) for key, _ in pairs):
             new = OrderedDict(pairs)
             return new if len(new) == len(pairs) else Object(made, args)
@@ -45,7 +50,8 @@ def _set(made: Global, args: Args) -> Node:
 
 
 def _bytes(made: Global, args: Args) -> Node:
-    """bytes() and bytearray(b"...") as protocols 0 to 2 spell them; never bytes(size), which allocates."""
+    """bytes() and bytearray(b"...") as protocols 0 to 2 spell them; never bytes(size), which
+    allocates."""
     make = bytes if made.name == "bytes" else bytearray
     if not args:
         return make()
@@ -83,14 +89,19 @@ def _complex(made: Global, args: Args) -> Node:
 
 def _getattr(made: Global, args: Args) -> Node:
     """getattr(Class, "Inner"): how protocols below 4 name a nested class."""
-    if len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str) and args[1].isidentifier():
+    if (
+        len(args) == 2
+        and isinstance(args[0], Global)
+        and isinstance(args[1], str)
+        and args[1].isidentifier()
+    ):
         return Global(args[0].module, f"{args[0].name}.{args[1]}")
     return Object(made, args)
 
 
 def _same(made: Global, args: Args) -> Node:
-    """build_intlist(list) and its kin, restore_type_tag(list or dict, type): what TorchScript writes for types that
-    Python does not have. Their argument is their value."""
+    """build_intlist(list) and its kin, restore_type_tag(list or dict, type): what TorchScript
+    writes for types that Python does not have. Their argument is their value."""
     return args[0] if args and isinstance(args[0], (list, dict)) else Object(made, args)
 
 
@@ -134,24 +145,42 @@ def _arity(made: Global, args: Args, least: int, most: int) -> None:
         raise FormatError(f"{made} with {len(args)} arguments instead of {least} to {most}")
 
 
-def strided(typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None) -> tuple[Tensor, bool]:
-    """The tensor of (storage, offset, size, stride[, requires_grad, hooks]), and whether that says everything.
+def strided(
+    typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None
+) -> tuple[Tensor, bool]:
+    """The tensor of (storage, offset, size, stride[, requires_grad, hooks]), and whether that says
+    everything.
 
     Those of four arguments are of torch 0.1 to 0.3, where no dimensions meant no elements.
     """
     if dtype is None:
         raise TensorError("a tensor of an untyped storage does not say its dtype")
     grad = flag(args[4]) if len(args) > 4 else False
-    said = {key for key, value in metadata.items() if value is True} if isinstance(metadata, dict) else set()
+    said = (
+        {key for key, value in metadata.items() if value is True}
+        if isinstance(metadata, dict)
+        else set()
+    )
     shape, stride = _shape(args[2]), _shape(args[3])
     if shape == stride == () and len(args) == 4 and not typed.elements:
         shape, stride = (0,), (1,)
     tensor = Tensor(
-        typed.storage, dtype, shape, stride, _offset(typed, args[1]), grad, conj="conj" in said, neg="neg" in said
+        typed.storage,
+        dtype,
+        shape,
+        stride,
+        _offset(typed, args[1]),
+        grad,
+        conj="conj" in said,
+        neg="neg" in said,
     )
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
-        raise TensorError(f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage")
-    known = metadata is None or (isinstance(metadata, dict) and metadata.keys() == said <= {"conj", "neg"})
+        raise TensorError(
+            f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage"
+        )
+    known = metadata is None or (
+        isinstance(metadata, dict) and metadata.keys() == said <= {"conj", "neg"}
+    )
     return tensor, known and (len(args) < 6 or is_empty(args[5]))
 
 
@@ -172,7 +201,8 @@ def tensor_v2(made: Global, args: Args) -> Node:
 
 
 def _tensor_v3(made: Global, args: Args) -> Node:
-    """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])."""
+    """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[,
+    metadata])."""
     _arity(made, args, 7, 8)
     typed, dtype = _storage(args[0]), dtype_or_unknown(args[6])
     if dtype.kind == "unknown":
@@ -199,7 +229,12 @@ def _parameter(made: Global, args: Args) -> Node:
         raise FormatError("a parameter is made of something that is not a tensor")
     grad = flag(args[1])
     parameter = with_grad(tensor, grad, "parameter")
-    if isinstance(args[0], Tensor) and len(args) == 3 and is_empty(args[2]) and not args[0].requires_grad:
+    if (
+        isinstance(args[0], Tensor)
+        and len(args) == 3
+        and is_empty(args[2])
+        and not args[0].requires_grad
+    ):
         return parameter
     return Object(made, args, tensor=parameter)
 
@@ -213,17 +248,24 @@ def _quantized(made: Global, args: Args) -> Node:
 
 
 def _sparse(made: Global, args: Args) -> Node:
-    """_rebuild_sparse_tensor(layout, (indices, values, size, ...)) and (compressed, plain, values, size)."""
+    """_rebuild_sparse_tensor(layout, (indices, values, size, ...)) and (compressed, plain, values,
+    size)."""
     _arity(made, args, 2, 2)
     layout, data = args
-    name = layout.args[0] if isinstance(layout, Object) and len(layout.args) == 1 else "torch.sparse_coo"
+    name = (
+        layout.args[0]
+        if isinstance(layout, Object) and len(layout.args) == 1
+        else "torch.sparse_coo"
+    )
     if not isinstance(name, str) or not isinstance(data, tuple) or len(data) < 3:
         raise FormatError("a sparse tensor without its layout or its parts")
     at = 1 if name.endswith("sparse_coo") else 2
     values = as_tensor(data[at])
     if values is None or at + 1 >= len(data):
         raise FormatError("a sparse tensor without its values or its size")
-    return Object(made, args, tensor=_composed(values, _shape(data[at + 1]), name.removeprefix("torch.")))
+    return Object(
+        made, args, tensor=_composed(values, _shape(data[at + 1]), name.removeprefix("torch."))
+    )
 
 
 def _nested(made: Global, args: Args) -> Node:
@@ -249,7 +291,8 @@ def _meta(made: Global, args: Args) -> Node:
 
 
 def _subclass(made: Global, args: Args) -> Node:
-    """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device, requires_grad)."""
+    """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device,
+    requires_grad)."""
     _arity(made, args, 8, 8)
     dtype, shape, grad = dtype_or_unknown(args[1]), _shape(args[2]), flag(args[7])
     tensor = Tensor(None, dtype, shape, (), requires_grad=grad, layout="subclass")
@@ -257,12 +300,15 @@ def _subclass(made: Global, args: Args) -> Node:
 
 
 def _from_type(made: Global, args: Args) -> Node:
-    """_rebuild_from_type_v2(function, class, arguments, state): a subclass, or a tensor with attributes."""
+    """_rebuild_from_type_v2(function, class, arguments, state): a subclass, or a tensor with
+    attributes."""
     _arity(made, args, 3, 4)
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
     if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
-    if inner is None:  # a function of the class: what it makes is a tensor, if it is made of tensors
+    if (
+        inner is None
+    ):  # a function of the class: what it makes is a tensor, if it is made of tensors
         first = next(iter(inner_tensors(args)), None)
         tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
         return Object(made, args, tensor=tensor)
@@ -270,12 +316,15 @@ def _from_type(made: Global, args: Args) -> Node:
 
 
 def _on_device(made: Global, args: Args) -> Node:
-    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad), _from_cpu_tensor(tensor, ...)."""
+    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad),
+    _from_cpu_tensor(tensor, ...)."""
     _arity(made, args, 4, 4)
     tensor = as_tensor(args[0])
     if tensor is None or tensor.storage is None or not isinstance(args[2], str):
         return Object(made, args)
-    storage = Storage(tensor.storage.record, args[2], tensor.storage.crc32, tensor.storage.big_endian)
+    storage = Storage(
+        tensor.storage.record, args[2], tensor.storage.crc32, tensor.storage.big_endian
+    )
     moved = Tensor(storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, flag(args[3]))
     return Object(made, args, tensor=moved)
 
@@ -284,12 +333,15 @@ def dtype_of(node: Node) -> DType:
     """The element type that a Global such as ``torch.float16`` names. Raises TensorError."""
     found = BY_NAME.get(node.name) if isinstance(node, Global) and node.module == "torch" else None
     if found is None:
-        raise TensorError(f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows")
+        raise TensorError(
+            f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows"
+        )
     return found
 
 
 def dtype_or_unknown(node: Node) -> DType:
-    """The same; for a name in torch that ckptkit does not know, a type with nothing but that name."""
+    """The same; for a name in torch that ckptkit does not know, a type with nothing but that
+    name."""
     known = not isinstance(node, Global) or node.module != "torch" or node.name in BY_NAME
     if not known and re.fullmatch(_DTYPE, node.name):
         return unknown(node.name)
@@ -307,7 +359,10 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
     ("builtins", "complex"): _complex,
     ("builtins", "getattr"): _getattr,
     ("_codecs", "encode"): _encode,
-    **{("torch.jit._pickle", f"build_{kind}list"): _same for kind in ("bool", "double", "int", "tensor")},
+    **{
+        ("torch.jit._pickle", f"build_{kind}list"): _same
+        for kind in ("bool", "double", "int", "tensor")
+    },
     ("torch.jit._pickle", "restore_type_tag"): _same,
     ("torch._utils", "_rebuild_tensor"): tensor_v2,
     ("torch._utils", "_rebuild_tensor_v2"): tensor_v2,

@@ -1,14 +1,16 @@
 """The pickle machine: reads a pickle symbolically. Nothing is imported, nothing called.
 
-A pickle is a program for a stack machine (CPython's Lib/pickletools.py describes every opcode). This one runs
-protocols 0 to 5 and builds the nodes of `ckptkit.tree`: containers and scalars become themselves, a class or function
-becomes a Global, a call becomes what `ckptkit.pickles.globals` knows it to mean, or else an Object.
+A pickle is a program for a stack machine (CPython's Lib/pickletools.py describes every opcode).
+This one runs protocols 0 to 5 and builds the nodes of `ckptkit.tree`: containers and scalars become
+themselves, a class or function becomes a Global, a call becomes what `ckptkit.pickles.globals`
+knows it to mean, or else an Object.
 
-The stream is read through a window, so that a pickle without a known length (legacy checkpoints) and long byte
-strings (numpy arrays) cost no more memory than they must: byte strings of 64 KiB and more stay in the source, as a
-Blob. The machine has one loop with the frequent opcodes inline, most frequent first; it is the hottest code of
-ckptkit (4 million opcodes for 100,000 tensors), and longer than style allows for that reason. All others are methods
-in a table (`ckptkit.pickles.opcodes`, `opcode_values`).
+The stream is read through a window, so that a pickle without a known length (legacy checkpoints)
+and long byte strings (numpy arrays) cost no more memory than they must: byte strings of 64 KiB and
+more stay in the source, as a Blob. The machine has one loop with the frequent opcodes inline, most
+frequent first; it is the hottest code of ckptkit (4 million opcodes for 100,000 tensors), and
+longer than style allows for that reason. All others are methods in a table
+(`ckptkit.pickles.opcodes`, `opcode_values`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,23 @@ from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, Node, Object, OrderedDict, rebuild
 from ckptkit.pickles.globals import REDUCERS, Reducer
-from ckptkit.pickles.opcode_values import CUT, I4, NO_TUPLE, U2, U4, UNSET, NotStoredError, Short, python2_string
+from ckptkit.pickles.opcode_values import (
+    CUT,
+    I4,
+    NO_TUPLE,
+    U2,
+    U4,
+    UNSET,
+    NotStoredError,
+    Short,
+    python2_string,
+)
 from ckptkit.pickles.opcodes import OPERANDS, RARE, Opcodes
 from ckptkit.pickles.plain_tensor import PlainTensors
 
-WINDOW = 1 << 20  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
+WINDOW = (
+    1 << 20
+)  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
 FIRST_WINDOW = 1 << 14
 
 
@@ -43,7 +57,8 @@ class Unpickled(NamedTuple):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it would walk the growing tree again and again, and find nothing."""
+    """No garbage collection inside: it would walk the growing tree again and again, and find
+    nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,12 +76,16 @@ def unpickle(
     persistent_load: Callable[[Node], Node] | None = None,
     reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
 ) -> Unpickled:
-    """The tree that the pickle at `start` describes; it must end before `stop` (default: the end of the source).
+    """The tree that the pickle at `start` describes; it must end before `stop` (default: the end of
+    the source).
 
     `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
-    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load` raises.
+    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load`
+    raises.
     """
-    machine = partial(_Machine, source, start, source.size if stop is None else stop, persistent_load, reducers)
+    machine = partial(
+        _Machine, source, start, source.size if stop is None else stop, persistent_load, reducers
+    )
     with collector_paused():
         try:
             return machine().run(plain_tensors=True)
@@ -92,7 +111,9 @@ class _Machine(Opcodes):
         root = self.stack[0]
         self.check_dropped(root)
         warnings = []
-        swap: dict[int, Node] = {id(made): made.tensor for made in self.tensors if len(made.steps) == 1}
+        swap: dict[int, Node] = {
+            id(made): made.tensor for made in self.tensors if len(made.steps) == 1
+        }
         if self.pairs:
             for target, pairs in self.pairs.values():
                 pairs.state = target.state if isinstance(target, OrderedDict) else None
@@ -100,7 +121,9 @@ class _Machine(Opcodes):
             warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
         if swap:
             root = rebuild(root, swap=swap)
-        return Unpickled(root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings))
+        return Unpickled(
+            root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings)
+        )
 
     def _loop(self, plain_tensor: Callable[[bytes, int, list[Node]], int]) -> None:
         """Run opcodes until STOP, or until the window is used up; `base` is then where to go on."""
@@ -189,7 +212,12 @@ class _Machine(Opcodes):
                     value = stack.pop()
                     key = stack.pop()
                     target = stack[-1]
-                    if target.__class__ is dict and key.__class__ is str and key not in target and not pairs:
+                    if (
+                        target.__class__ is dict
+                        and key.__class__ is str
+                        and key not in target
+                        and not pairs
+                    ):
                         target[key] = value
                     else:
                         self._set(target, [key], [value])
@@ -244,7 +272,9 @@ class _Machine(Opcodes):
         except (IndexError, StructError) as error:
             need = 1 + OPERANDS.get(op, 0) if start < len(data) else 1
             if len(data) - start >= need:
-                raise FormatError(f"pickle opcode 0x{op:02x} takes a value that is not there") from error
+                raise FormatError(
+                    f"pickle opcode 0x{op:02x} takes a value that is not there"
+                ) from error
         except UnicodeDecodeError as error:
             raise FormatError("pickle holds text that is not UTF-8") from error
         self.stack = stack
@@ -255,7 +285,8 @@ class _Machine(Opcodes):
             self._read_on(start, need)
 
     def _read_on(self, start: int, need: int) -> None:
-        """Move the window to `start`, at least `need` bytes long. A window never reaches beyond its frame."""
+        """Move the window to `start`, at least `need` bytes long. A window never reaches beyond its
+        frame."""
         have = len(self.data) - start
         need = max(need, have + 1)
         check("string_bytes", need, "bytes of one value in a pickle")

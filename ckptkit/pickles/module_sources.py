@@ -1,7 +1,9 @@
-"""The source code that torch 0.1 to 1.5 kept beside each class of a pickled module: shown as metadata, never read.
+"""The source code that torch 0.1 to 1.5 kept beside each class of a pickled module: shown as
+metadata, never read.
 
-A persistent id names the class where the pickle first needs it: ``(class, source file, source text)`` in tar files,
-the same after ``'module'`` in legacy streams. Both texts are None where Python did not find them.
+A persistent id names the class where the pickle first needs it: ``(class, source file, source
+text)`` in tar files, the same after ``'module'`` in legacy streams. Both texts are None where
+Python did not find them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class ModuleSources:
         self._texts: dict[str, str] = {}
 
     def load(self, made: Node, text: Node) -> Global:
-        """The class; its source is kept aside. Raises FormatError for what is no class or no text."""
+        """The class; its source is kept aside. Raises FormatError for what is no class or no
+        text."""
         if not isinstance(made, Global):
             raise FormatError("a module's source is recorded for something that is not a class")
         if isinstance(text, Blob):  # a str of Python 2
@@ -39,11 +42,15 @@ class ModuleSources:
     def warnings(self) -> tuple[str, ...]:
         if not self._texts:
             return ()
-        return (f"the source code of {len(self._texts)} classes is in the file; it is kept as metadata",)
+        return (
+            f"the source code of {len(self._texts)} classes is in the file; it is kept as metadata",
+        )
 
 
 def endian_warning(system: Node) -> tuple[str, ...]:
     """What is to be said about the machine that a file describes."""
     if isinstance(system, dict) and system.get("little_endian") is False:
-        return ("written on a big-endian machine; its data is read as little-endian, as torch does",)
+        return (
+            "written on a big-endian machine; its data is read as little-endian, as torch does",
+        )
     return ()

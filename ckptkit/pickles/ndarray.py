@@ -1,9 +1,10 @@
 """numpy arrays and scalars inside pickles, read without numpy.
 
-An array is ``numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")`` (module ``numpy._core`` since numpy 2), then
-BUILD with (version, shape, dtype, is_fortran, data); protocol 5 has ``_frombuffer(data, dtype, shape, order[, axes])``.
-A dtype is ``numpy.dtype("f4", False, True)``, then BUILD with (version, byte order, ...).
-A scalar is ``numpy.core.multiarray.scalar(dtype, data)``.
+An array is ``numpy.core.multiarray._reconstruct(ndarray, (0,), b"b")`` (module ``numpy._core``
+since numpy 2), then BUILD with (version, shape, dtype, is_fortran, data); protocol 5 has
+``_frombuffer(data, dtype, shape, order[, axes])``. A dtype is ``numpy.dtype("f4", False, True)``,
+then BUILD with (version, byte order, ...). A scalar is ``numpy.core.multiarray.scalar(dtype,
+data)``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object
 
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
-_STRUCT = {"float16": "e", "float32": "f", "float64": "d", "bool": "?", "complex64": "ff", "complex128": "dd"}
+_STRUCT = {
+    "float16": "e",
+    "float32": "f",
+    "float64": "d",
+    "bool": "?",
+    "complex64": "ff",
+    "complex128": "dd",
+}
 
 
 def built(target: Object, state: Node) -> None:
-    """See what `_reconstruct` has become: an array of plain numbers reads as a tensor, others stay opaque."""
+    """See what `_reconstruct` has become: an array of plain numbers reads as a tensor, others stay
+    opaque."""
     if not isinstance(state, tuple) or len(state) not in (4, 5):
         return
     shape, dtype, fortran, data = state[-4:]
@@ -35,7 +44,8 @@ def built(target: Object, state: Node) -> None:
 
 
 def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
-    """_frombuffer(data, dtype, shape, order), or with order "K" and the axes in the order of which they are shown."""
+    """_frombuffer(data, dtype, shape, order), or with order "K" and the axes in the order of which
+    they are shown."""
     if not 4 <= len(args) <= 5 or not isinstance(args[2], tuple):
         return Object(made, args)
     tensor = _array(args[1], args[2], args[3] == "F", args[0])
@@ -68,7 +78,9 @@ def scalar(made: Global, args: tuple[Node, ...]) -> Node:
 
 def _value(dtype: DType, big_endian: bool, data: bytes) -> bool | int | float | complex:
     if dtype.kind == "int":
-        return int.from_bytes(data, "big" if big_endian else "little", signed=not dtype.name.startswith("u"))
+        return int.from_bytes(
+            data, "big" if big_endian else "little", signed=not dtype.name.startswith("u")
+        )
     values = unpack((">" if big_endian else "<") + _STRUCT[dtype.name], data)
     return complex(*values) if dtype.kind == "complex" else values[0]
 
@@ -81,17 +93,24 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
         raise FormatError("a numpy array of impossible shape")
     if prod(shape) * kind[0].itemsize != extent.length:
-        raise CorruptError(f"a numpy array of shape {shape} and {kind[0]} in {extent.length:,} bytes")
+        raise CorruptError(
+            f"a numpy array of shape {shape} and {kind[0]} in {extent.length:,} bytes"
+        )
     stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
     return Tensor(Storage(extent, big_endian=kind[1]), kind[0], shape, stride, kind="ndarray")
 
 
 def _dtype(node: Node) -> tuple[DType, bool] | None:
-    """Element type and whether it is big-endian; None for what is no plain number (text, records, objects)."""
+    """Element type and whether it is big-endian; None for what is no plain number (text, records,
+    objects)."""
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None
-    if not isinstance(name, str) or not re.fullmatch("[a-z][0-9]{1,3}", name) or len(node.steps) > 1:
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch("[a-z][0-9]{1,3}", name)
+        or len(node.steps) > 1
+    ):
         return None
     kind, size = _KINDS.get(name[0]), int(name[1:])
     found = BY_NUMPY.get(kind if kind == "bool" else f"{kind}{size * 8}")

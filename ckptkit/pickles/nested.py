@@ -1,6 +1,7 @@
 """Refuses to write byte strings and texts that are files of their own, with calls in them.
 
-Whoever gets them may load them, and `scan` reports them. The tracer is imported where there are any.
+Whoever gets them may load them, and `scan` reports them. The tracer is imported where there are
+any.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from ckptkit.core.tree import Blob
 
 
 def check_text(text: str) -> None:
-    """Refuse a text that is a pickle, which Python 2 had as a byte string. Raises UnsafeGlobalError."""
+    """Refuse a text that is a pickle, which Python 2 had as a byte string. Raises
+    UnsafeGlobalError."""
     if text[-1:] == "." or text[:1] == "\x80":
         try:
             check_bytes(text.encode("latin-1"))

@@ -33,7 +33,9 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
             "writes its weights alone, if it has any",
         )
     named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
-    return pruned, (f"left out {plural(len(named), 'value')} that weights_only refuses: {some(named, SHOWN)}",)
+    return pruned, (
+        f"left out {plural(len(named), 'value')} that weights_only refuses: {some(named, SHOWN)}",
+    )
 
 
 def _has_more(root: Node, tensors: bool) -> bool:
@@ -49,14 +51,19 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_refused(node: Node) -> bool:
-    """Whether the value names or calls, anywhere in what makes it, something that weights_only refuses."""
+    """Whether the value names or calls, anywhere in what makes it, something that weights_only
+    refuses."""
     return any(map(_is_refused_part, parts(node)))
 
 
 def _is_refused_part(node: Node) -> bool:
     if isinstance(node, Object):
         return is_harmful(node)
-    return refused_by_weights_only(node) if isinstance(node, Global) else isinstance(node, SetNode) and node.frozen
+    return (
+        refused_by_weights_only(node)
+        if isinstance(node, Global)
+        else isinstance(node, SetNode) and node.frozen
+    )
 
 
 def _name(node: Node) -> str:

@@ -1,7 +1,9 @@
-"""The state of the pickle machine, and the opcodes that make one value out of bytes: names, numbers, strings.
+"""The state of the pickle machine, and the opcodes that make one value out of bytes: names,
+numbers, strings.
 
-Each method takes the window and the offset after the opcode, and returns the offset after its operand. It changes
-nothing before it has its whole operand: where the window ends too early it raises Short, and is tried again.
+Each method takes the window and the offset after the opcode, and returns the offset after its
+operand. It changes nothing before it has its whole operand: where the window ends too early it
+raises Short, and is tried again.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Values:
     # The memo
 
     def _put(self, index: int, value: Node) -> None:
-        """Store out of order: small gaps (memos that start at 1) in the list, anything else aside."""
+        """Store out of order: small gaps (memos that start at 1) in the list, anything else
+        aside."""
         memo = self.memo
         if index < len(memo):
             memo[index] = value
@@ -104,16 +107,21 @@ class Values:
     # Names
 
     def _global(self, module: str, name: str) -> Global:
-        """The one Global of this name. Newlines in a name would become opcodes when it is written back."""
+        """The one Global of this name. Newlines in a name would become opcodes when it is written
+        back."""
         parts = name.split(".")
         exists = bool(name) if len(parts) == 1 else all(map(str.isidentifier, parts))
         if not module or not exists or re.search(_UNNAMEABLE, module + name):
             raise FormatError(f"pickle names a global that cannot exist: {module!r} {name!r}")
         check("name_bytes", len(module) + len(name), "characters of a global's name")
         if len(parts) > 1 and self.protocol < 4:
-            raise FormatError(f"pickle of protocol {self.protocol} names a nested global: {module!r} {name!r}")
+            raise FormatError(
+                f"pickle of protocol {self.protocol} names a nested global: {module!r} {name!r}"
+            )
         if self.protocol < 3:
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+            module, name = NAME_MAPPING.get(
+                (module, name), (IMPORT_MAPPING.get(module, module), name)
+            )
         found = self.globals.get((module, name))
         if found is None:
             found = self.globals[module, name] = Global(module, name)
@@ -122,7 +130,9 @@ class Values:
                 self.reducers[id(found)] = reducer
         return found
 
-    def _line(self, data: bytes, pos: int, encoding: str = "utf-8", limit: str = "line_bytes") -> tuple[str, int]:
+    def _line(
+        self, data: bytes, pos: int, encoding: str = "utf-8", limit: str = "line_bytes"
+    ) -> tuple[str, int]:
         """The text up to the next newline, and the offset after it."""
         end = data.find(b"\n", pos)
         check(limit, (len(data) if end < 0 else end) - pos, "bytes of a line in a pickle")
@@ -158,7 +168,9 @@ class Values:
         if end > self.end:
             raise TruncatedError("pickle frame reaches beyond the end", hint=CUT)
         self.frame_end = end
-        self.data = data[: end - self.base]  # what is beyond is not in the window while the frame lasts
+        self.data = data[
+            : end - self.base
+        ]  # what is beyond is not in the window while the frame lasts
         return pos + 8
 
     # Scalars
@@ -250,7 +262,9 @@ class Values:
     def op_bytearray8(self, data: bytes, pos: int) -> int:
         return self._bytes(data, pos + 8, _U8(data, pos)[0], bytearray, "bytearray")
 
-    def _bytes(self, data: bytes, pos: int, size: int, make: Callable[[bytes], Node], kind: str = "bytes") -> int:
+    def _bytes(
+        self, data: bytes, pos: int, size: int, make: Callable[[bytes], Node], kind: str = "bytes"
+    ) -> int:
         if size >= BLOB:
             return self._blob(pos, size, kind)
         if pos + size > len(data):
@@ -282,7 +296,8 @@ def python2_string(data: bytes) -> Node:
 
 
 def _unescaped(data: bytes) -> bytes:
-    """What stands between the quotes, its escapes resolved; unknown ones stand for themselves, as in Python 2."""
+    """What stands between the quotes, its escapes resolved; unknown ones stand for themselves, as
+    in Python 2."""
     if b"\\" not in data:
         return data
     try:

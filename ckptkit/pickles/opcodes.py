@@ -1,4 +1,5 @@
-"""The opcodes of a pickle that work on other values: containers, the stack, calls; and the table of all opcodes."""
+"""The opcodes of a pickle that work on other values: containers, the stack, calls; and the table of
+all opcodes."""
 
 from __future__ import annotations
 
@@ -208,7 +209,9 @@ class Opcodes(Values):
         return pos
 
     def op_refused(self, data: bytes, pos: int) -> int:
-        raise UnsupportedError(f"pickle opcode {_REFUSED[data[pos - 1]]}: it refers to something outside the file")
+        raise UnsupportedError(
+            f"pickle opcode {_REFUSED[data[pos - 1]]}: it refers to something outside the file"
+        )
 
 
 def _step(target: Object, step: str, items: list[Node]) -> None:

@@ -14,8 +14,8 @@ _JUDGED = (Object, Global, SetNode, Tensor, TypedStorage)
 def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[Path, Node]]]:
     """The tree without the values that are to go, and these with their paths.
 
-    Objects, names, sets, tensors and storages are judged, each as a whole. An entry of a mapping goes with its key;
-    elsewhere None takes the place, so that the others keep theirs.
+    Objects, names, sets, tensors and storages are judged, each as a whole. An entry of a mapping
+    goes with its key; elsewhere None takes the place, so that the others keep theirs.
     """
     dropped, mappings = _find(root, gone)
     if not dropped:
@@ -28,7 +28,9 @@ def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[
     return rebuild(root, lambda leaf: None if id(leaf) in ids else leaf, swap), dropped
 
 
-def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, Node]], list[dict[Node, Node]]]:
+def _find(
+    root: Node, gone: Callable[[Node], bool]
+) -> tuple[list[tuple[Path, Node]], list[dict[Node, Node]]]:
     """The keys and values to leave out, with their paths, and the mappings that remain."""
     dropped: list[tuple[Path, Node]] = []
     mappings: list[dict[Node, Node]] = []
@@ -52,7 +54,11 @@ def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, No
 
 
 def _without(mapping: dict[Node, Node], gone: set[int]) -> dict[Node, Node]:
-    kept = {key: value for key, value in mapping.items() if id(key) not in gone and id(value) not in gone}
+    kept = {
+        key: value
+        for key, value in mapping.items()
+        if id(key) not in gone and id(value) not in gone
+    }
     return OrderedDict(kept, mapping.state) if isinstance(mapping, OrderedDict) else kept
 
 
@@ -63,7 +69,8 @@ def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
 
 
 def parts(root: Node) -> Iterator[Node]:
-    """A value and everything that it is made of, each once, the calls that make objects included."""
+    """A value and everything that it is made of, each once, the calls that make objects
+    included."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:

@@ -4,7 +4,8 @@
     ('storage', class, key, location, numel, view_metadata)     legacy streams; view_metadata is None since 0.4,
                                                                 (view_key, offset, view_size) in elements before
 
-`numel` counts elements of the class's type, of the root storage for views; bytes for an UntypedStorage.
+`numel` counts elements of the class's type, of the root storage for views; bytes for an
+UntypedStorage.
 """
 
 from __future__ import annotations
@@ -22,20 +23,27 @@ Opener = Callable[[str, int, str], Storage]
 
 
 class StorageTable:
-    """The storages of one pickle, each made once, whichever way and however often it is referred to."""
+    """The storages of one pickle, each made once, whichever way and however often it is referred
+    to."""
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        self._known: dict[str, tuple[TypedStorage, ...]] = {}  # by key; several if one is untyped, or all empty
+        self._known: dict[
+            str, tuple[TypedStorage, ...]
+        ] = {}  # by key; several if one is untyped, or all empty
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
         """The TypedStorage that a persistent id stands for; the same object each time."""
         if pid.__class__ is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
-            raise FormatError("pickle refers to a storage by something other than torch's persistent ids")
+            raise FormatError(
+                "pickle refers to a storage by something other than torch's persistent ids"
+            )
         _, made, key, location, numel, *view = pid
         if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
-            raise FormatError("a storage is named by something other than a class, a string and a number")
+            raise FormatError(
+                "a storage is named by something other than a class, a string and a number"
+            )
         known = self._known.get(key)
         if known is None:
             typed = self._new(key, made, location, numel)
@@ -76,7 +84,9 @@ class StorageTable:
             # torch takes the class that it meets first for all, unless there is nothing to take
             if nbytes and {dtype, *types} != {UINT8, None}:
                 named = sorted("untyped" if each is None else each.name for each in (dtype, *types))
-                raise AmbiguousError(f"storage {key!r} has several element types: {', '.join(named)}")
+                raise AmbiguousError(
+                    f"storage {key!r} has several element types: {', '.join(named)}"
+                )
             types[dtype] = TypedStorage(storage, dtype)
             self._known[key] = tuple(types.values())
         return types[dtype]
@@ -84,10 +94,18 @@ class StorageTable:
     def _view(self, root: TypedStorage, metadata: Node) -> TypedStorage:
         """A storage that is a part of another (torch 0.1 to 0.3)."""
         if not isinstance(metadata, tuple) or len(metadata) != 3 or type(metadata[0]) is not str:
-            raise FormatError("a view of a storage is described by something other than (key, offset, size)")
+            raise FormatError(
+                "a view of a storage is described by something other than (key, offset, size)"
+            )
         key, offset, size = metadata
-        if type(offset) is not int or type(size) is not int or not 0 <= offset <= offset + size <= root.elements:
-            raise TensorError(f"a view of {size} elements from {offset} of a storage of {root.elements}")
+        if (
+            type(offset) is not int
+            or type(size) is not int
+            or not 0 <= offset <= offset + size <= root.elements
+        ):
+            raise TensorError(
+                f"a view of {size} elements from {offset} of a storage of {root.elements}"
+            )
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
         )
@@ -101,7 +119,8 @@ def _two_ways(key: str) -> AmbiguousError:
 
 
 def dtype_of_storage(made: Global) -> DType | None:
-    """The element type of a storage class, None for an untyped one. Raises FormatError for anything else."""
+    """The element type of a storage class, None for an untyped one. Raises FormatError for anything
+    else."""
     try:
         return _DTYPES[made.module, made.name]
     except KeyError:
@@ -119,9 +138,15 @@ def _scripted(dtype: DType) -> str:
     return name[0].upper() + name[1:] + "Storage"
 
 
-_CLASSES = {name: Global("torch", name) for name in BY_STORAGE} | {None: Global("torch.storage", "UntypedStorage")}
+_CLASSES = {name: Global("torch", name) for name in BY_STORAGE} | {
+    None: Global("torch.storage", "UntypedStorage")
+}
 _DTYPES: dict[tuple[str, str], DType | None] = {
-    **{(module, name): dtype for module in ("torch", "torch.cuda") for name, dtype in BY_STORAGE.items()},
+    **{
+        (module, name): dtype
+        for module in ("torch", "torch.cuda")
+        for name, dtype in BY_STORAGE.items()
+    },
     **{("torch", _scripted(row)): row for row in TABLE if not row.storage},
     ("torch.storage", "UntypedStorage"): None,
     ("torch.storage", "_UntypedStorage"): None,

@@ -1,6 +1,7 @@
 """Where pickles are, and what loading them would do: facts, without a verdict.
 
-Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by :mod:`ckptkit.scan.verdict`.
+Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by
+:mod:`ckptkit.scan.verdict`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ NOT_TORCH = "not a file of torch.save"
 class PickleStream:
     """Bytes that some loader hands to a pickle machine.
 
-    ``where`` is their place inside the file, ``""`` for the file itself. They are `length` bytes, `packed` by a method
-    of compression if that is not None; where they end is not known if `open_end`. ``count`` pickles follow each other,
-    and then come other bytes if there are more than one; with None there are some, with other bytes between them.
-    ``no_weights_only`` says why `torch.load(weights_only=True)` does not read the container, None if it does. ``weak``:
-    only how it begins says that it is a pickle.
+    ``where`` is their place inside the file, ``""`` for the file itself. They are `length` bytes,
+    `packed` by a method of compression if that is not None; where they end is not known if
+    `open_end`. ``count`` pickles follow each other, and then come other bytes if there are more
+    than one; with None there are some, with other bytes between them. ``no_weights_only`` says why
+    `torch.load(weights_only=True)` does not read the container, None if it does. ``weak``: only how
+    it begins says that it is a pickle.
     """
 
     where: str
@@ -44,7 +46,8 @@ class PickleStream:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Bytes inside a file that may be a file of their own. ``likely``: its name says that it is a pickle."""
+    """Bytes inside a file that may be a file of their own. ``likely``: its name says that it is a
+    pickle."""
 
     where: str
     source: ByteSource
@@ -55,7 +58,8 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What keeps a place from being looked into, or makes two readers see different things there."""
+    """What keeps a place from being looked into, or makes two readers see different things
+    there."""
 
     where: str
     reason: str
@@ -63,8 +67,8 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Source text of TorchScript: compiled when it is loaded, run when it is called. ``files``: what it reads, writes
-    or loads, by the operators that do."""
+    """Source text of TorchScript: compiled when it is loaded, run when it is called. ``files``:
+    what it reads, writes or loads, by the operators that do."""
 
     where: str
     functions: int
@@ -75,7 +79,8 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that loading would make, the first of its `kind` (of :mod:`ckptkit.pickles.trust`) for this callable."""
+    """A call that loading would make, the first of its `kind` (of :mod:`ckptkit.pickles.trust`) for
+    this callable."""
 
     name: str  # what is called
     opcode: str
@@ -86,7 +91,8 @@ class Call(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """A byte string that looks like a file: loaded by whoever gets it, or by the pickle itself (`loaded`)."""
+    """A byte string that looks like a file: loaded by whoever gets it, or by the pickle itself
+    (`loaded`)."""
 
     offset: int  # of the opcode
     source: ByteSource
@@ -97,15 +103,18 @@ class Nested(NamedTuple):
 class Trace:
     """What one pickle names and calls, as far as a machine would come.
 
-    ``error`` is where and why it stops before STOP; ``doubts`` are what different machines understand differently.
-    ``refused`` is what else than a name `torch.load(weights_only=True)` refuses, None if nothing.
+    ``error`` is where and why it stops before STOP; ``doubts`` are what different machines
+    understand differently. ``refused`` is what else than a name `torch.load(weights_only=True)`
+    refuses, None if nothing.
     """
 
     protocol: int
     opcodes: int
     stop: int  # offset in the source of the first byte after STOP, or of the opcode that fails
     globals: tuple[Global, ...]
-    values: tuple[Global, ...]  # those that are not only called, but kept as values or handed to calls
+    values: tuple[
+        Global, ...
+    ]  # those that are not only called, but kept as values or handed to calls
     calls: tuple[Call, ...]
     nested: tuple[Nested, ...]
     doubts: tuple[str, ...]
@@ -122,7 +131,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A pickle that was found, and what it would do. ``nested``: in a byte string, that nothing in the file loads."""
+    """A pickle that was found, and what it would do. ``nested``: in a byte string, that nothing in
+    the file loads."""
 
     where: str
     offset: int  # in the archive's member, or whatever else `where` says

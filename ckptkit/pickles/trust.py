@@ -43,7 +43,8 @@ def describe(callable_: Node) -> str:
 
 
 class TreeView:
-    """The sorts of a tree's nodes. An Object has the sort that its call gives: it is judged where it is met itself."""
+    """The sorts of a tree's nodes. An Object has the sort that its call gives: it is judged where
+    it is met itself."""
 
     def sort(self, value: Node) -> int:
         """Return the sort of a node."""
@@ -55,7 +56,8 @@ class TreeView:
         return table.UNKNOWN_SORT
 
     def inside(self, value: Node, every: bool) -> int:
-        """Return the sorts of what a container holds. What is too much to look at may be anything."""
+        """Return the sorts of what a container holds. What is too much to look at may be
+        anything."""
         mask = 0
         seen: set[int] = set()
         waiting: list[Node] = [value]
@@ -108,7 +110,8 @@ def _held(node: Node) -> Iterable[Node]:
 
 
 def judge_object(node: Object) -> tuple[str, str]:
-    """Judge an object of a tree, without the values that it holds: the worst kind, and which step that is."""
+    """Judge an object of a tree, without the values that it holds: the worst kind, and which step
+    that is."""
     judged = judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
     worst, said = judged.kind, f"calls {describe(node.callable)}"
     target, built = target_of(node.callable, node.args), False
@@ -121,7 +124,8 @@ def judge_object(node: Object) -> tuple[str, str]:
 
 
 def is_harmful(node: Object) -> bool:
-    """Return whether loading this object would do what cannot be proved harmless: it is not written back."""
+    """Return whether loading this object would do what cannot be proved harmless: it is not written
+    back."""
     return judge_object(node)[0] not in WRITTEN
 
 
@@ -129,18 +133,24 @@ def check_object(node: Object) -> None:
     """Refuse to write an object that is not proved harmless. Raises UnsafeGlobalError."""
     kind, said = judge_object(node)
     if kind not in WRITTEN:
-        known = "which is not in the allowlist" if kind != UNSURE else "in a way that the allowlist does not know"
+        known = (
+            "which is not in the allowlist"
+            if kind != UNSURE
+            else "in a way that the allowlist does not know"
+        )
         raise UnsafeGlobalError(f"the file {said}, {known}", hint=_HINT)
 
 
 def check_fields(state: Node) -> None:
-    """Refuse to write what would be set as attributes, unless a literal says it. Raises UnsafeGlobalError."""
+    """Refuse to write what would be set as attributes, unless a literal says it. Raises
+    UnsafeGlobalError."""
     if not fits_word(_TREE, "fields", state):
         raise UnsafeGlobalError("the file sets attributes by the result of a call", hint=_HINT)
 
 
 def check_name(name: Global) -> None:
-    """Refuse to write a class or function that a checkpoint may not hold. Raises UnsafeGlobalError."""
+    """Refuse to write a class or function that a checkpoint may not hold. Raises
+    UnsafeGlobalError."""
     reason = out_of_place(name)
     if reason is not None:
         raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_HINT)

@@ -1,9 +1,10 @@
 """What `torch.load(weights_only=True)` accepts in some versions of torch and not in others.
 
-`ckptkit.trust` has the list of torch 2.13; here is how others differ from it. From 2.15 on an object of an extension
-class (pybind11) that the user has allowed must also be given a state (NEWOBJ, then BUILD), or it is refused: no class
-of the default list is one, so that no verdict depends on it.
-(torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after 2.14)
+`ckptkit.trust` has the list of torch 2.13; here is how others differ from it. From 2.15 on an
+object of an extension class (pybind11) that the user has allowed must also be given a state
+(NEWOBJ, then BUILD), or it is refused: no class of the default list is one, so that no verdict
+depends on it. (torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after
+2.14)
 """
 
 from __future__ import annotations

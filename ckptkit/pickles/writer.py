@@ -1,9 +1,11 @@
-"""Writes a tree as a pickle of protocol 2, in the opcodes that `torch.load(weights_only=True)` accepts.
+"""Writes a tree as a pickle of protocol 2, in the opcodes that `torch.load(weights_only=True)`
+accepts.
 
-One pass, iterative, deterministic. Strings and other immutable scalars are stored in the memo by value; containers,
-tuples, tensors and objects by identity, so that what was shared is shared again. Sizes, strides and the keys of
-storages are written out where they stand. Only what protocol 2 cannot say (keyword arguments of ``__new__``, items of
-a set subclass, a module with a name that Python 2 had) raises the protocol to 4.
+One pass, iterative, deterministic. Strings and other immutable scalars are stored in the memo by
+value; containers, tuples, tensors and objects by identity, so that what was shared is shared again.
+Sizes, strides and the keys of storages are written out where they stand. Only what protocol 2
+cannot say (keyword arguments of ``__new__``, items of a set subclass, a module with a name that
+Python 2 had) raises the protocol to 4.
 
 Other normalisations, all of equal meaning:
 
@@ -51,18 +53,22 @@ _APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS = map(_Code, (b"a", b"e", b"s"
 
 
 def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "keep") -> Pickled:
-    """The pickle of a tree. `persistent_id` gives the persistent id of a storage, a tuple, each time it is met.
+    """The pickle of a tree. `persistent_id` gives the persistent id of a storage, a tuple, each
+    time it is met.
 
-    `objects` says what becomes of values that weights_only refuses: they are kept, left out (``drop``), or an
-    ``error``. Raises AmbiguousError for mappings that Python could not hold, UnsafeGlobalError for calls that are not
-    in the allowlist, UnsupportedError for objects that contain themselves.
+    `objects` says what becomes of values that weights_only refuses: they are kept, left out
+    (``drop``), or an ``error``. Raises AmbiguousError for mappings that Python could not hold,
+    UnsafeGlobalError for calls that are not in the allowlist, UnsupportedError for objects that
+    contain themselves.
     """
     notes: tuple[str, ...] = ()
     if objects == "drop":
         root, notes = without_objects(root)
     pickled = _Writer(persistent_id).write(root)
     if objects == "error" and pickled.notes:
-        raise UnsafeGlobalError(pickled.notes[0], hint="--objects keep keeps them, --objects drop leaves them out")
+        raise UnsafeGlobalError(
+            pickled.notes[0], hint="--objects keep keeps them, --objects drop leaves them out"
+        )
     return Pickled(pickled.data, (*notes, *pickled.notes))
 
 
@@ -183,7 +189,9 @@ class _Writer(Emitter):
         node = end.node
         if not node:
             self.emit(b")")
-        elif id(node) in self.by_id:  # it holds itself, and was finished in there: drop the items, get that
+        elif (
+            id(node) in self.by_id
+        ):  # it holds itself, and was finished in there: drop the items, get that
             self.emit((b"1" if len(node) > 3 else b"0" * len(node)) + get(self.by_id[id(node)]))
         else:
             self.emit((TUPLES[len(node)] if len(node) < 4 else b"t") + self._put(node))

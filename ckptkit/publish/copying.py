@@ -1,10 +1,11 @@
 """Writes the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
-Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``, ``sendfile``), and read and
-written in pieces where it cannot: another file system, a remote source, macOS, Windows. A file system that lives in
-memory is the exception: there several threads that read and write are faster than the kernel's copy, which is one
-thread's work. Short ranges are cut out of what was read ahead, and written together with the literals between them.
-Checksums are taken on the way through.
+Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``,
+``sendfile``), and read and written in pieces where it cannot: another file system, a remote source,
+macOS, Windows. A file system that lives in memory is the exception: there several threads that read
+and write are faster than the kernel's copy, which is one thread's work. Short ranges are cut out of
+what was read ahead, and written together with the literals between them. Checksums are taken on the
+way through.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
 PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
 NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges follow each other
-SHORT = 32 << 10  # bytes; below, reading ahead is cheaper than a system call for each range (measured)
+SHORT = (
+    32 << 10
+)  # bytes; below, reading ahead is cheaper than a system call for each range (measured)
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
@@ -56,7 +59,8 @@ class Task(NamedTuple):
 
 
 def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
-    """The work on a file as independent tasks of about `size` bytes. Only ranges are cut; holes are left unfilled."""
+    """The work on a file as independent tasks of about `size` bytes. Only ranges are cut; holes are
+    left unfilled."""
     batch: list[Segment] = []
     start = at = 0
     for segment in segments:
@@ -80,31 +84,45 @@ def _parts(segment: Segment, size: int) -> Iterable[Segment]:
 
 def _split(extent: Extent, size: int) -> Iterator[Extent]:
     for each in runs(extent):
-        if isinstance(each, Derived) and each.operation not in SEEKABLE:  # may be computed from its beginning each time
+        if (
+            isinstance(each, Derived) and each.operation not in SEEKABLE
+        ):  # may be computed from its beginning each time
             yield each
             continue
         for start in range(0, each.length, size):
             length = min(size, each.length - start)
-            yield Derived("slice", (each,), (start,), length) if isinstance(each, Derived) else each.part(start, length)
+            yield (
+                Derived("slice", (each,), (start,), length)
+                if isinstance(each, Derived)
+                else each.part(start, length)
+            )
 
 
 def execute(
     files: Sequence[tuple[str, Sequence[Segment]]], executor: Executor | None, progress: Progress
 ) -> list[dict[int, int]]:
-    """Write the files (path, segments), which exist and are empty; the checksums of each, by number.
+    """Write the files (path, segments), which exist and are empty; the checksums of each, by
+    number.
 
-    Without an executor, threads are used where there is much to compute, to fetch, or to copy in memory; kernel copies
-    into one file gain nothing from them. Raises what reading and writing raise, when no task is running any more.
+    Without an executor, threads are used where there is much to compute, to fetch, or to copy in
+    memory; kernel copies into one file gain nothing from them. Raises what reading and writing
+    raise, when no task is running any more.
     """
     if executor is not None:
-        sums = _spread([list(cut(path, segments, TASK)) for path, segments in files], executor, progress)
+        sums = _spread(
+            [list(cut(path, segments, TASK)) for path, segments in files], executor, progress
+        )
     elif sum(_work(path, segments) for path, segments in files) < 2 * THREAD_TASK:
         sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
     else:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            sums = _spread([list(cut(path, segments, THREAD_TASK)) for path, segments in files], threads, progress)
+            sums = _spread(
+                [list(cut(path, segments, THREAD_TASK)) for path, segments in files],
+                threads,
+                progress,
+            )
     found = [combined(each for part in parts for each in part) for parts in sums]
     for (path, segments), known in zip(files, found, strict=True):
         if known:
@@ -115,7 +133,11 @@ def execute(
 def _work(path: str, segments: Sequence[Segment]) -> int:
     """Bytes that threads would speed up."""
     copies = in_memory(os.stat(path).st_dev)
-    return sum(length(each) for each in segments if copies or isinstance(each, (Summed, Derived)) or _is_remote(each))
+    return sum(
+        length(each)
+        for each in segments
+        if copies or isinstance(each, (Summed, Derived)) or _is_remote(each)
+    )
 
 
 def _is_remote(segment: Segment) -> bool:
@@ -134,7 +156,9 @@ def in_memory(device: int) -> bool:
     return any(mount[2] == number and mount[mount.index("-") + 1] == "tmpfs" for mount in mounts)
 
 
-def _spread(files: list[list[Task]], executor: Executor, progress: Progress) -> list[list[list[Sum]]]:
+def _spread(
+    files: list[list[Task]], executor: Executor, progress: Progress
+) -> list[list[list[Sum]]]:
     from concurrent.futures import BrokenExecutor, Future, as_completed, wait
 
     futures: dict[Future[list[Sum]], Task] = {}
@@ -167,7 +191,8 @@ def _fill(path: str, segments: Iterable[Segment], sums: dict[int, int]) -> None:
 
 
 def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:
-    """Write one task; the checksums of its parts, in order. Raises OSError, InputError, InputChangedError."""
+    """Write one task; the checksums of its parts, in order. Raises OSError, InputError,
+    InputChangedError."""
     fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.lseek(fd, task.start, os.SEEK_SET)
@@ -191,7 +216,8 @@ class _Writer:
         self._copiers = [*kernel, _read_and_write]
 
     def write(self, segments: Iterable[Segment]) -> None:
-        """Write the segments. One loop without calls for what is short: there may be hundreds of thousands."""
+        """Write the segments. One loop without calls for what is short: there may be hundreds of
+        thousands."""
         read, pending, size = self._ahead.read, self._pending, 0
         for segment in segments:
             extent, number = segment if isinstance(segment, Summed) else (segment, None)
@@ -279,7 +305,8 @@ def _read_and_write(fd: int, source: LocalFile, offset: int, count: int) -> int:
 
 
 def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
-    """The bytes of an extent; those of a local file through one buffer that stays in the processor's cache."""
+    """The bytes of an extent; those of a local file through one buffer that stays in the
+    processor's cache."""
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from compute.stream(extent)
         return
@@ -291,7 +318,8 @@ def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
 
 
 def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
-    """The bytes of all segments, whose checksums are known. A piece is the caller's until it asks for the next."""
+    """The bytes of all segments, whose checksums are known. A piece is the caller's until it asks
+    for the next."""
     ahead = ReadAhead()
     for segment in segments:
         extent = segment.extent if isinstance(segment, Summed) else segment
@@ -306,7 +334,8 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
-    """The CRC-32s that deferred segments need, by number; the bytes that they are of are read for it."""
+    """The CRC-32s that deferred segments need, by number; the bytes that they are of are read for
+    it."""
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Summed):
@@ -323,7 +352,8 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class ReadAhead:
-    """Reads short ranges, which mostly follow each other, through a window that grows as long as they do."""
+    """Reads short ranges, which mostly follow each other, through a window that grows as long as
+    they do."""
 
     def __init__(self) -> None:
         self._source: ByteSource | None = None
@@ -340,7 +370,9 @@ class ReadAhead:
         return self._data[at : at + length]
 
     def _move(self, source: ByteSource, offset: int, length: int) -> None:
-        follows = source is self._source and 0 <= offset - self._start <= len(self._data) + self._size
+        follows = (
+            source is self._source and 0 <= offset - self._start <= len(self._data) + self._size
+        )
         self._size = min(4 * self._size, WINDOW) if follows else NEARBY
         wanted = max(length, min(self._size, source.size - offset))
         self._data = source.read(offset, wanted)

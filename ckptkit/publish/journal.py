@@ -1,15 +1,17 @@
-"""What is kept beside a file while it is changed where it lies, to make it whole again after whatever happens.
+"""What is kept beside a file while it is changed where it lies, to make it whole again after
+whatever happens.
 
-``.<name>.ckptkit-journal`` is complete and on the disk before the first byte of the file changes, and goes when the
-last one has:
+``.<name>.ckptkit-journal`` is complete and on the disk before the first byte of the file changes,
+and goes when the last one has:
 
     ckptkit journal 1\\n
     {"inode", "before", "after": sizes, "breaks": [offset, length], "spans": [[offset, length before, after], ...]}\\n
     the bytes of `breaks`, then of each span those before and those after
     SHA-256 of all that
 
-It says nothing of other files than the one beside it, and is used only on that one: the same inode, in which every
-byte of a span is the one before, the one after, or one of a write that was cut short.
+It says nothing of other files than the one beside it, and is used only on that one: the same inode,
+in which every byte of a span is the one before, the one after, or one of a write that was cut
+short.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _NOT_WHOLE = "is no journal of an edit, or not whole"
 
 
 def journal_path(path: str | os.PathLike[str]) -> str:
-    """Where the journal of the file `path` is, if there is one; links are followed as for the file."""
+    """Where the journal of the file `path` is, if there is one; links are followed as for the
+    file."""
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}{SUFFIX}")
 
@@ -77,7 +80,8 @@ class Journal(NamedTuple):
         return data + hashlib.sha256(data).digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
-        """The edits that bring everything back but for what `breaks` had broken, and those that bring that back."""
+        """The edits that bring everything back but for what `breaks` had broken, and those that
+        bring that back."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
         for offset, old, _ in self.spans:
@@ -87,8 +91,8 @@ class Journal(NamedTuple):
         return [edit for edit in body if edit.data], [edit for edit in seal if edit.data]
 
     def state(self, size: int, found: Iterable[bytes]) -> str:
-        """What the file holds, whose size is `size` and whose bytes at each span are `found`: ``before``, ``after``,
-        ``between``, or ``else``: somebody else has written to it."""
+        """What the file holds, whose size is `size` and whose bytes at each span are `found`:
+        ``before``, ``after``, ``between``, or ``else``: somebody else has written to it."""
         states = set()
         for span, now in zip(self.spans, found, strict=True):
             if now == span.new and now != span.old:
@@ -97,7 +101,9 @@ class Journal(NamedTuple):
                 states.add("before")
             elif now != span.new:
                 states.add("between" if self._is_between(span, now) else "else")
-        if "else" in states or not min(self.before, self.after) <= size <= max(self.before, self.after):
+        if "else" in states or not min(self.before, self.after) <= size <= max(
+            self.before, self.after
+        ):
             return "else"
         for state, expected in (("before", self.before), ("after", self.after)):
             if states <= {state} and size == expected:
@@ -105,14 +111,19 @@ class Journal(NamedTuple):
         return "between"
 
     def _is_between(self, span: Span, now: bytes) -> bool:
-        """Whether each byte is an old one, a new one, a broken one, or one that never reached the disk."""
+        """Whether each byte is an old one, a new one, a broken one, or one that never reached the
+        disk."""
         broken = bytearray(len(now))
         for place, byte in enumerate(self.breaks.data, self.breaks.offset - span.offset):
             if 0 <= place < len(broken):
                 broken[place] = byte
         for at in range(0, len(now), _BLOCK):
-            seen, *known = (data[at : at + _BLOCK] for data in (now, span.old, span.new, bytes(broken)))
-            if seen not in known and any(byte and byte not in might for byte, might in _columns(seen, known)):
+            seen, *known = (
+                data[at : at + _BLOCK] for data in (now, span.old, span.new, bytes(broken))
+            )
+            if seen not in known and any(
+                byte and byte not in might for byte, might in _columns(seen, known)
+            ):
                 return False
         return True
 
@@ -140,7 +151,8 @@ def _old(patch: Patch, start: int, stop: int) -> bytes:
 def check_head(data: bytes, size: int) -> None:
     """Raise FormatError unless a file of `size` bytes that begins with `data` can be a journal.
 
-    What it says of itself must come to exactly that size: so much is known before all of it is read.
+    What it says of itself must come to exactly that size: so much is known before all of it is
+    read.
     """
     import json
 
@@ -180,7 +192,9 @@ def parse(data: bytes) -> Journal:
         raise FormatError(_NOT_WHOLE) from error
     old = max((span.offset + len(span.old) for span in spans if span.old), default=0)
     new = max((span.offset + len(span.new) for span in spans if span.new), default=0)
-    if pieces.left or old > before or new > after or before > max(after, old):  # else bytes that nobody knows
+    if (
+        pieces.left or old > before or new > after or before > max(after, old)
+    ):  # else bytes that nobody knows
         raise FormatError(_NOT_WHOLE)
     return Journal(inode, before, after, breaks, spans)
 

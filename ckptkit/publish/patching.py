@@ -1,11 +1,14 @@
-"""Changes a file where it lies, so that it is whole before and after, and nobody takes it for whole in between.
+"""Changes a file where it lies, so that it is whole before and after, and nobody takes it for whole
+in between.
 
     lock; journal beside the file, on the disk; break it; write the edits; set the size; seal it; remove the journal
 
-with a wait for the disk after each step. Whatever ends this, the journal is there as long as the file is not whole, and
-the next command that opens the file puts it back as it was. See :mod:`journal`.
+with a wait for the disk after each step. Whatever ends this, the journal is there as long as the
+file is not whole, and the next command that opens the file puts it back as it was. See
+:mod:`journal`.
 
-Who has the file open or mapped sees the change. So a file that has a second name is never changed like this.
+Who has the file open or mapped sees the change. So a file that has a second name is never changed
+like this.
 """
 
 from __future__ import annotations
@@ -18,7 +21,13 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 from ckptkit.core.bytesource import Identity, LocalFile
-from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputChangedError,
+    InputError,
+    OutputError,
+    VerifyError,
+)
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish.copying import write_all
 from ckptkit.publish.journal import (
@@ -54,18 +63,31 @@ def fits(patch: Patch) -> bool:
 
 
 def can_patch(path: str) -> bool:
-    """Whether a file may be changed where it lies: it is ours to write, is no link, and has no second name."""
+    """Whether a file may be changed where it lies: it is ours to write, is no link, and has no
+    second name."""
     info = os.lstat(path)
     journal = journal_path(path)
-    own = stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and len(os.fsencode(os.path.basename(journal))) <= NAME_MAX
-    return fcntl is not None and own and os.access(path, os.W_OK) and os.access(os.path.dirname(journal), os.W_OK)
+    own = (
+        stat.S_ISREG(info.st_mode)
+        and info.st_nlink == 1
+        and len(os.fsencode(os.path.basename(journal))) <= NAME_MAX
+    )
+    return (
+        fcntl is not None
+        and own
+        and os.access(path, os.W_OK)
+        and os.access(os.path.dirname(journal), os.W_OK)
+    )
 
 
-def apply(patch: Patch, *, verify: bool = False, progress: Callable[[int, int], None] | None = None) -> Published:
+def apply(
+    patch: Patch, *, verify: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Published:
     """Change the file that `patch` is of.
 
-    ``verify`` reads back what was written. ``progress`` is told at the end. Raises InputChangedError if it is no longer
-    the file that was read, OutputError, VerifyError with the file as it was.
+    ``verify`` reads back what was written. ``progress`` is told at the end. Raises
+    InputChangedError if it is no longer the file that was read, OutputError, VerifyError with the
+    file as it was.
     """
     base = patch.base
     if patch.seal is not None:
@@ -80,7 +102,9 @@ def _apply(patch: Patch, verify: bool) -> None:
     path = patch.base.path
     with _locked(path, patch.base.name) as fd:
         if _identity(fd) != patch.base.identity or os.path.lexists(journal_path(path)):
-            raise InputChangedError("changed since it was read", where=patch.base.name, hint="run the command again")
+            raise InputChangedError(
+                "changed since it was read", where=patch.base.name, hint="run the command again"
+            )
         journal = journal_of(patch, os.fstat(fd).st_ino)
         data = journal.dump()
         check_space(path, len(data) + max(0, patch.size - patch.base.size))
@@ -164,7 +188,10 @@ def _compare(fd: int, patch: Patch) -> None:
     assert patch.seal is not None
     for edit in (*patch.edits, patch.seal):
         if _read(fd, edit.offset, len(edit.data)) != edit.data:
-            raise VerifyError(f"was not written as planned, at byte {edit.offset:,} or after", where=patch.base.name)
+            raise VerifyError(
+                f"was not written as planned, at byte {edit.offset:,} or after",
+                where=patch.base.name,
+            )
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
@@ -195,7 +222,8 @@ def journals_of(path: str) -> Iterator[tuple[str, str]]:
 
 
 def look(path: str) -> None:
-    """Raise InputError unless each file at `path`, a file or a folder of files, is whole in spite of its journal.
+    """Raise InputError unless each file at `path`, a file or a folder of files, is whole in spite
+    of its journal.
 
     Changes nothing: who reads did not ask for that.
     """
@@ -208,14 +236,19 @@ def look(path: str) -> None:
 
 def _look(journal: str, file: str) -> None:
     with _locked(file, file, os.O_RDONLY) as fd:
-        if os.path.lexists(journal) and _state(_trusted(journal, file, fd), journal, file, fd) == "between":
+        if (
+            os.path.lexists(journal)
+            and _state(_trusted(journal, file, fd), journal, file, fd) == "between"
+        ):
             hint = f"`ckptkit recover --in-place {shlex.quote(file)}` puts it back as it was"
             raise InputError(_INTERRUPTED, where=file, hint=hint)
 
 
 def _state(known: Journal, journal: str, file: str, fd: int) -> str:
     """What the file holds, by its journal. Raises InputError if somebody else has written to it."""
-    state = known.state(os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans))
+    state = known.state(
+        os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans)
+    )
     if state == "else":
         raise _foreign(journal, file, "somebody else has written to it since")
     return state
@@ -224,14 +257,17 @@ def _state(known: Journal, journal: str, file: str, fd: int) -> str:
 def settle(path: str) -> None:
     """Make whole what an edit in place left unfinished at `path`, a file or a folder of files.
 
-    Back to what the file was, unless all was done but for the journal. Raises InputError if the edit is still under
-    way, or if the journal is not of this file as it is; OutputError where the file cannot be written.
+    Back to what the file was, unless all was done but for the journal. Raises InputError if the
+    edit is still under way, or if the journal is not of this file as it is; OutputError where the
+    file cannot be written.
     """
     for journal, file in journals_of(path):
         try:
             _settle(journal, file)
         except OSError as error:
-            raise OutputError(f"{_INTERRUPTED}, and cannot be undone: {error.strerror}", where=file) from error
+            raise OutputError(
+                f"{_INTERRUPTED}, and cannot be undone: {error.strerror}", where=file
+            ) from error
 
 
 def _settle(journal: str, file: str) -> None:

@@ -6,7 +6,13 @@ import os
 import stat
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, LocalFile, Range
-from ckptkit.core.errors import InputChangedError, LimitError, OutputError, OutputExistsError, UsageError
+from ckptkit.core.errors import (
+    InputChangedError,
+    LimitError,
+    OutputError,
+    OutputExistsError,
+    UsageError,
+)
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Plan, Segment, Summed
 
@@ -14,26 +20,38 @@ from ckptkit.core.plan import Plan, Segment, Summed
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
     """What is there now, if it may be replaced by the output."""
     names = [file.name for file in plan.files]
-    if len(set(names)) < len(names) or any(name != os.path.basename(name) or name in (".", "..") for name in names):
-        raise UsageError(f"the output would have files of one name, or outside their folder: {names[:8]}")
+    if len(set(names)) < len(names) or any(
+        name != os.path.basename(name) or name in (".", "..") for name in names
+    ):
+        raise UsageError(
+            f"the output would have files of one name, or outside their folder: {names[:8]}"
+        )
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
         raise UsageError("is no name for an output", where=path)
     if not os.path.isdir(folder):
-        raise OutputError(f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {folder}")
+        raise OutputError(
+            f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {folder}"
+        )
     try:
         old = os.lstat(path)
     except FileNotFoundError:
         return None
     if stat.S_ISDIR(old.st_mode):
         if not plan.is_folder:
-            raise UsageError("is a folder, and the output is a file", where=path, hint="name the file in it")
+            raise UsageError(
+                "is a folder, and the output is a file", where=path, hint="name the file in it"
+            )
         if os.listdir(path):
-            raise OutputExistsError("is a folder that is not empty", where=path, hint="name a folder that is not there")
+            raise OutputExistsError(
+                "is a folder that is not empty", where=path, hint="name a folder that is not there"
+            )
     elif not (stat.S_ISREG(old.st_mode) or stat.S_ISLNK(old.st_mode)):
         raise UsageError("is neither a file nor a folder", where=path)
     elif plan.is_folder:
-        raise UsageError("is a file, and the output is a folder", where=path, hint="name a folder as DST")
+        raise UsageError(
+            "is a file, and the output is a folder", where=path, hint="name a folder as DST"
+        )
     elif not force:
         raise OutputExistsError("exists already", where=path, hint="--force replaces it")
     return old
@@ -61,15 +79,19 @@ def check_sources(path: str, sources: list[ByteSource]) -> None:
 
 
 def check_still_there(path: str, sources: list[ByteSource]) -> None:
-    """Raise InputChangedError if what is to be replaced is not what was read: somebody has put a newer file there."""
+    """Raise InputChangedError if what is to be replaced is not what was read: somebody has put a
+    newer file there."""
     info = os.stat(path)
     known = {source.identity[:2] for source in sources if isinstance(source, LocalFile)}
     if known and (info.st_dev, info.st_ino) not in known:
-        raise InputChangedError("was replaced while it was read", where=path, hint="run the command again")
+        raise InputChangedError(
+            "was replaced while it was read", where=path, hint="run the command again"
+        )
 
 
 def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
-    """Refuse a plan that writes much more than it reads: a few bytes of a file may describe terabytes."""
+    """Refuse a plan that writes much more than it reads: a few bytes of a file may describe
+    terabytes."""
     if allow_expand or size <= LIMITS.expansion_free:
         return
     read = referenced(plan)
@@ -87,8 +109,8 @@ _UNPACKED = ("inflate", "blocks")
 def referenced(plan: Plan) -> int:
     """Bytes of the storages that the plan reads, each counted once.
 
-    What is inflated counts as inflated, and codes of quantized weights count as the weights: of these,
-    there are never more than the bits of the codes.
+    What is inflated counts as inflated, and codes of quantized weights count as the weights: of
+    these, there are never more than the bits of the codes.
     """
     runs: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
@@ -99,7 +121,11 @@ def referenced(plan: Plan) -> int:
             waiting.append(each.extent)
         elif isinstance(each, Range):
             runs.append((id(each.source), each.offset, each.offset + each.length))
-        elif isinstance(each, Derived) and each.operation in _UNPACKED and isinstance(each.inputs[0], Range):
+        elif (
+            isinstance(each, Derived)
+            and each.operation in _UNPACKED
+            and isinstance(each.inputs[0], Range)
+        ):
             inflated[id(each.inputs[0].source), each.inputs[0].offset] = each.length
         elif isinstance(each, Derived):
             waiting.extend(each.inputs)

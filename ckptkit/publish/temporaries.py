@@ -1,10 +1,12 @@
-"""Temporaries: where an output is made before it gets its name, and what becomes of those whose makers were killed.
+"""Temporaries: where an output is made before it gets its name, and what becomes of those whose
+makers were killed.
 
     .<name of the output>.ckptkit-<process>-<where that number counts, 8 hex digits><random, 8 hex digits>.tmp
 
-A number of a process says who is alive only on one machine, between two starts of it, in one namespace of processes;
-a digest of these is in the name. So the next run that writes the same output knows whose maker is gone, and removes
-it; what was left on another machine, in another container or before a restart is named, and left to people.
+A number of a process says who is alive only on one machine, between two starts of it, in one
+namespace of processes; a digest of these is in the name. So the next run that writes the same
+output knows whose maker is gone, and removes it; what was left on another machine, in another
+container or before a restart is named, and left to people.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)"
 
 
 def temporary_name(path: str) -> str:
-    """A name beside `path` that nobody has, the output's own in it cut where it would get too long."""
+    """A name beside `path` that nobody has, the output's own in it cut where it would get too
+    long."""
     folder, name = os.path.split(path)
     where = _where() or os.urandom(4).hex()
-    return os.path.join(folder, _joined(name, f".ckptkit-{os.getpid()}-{where}{os.urandom(4).hex()}.tmp"))
+    return os.path.join(
+        folder, _joined(name, f".ckptkit-{os.getpid()}-{where}{os.urandom(4).hex()}.tmp")
+    )
 
 
 def _joined(name: str, ending: str) -> str:
@@ -40,7 +45,8 @@ def _joined(name: str, ending: str) -> str:
 
 @lru_cache
 def _where() -> str | None:
-    """This start of the machine and our namespace of processes; None where a system does not say."""
+    """This start of the machine and our namespace of processes; None where a system does not
+    say."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -56,8 +62,8 @@ def new_file(path: str) -> int:
 
 
 def sweep(path: str) -> list[str]:
-    """Remove what killed runs have left of the output `path` and of journals of its edits; the names of what may be
-    left too, and is not ours to judge."""
+    """Remove what killed runs have left of the output `path` and of journals of its edits; the
+    names of what may be left too, and is not ours to judge."""
     folder, name = os.path.split(path)
     names = (name, f".{name}{SUFFIX}")
     unknown = []
@@ -79,7 +85,13 @@ def sweep(path: str) -> list[str]:
 def _temporaries(folder: str) -> tuple[str, ...]:
     """Those in a folder when this process first wrote there: thousands of outputs list it once."""
     with suppress(OSError):
-        return tuple(sorted(name for name in os.listdir(folder) if name.endswith(".tmp") and _NAME.fullmatch(name)))
+        return tuple(
+            sorted(
+                name
+                for name in os.listdir(folder)
+                if name.endswith(".tmp") and _NAME.fullmatch(name)
+            )
+        )
     return ()
 
 

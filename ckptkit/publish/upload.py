@@ -1,8 +1,8 @@
 """Writes a plan to a URL: one ordered stream, which appears when it is complete.
 
-fsspec's transactions are what makes it so: an object store finishes a multipart upload, or drops it; a file system on
-another machine renames what it wrote, or removes it. Checksums that stand before the bytes they are of cost a pass
-over the input first.
+fsspec's transactions are what makes it so: an object store finishes a multipart upload, or drops
+it; a file system on another machine renames what it wrote, or removes it. Checksums that stand
+before the bytes they are of cost a pass over the input first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _COPY = "write it here, and copy it there"
 
 
 def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]) -> None:
-    """Write the one file of `plan` to `url`. `progress` is told how many bytes were sent since the last time.
+    """Write the one file of `plan` to `url`. `progress` is told how many bytes were sent since the
+    last time.
 
-    Raises UsageError and OutputExistsError before anything is sent; OutputError, InputChangedError and what reading
-    the input raises with nothing changed at `url`, as far as the file system there keeps that promise.
+    Raises UsageError and OutputExistsError before anything is sent; OutputError, InputChangedError
+    and what reading the input raises with nothing changed at `url`, as far as the file system there
+    keeps that promise.
     """
     name = shown(url)
     if plan.is_folder:
@@ -54,7 +56,9 @@ def _is_at(source: ByteSource, path: str) -> bool:
     return isinstance(source, RemoteFile) and filesystem(source.url)[1] == path
 
 
-def _send(plan: Plan, sources: list[ByteSource], fs: Any, path: str, progress: Callable[[int], None]) -> None:
+def _send(
+    plan: Plan, sources: list[ByteSource], fs: Any, path: str, progress: Callable[[int], None]
+) -> None:
     from fsspec.spec import AbstractBufferedFile
 
     (planned,) = plan.files

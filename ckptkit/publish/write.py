@@ -1,9 +1,10 @@
 """Carries out a plan: all of it under the destination's name, or none of it.
 
-The order is what makes it safe. Check everything that can be known before (destination, space, size); write a
-temporary beside the destination, under a name that nobody can guess; check its length, that the input is still what
-was opened and, if asked to, every byte; give it its mode; bring it to the disk; rename it. Whatever fails on the way,
-the temporary is removed and the destination is as it was.
+The order is what makes it safe. Check everything that can be known before (destination, space,
+size); write a temporary beside the destination, under a name that nobody can guess; check its
+length, that the input is still what was opened and, if asked to, every byte; give it its mode;
+bring it to the disk; rename it. Whatever fails on the way, the temporary is removed and the
+destination is as it was.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
-from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, UsageError, VerifyError
+from ckptkit.core.errors import (
+    CkptkitError,
+    OutputError,
+    OutputExistsError,
+    UsageError,
+    VerifyError,
+)
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
 from ckptkit.publish.journal import journal_path
@@ -42,7 +49,8 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is now at `path`: bytes and number of files; and temporaries beside it that nobody seems to work on."""
+    """What is now at `path`: bytes and number of files; and temporaries beside it that nobody seems
+    to work on."""
 
     path: str
     nbytes: int
@@ -65,15 +73,17 @@ def publish(
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
-    ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a symbolic link is
-    replaced, never followed. ``durable`` means that the output survives a power cut (always so where it replaces a
-    file); ``verify`` that it is read back and compared; ``allow_expand`` that it may be any size. ``origin`` is what
-    the plan was made of, which is not to be replaced either where the plan reads nothing of it. ``executor`` spreads
-    the work over workers that see the same files. A `destination` that is a URL is one ordered stream, which appears
-    when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes written since the last time, and all.
+    ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a
+    symbolic link is replaced, never followed. ``durable`` means that the output survives a power
+    cut (always so where it replaces a file); ``verify`` that it is read back and compared;
+    ``allow_expand`` that it may be any size. ``origin`` is what the plan was made of, which is not
+    to be replaced either where the plan reads nothing of it. ``executor`` spreads the work over
+    workers that see the same files. A `destination` that is a URL is one ordered stream, which
+    appears when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes written
+    since the last time, and all.
 
-    Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError, InputChangedError,
-    VerifyError and what reading the input raises with the destination as it was.
+    Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
+    InputChangedError, VerifyError and what reading the input raises with the destination as it was.
     """
     typed = os.fspath(destination)
     if urls.is_url(typed):
@@ -154,11 +164,14 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
 
 def _kept_mode(old: os.stat_result | None) -> int | None:
     """The mode of the file that is replaced, None where there is none."""
-    return stat.S_IMODE(old.st_mode) & 0o777 if old is not None and stat.S_ISREG(old.st_mode) else None
+    return (
+        stat.S_IMODE(old.st_mode) & 0o777 if old is not None and stat.S_ISREG(old.st_mode) else None
+    )
 
 
 def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
-    """Give a file to the owner and the group of the one that it replaces, as far as that is allowed."""
+    """Give a file to the owner and the group of the one that it replaces, as far as that is
+    allowed."""
     if old is None or not hasattr(os, "chown") or not stat.S_ISREG(old.st_mode):
         return
     now = os.lstat(temporary)
@@ -171,7 +184,8 @@ def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
 
 
 def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
-    """`mode` without anything for the group or for others, where an input on this machine is not theirs to read."""
+    """`mode` without anything for the group or for others, where an input on this machine is not
+    theirs to read."""
     for source in sources:
         if isinstance(source, LocalFile) and source.fd >= 0:
             allowed = os.fstat(source.fd).st_mode
@@ -197,16 +211,24 @@ def _places(plan: Plan, temporary: str) -> list[str]:
 
 
 def _write(
-    plan: Plan, temporary: str, executor: Executor | None, progress: Callable[[int], None], verify: bool
+    plan: Plan,
+    temporary: str,
+    executor: Executor | None,
+    progress: Callable[[int], None],
+    verify: bool,
 ) -> None:
     places = _places(plan, temporary)
     for place in places if plan.is_folder else ():
         os.close(new_file(place))
-    found = execute([(p, file.segments) for p, file in zip(places, plan.files, strict=True)], executor, progress)
+    found = execute(
+        [(p, file.segments) for p, file in zip(places, plan.files, strict=True)], executor, progress
+    )
     for place, file, sums in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
         if written != file.size:
-            raise OutputError(f"{written:,} bytes were written instead of {file.size:,}", where=file.name or None)
+            raise OutputError(
+                f"{written:,} bytes were written instead of {file.size:,}", where=file.name or None
+            )
         if verify:
             _compare(place, file, sums)
 
@@ -219,9 +241,12 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
         for piece in in_order(file.segments, sums):
             if len(found) != len(piece):
                 found = bytearray(len(piece))
-            # startswith compares a buffer of any kind at the speed of memory; == of a memoryview goes byte by byte
+            # startswith compares a buffer of any kind at the speed of memory; == of a memoryview
+            # goes byte by byte
             if output.readinto(found) != len(piece) or not found.startswith(piece):
-                raise VerifyError(f"{file.name or 'the output'} was not written as planned, at byte {at:,} or after")
+                raise VerifyError(
+                    f"{file.name or 'the output'} was not written as planned, at byte {at:,} or after"
+                )
             at += len(piece)
 
 
@@ -237,12 +262,17 @@ def _name_to_disk(path: str) -> None:
     try:
         sync_folder(os.path.dirname(path))
     except OSError as error:
-        raise OutputError(f"is written, but might not outlive a power cut: {error.strerror}", where=path) from error
+        raise OutputError(
+            f"is written, but might not outlive a power cut: {error.strerror}", where=path
+        ) from error
 
 
 def sync(path: str) -> None:
-    """fsync a file or a folder; never tried twice, since a system forgets what it failed to write."""
-    if os.name == "nt":  # where folders cannot be opened, nor files be synced that were opened for reading
+    """fsync a file or a folder; never tried twice, since a system forgets what it failed to
+    write."""
+    if (
+        os.name == "nt"
+    ):  # where folders cannot be opened, nor files be synced that were opened for reading
         return
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -252,7 +282,8 @@ def sync(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """fsync a folder, where that is possible: not all can be opened for reading, nor do all file systems know how."""
+    """fsync a folder, where that is possible: not all can be opened for reading, nor do all file
+    systems know how."""
     try:
         sync(path)
     except OSError as error:
@@ -268,14 +299,16 @@ def _unfinished_edit(path: str) -> os.stat_result | None:
 
 
 def _forget_edit(path: str, journal: os.stat_result | None) -> None:
-    """Remove the journal of a file that has been replaced: nothing could be undone in the new one."""
+    """Remove the journal of a file that has been replaced: nothing could be undone in the new
+    one."""
     with suppress(OSError):
         if journal is not None and os.path.samestat(journal, os.lstat(journal_path(path))):
             os.unlink(journal_path(path))
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
-    """Give the output its name. Without `force`, whoever made a file of that name meanwhile has won."""
+    """Give the output its name. Without `force`, whoever made a file of that name meanwhile has
+    won."""
     try:
         if folder:
             os.rename(temporary, path)

@@ -22,16 +22,25 @@ def recognize(view: View, mark: str) -> Group | None:
     group = Group("awq", "awq int4", f"{stem}.weight", (rows, columns), parts)
     version = str(view.quantization.get("version") or "gemm").lower()
     if view.method == "awq" and version != "gemm":
-        return g.refused(group, f"its version is {version}: only gemm has a layout that is not of a kernel")
+        return g.refused(
+            group, f"its version is {version}: only gemm has a layout that is not of a kernel"
+        )
     if scales.shape[1:] != (rows,):
         return None
     groups = scales.shape[0]
-    if codes.dtype.name != "int32" or zeros is None or zeros.shape != (groups, words) or zeros.dtype.name != "int32":
+    if (
+        codes.dtype.name != "int32"
+        or zeros is None
+        or zeros.shape != (groups, words)
+        or zeros.dtype.name != "int32"
+    ):
         return g.refused(group, "its qzeros are missing or do not fit")
     size = view.quantization.get("group_size")
     width = columns if size == -1 or (size is None and groups == 1) else size
     if type(width) is not int or width <= 0 or -(-columns // width) != groups:
-        return g.refused(group, f"its group_size is not known, or does not give {groups} groups", _BESIDE)
+        return g.refused(
+            group, f"its group_size is not known, or does not give {groups} groups", _BESIDE
+        )
     grid = Grid(1, width, rows, groups, "columns")
     layout = Blocks(
         1, rows, columns, Packing("interleaved", 4), (Numbers(1, scales.dtype.name, grid),),

@@ -25,12 +25,20 @@ def recognize4(view: View, mark: str) -> Group | None:
     if weight is None or name == mark:
         return None
     others = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-    group = Group("bnb-4bit", "bnb 4bit", name, weight.shape, (name, mark, *view.present(name, others)))
+    group = Group(
+        "bnb-4bit", "bnb 4bit", name, weight.shape, (name, mark, *view.present(name, others))
+    )
     state = view.json(mark)
     shape, size = state.get("shape"), state.get("blocksize")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or type(size) is not int:
+    if (
+        not isinstance(shape, list)
+        or not all(type(n) is int and n >= 0 for n in shape)
+        or type(size) is not int
+    ):
         return g.refused(group, "its quant_state is no JSON text with a shape and a blocksize")
-    group = Group(group.family, f"{state.get('quant_type')} {size}", name, tuple(shape), group.parts)
+    group = Group(
+        group.family, f"{state.get('quant_type')} {size}", name, tuple(shape), group.parts
+    )
     return _four_bits(group, view, state, weight)
 
 
@@ -55,7 +63,13 @@ def _four_bits(group: Group, view: View, state: dict[str, Any], weight: Tensor) 
         nested = view.get(f"{name}.nested_absmax", "float32")
         nested_map = view.get(f"{name}.nested_quant_map", "float32")
         wide, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if nested is None or nested_map is None or type(wide) is not int or wide <= 0 or not isinstance(offset, float):
+        if (
+            nested is None
+            or nested_map is None
+            or type(wide) is not int
+            or wide <= 0
+            or not isinstance(offset, float)
+        ):
             return g.refused(group, "its absmax is quantized, and what that needs is missing")
         if nested.numel != -(-absmax.numel // wide) or nested_map.numel != 256:
             return g.refused(group, "its nested_absmax does not fit")
@@ -65,7 +79,9 @@ def _four_bits(group: Group, view: View, state: dict[str, Any], weight: Tensor) 
             Numbers(3, "float32", Grid(1, size * wide, 1, nested.numel), add=offset),
         ]
     table_name = "map-signed" if kind == "fp4" else "map"
-    layout = Blocks(1, 1, count, Packing("flat", 4, high_first=True), tuple(scales), table=table_name, map=2)
+    layout = Blocks(
+        1, 1, count, Packing("flat", 4, high_first=True), tuple(scales), table=table_name, map=2
+    )
     return g.ready(group, group.label, layout, *inputs, own=g.dtype_named(state.get("dtype")))
 
 
@@ -76,12 +92,18 @@ def recognize8(view: View, mark: str) -> Group | None:
     if weight is None or scale is None:
         return None
     dropped = view.present(stem, (".weight_format",))
-    group = Group("bnb-int8", "bnb int8", f"{stem}.weight", weight.shape, (f"{stem}.weight", mark), dropped)
+    group = Group(
+        "bnb-int8", "bnb int8", f"{stem}.weight", weight.shape, (f"{stem}.weight", mark), dropped
+    )
     form = view.number(f"{stem}.weight_format") if dropped else 0
     if form != 0:
-        return g.refused(group, f"its weight_format is {form}: only rows (0) have one meaning in all versions")
+        return g.refused(
+            group, f"its weight_format is {form}: only rows (0) have one meaning in all versions"
+        )
     if len(weight.shape) != 2 or scale.shape != weight.shape[:1]:
-        return g.refused(group, f"SCB of {g.shown(scale.shape)} does not fit {g.shown(weight.shape)}")
+        return g.refused(
+            group, f"SCB of {g.shown(scale.shape)} does not fit {g.shown(weight.shape)}"
+        )
     numbers = Numbers(1, "float32", g.grid_of(weight.shape, 1, weight.shape[1]))
     layout = g.flat(weight.shape, 8, (numbers,), signed=True, factor=_INT8_FACTOR)
     return g.ready(group, "int8 row", layout, weight, scale)

@@ -44,7 +44,9 @@ def recognize(view: View, mark: str) -> Group | None:
     if said is None or weight is None:
         return None
     parts = (f"{stem}.weight", *view.present(stem, (".weight_scale", ".weight_scale_2")))
-    group = Group("comfy", "comfy", f"{stem}.weight", weight.shape, parts, view.present(stem, DROPPED))
+    group = Group(
+        "comfy", "comfy", f"{stem}.weight", weight.shape, parts, view.present(stem, DROPPED)
+    )
     form = str(said.get("format"))
     if "convrot" in form or said.get("convrot") or form not in _READERS:
         return g.refused(
@@ -66,7 +68,9 @@ def _said(view: View, stem: str) -> dict[str, Any] | None:
 
 def _fp8(group: Group, weight: Tensor, scale: Tensor) -> Group:
     if scale.numel != 1 or weight.dtype.name not in g.FLOAT8 or not g.is_scale(scale):
-        return g.refused(group, f"its scale is {scale.dtype} {g.shown(scale.shape)}, and not one number")
+        return g.refused(
+            group, f"its scale is {scale.dtype} {g.shown(scale.shape)}, and not one number"
+        )
     numbers = Numbers(1, scale.dtype.name, g.whole(weight.shape), shared=True)
     layout = g.flat(
         weight.shape,
@@ -125,7 +129,11 @@ def _read_nvfp4(group: Group, view: View, weight: Tensor, scale: Tensor) -> Grou
 
 def _read_mxfp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
     grid = _tiles(weight.shape, 32, scale)
-    if grid is None or weight.dtype.name not in g.FLOAT8 or scale.dtype.name not in ("uint8", "float8_e8m0fnu"):
+    if (
+        grid is None
+        or weight.dtype.name not in g.FLOAT8
+        or scale.dtype.name not in ("uint8", "float8_e8m0fnu")
+    ):
         return g.refused(group, "its exponents do not fit blocks of 32 in tiles of 128x4")
     layout = g.flat(
         weight.shape, 8, (Numbers(1, "float8_e8m0fnu", grid),), table=weight.dtype.name,
@@ -145,5 +153,7 @@ FAMILIES = (
         marks=("comfy_quant", "weight_scale"),
         oracle=_ORACLE,
     ),
-    Family("comfy-scaled", "ComfyUI scaled FP8", recognize_old, marks=("scale_weight",), oracle=_ORACLE),
+    Family(
+        "comfy-scaled", "ComfyUI scaled FP8", recognize_old, marks=("scale_weight",), oracle=_ORACLE
+    ),
 )

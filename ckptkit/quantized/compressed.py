@@ -52,7 +52,9 @@ def grid_for(view: View, shape: Shape, scale: Shape, kind: str) -> tuple[Grid, s
         return g.grid_of(shape, 1, shape[-1]), "channel"
     for height, width in _sizes(view, kind):
         if scale == g.blocks_of(shape, height, width):
-            return g.grid_of(shape, height, width), f"{height}x{width}" if height > 1 else f"g{width}"
+            return g.grid_of(
+                shape, height, width
+            ), f"{height}x{width}" if height > 1 else f"g{width}"
     return None
 
 
@@ -62,7 +64,11 @@ def _sizes(view: View, kind: str) -> Iterator[tuple[int, int]]:
         block, size = scheme.get("block_structure"), scheme.get("group_size")
         if scheme.get("type", kind) != kind:
             continue
-        if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        if (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(type(n) is int and n > 0 for n in block)
+        ):
             yield block[0], block[1]
         elif type(size) is int and size > 0:
             yield 1, size
@@ -85,7 +91,9 @@ def recognize_dense(view: View, mark: str) -> Group | None:
         return _mx(group, weight, scale, weight.shape, Packing("flat", 8), weight.dtype.name)
     found = grid_for(view, weight.shape, scale.shape, kind)
     if found is None or not g.is_scale(scale):
-        return g.refused(group, f"scales of {g.shown(scale.shape)} fit no strategy of its configuration")
+        return g.refused(
+            group, f"scales of {g.shown(scale.shape)} fit no strategy of its configuration"
+        )
     grid, label = found
     table = weight.dtype.name if kind == "float" else None
     numbers = Numbers(1, scale.dtype.name, grid)
@@ -112,7 +120,9 @@ def _word(kind: str) -> str:
     return "int8" if kind == "int" else "fp8"
 
 
-def _mx(group: Group, codes: Tensor, scale: Tensor, shape: Shape, packing: Packing, table: str) -> Group:
+def _mx(
+    group: Group, codes: Tensor, scale: Tensor, shape: Shape, packing: Packing, table: str
+) -> Group:
     """Blocks of 32 with an exponent each; the product is a bfloat16 whatever is asked for."""
     if scale.shape != g.blocks_of(shape, 1, 32):
         return g.refused(
@@ -121,7 +131,9 @@ def _mx(group: Group, codes: Tensor, scale: Tensor, shape: Shape, packing: Packi
         )
     batches, rows, columns = g.matrix(shape)
     numbers = Numbers(1, g.scale_dtype(scale), g.grid_of(shape, 1, 32))
-    layout = Blocks(batches, rows, columns, packing, (numbers,), table=table, product_dtype="bfloat16")
+    layout = Blocks(
+        batches, rows, columns, packing, (numbers,), table=table, product_dtype="bfloat16"
+    )
     return g.ready(group, f"mxfp{packing.bits} 1x32", layout, codes, scale)
 
 
@@ -194,7 +206,9 @@ def _integers(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
         return g.refused(group, packing, _BESIDE)
     found = grid_for(view, shape, scale.shape, "int")
     if found is None or not g.is_scale(scale):
-        return g.refused(group, f"scales of {g.shown(scale.shape)} fit no strategy of its configuration")
+        return g.refused(
+            group, f"scales of {g.shown(scale.shape)} fit no strategy of its configuration"
+        )
     return _with_zeros(group, view, codes, scale, packing, found)
 
 
@@ -214,7 +228,11 @@ def _with_zeros(
     half = 1 << (bits - 1)
     if zero is not None:
         groups = grid.columns if grid.height == 1 else 0
-        if packing.kind == "words" or zero.dtype.name != "int32" or zero.shape != (-(-rows * bits // 32), groups):
+        if (
+            packing.kind == "words"
+            or zero.dtype.name != "int32"
+            or zero.shape != (-(-rows * bits // 32), groups)
+        ):
             return g.refused(group, f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit")
         inputs, point = (codes, scale, zero), Zero(2, bits, grid, "down", offset=half)
     layout = Blocks(
@@ -250,7 +268,11 @@ def _packing(view: View, columns: int, words: int) -> Packing | str:
 
 def _version(view: View) -> tuple[int, ...] | None:
     parts = str(view.quantization.get("version") or "").split(".")[:2]
-    return tuple(map(int, parts)) if len(parts) == 2 and all(each.isdigit() for each in parts) else None
+    return (
+        tuple(map(int, parts))
+        if len(parts) == 2 and all(each.isdigit() for each in parts)
+        else None
+    )
 
 
 _ORACLE = "compressed-tensors 0.20.0"

@@ -22,7 +22,9 @@ MODULES = (
     "compressed", "modelopt", "fp8_block",
 )  # fmt: skip
 # What serves quantized inference alone and belongs to no weight: last components of names.
-SERVING = frozenset({"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"})
+SERVING = frozenset(
+    {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
+)
 _SERVING_FAMILIES = ("ct-", "modelopt", "fbgemm", "nvfp4", "mxfp", "fp8", "comfy")
 _SMALL = 4096  # elements
 _CONFIGURED = ("fp8", "modelopt", "compressed-tensors", "fbgemm_fp8")
@@ -69,7 +71,9 @@ def _groups(view: View, marked: list[str]) -> Iterator[Group]:
     for name in marked:
         by_last[name[name.rfind(".") + 1 :]].append(name)
     for family in families():
-        subclasses = (name for name in marked if is_subclass(view.nodes[name])) if family.subclasses else ()
+        subclasses = (
+            (name for name in marked if is_subclass(view.nodes[name])) if family.subclasses else ()
+        )
         for name in (*_of_family(family, by_last), *subclasses):
             if name in taken:
                 continue
@@ -89,20 +93,31 @@ def _of_family(family: Family, by_last: Mapping[str, list[str]]) -> Iterator[str
             yield from names
 
 
-def _incomplete(view: View, float8: list[str], taken: set[str], marked: list[str]) -> Iterator[Group]:
+def _incomplete(
+    view: View, float8: list[str], taken: set[str], marked: list[str]
+) -> Iterator[Group]:
     """Codes without the scales that the configuration promises, and scales without codes."""
     if view.method not in _CONFIGURED:
         float8 = []
     for name in float8:
         tensor = view.tensors[name]
         group = Group(_family(view), "fp8", name, tensor.shape, (name,), nbytes=tensor.nbytes)
-        yield g.refused(group, "its scale is missing, though the configuration says that it has one", _ELSEWHERE)
+        yield g.refused(
+            group, "its scale is missing, though the configuration says that it has one", _ELSEWHERE
+        )
     for name in marked:
         for ending in ("_scale_inv", ".weight_scale"):
             weight = name.removesuffix(ending) + (".weight" if ending == ".weight_scale" else "")
             certain = ending == "_scale_inv" or view.method in _CONFIGURED
-            if name.endswith(ending) and name not in taken and weight not in view.tensors and certain:
-                group = Group(_family(view), "fp8", weight, (), (name,), nbytes=view.tensors[name].nbytes)
+            if (
+                name.endswith(ending)
+                and name not in taken
+                and weight not in view.tensors
+                and certain
+            ):
+                group = Group(
+                    _family(view), "fp8", weight, (), (name,), nbytes=view.tensors[name].nbytes
+                )
                 yield g.refused(group, "its scale is here, and the weight is not", _ELSEWHERE)
 
 

@@ -27,7 +27,9 @@ def recognize(view: View, mark: str) -> Group | None:
     is_byte = scale.dtype.name in ("uint8", "float8_e8m0fnu")
     if weight is None or not (g.is_scale(scale) or is_byte):
         return None
-    dropped = view.present(name.removesuffix(".weight"), DROPPED) if name.endswith(".weight") else ()
+    dropped = (
+        view.present(name.removesuffix(".weight"), DROPPED) if name.endswith(".weight") else ()
+    )
     group = Group(NAME, "fp8", name, weight.shape, (name, mark), dropped)
     if weight.dtype.name in g.FLOAT8:
         return _fp8(group, view, weight, scale)
@@ -37,10 +39,14 @@ def recognize(view: View, mark: str) -> Group | None:
 def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
     dtype, shape = g.scale_dtype(scale), weight.shape
     if scale.numel == 1:
-        layout = g.flat(shape, 8, (Numbers(1, dtype, g.whole(shape), shared=True),), table=weight.dtype.name)
+        layout = g.flat(
+            shape, 8, (Numbers(1, dtype, g.whole(shape), shared=True),), table=weight.dtype.name
+        )
         return g.ready(group, "fp8 tensor", layout, weight, scale)
     size = view.quantization.get("weight_block_size")
-    if not (isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)):
+    if not (
+        isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    ):
         return g.refused(
             group,
             "the size of its blocks is not known: config.json names no weight_block_size",

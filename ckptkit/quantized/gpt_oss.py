@@ -25,11 +25,15 @@ def recognize(view: View, mark: str) -> Group | None:
     shape = (*batch, columns, rows) if is_turned else (*batch, rows, columns)
     group = Group("mxfp4", "mxfp4", name, shape, (mark, *view.present("", (other,))))
     if scales is None or scales.shape != codes.shape[:-1]:
-        return g.refused(group, f"its scales ({other}) are missing or do not fit", "they may be in another shard")
+        return g.refused(
+            group, f"its scales ({other}) are missing or do not fit", "they may be in another shard"
+        )
     batches, _, _ = g.matrix(shape)
     if is_turned:
         grid = Grid(32, 1, groups, rows, "columns")
-        layout = Blocks(batches, columns, rows, Packing("turned", 4), (Numbers(1, "ldexp", grid),), table="e2m1")
+        layout = Blocks(
+            batches, columns, rows, Packing("turned", 4), (Numbers(1, "ldexp", grid),), table="e2m1"
+        )
     else:
         layout = g.flat(shape, 4, (Numbers(1, "ldexp", g.grid_of(shape, 1, 32)),), table="e2m1")
     return g.ready(group, "mxfp4 1x32", layout, codes, scales)

@@ -34,11 +34,15 @@ def recognize(view: View, mark: str) -> Group | None:
     return _with_bits(group, view, codes, scales, zeros, index)
 
 
-def _with_bits(group: Group, view: View, codes: Tensor, scales: Tensor, zeros: Tensor, index: Tensor | None) -> Group:
+def _with_bits(
+    group: Group, view: View, codes: Tensor, scales: Tensor, zeros: Tensor, index: Tensor | None
+) -> Group:
     words, rows = codes.shape
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
     if odd or bits not in _BITS or zeros.shape != (scales.shape[0], rows * bits // 32):
-        return g.refused(group, f"qzeros of {g.shown(zeros.shape)} fit no packing of 2, 3, 4 or 8 bits")
+        return g.refused(
+            group, f"qzeros of {g.shown(zeros.shape)} fit no packing of 2, 3, 4 or 8 bits"
+        )
     columns = words * 32 // bits
     group = Group(group.family, f"gptq int{bits}", group.name, (rows, columns), group.parts)
     if (problem := _packing(view)) is not None:
@@ -107,4 +111,6 @@ def _group_size(view: View, columns: int, groups: int, index: Tensor | None) -> 
     return columns if index is not None or groups == 1 else None
 
 
-FAMILY = Family("gptq", "GPTQ, AutoRound", recognize, marks=("qweight",), oracle="GPTQModel f4c327a (7.3.4)")
+FAMILY = Family(
+    "gptq", "GPTQ, AutoRound", recognize, marks=("qweight",), oracle="GPTQModel f4c327a (7.3.4)"
+)

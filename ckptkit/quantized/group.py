@@ -87,7 +87,9 @@ class Family:
 class View:
     """What a recognizer may look at: names, dtypes, shapes, small tensors, files beside them."""
 
-    def __init__(self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]
+    ) -> None:
         self.nodes = nodes
         self.tensors = tensors
         self.metadata = ck.metadata
@@ -112,7 +114,12 @@ class View:
     def number(self, name: str) -> int | None:
         """The only element of a tensor of integers."""
         tensor, data = self.tensors.get(name), self.read(name)
-        if tensor is None or data is None or tensor.numel != 1 or tensor.dtype.kind not in ("int", "bool"):
+        if (
+            tensor is None
+            or data is None
+            or tensor.numel != 1
+            or tensor.dtype.kind not in ("int", "bool")
+        ):
             return None
         return int.from_bytes(data, "little", signed=tensor.dtype.name.startswith("int"))
 
@@ -214,7 +221,9 @@ def refused(group: Group, reason: str, hint: str | None = None) -> Group:
     return replace(group, reason=reason, hint=hint, layout=None, inputs=())
 
 
-def ready(group: Group, label: str, layout: Blocks, *inputs: Tensor, own: str | None = None) -> Group:
+def ready(
+    group: Group, label: str, layout: Blocks, *inputs: Tensor, own: str | None = None
+) -> Group:
     """The group, with what is needed to dequantize it."""
     name, shape, own = (
         group.name,
@@ -262,7 +271,9 @@ def whole(shape: Shape) -> Grid:
     return Grid(max(1, rows), max(1, columns), 1, 1)
 
 
-def single(input: int, tensor: Tensor, shape: Shape, *, combine: str = "multiply") -> Numbers | None:
+def single(
+    input: int, tensor: Tensor, shape: Shape, *, combine: str = "multiply"
+) -> Numbers | None:
     """A scale for the whole tensor, or one for each batch; None if it is neither."""
     batches, _, _ = matrix(shape)
     if tensor.numel not in (1, batches):
@@ -270,7 +281,9 @@ def single(input: int, tensor: Tensor, shape: Shape, *, combine: str = "multiply
     return Numbers(input, tensor.dtype.name, whole(shape), combine, shared=tensor.numel == 1)
 
 
-def flat(shape: Shape, bits: int, scales: tuple[Numbers, ...], *, high_first: bool = False, **more: Any) -> Blocks:
+def flat(
+    shape: Shape, bits: int, scales: tuple[Numbers, ...], *, high_first: bool = False, **more: Any
+) -> Blocks:
     """A layout whose codes lie in the order of the elements."""
     batches, rows, columns = matrix(shape)
     return Blocks(batches, rows, columns, Packing("flat", bits, high_first), scales, **more)

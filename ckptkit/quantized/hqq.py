@@ -24,18 +24,26 @@ def recognize(view: View, mark: str) -> Group | None:
     codes, scale, zero = view.tensors[mark], view.get(f"{stem}.scale"), view.get(f"{stem}.zero")
     parts = (mark, *view.present(stem, (".scale", ".zero")))
     shape = view.integers(f"{stem}.shape")
-    group = Group("hqq", "hqq", f"{stem}.weight", shape or codes.shape, parts, view.present(stem, _SETTINGS))
+    group = Group(
+        "hqq", "hqq", f"{stem}.weight", shape or codes.shape, parts, view.present(stem, _SETTINGS)
+    )
     if view.number(f"{stem}.quant_scale") or view.number(f"{stem}.quant_zero"):
         return g.refused(group, "its scales or zero points are quantized themselves")
     bits, axis, size = (view.number(f"{stem}.{each}") for each in ("nbits", "axis", "group_size"))
-    if bits not in _PACKED or view.text(f"{stem}.packing") != _PACKED[bits] or view.number(f"{stem}.view_as_float"):
+    if (
+        bits not in _PACKED
+        or view.text(f"{stem}.packing") != _PACKED[bits]
+        or view.number(f"{stem}.view_as_float")
+    ):
         return g.refused(group, f"its packing is {view.text(f'{stem}.packing')!r}, {bits} bits")
     if len(shape) != 2 or min(shape) <= 0 or axis not in (0, 1) or scale is None or zero is None:
         return g.refused(group, "its shape, axis, scale or zero is missing")
     return _with_groups(group, bits, axis, size or shape[1 - axis], (codes, scale, zero))
 
 
-def _with_groups(group: Group, bits: int, axis: int, size: int, inputs: tuple[Tensor, Tensor, Tensor]) -> Group:
+def _with_groups(
+    group: Group, bits: int, axis: int, size: int, inputs: tuple[Tensor, Tensor, Tensor]
+) -> Group:
     codes, scale, zero = inputs
     count = prod(group.shape)
     groups = count // size
@@ -45,7 +53,9 @@ def _with_groups(group: Group, bits: int, axis: int, size: int, inputs: tuple[Te
     stored = -(-rows // word[1]) * columns
     whole = codes.dtype.name == word[0] and codes.numel == stored
     if not (fits and whole and g.is_scale(scale) and scale.dtype == zero.dtype):
-        return g.refused(group, f"its scales or codes do not fit {g.shown(group.shape)} in groups of {size}")
+        return g.refused(
+            group, f"its scales or codes do not fit {g.shown(group.shape)} in groups of {size}"
+        )
     grid = Grid(1, size, groups, 1) if axis else Grid(size, 1, 1, groups)
     dtype = scale.dtype.name
     packing = Packing("parts", bits, high_first=True) if bits < 8 else Packing("flat", 8)

@@ -34,7 +34,9 @@ def look_through(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]
 
 def float_types(ck: Checkpoint) -> dict[str, DType]:
     """The dtypes of the floating-point weights."""
-    return {name: tensor.dtype for name, tensor in ck.weights.items() if tensor.dtype.name in TARGETS}
+    return {
+        name: tensor.dtype for name, tensor in ck.weights.items() if tensor.dtype.name in TARGETS
+    }
 
 
 def exchanged(
@@ -54,7 +56,9 @@ def exchanged(
 
 def mapping_of(weights: Weights) -> Mapping[Node, Node]:
     """The mapping that holds the weights; of a pickled module, its state_dict."""
-    node: Mapping[Node, Node] = plain_state_dict(weights.nodes) if weights.is_module else weights.node
+    node: Mapping[Node, Node] = (
+        plain_state_dict(weights.nodes) if weights.is_module else weights.node
+    )
     return node
 
 

@@ -32,7 +32,9 @@ def recognize(view: View, mark: str) -> Group | None:
     if mode in _MODES:
         size, bits = _MODES[mode][:2]
     if type(size) is not int or type(bits) is not int or size <= 0 or not 1 <= bits <= 8:
-        return g.refused(group, "its group_size and bits are not known: config.json names none", _BESIDE)
+        return g.refused(
+            group, "its group_size and bits are not known: config.json names none", _BESIDE
+        )
     shape = (*weight.shape[:-1], weight.shape[-1] * 32 // bits)
     group = Group("mlx", f"mlx {mode} int{bits}", group.name, shape, parts)
     if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != weight.shape[-1] * 32:
@@ -56,14 +58,18 @@ def _said(view: View, stem: str) -> dict[str, Any]:
     """Mode, group size and bits of a layer."""
     config = view.config.get("quantization") or view.quantization
     own = config.get(stem) if isinstance(config, dict) else None
-    return {**config, **own} if isinstance(own, dict) else config if isinstance(config, dict) else {}
+    return (
+        {**config, **own} if isinstance(own, dict) else config if isinstance(config, dict) else {}
+    )
 
 
 def _packing(weight: Tensor, bits: int) -> Packing:
     return Packing("rows", bits, stride=4 * weight.shape[-1])
 
 
-def _affine(group: Group, bits: int, size: int, weight: Tensor, scales: Tensor, bias: Tensor) -> Group:
+def _affine(
+    group: Group, bits: int, size: int, weight: Tensor, scales: Tensor, bias: Tensor
+) -> Group:
     batches, rows, columns = g.matrix(group.shape)
     grid = g.grid_of(group.shape, 1, size)
     layout = Blocks(
@@ -76,7 +82,11 @@ def _affine(group: Group, bits: int, size: int, weight: Tensor, scales: Tensor, 
 def _coded(group: Group, mode: str, shape: Shape, weight: Tensor, scales: Tensor) -> Group:
     size, bits, table, dtype = _MODES[mode]
     numbers = Numbers(1, dtype, g.grid_of(shape, 1, size))
-    return g.ready(group, f"mlx {mode}", g.flat(shape, bits, (numbers,), table=table), weight, scales)
+    return g.ready(
+        group, f"mlx {mode}", g.flat(shape, bits, (numbers,), table=table), weight, scales
+    )
 
 
-FAMILY = Family("mlx", "MLX: affine, mxfp4, nvfp4, mxfp8", recognize, marks=("scales",), oracle="mlx 0.32.4")
+FAMILY = Family(
+    "mlx", "MLX: affine, mxfp4, nvfp4, mxfp8", recognize, marks=("scales",), oracle="mlx 0.32.4"
+)

@@ -42,25 +42,37 @@ def recognize(view: View, mark: str) -> Group | None:
     return _fp8(group, view, weight, scale)
 
 
-def _nvfp4(group: Group, view: View, weight: Tensor, scale: Tensor, second: Tensor | None) -> Group | None:
+def _nvfp4(
+    group: Group, view: View, weight: Tensor, scale: Tensor, second: Tensor | None
+) -> Group | None:
     if second is None or scale.dtype.name != "float8_e4m3fn":
         return None
     shape = g.doubled(weight.shape)
     level = g.single(2, second, shape)
     group = Group("modelopt", "nvfp4", group.name, shape, group.parts, group.dropped)
     if view.method not in ("modelopt", "modelopt_fp4"):
-        return g.refused(group, "whether ModelOpt or another library has packed it is not known", _BESIDE)
+        return g.refused(
+            group, "whether ModelOpt or another library has packed it is not known", _BESIDE
+        )
     if level is None or scale.shape != g.blocks_of(shape, 1, 16):
-        return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)} in blocks of 16")
+        return g.refused(
+            group, f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)} in blocks of 16"
+        )
     scales = (Numbers(1, "float8_e4m3fn", g.grid_of(shape, 1, 16)), level)
-    return g.ready(group, "nvfp4 1x16", g.flat(shape, 4, scales, table="e2m1+0"), weight, scale, second)
+    return g.ready(
+        group, "nvfp4 1x16", g.flat(shape, 4, scales, table="e2m1+0"), weight, scale, second
+    )
 
 
 def _mxfp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
     if view.method != "modelopt":
-        return g.refused(group, "whether ModelOpt or another library has made it is not known", _BESIDE)
+        return g.refused(
+            group, "whether ModelOpt or another library has made it is not known", _BESIDE
+        )
     if scale.shape != g.blocks_of(weight.shape, 1, 32):
-        return g.refused(group, f"exponents of {g.shown(scale.shape)} do not fit {g.shown(weight.shape)}")
+        return g.refused(
+            group, f"exponents of {g.shown(scale.shape)} do not fit {g.shown(weight.shape)}"
+        )
     numbers = Numbers(1, g.scale_dtype(scale), g.grid_of(weight.shape, 1, 32))
     layout = g.flat(weight.shape, 8, (numbers,), table=weight.dtype.name)
     return g.ready(group, "mxfp8 1x32", layout, weight, scale)
@@ -70,10 +82,14 @@ def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group | Non
     if not g.is_scale(scale):
         return None
     if view.method != "modelopt":
-        return g.refused(group, "in which dtype codes and scales are multiplied is not known", _BESIDE)
+        return g.refused(
+            group, "in which dtype codes and scales are multiplied is not known", _BESIDE
+        )
     found = _fp8_grid(view, weight.shape, scale)
     if found is None:
-        return g.refused(group, f"scales of {g.shown(scale.shape)} fit no layout of ModelOpt that is known")
+        return g.refused(
+            group, f"scales of {g.shown(scale.shape)} fit no layout of ModelOpt that is known"
+        )
     numbers, label = found
     layout = g.flat(
         weight.shape,
@@ -105,7 +121,11 @@ def _block_sizes(view: View) -> Iterator[tuple[int, int]]:
     for key in ("group_size", "weight_block_size"):
         said = view.quantization.get(key)
         size = [said, said] if type(said) is int else said
-        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        if (
+            isinstance(size, list)
+            and len(size) == 2
+            and all(type(n) is int and n > 0 for n in size)
+        ):
             yield size[0], size[1]
 
 
@@ -118,7 +138,9 @@ def _fbgemm(group: Group, weight: Tensor, scale: Tensor) -> Group:
     elif len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):
         found = g.grid_of(shape, shape[1], 1), "column"
     if found is None or scale.dtype.name != "float32":
-        return g.refused(group, f"scales of {scale.dtype} {g.shown(scale.shape)} do not fit {g.shown(shape)}")
+        return g.refused(
+            group, f"scales of {scale.dtype} {g.shown(scale.shape)} do not fit {g.shown(shape)}"
+        )
     layout = g.flat(shape, 8, (Numbers(1, "float32", found[0]),), table=weight.dtype.name)
     return g.ready(group, f"fp8 {found[1]}", layout, weight, scale)
 

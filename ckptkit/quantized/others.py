@@ -63,9 +63,15 @@ def recognize(view: View, mark: str) -> Group | None:
 def _of(view: View, other: Other, stem: str) -> Group | None:
     codes = view.get(f"{stem}.{other.codes}", *other.dtypes)
     names = view.present(stem, (f".{each}" for each in other.beside))
-    if codes is None or len(names) < len(other.beside) or (other.name == "BitNet" and view.method != "bitnet"):
+    if (
+        codes is None
+        or len(names) < len(other.beside)
+        or (other.name == "BitNet" and view.method != "bitnet")
+    ):
         return None
-    group = Group(other.name, other.name, f"{stem}.weight", codes.shape, (f"{stem}.{other.codes}", *names))
+    group = Group(
+        other.name, other.name, f"{stem}.weight", codes.shape, (f"{stem}.{other.codes}", *names)
+    )
     return g.refused(group, f"{other.name} is not read", f"{other.reader} reads it")
 
 

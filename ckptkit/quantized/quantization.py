@@ -43,5 +43,7 @@ class Quantization:
 
     def touching(self, names: Iterable[str]) -> Iterator[Group]:
         """The groups that some names belong to, each once."""
-        seen = {id(group): group for name in names if (group := self.by_member.get(name)) is not None}
+        seen = {
+            id(group): group for name in names if (group := self.by_member.get(name)) is not None
+        }
         yield from seen.values()

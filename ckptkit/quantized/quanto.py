@@ -21,7 +21,11 @@ def recognize(view: View, mark: str) -> Group | None:
     name = mark.removesuffix("._data").removesuffix("._data")
     stem = name.removesuffix(".weight")
     codes, scale = view.tensors[mark], view.get(f"{name}._scale")
-    if scale is None or not g.is_scale(scale) or (f"{name}._data._data" in view.tensors and not packed):
+    if (
+        scale is None
+        or not g.is_scale(scale)
+        or (f"{name}._data._data" in view.tensors and not packed)
+    ):
         return None
     parts = (mark, f"{name}._scale", *view.present(name, ("._shift",)))
     group = Group(
@@ -49,7 +53,9 @@ def _plain(group: Group, codes: Tensor, scale: Tensor) -> Group:
         return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)}")
     table = None if codes.dtype.name == "int8" else codes.dtype.name
     dtype = scale.dtype.name
-    layout = g.flat(shape, 8, (Numbers(1, dtype, grid),), table=table, signed=table is None, product_dtype=dtype)
+    layout = g.flat(
+        shape, 8, (Numbers(1, dtype, grid),), table=table, signed=table is None, product_dtype=dtype
+    )
     return g.ready(group, f"quanto {'int8' if table is None else 'fp8'}", layout, codes, scale)
 
 
@@ -58,15 +64,29 @@ def _packed(group: Group, view: View, stem: str, codes: Tensor, scale: Tensor) -
     bits = _BITS.get(str(said.get("weights"))) if isinstance(said, dict) else None
     shift, bias = view.get(f"{group.name}._shift"), view.get(f"{stem}.bias")
     if bits is None:
-        return g.refused(group, "its bits are not known", "put the quanto_qmap.json of the model beside the file")
+        return g.refused(
+            group, "its bits are not known", "put the quanto_qmap.json of the model beside the file"
+        )
     if bias is None or len(bias.shape) != 1:
-        return g.refused(group, "its shape is not in the file, and it has no bias that would tell the rows")
-    if shift is None or shift.shape != scale.shape or len(scale.shape) != 2 or len(codes.shape) != 2:
+        return g.refused(
+            group, "its shape is not in the file, and it has no bias that would tell the rows"
+        )
+    if (
+        shift is None
+        or shift.shape != scale.shape
+        or len(scale.shape) != 2
+        or len(codes.shape) != 2
+    ):
         return g.refused(group, "its _shift is missing or does not fit")
     (rows,) = bias.shape
     size = codes.shape[1]
     groups = scale.numel
-    if scale.shape != (groups, 1) or not rows or groups % rows or -(-groups * bits // 8) != codes.shape[0]:
+    if (
+        scale.shape != (groups, 1)
+        or not rows
+        or groups % rows
+        or -(-groups * bits // 8) != codes.shape[0]
+    ):
         return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit {rows} rows")
     shape = (rows, groups // rows * size)
     grid, dtype = Grid(1, size, groups, 1), scale.dtype.name
@@ -82,4 +102,6 @@ def _packed(group: Group, view: View, stem: str, codes: Tensor, scale: Tensor) -
     return g.ready(group, f"quanto int{bits} g{size}", layout, codes, scale, shift)
 
 
-FAMILY = Family("quanto", "optimum-quanto", recognize, marks=("_data",), oracle="optimum-quanto 0.2.7")
+FAMILY = Family(
+    "quanto", "optimum-quanto", recognize, marks=("_data",), oracle="optimum-quanto 0.2.7"
+)

@@ -36,8 +36,9 @@ class _Window(NamedTuple):
 class RemoteFile(ByteSource):
     """A file behind a URL, of which ranges are fetched as they are needed.
 
-    Small reads come from windows that are kept; where they follow each other, the windows grow, to `PIECE` bytes.
-    Pickles by URL and identity: a worker process opens it again and refuses another file.
+    Small reads come from windows that are kept; where they follow each other, the windows grow, to
+    `PIECE` bytes. Pickles by URL and identity: a worker process opens it again and refuses another
+    file.
     """
 
     remote = True
@@ -69,14 +70,18 @@ class RemoteFile(ByteSource):
         for offset, length in ranges:
             start, stop = runs[-1] if runs else (offset, offset)
             near = runs and offset <= stop + GAP and offset + length <= start + PIECE
-            runs[-1:] = [(start, offset + length)] if near else [*runs[-1:], (offset, offset + length)]
+            runs[-1:] = (
+                [(start, offset + length)] if near else [*runs[-1:], (offset, offset + length)]
+            )
         runs = [(start, stop) for start, stop in runs if not self._kept(start, stop)]
         if not runs:
             return
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(REQUESTS, len(runs))) as threads:
-            for window in threads.map(lambda run: _Window(run[0], self._transport.fetch(*run)), runs):
+            for window in threads.map(
+                lambda run: _Window(run[0], self._transport.fetch(*run)), runs
+            ):
                 self._keep(window)
 
     def _kept(self, at: int, stop: int) -> bytes:
@@ -89,10 +94,17 @@ class RemoteFile(ByteSource):
         return b""
 
     def _fetched(self, at: int, stop: int) -> bytes:
-        """The bytes from `at`, up to `stop` or a window that has the last of them. More are read and kept."""
+        """The bytes from `at`, up to `stop` or a window that has the last of them. More are read
+        and kept."""
         with self._lock:
-            ahead = 2 * max((len(each.data) for each in self._windows if each.end <= at <= each.end + GAP), default=0)
-            stop = min((each.start for each in self._windows if at < each.start < stop <= each.end), default=stop)
+            ahead = 2 * max(
+                (len(each.data) for each in self._windows if each.end <= at <= each.end + GAP),
+                default=0,
+            )
+            stop = min(
+                (each.start for each in self._windows if at < each.start < stop <= each.end),
+                default=stop,
+            )
         end = min(max(stop, at + min(max(ahead, FIRST), PIECE)), at + PIECE, self.size)
         data = self._transport.fetch(at, end)
         if stop - at < PIECE:
@@ -103,7 +115,9 @@ class RemoteFile(ByteSource):
         """Keep a window, instead of those that were not used for the longest time."""
         with self._lock:
             self._windows.append(window)
-            while len(self._windows) > WINDOWS or sum(len(each.data) for each in self._windows) > KEPT:
+            while (
+                len(self._windows) > WINDOWS or sum(len(each.data) for each in self._windows) > KEPT
+            ):
                 del self._windows[0]
 
     def check_unchanged(self) -> None:
@@ -112,7 +126,9 @@ class RemoteFile(ByteSource):
         except MissingError as error:
             raise InputChangedError("was removed while it was read", where=self.name) from error
         if not same:
-            raise InputChangedError("changed while it was read", where=self.name, hint="run the command again")
+            raise InputChangedError(
+                "changed while it was read", where=self.name, hint="run the command again"
+            )
 
     def beside(self) -> tuple[Folder, str]:
         url, name = split(self.url)
@@ -133,7 +149,8 @@ def _reopen(url: str, identity: Identity) -> ByteSource:
 
 
 class RemoteFolder(Folder):
-    """A folder behind a URL. What HTTP has no word for, a list of its files, it does not need where names are known."""
+    """A folder behind a URL. What HTTP has no word for, a list of its files, it does not need where
+    names are known."""
 
     def __init__(self, url: str) -> None:
         self.path = url
@@ -153,7 +170,9 @@ class RemoteFolder(Folder):
         """What is in the folder, by name."""
         if is_web(self._fs):
             raise PathError(
-                "HTTP servers do not list folders", where=self.name, hint="name the index: .../NAME.index.json"
+                "HTTP servers do not list folders",
+                where=self.name,
+                hint="name the index: .../NAME.index.json",
             )
         if self._listed is None:
             try:
@@ -186,7 +205,9 @@ class RemoteFolder(Folder):
     def folders(self) -> tuple[str, ...]:
         if is_web(self._fs):
             return ()
-        return tuple(sorted(name for name, each in self._entries().items() if each["type"] == "directory"))
+        return tuple(
+            sorted(name for name, each in self._entries().items() if each["type"] == "directory")
+        )
 
     def sub(self, name: str) -> Folder:
         url = beside(self.path, plain_name(name, self.name))
@@ -209,7 +230,10 @@ class RemoteFolder(Folder):
     def nbytes(self) -> int:
         if is_web(self._fs):
             return sum(source.size for source in self._open.values())
-        return sum(each["size"] or 0 for each in self._entries().values() if each["type"] == "file") + self._deeper()
+        return (
+            sum(each["size"] or 0 for each in self._entries().values() if each["type"] == "file")
+            + self._deeper()
+        )
 
 
 def open_url(url: str) -> ByteSource | Folder:
@@ -220,7 +244,11 @@ def open_url(url: str) -> ByteSource | Folder:
     if is_local(fs):
         return Folder(path) if os.path.isdir(path) else LocalFile(path)
     info = information(fs, path, url)
-    return RemoteFolder(url) if info["type"] == "directory" else RemoteFile(url, Stored(fs, path, url, info))
+    return (
+        RemoteFolder(url)
+        if info["type"] == "directory"
+        else RemoteFile(url, Stored(fs, path, url, info))
+    )
 
 
 def filesystem(url: str, **options: object) -> tuple[Any, str]:

@@ -1,4 +1,5 @@
-"""Many remote files in few requests: what matches a pattern, what is below a folder, and which version each is."""
+"""Many remote files in few requests: what matches a pattern, what is below a folder, and which
+version each is."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ from ckptkit.remote.files import filesystem, is_web
 from ckptkit.remote.refusals import not_written, presentable, refused
 from ckptkit.remote.urls import beside, shown
 
-# What tells versions of a file apart: the first that the file system names, in listings and for a single file alike.
+# What tells versions of a file apart: the first that the file system names, in listings and for a
+# single file alike.
 _VERSION = (
     "ETag", "etag", "md5Hash", "checksum", "sha", "generation", "mtime", "LastModified", "last_modified", "updated",
     "created",
 )  # fmt: skip
 
-Mark = tuple[int, int | str]  # size in bytes and version, of a file; what two that differ do not share
+Mark = tuple[
+    int, int | str
+]  # size in bytes and version, of a file; what two that differ do not share
 
 
 class Entry(NamedTuple):
@@ -30,7 +34,8 @@ class Entry(NamedTuple):
 
 
 def matching(folder: str, pattern: str) -> list[Entry]:
-    """What matches `pattern` below the URL `folder`, sorted by name. Raises PathError where there are no lists."""
+    """What matches `pattern` below the URL `folder`, sorted by name. Raises PathError where there
+    are no lists."""
     fs, path = _listable(folder)
     try:
         found = fs.glob(f"{path.rstrip('/')}/{pattern}", detail=True)
@@ -38,7 +43,8 @@ def matching(folder: str, pattern: str) -> list[Entry]:
         raise refused(error, folder) from presentable(error, folder)
     entries = _entries(found, path)
     return [
-        each._replace(mark=merged(below(beside(folder, each.name)))) if each.is_folder else each for each in entries
+        each._replace(mark=merged(below(beside(folder, each.name)))) if each.is_folder else each
+        for each in entries
     ]
 
 
@@ -55,7 +61,8 @@ def below(folder: str) -> dict[str, Mark]:
 
 
 def look(url: str) -> Entry:
-    """The file or folder at `url` as it is now, its name empty. Raises PathError where there is nothing."""
+    """The file or folder at `url` as it is now, its name empty. Raises PathError where there is
+    nothing."""
     fs, path = filesystem(url)
     try:
         fs.invalidate_cache(path)
@@ -68,7 +75,9 @@ def look(url: str) -> Entry:
 
 def merged(marks: Mapping[str, Mark]) -> Mark:
     """The mark of a folder that holds these files."""
-    lines = (f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items()))
+    lines = (
+        f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items())
+    )
     names = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))
     return sum(size for size, _ in marks.values()), names.hexdigest()
 
@@ -96,7 +105,8 @@ def write_small(url: str, data: bytes) -> None:
 
 
 def make_folders(base: str, names: Iterable[str]) -> None:
-    """Make folders below the URL `base`, where a file system has real ones: the names of object stores need none."""
+    """Make folders below the URL `base`, where a file system has real ones: the names of object
+    stores need none."""
     fs, path = filesystem(base)
     if fs.async_impl or is_web(fs):
         return
@@ -110,7 +120,9 @@ def make_folders(base: str, names: Iterable[str]) -> None:
 def _listable(folder: str) -> tuple[Any, str]:
     fs, path = filesystem(folder)
     if is_web(fs):
-        raise PathError("HTTP servers do not list folders", where=shown(folder), hint="name each file")
+        raise PathError(
+            "HTTP servers do not list folders", where=shown(folder), hint="name each file"
+        )
     fs.invalidate_cache()
     return fs, path
 
@@ -127,4 +139,6 @@ def _named(found: Mapping[str, Mapping[str, Any]], base: str) -> Iterator[Entry]
 
 def _mark(info: Mapping[str, Any]) -> Mark:
     version = next((info[key] for key in _VERSION if info.get(key)), "")
-    return info.get("size") or 0, str(version.timestamp() if isinstance(version, datetime) else version)
+    return info.get("size") or 0, str(
+        version.timestamp() if isinstance(version, datetime) else version
+    )

@@ -1,7 +1,8 @@
 """What the network and those at its other end refuse, in our words, with what to do about it.
 
-The libraries below fsspec raise errors of any class, whose texts may hold the URL with its secrets. Their statuses,
-reasons and classes are looked at here; their texts are shown only where the URL has no secret.
+The libraries below fsspec raise errors of any class, whose texts may hold the URL with its secrets.
+Their statuses, reasons and classes are looked at here; their texts are shown only where the URL has
+no secret.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class MissingError(PathError):
 
 
 def passing(error: BaseException) -> bool:
-    """Whether trying again may help: a connection that broke or stood still, a server that is busy."""
+    """Whether trying again may help: a connection that broke or stood still, a server that is
+    busy."""
     if _misled(error) is not None:
         return False
     status = _status(error)
@@ -58,14 +60,22 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
     status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
     missing = isinstance(error, FileNotFoundError) and status is None
     if missing or status in (404, 410):
-        return _missing(error, url, name) if opening else InputChangedError("was removed while it was read", where=name)
+        return (
+            _missing(error, url, name)
+            if opening
+            else InputChangedError("was removed while it was read", where=name)
+        )
     if status in (401, 403) or isinstance(error, PermissionError):
         said = f" (HTTP status {status})" if status else ""
         return PathError(
-            f"access is denied{said}", where=name, hint="check your credentials, and whether the URL has expired"
+            f"access is denied{said}",
+            where=name,
+            hint="check your credentials, and whether the URL has expired",
         )
     if status in (412, 416):
-        return InputChangedError("changed while it was read", where=name, hint="run the command again")
+        return InputChangedError(
+            "changed while it was read", where=name, hint="run the command again"
+        )
     if status is not None:
         hint = "the server is busy or broken: try again later" if status in _PASSING else None
         return InputError(f"the server answers with HTTP status {status}", where=name, hint=hint)
@@ -73,7 +83,8 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
 
 
 def presentable(error: Exception, url: str) -> Exception | None:
-    """`error` as the cause of what is raised; None where its text could give away a secret of `url`."""
+    """`error` as the cause of what is raised; None where its text could give away a secret of
+    `url`."""
     return error if shown(url) == url else None
 
 
@@ -92,9 +103,15 @@ def unknown(error: Exception, url: str) -> CkptkitError:
     if isinstance(error, ImportError):
         package = _PACKAGES.get(scheme)
         hint = f"pip install {package}" if package else str(error)
-        return PathError(f"{scheme}:// needs a package that is not installed", where=name, hint=hint)
+        return PathError(
+            f"{scheme}:// needs a package that is not installed", where=name, hint=hint
+        )
     if isinstance(error, ValueError) and "rotocol" in str(error):
-        return PathError(f"no file system is known for {scheme}://", where=name, hint="fsspec lists those it knows")
+        return PathError(
+            f"no file system is known for {scheme}://",
+            where=name,
+            hint="fsspec lists those it knows",
+        )
     return refused(error, url)
 
 
@@ -140,11 +157,17 @@ def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
             )
         reason = getattr(each, "os_error", each)
         if isinstance(reason, socket.gaierror):
-            return PathError("its host is not known: " + (reason.strerror or "no address"), where=name, hint=_TYPED)
+            return PathError(
+                "its host is not known: " + (reason.strerror or "no address"),
+                where=name,
+                hint=_TYPED,
+            )
         if isinstance(reason, ConnectionRefusedError):
             return PathError("its host refuses the connection", where=name, hint=_TYPED)
     if passing(error):
-        return InputError(f"the connection broke: {_text(error, url)}", where=name, hint="try again later")
+        return InputError(
+            f"the connection broke: {_text(error, url)}", where=name, hint="try again later"
+        )
     return InputError(f"cannot be read: {_text(error, url)}", where=name)
 
 

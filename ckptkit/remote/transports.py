@@ -1,8 +1,9 @@
 """How ranges of bytes come over the network: over HTTP, or through any other file system of fsspec.
 
-HTTP is asked directly, through fsspec's session, because its statuses and headers matter: the first answer tells size,
-identity and whether the server knows ranges (a HEAD request would not, and signed URLs refuse it), and every later one
-whether the file is still the same. Whatever breaks on the way is fetched again from where it broke.
+HTTP is asked directly, through fsspec's session, because its statuses and headers matter: the first
+answer tells size, identity and whether the server knows ranges (a HEAD request would not, and
+signed URLs refuse it), and every later one whether the file is still the same. Whatever breaks on
+the way is fetched again from where it broke.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ PAUSE = 0.25  # seconds before the second attempt, twice as many before each lat
 SILENCE = 60  # seconds without a byte before a connection counts as broken
 SLOWEST = 4096  # bytes a second, below which a request counts as broken in the end
 
-# What a file system may say about a version of a file, in a listing as well as when it is asked for the file alone.
+# What a file system may say about a version of a file, in a listing as well as when it is asked for
+# the file alone.
 _VERSION = (
     "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created", "generation", "md5Hash", "checksum",
     "blob_id", "sha",
@@ -48,7 +50,8 @@ class Transport(ABC):
     def fetch(self, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop`, which are inside the file; what broke is continued.
 
-        Raises InputError where the network does not bring them, InputChangedError where the file is another.
+        Raises InputError where the network does not bring them, InputChangedError where the file is
+        another.
         """
         data = bytearray()
         failures = 0
@@ -65,7 +68,8 @@ class Transport(ABC):
         return bytes(data)
 
     def _pause(self, failures: int, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt. Raises why there is none: one would not help, or there were enough."""
+        """Wait before the next attempt. Raises why there is none: one would not help, or there were
+        enough."""
         if failures >= TRIES or not passing(reason):
             raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)
         time.sleep(PAUSE * 2 ** (failures - 1))
@@ -85,7 +89,8 @@ class Transport(ABC):
 class Http(Transport):
     """A file on an HTTP server.
 
-    Raises what :func:`refused` makes of the server's answers, InputError where it sends no ranges of a large file.
+    Raises what :func:`refused` makes of the server's answers, InputError where it sends no ranges
+    of a large file.
     """
 
     def __init__(self, fs: Any, url: str) -> None:
@@ -97,7 +102,11 @@ class Http(Transport):
         if self.size < 0 and len(self.head) < PAGE:
             self.size = len(self.head)
         if self._whole and len(self.head) != self.size:
-            much = f"{self.size:,} bytes are too many" if self.size >= 0 else "it does not say how many bytes there are"
+            much = (
+                f"{self.size:,} bytes are too many"
+                if self.size >= 0
+                else "it does not say how many bytes there are"
+            )
             raise InputError(
                 f"its server sends whole files only, no ranges, and {much}",
                 where=shown(url),
@@ -137,7 +146,11 @@ async def _get(fs: Any, url: str, start: int, stop: int, answer: _Answer) -> Non
     session = await fs.set_session()
     options = dict(fs.kwargs)
     # Compressed, the bytes of a range would be others.
-    ranged = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    ranged = {
+        **options.pop("headers", {}),
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
     longest = 2 * SILENCE + (stop - start) / SLOWEST
     patience = aiohttp.ClientTimeout(total=longest, sock_connect=SILENCE, sock_read=SILENCE)
     asked = session.get(fs.encode_url(url), headers=ranged, **{"timeout": patience, **options})
@@ -164,7 +177,9 @@ class _Answer(ABC):
         """The size of the file, of which the answer must bring a range from `start`."""
         found = _RANGE.fullmatch(headers.get("Content-Range", ""))
         if found is None or int(found[1]) != start:
-            raise InputError("its server does not send the range that it is asked for", where=shown(self.url))
+            raise InputError(
+                "its server does not send the range that it is asked for", where=shown(self.url)
+            )
         return int(found[3])
 
 
@@ -197,7 +212,9 @@ class _Opening(_Answer):
 class _Continuing(_Answer):
     """A later answer: a range of the same file."""
 
-    def __init__(self, url: str, start: int, stop: int, identity: Identity, data: bytearray) -> None:
+    def __init__(
+        self, url: str, start: int, stop: int, identity: Identity, data: bytearray
+    ) -> None:
         self.url = url
         self.start = start
         self.identity = identity
@@ -209,9 +226,13 @@ class _Continuing(_Answer):
             raise Status(status)
         size = self._range(headers, self.start) if status == 206 else _length(headers)
         if _identity(size, headers) != self.identity:
-            raise InputChangedError("changed while it was read", where=shown(self.url), hint="run the command again")
+            raise InputChangedError(
+                "changed while it was read", where=shown(self.url), hint="run the command again"
+            )
         if status == 200:
-            raise InputError("its server stopped sending ranges", where=shown(self.url), hint=_fetch_it(self.url))
+            raise InputError(
+                "its server stopped sending ranges", where=shown(self.url), hint=_fetch_it(self.url)
+            )
         return self.end
 
 
@@ -233,7 +254,9 @@ class Stored(Transport):
 
     def __init__(self, fs: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
         if not isinstance(info.get("size"), int):
-            raise InputError("its size is not known", where=shown(url), hint="copy it to a local file first")
+            raise InputError(
+                "its size is not known", where=shown(url), hint="copy it to a local file first"
+            )
         self.url = url
         self.size = info["size"]
         self.identity = _version(info)
@@ -272,9 +295,14 @@ def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
 
 
 def _version(info: Mapping[str, Any]) -> Identity:
-    return ("stored", info["size"], *(f"{key}={_moment(info[key])}" for key in _VERSION if info.get(key)))
+    return (
+        "stored",
+        info["size"],
+        *(f"{key}={_moment(info[key])}" for key in _VERSION if info.get(key)),
+    )
 
 
 def _moment(value: object) -> object:
-    """A time as seconds, which some file systems give in one form in a listing and in another for a file."""
+    """A time as seconds, which some file systems give in one form in a listing and in another for a
+    file."""
     return value.timestamp() if isinstance(value, datetime) else value

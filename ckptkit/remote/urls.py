@@ -18,7 +18,8 @@ def is_url(path: object) -> bool:
 
 
 def shown(path: str) -> str:
-    """`path` for messages and reports: of a URL, neither the password nor the query, which may be a signature."""
+    """`path` for messages and reports: of a URL, neither the password nor the query, which may be a
+    signature."""
     if not is_url(path):
         return path
     path = _PASSWORD.sub(r"\1:***@", _WEB_USER.sub("***@", path))
@@ -27,7 +28,8 @@ def shown(path: str) -> str:
 
 
 def behind_page(url: str) -> str | None:
-    """The URL of the file itself, where `url` is that of a page about it, or of its Git LFS pointer."""
+    """The URL of the file itself, where `url` is that of a page about it, or of its Git LFS
+    pointer."""
     place = without_query(url)
     if _HUB_PAGE.match(place):
         return _HUB_PAGE.sub(r"\1/resolve/", place)

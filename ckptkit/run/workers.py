@@ -1,7 +1,8 @@
-"""Executors: processes on this machine, or a Dask cluster. Both take calls that pickle, and outlive dead workers.
+"""Executors: processes on this machine, or a Dask cluster. Both take calls that pickle, and outlive
+dead workers.
 
-A call whose worker died ends in BrokenExecutor, and the next call finds another worker. When the one who asked has
-ended, however that happened, processes undo what they were writing and end too.
+A call whose worker died ends in BrokenExecutor, and the next call finds another worker. When the
+one who asked has ended, however that happened, processes undo what they were writing and end too.
 """
 
 from __future__ import annotations
@@ -32,13 +33,21 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator[Pool | None]:
-    """`workers` processes, or the cluster of the Dask `scheduler` (``tcp://host:8786``); None: neither is needed.
+    """`workers` processes, or the cluster of the Dask `scheduler` (``tcp://host:8786``); None:
+    neither is needed.
 
-    Raises UsageError for both at once and where Dask is missing, OutputError for a scheduler that does not answer.
+    Raises UsageError for both at once and where Dask is missing, OutputError for a scheduler that
+    does not answer.
     """
     if scheduler is not None and workers is not None:
         raise UsageError("say either --workers or --scheduler: a scheduler has its own workers")
-    pool = Cluster(scheduler) if scheduler is not None else Processes(workers) if workers and workers > 1 else None
+    pool = (
+        Cluster(scheduler)
+        if scheduler is not None
+        else Processes(workers)
+        if workers and workers > 1
+        else None
+    )
     if pool is None:
         yield None
         return
@@ -62,7 +71,8 @@ class Pool(Executor):
 
 
 class Processes(Pool):
-    """Processes, each a pool of its own: one that dies takes its own calls with it, and is replaced."""
+    """Processes, each a pool of its own: one that dies takes its own calls with it, and is
+    replaced."""
 
     def __init__(self, count: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(count)]
@@ -111,7 +121,9 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         from multiprocessing import get_context
 
-        context = get_context("spawn")  # a fork of a process with threads may find their locks taken
+        context = get_context(
+            "spawn"
+        )  # a fork of a process with threads may find their locks taken
         theirs, self._lifeline = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, context, _begin, (theirs,))
         return self._pool
@@ -130,7 +142,8 @@ class _Slot:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Keep Python processes that start meanwhile from importing what lies in the working directory (Python 3.11)."""
+    """Keep Python processes that start meanwhile from importing what lies in the working directory
+    (Python 3.11)."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -218,7 +231,9 @@ class Cluster(Pool):
             self._client.wait_for_workers(1, timeout=PATIENCE)
         except TimeoutError as error:
             hint = f"start some: dask worker {self.address}"
-            raise OutputError("the scheduler has no workers", where=self.address, hint=hint) from error
+            raise OutputError(
+                "the scheduler has no workers", where=self.address, hint=hint
+            ) from error
         try:
             versions = self._client.run(_version)
         except ImportError as error:
@@ -267,7 +282,9 @@ class _Remote(Future[T]):
         try:
             self.set_result(inner.result())
         except CancelledError:
-            self.set_exception(OutputError("the scheduler dropped the work: it has ended, or cannot be reached"))
+            self.set_exception(
+                OutputError("the scheduler dropped the work: it has ended, or cannot be reached")
+            )
         except BaseException as error:
             self.set_exception(_translated(error))
 
@@ -284,7 +301,8 @@ def _translated(error: BaseException) -> BaseException:
 
 def _without(error: ImportError) -> OutputError:
     return OutputError(
-        f"a worker cannot run ckptkit: {error}", hint=f"install ckptkit {__version__} and its extras on every worker"
+        f"a worker cannot run ckptkit: {error}",
+        hint=f"install ckptkit {__version__} and its extras on every worker",
     )
 
 

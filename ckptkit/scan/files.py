@@ -1,4 +1,5 @@
-"""Scans files for what loading them would run: found by formats, judged by reports, several files at once."""
+"""Scans files for what loading them would run: found by formats, judged by reports, several files
+at once."""
 
 from __future__ import annotations
 
@@ -35,21 +36,25 @@ class Failure(NamedTuple):
 def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
     """What loading the file at `path` would do; nothing of it is run, or imported.
 
-    `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError and InputError for
-    what cannot be read; whatever is wrong with the bytes is part of the verdict.
+    `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError
+    and InputError for what cannot be read; whatever is wrong with the bytes is part of the verdict.
     """
     with closing(open_place(path)) as place:
         if isinstance(place, Folder):
-            raise InputError("is a folder", where=place.name, hint="scan_all goes through its files")
+            raise InputError(
+                "is a folder", where=place.name, hint="scan_all goes through its files"
+            )
         return _scan(place, urls.shown(os.fspath(path)), Trusted(tuple(trust)))
 
 
 def scan_all(
     paths: Iterable[PathLike], *, trust: Iterable[str] = (), workers: int | None = None
 ) -> Iterator[FileVerdict | Failure]:
-    """The verdicts on files and on all files in folders, in that order; failures among them instead of raised.
+    """The verdicts on files and on all files in folders, in that order; failures among them instead
+    of raised.
 
-    `workers` processes share the work (default: as many as there are cores, up to 8, for 16 files or more).
+    `workers` processes share the work (default: as many as there are cores, up to 8, for 16 files
+    or more).
     """
     trusted = Trusted(tuple(trust))
     files = _files(paths)
@@ -57,7 +62,11 @@ def scan_all(
     if workers is None:
         workers = min(MOST, os.cpu_count() or 1) if len(first) == MANY else 1
     rest = _chained(first, files)
-    yield from (_attempt(each, trusted) for each in rest) if workers == 1 else _spread(rest, trusted, workers)
+    yield from (
+        (_attempt(each, trusted) for each in rest)
+        if workers == 1
+        else _spread(rest, trusted, workers)
+    )
 
 
 def _chained(first: list[str | Failure], rest: Iterator[str | Failure]) -> Iterator[str | Failure]:
@@ -65,7 +74,9 @@ def _chained(first: list[str | Failure], rest: Iterator[str | Failure]) -> Itera
     yield from rest
 
 
-def _spread(files: Iterator[str | Failure], trusted: Trusted, workers: int) -> Iterator[FileVerdict | Failure]:
+def _spread(
+    files: Iterator[str | Failure], trusted: Trusted, workers: int
+) -> Iterator[FileVerdict | Failure]:
     """By processes, a few files ahead of whoever takes the verdicts."""
     waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
     pool = ProcessPoolExecutor(workers)
@@ -85,7 +96,10 @@ def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileV
         return future.result()
     except BrokenProcessPool:
         path = file.path if isinstance(file, Failure) else file
-        return Failure(path, InputError("the process that scanned it was killed", hint="try it alone: --workers 1"))
+        return Failure(
+            path,
+            InputError("the process that scanned it was killed", hint="try it alone: --workers 1"),
+        )
 
 
 def _attempt(file: str | Failure, trusted: Trusted) -> FileVerdict | Failure:
@@ -107,7 +121,8 @@ def _scan(source: ByteSource, path: str, trusted: Trusted) -> FileVerdict:
 
 
 def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
-    """The paths themselves, and in place of a folder all files in it, sorted, those of its folders after them."""
+    """The paths themselves, and in place of a folder all files in it, sorted, those of its folders
+    after them."""
     for path in (os.fspath(each) for each in paths):
         try:
             if urls.is_url(path):
@@ -123,7 +138,8 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
 
 
 def _walked(path: str) -> Iterator[str | Failure]:
-    """Every file below a folder of this machine. Links to folders are not followed, and said to be not."""
+    """Every file below a folder of this machine. Links to folders are not followed, and said to be
+    not."""
     unlisted: list[OSError] = []
     for folder, folders, names in os.walk(path, onerror=unlisted.append):
         for error in unlisted:
@@ -134,7 +150,10 @@ def _walked(path: str) -> Iterator[str | Failure]:
         for name in folders:
             if os.path.islink(place := os.path.join(folder, name)):
                 yield Failure(place, InputError("is a link to a folder, which is not followed"))
-    yield from (Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}")) for error in unlisted)
+    yield from (
+        Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}"))
+        for error in unlisted
+    )
 
 
 def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:

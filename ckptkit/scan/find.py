@@ -1,7 +1,9 @@
-"""Every pickle in a file, wherever it is: what its format says, and what is hidden in places that no format reads.
+"""Every pickle in a file, wherever it is: what its format says, and what is hidden in places that
+no format reads.
 
-A file may be several things at once, depending on who reads it: all of them are looked at. What is found inside is
-looked at in turn, down to a limit: members of archives, compressed streams, byte strings of pickles.
+A file may be several things at once, depending on who reads it: all of them are looked at. What is
+found inside is looked at in turn, down to a limit: members of archives, compressed streams, byte
+strings of pickles.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _STEP = 1 << 20
 
 
 def pickles(source: ByteSource) -> Iterator[Seen]:
-    """Every pickle of a file, traced, and what could not be looked into. Never raises for what is in the bytes."""
+    """Every pickle of a file, traced, and what could not be looked into. Never raises for what is
+    in the bytes."""
     search = _Search()
     try:
         yield from search.file(source, "", 0, sure=True)
@@ -56,10 +59,14 @@ class _Search:
         self.opcodes = 0
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Whatever a source is to anybody. `sure`: it is a file of its own, and not only bytes that look like one."""
+        """Whatever a source is to anybody. `sure`: it is a file of its own, and not only bytes that
+        look like one."""
         self._count()
         if depth > LIMITS.scan_depth:
-            yield Remark(where, f"files inside files, more than {LIMITS.scan_depth} deep, are not looked into")
+            yield Remark(
+                where,
+                f"files inside files, more than {LIMITS.scan_depth} deep, are not looked into",
+            )
             return
         probe = Probe(source)
         found, refusal = _claimed(probe)
@@ -79,12 +86,17 @@ class _Search:
         self.parts += 1
         check("scan_parts", self.parts, "places in a file")
 
-    def _otherwise(self, probe: Probe, where: str, depth: int, claimed: bool, sure: bool) -> Iterator[Seen]:
+    def _otherwise(
+        self, probe: Probe, where: str, depth: int, claimed: bool, sure: bool
+    ) -> Iterator[Seen]:
         """What no format claims, or other readers see."""
         source, head = probe.source, probe.head
         is_zip = head.startswith(MAGIC)
         if not is_zip and depth == 0 and _ends_as_zip(source, head):
-            yield Remark(where, "ends as a zip archive does, and begins as something else: two readers, two files")
+            yield Remark(
+                where,
+                "ends as a zip archive does, and begins as something else: two readers, two files",
+            )
             yield from self._all(hidden_zip.pickles(source), where, depth, sure)
         elif is_zip and not claimed:
             yield from self._all(hidden_zip.pickles(source), where, depth, sure)
@@ -95,12 +107,15 @@ class _Search:
         elif not claimed and not is_zip and head:
             named = depth == 0 and source.name.lower().endswith(PICKLES)
             if named or looks_like_a_pickle(head):
-                yield from self._stream(PickleStream("", source, 0, source.size), where, depth, maybe=not named)
+                yield from self._stream(
+                    PickleStream("", source, 0, source.size), where, depth, maybe=not named
+                )
         if closed := _starting(CLOSED, head):
             yield Remark(where, f"is compressed ({closed}), which is not looked into")
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """What a container holds. One that turns out to be damaged halfway is not looked into further."""
+        """What a container holds. One that turns out to be damaged halfway is not looked into
+        further."""
         try:
             for each in found:
                 if isinstance(each, PickleStream):
@@ -123,7 +138,9 @@ class _Search:
             head = source.read(0, min(512, source.size))
         if part.open_end and part.packed is None:
             if looks_like_a_pickle(head):
-                yield from self._stream(PickleStream(part.where, source, 0, source.size), where, depth, maybe=True)
+                yield from self._stream(
+                    PickleStream(part.where, source, 0, source.size), where, depth, maybe=True
+                )
         elif part.likely or _is_interesting(head):
             if part.packed is None:
                 yield from self.file(source, joined(where, part.where), depth + 1, part.likely)
@@ -143,9 +160,13 @@ class _Search:
         most = max(0, min(LIMITS.record_bytes, LIMITS.scan_inflated_bytes - self.inflated))
         data, failure = unpack(part.source, part.packed, most)
         self.inflated += len(data)
-        return Memory(data, part.source.name), None if part.open_end and len(data) < most else failure
+        return Memory(data, part.source.name), None if part.open_end and len(
+            data
+        ) < most else failure
 
-    def _stream(self, stream: PickleStream, where: str, depth: int, maybe: bool = False) -> Iterator[Seen]:
+    def _stream(
+        self, stream: PickleStream, where: str, depth: int, maybe: bool = False
+    ) -> Iterator[Seen]:
         """The pickles of a stream, and what they hold in turn.
 
         With `maybe`, bytes that only happen to begin like a pickle are passed over.
@@ -160,15 +181,21 @@ class _Search:
         else:
             yield from self._in_a_row(stream, where, depth, maybe)
 
-    def _in_a_row(self, stream: PickleStream, where: str, depth: int, maybe: bool) -> Iterator[Seen]:
-        """One pickle, or several; after one, whatever follows that is a pickle too, which nobody should load."""
+    def _in_a_row(
+        self, stream: PickleStream, where: str, depth: int, maybe: bool
+    ) -> Iterator[Seen]:
+        """One pickle, or several; after one, whatever follows that is a pickle too, which nobody
+        should load."""
         assert stream.count is not None
         inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
         for number in range(1, LIMITS.scan_parts):
             found = self._trace(stream.source, at, end)
             if (maybe or number > stream.count) and not _convinces(found):
                 if number > 1 and not maybe:
-                    yield Remark(inside, f"{end - at:,} bytes follow the pickle: other readers may see something there")
+                    yield Remark(
+                        inside,
+                        f"{end - at:,} bytes follow the pickle: other readers may see something there",
+                    )
                 return
             place = inside if number == stream.count == 1 else f"{inside} pickle {number}".strip()
             yield from self._traced(stream, found, at, place, depth)
@@ -184,10 +211,14 @@ class _Search:
             found = self._trace(stream.source, at, end)
             if number == 0 or found.error is None or found.calls:
                 number += 1
-                yield from self._traced(stream, found, at, f"{joined(where, stream.where)} pickle {number}", depth)
+                yield from self._traced(
+                    stream, found, at, f"{joined(where, stream.where)} pickle {number}", depth
+                )
             at = _next(stream.source, max(at + 1, found.stop), end)
 
-    def _traced(self, stream: PickleStream, found: Trace, at: int, place: str, depth: int) -> Iterator[Seen]:
+    def _traced(
+        self, stream: PickleStream, found: Trace, at: int, place: str, depth: int
+    ) -> Iterator[Seen]:
         self._count()
         yield Traced(place, at, _base(stream.source), stream.loader, stream.no_weights_only, found)
         yield from self._nested(found, place, depth)
@@ -203,7 +234,8 @@ class _Search:
 
 
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
-    """What the first format that takes the file finds in it; why the reader of its format would refuse it."""
+    """What the first format that takes the file finds in it; why the reader of its format would
+    refuse it."""
     refusal = None
     for format in FORMATS:
         try:
@@ -224,7 +256,8 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
     start, stop = archive
     members = (each.source for each in hidden_tar.pickles(source) if isinstance(each, Inner))
     return not any(
-        isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size for each in members
+        isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size
+        for each in members
     )
 
 
@@ -250,10 +283,14 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 
 
 def _convinces(found: Trace) -> bool:
-    """Whether bytes that were tried turn out to be a pickle that matters: it ends, or calls, and what it names could be
-    names. Every few thousand random bytes something is called."""
+    """Whether bytes that were tried turn out to be a pickle that matters: it ends, or calls, and
+    what it names could be names. Every few thousand random bytes something is called."""
     held = found.globals or (found.nested and found.protocol)
-    return bool(held) and bool(found.calls or found.error is None) and all(map(_could_be, found.globals))
+    return (
+        bool(held)
+        and bool(found.calls or found.error is None)
+        and all(map(_could_be, found.globals))
+    )
 
 
 def _could_be(name: Global) -> bool:

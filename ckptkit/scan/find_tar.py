@@ -1,4 +1,5 @@
-"""The members of a tar file, to whoever reads them, damaged or not: no name or kind matters here."""
+"""The members of a tar file, to whoever reads them, damaged or not: no name or kind matters
+here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ckptkit.pickles.streams import Found, Inner, Remark
 
 
 def pickles(source: ByteSource) -> Iterator[Found]:
-    """Every member that has bytes. A header that is none ends the file for some readers, and is passed over here."""
+    """Every member that has bytes. A header that is none ends the file for some readers, and is
+    passed over here."""
     at = count = 0
     while at + BLOCK <= source.size and count < LIMITS.tar_members:
         block = source.read(at, BLOCK)

@@ -1,8 +1,9 @@
 """What lenient readers find in a zip file that ours refuses: each reader its own.
 
-Members as the last directory of the file lists them, wherever in the file the archive begins (zipfile, miniz, torch);
-and whatever has a local header, listed or not (who reads from the front, or repairs). Checksums, flags, sizes and
-names that contradict each other are not looked at: the bytes of a member are where its local header ends.
+Members as the last directory of the file lists them, wherever in the file the archive begins
+(zipfile, miniz, torch); and whatever has a local header, listed or not (who reads from the front,
+or repairs). Checksums, flags, sizes and names that contradict each other are not looked at: the
+bytes of a member are where its local header ends.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def pickles(source: ByteSource) -> Iterator[Found]:
 
 
 def _end(source: ByteSource) -> tuple[int, int, int] | None:
-    """Place and size of the last directory, and how many bytes its offsets are short by; None if there is none."""
+    """Place and size of the last directory, and how many bytes its offsets are short by; None if
+    there is none."""
     length = min(source.size, _TAIL)
     tail = source.read(source.size - length, length)
     at = tail.rfind(_END_MAGIC, 0, max(0, length - 18))
@@ -109,7 +111,9 @@ def _header(source: ByteSource, at: int) -> Member | None:
     if magic != MAGIC or at + 30 + n + x > source.size:
         return None
     name = source.read(at + 30, min(n, LIMITS.name_bytes)).decode("utf-8", "backslashreplace")
-    known = stored if stored not in (0, _U32) and not flags & 8 and (method or size == stored) else None
+    known = (
+        stored if stored not in (0, _U32) and not flags & 8 and (method or size == stored) else None
+    )
     return Member(name, method, at + 30 + n + x, known)
 
 

@@ -1,10 +1,12 @@
-"""What a pickle machine would do with a stream, traced: which names it looks up, which calls it makes, in which order.
+"""What a pickle machine would do with a stream, traced: which names it looks up, which calls it
+makes, in which order.
 
-Unlike :mod:`unpickle` this machine makes no values and refuses nothing that CPython would run: whatever comes before
-the opcode that fails has been run by then. All opcodes of protocols 0 to 5, read straight on through frames, as CPython
-did until 2026. Where two machines would go different ways, that is a doubt. The stack holds signs: text, numbers and
-byte strings for themselves (names are made of them), tuples of signs, a Global for what was looked up, a Result
-for what a call gives, a Sign for everything else.
+Unlike :mod:`unpickle` this machine makes no values and refuses nothing that CPython would run:
+whatever comes before the opcode that fails has been run by then. All opcodes of protocols 0 to 5,
+read straight on through frames, as CPython did until 2026. Where two machines would go different
+ways, that is a doubt. The stack holds signs: text, numbers and byte strings for themselves (names
+are made of them), tuples of signs, a Global for what was looked up, a Result for what a call gives,
+a Sign for everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Tracer(Notes):
     """The machine. Opcodes are methods."""
 
     def run(self) -> Trace:
-        """Run until STOP or failure. Never raises a CkptkitError: that is a failure too, and has a reason."""
+        """Run until STOP or failure. Never raises a CkptkitError: that is a failure too, and has a
+        reason."""
         error = None
         try:
             self._loop()
@@ -44,15 +47,23 @@ class Tracer(Notes):
         except CkptkitError as refusal:
             error = refusal.message
         if error is not None:
-            error = f"{error} ({self.opcode} at byte {self.at:,})" if self.opcode else f"{error} (byte {self.at:,})"
-        uncalled = (name for name in self.globals if self.pushed[id(name)] > self.called.get(id(name), 0))
+            error = (
+                f"{error} ({self.opcode} at byte {self.at:,})"
+                if self.opcode
+                else f"{error} (byte {self.at:,})"
+            )
+        uncalled = (
+            name for name in self.globals if self.pushed[id(name)] > self.called.get(id(name), 0)
+        )
         return Trace(
             protocol=self.protocol,
             opcodes=self.count,
             stop=self.window.offset if error is None else self.at,
             globals=tuple(self.globals),
             values=tuple(uncalled),
-            calls=tuple(Call(*key, args, at, count) for key, (args, at, count) in self.calls.items()),
+            calls=tuple(
+                Call(*key, args, at, count) for key, (args, at, count) in self.calls.items()
+            ),
             nested=tuple(self.nested),
             doubts=tuple(self.doubts),
             refused=self.refused,
@@ -303,7 +314,9 @@ class Tracer(Notes):
 
     def extension(self, size: int) -> None:
         code = number(self.window.take(size))
-        self.doubt(f"takes number {code:,} of copyreg's extensions, which the program that loads it decides")
+        self.doubt(
+            f"takes number {code:,} of copyreg's extensions, which the program that loads it decides"
+        )
         self.stack.append(Sign(f"extension {code}"))
 
     def persid(self) -> None:
@@ -312,7 +325,9 @@ class Tracer(Notes):
 
     def binpersid(self) -> None:
         pid = self.stack.pop()
-        if not isinstance(pid, int) and not (isinstance(pid, tuple) and pid and pid[0] == "storage"):
+        if not isinstance(pid, int) and not (
+            isinstance(pid, tuple) and pid and pid[0] == "storage"
+        ):
             self.refuse("a persistent id that is no storage")
         self.stack.append(class_of(pid) or Sign("persistent"))
 
@@ -342,7 +357,8 @@ class Tracer(Notes):
         self.stack.append(self.call(made, args, new=True, kwargs=kwargs))
 
     def build(self) -> None:
-        """Sets attributes, or calls __setstate__: of the class, or one that an earlier step has put in its place."""
+        """Sets attributes, or calls __setstate__: of the class, or one that an earlier step has put
+        in its place."""
         state = self.stack.pop()
         self.step("build", state)
         target = self.stack[-1]
@@ -384,10 +400,16 @@ _RUN: dict[str, tuple[Any, ...]] = {  # by the names of pickletools: the method,
 }  # fmt: skip
 _TABLE: list[tuple[str, bool, Callable[..., None], tuple[Any, ...]] | None] = [None] * 256
 for _op in opcodes:
-    _TABLE[ord(_op.code)] = (_op.name, _op.name in WEIGHTS_ONLY_OPCODES, _RUN[_op.name][0], _RUN[_op.name][1:])
+    _TABLE[ord(_op.code)] = (
+        _op.name,
+        _op.name in WEIGHTS_ONLY_OPCODES,
+        _RUN[_op.name][0],
+        _RUN[_op.name][1:],
+    )
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None, before: int = 0) -> Trace:
-    """What the pickle at `start` would do, after pickles of `before` opcodes in the file; never raises for bytes."""
+    """What the pickle at `start` would do, after pickles of `before` opcodes in the file; never
+    raises for bytes."""
     with collector_paused():
         return Tracer(source, start, source.size if stop is None else stop, before).run()

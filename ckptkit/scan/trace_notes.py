@@ -60,7 +60,9 @@ class Notes:
             raise Stop("names a global by something other than strings")
         check("name_bytes", len(module) + len(name), "characters of a global's name")
         if self.protocol < 3:
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+            module, name = NAME_MAPPING.get(
+                (module, name), (IMPORT_MAPPING.get(module, module), name)
+            )
         self.stack.append(self.named(Global(module, name)))
 
     def named(self, name: Global) -> Global:
@@ -108,20 +110,35 @@ class Notes:
             known[2] += 1
 
     def _result(self, made: Any, args: Any, sort: int, new: bool) -> Any:
-        """What is known of a result: text that was encoded, a class inside a class; else which call made it."""
+        """What is known of a result: text that was encoded, a class inside a class; else which call
+        made it."""
         name = str(made)
         if not isinstance(args, tuple):
             return Result(made, sort, new=new)
-        if name == "_codecs.encode" and len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
+        if (
+            name == "_codecs.encode"
+            and len(args) == 2
+            and isinstance(args[0], str)
+            and args[1] in _LATIN1
+        ):
             try:
                 data = args[0].encode("latin-1")
             except UnicodeEncodeError as error:
                 raise Stop("spells bytes with characters beyond 255") from error
             self.keep(data)
             return data
-        if name in ("builtins.bytes", "builtins.bytearray") and len(args) == 1 and sort == self.view.sort(args[0]):
+        if (
+            name in ("builtins.bytes", "builtins.bytearray")
+            and len(args) == 1
+            and sort == self.view.sort(args[0])
+        ):
             return args[0]
-        if name == "builtins.getattr" and len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str):
+        if (
+            name == "builtins.getattr"
+            and len(args) == 2
+            and isinstance(args[0], Global)
+            and isinstance(args[1], str)
+        ):
             return self.named(Global(args[0].module, f"{args[0].name}.{args[1]}"))
         return Result(trust.target_of(made, args), sort, new=new)
 
@@ -129,13 +146,19 @@ class Notes:
         """Hand on a byte string that may be a file of its own."""
         head = data[:8] if isinstance(data, bytes) else data.read(0, min(8, data.size))
         if looks_like_a_file(head) and len(self.nested) < NESTED:
-            self.nested.append(Nested(self.at, Memory(data) if isinstance(data, bytes) else data, False))
+            self.nested.append(
+                Nested(self.at, Memory(data) if isinstance(data, bytes) else data, False)
+            )
 
     def _loads(self, sign: Any) -> bool:
         data = sign.data if isinstance(sign, Sign) else sign if isinstance(sign, bytes) else None
         if data is None or len(self.nested) >= NESTED:
             return False
-        inert = [each for each in self.nested if data in (each.source, getattr(each.source, "data", None))]
+        inert = [
+            each
+            for each in self.nested
+            if data in (each.source, getattr(each.source, "data", None))
+        ]
         for each in inert:  # looked at once, as what it is
             self.nested.remove(each)
         self.nested.append(Nested(self.at, Memory(data) if isinstance(data, bytes) else data, True))

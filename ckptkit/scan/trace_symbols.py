@@ -40,15 +40,30 @@ SHOWN = 120  # characters of the arguments of a call
 SOME = 8  # items that a sign remembers, to be shown
 DEEP = 4  # levels that are shown
 
-# How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz, numpy.
-_HEADS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x93NUMPY")
-_OPCODES = frozenset(ord(each.code) for each in opcodes)  # a pickle without a protocol may begin with any of them
+# How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz,
+# numpy.
+_HEADS = (
+    b"\x80\x02",
+    b"\x80\x03",
+    b"\x80\x04",
+    b"\x80\x05",
+    b"PK\3\4",
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"\x93NUMPY",
+)
+_OPCODES = frozenset(
+    ord(each.code) for each in opcodes
+)  # a pickle without a protocol may begin with any of them
 
 
 class Sign:
-    """A value that nothing but its kind is known of: a container, with its first items, or something from outside.
+    """A value that nothing but its kind is known of: a container, with its first items, or
+    something from outside.
 
-    ``sort`` is what the allowlist calls it, ``held`` are the sorts of what it holds, ``parts`` the containers in it.
+    ``sort`` is what the allowlist calls it, ``held`` are the sorts of what it holds, ``parts`` the
+    containers in it.
     """
 
     __slots__ = ("data", "held", "kind", "parts", "some", "sort")
@@ -70,7 +85,8 @@ class Sign:
 
 
 class Result(Object):
-    """What a call gives: which call, the sort of its result, and whether its state was set. Without its arguments."""
+    """What a call gives: which call, the sort of its result, and whether its state was set. Without
+    its arguments."""
 
     __slots__ = ("built", "sort")
 
@@ -101,7 +117,8 @@ class SignView:
         return int(value.sort) if isinstance(value, (Sign, Result)) else UNKNOWN_SORT
 
     def inside(self, value: Any, every: bool) -> int:
-        """Return the sorts of what a container holds. What is too much to look at may be anything."""
+        """Return the sorts of what a container holds. What is too much to look at may be
+        anything."""
         mask = 0
         seen: set[int] = set()
         waiting = [value]
@@ -142,9 +159,13 @@ def text_of(line: bytes) -> str | bytes:
 
 
 def class_of(pid: Any) -> Global | None:
-    """The class that a persistent id of legacy files stands for: ("module", class, file, source text), or without the
-    first. Nobody runs the text."""
-    made = next((each for each in pid[:2] if isinstance(each, Global)), None) if isinstance(pid, tuple) else None
+    """The class that a persistent id of legacy files stands for: ("module", class, file, source
+    text), or without the first. Nobody runs the text."""
+    made = (
+        next((each for each in pid[:2] if isinstance(each, Global)), None)
+        if isinstance(pid, tuple)
+        else None
+    )
     return made if made is not None and pid[0] in ("module", made) else None
 
 
@@ -167,7 +188,11 @@ def brief(args: Any) -> str:
 def _pieces(sign: Any, depth: int) -> list[str]:
     if isinstance(sign, (tuple, Sign)):
         inside = sign[:SOME] if isinstance(sign, tuple) else sign.some
-        left, right = _BRACKETS.get(sign.kind, (f"<{sign.kind}", ">")) if isinstance(sign, Sign) else ("(", ")")
+        left, right = (
+            _BRACKETS.get(sign.kind, (f"<{sign.kind}", ">"))
+            if isinstance(sign, Sign)
+            else ("(", ")")
+        )
         if depth == 0 and inside:
             return [left, "...", right]
         items = [piece for each in inside for piece in (", ", *_pieces(each, depth - 1))][1:]

@@ -44,7 +44,9 @@ class Window:
         rest = self.data[self.at :]
         size = max(n, min(WINDOW, max(FIRST_WINDOW, 4 * len(self.data))))
         self.base, self.at = self.offset, 0
-        self.data = rest + self.source.read(self.base + len(rest), min(size, self.end - self.base) - len(rest))
+        self.data = rest + self.source.read(
+            self.base + len(rest), min(size, self.end - self.base) - len(rest)
+        )
 
     def line(self) -> bytes:
         """The bytes up to the next newline, which is passed over."""

@@ -1,4 +1,5 @@
-"""Verdicts: what loading a file would do, from what its pickles name and call. Pure: nothing is read, nothing run.
+"""Verdicts: what loading a file would do, from what its pickles name and call. Pure: nothing is
+read, nothing run.
 
 Of a pickle, from harmless to not:
 
@@ -11,7 +12,8 @@ Of a pickle, from harmless to not:
                              harmless by the allowlist, or it holds a name that is not in it, though nothing calls that
     would run code           loading it with pickle calls something else: with arguments of the file's choosing
 
-The verdict on a file is the worst of those on its pickles, on whatever could not be looked into, and on its programs.
+The verdict on a file is the worst of those on its pickles, on whatever could not be looked into,
+and on its programs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from ckptkit.pickles import trust
 from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
 from ckptkit.pickles.versions import differences
 
-NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
+NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = (
+    "none",
+    "safe",
+    "harmless",
+    "classes",
+    "unknown",
+    "code",
+)
 LABELS = {
     NONE: "no pickles",
     SAFE: "safe for weights_only",
@@ -42,9 +51,10 @@ _RUNS = (trust.UNKNOWN, trust.HARMFUL)
 
 @dataclass(frozen=True, slots=True)
 class PickleVerdict:
-    """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs`` the calls that are
-    somebody's code, ``reasons`` why it cannot be told, ``refused`` why weights_only does not load it even with those
-    classes allowed (None: it does), ``versions`` on what versions of torch disagree about it."""
+    """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs``
+    the calls that are somebody's code, ``reasons`` why it cannot be told, ``refused`` why
+    weights_only does not load it even with those classes allowed (None: it does), ``versions`` on
+    what versions of torch disagree about it."""
 
     found: Traced
     verdict: str
@@ -74,10 +84,15 @@ class Trusted:
     globs: tuple[str, ...] = ()
 
     def __contains__(self, name: object) -> bool:
-        return bool(self.globs) and re.match("|".join(map(translate, self.globs)), str(name)) is not None
+        return (
+            bool(self.globs)
+            and re.match("|".join(map(translate, self.globs)), str(name)) is not None
+        )
 
 
-def judge_file(path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted) -> FileVerdict:
+def judge_file(
+    path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted
+) -> FileVerdict:
     """The verdict on a file, from everything that was found in it."""
     everything = list(seen)
     pickles = tuple(judge(each, trusted) for each in everything if isinstance(each, Traced))
@@ -110,8 +125,8 @@ def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
 
 
 def _is_needed(name: Global, found: Traced, script: bool) -> bool:
-    """Whether a name is a class that has to be allowed, or trusted. What is in our tables need not be where
-    weights_only is no option; a program of TorchScript has its own classes in it."""
+    """Whether a name is a class that has to be allowed, or trusted. What is in our tables need not
+    be where weights_only is no option; a program of TorchScript has its own classes in it."""
     if found.no_weights_only is None:
         return trust.refused_by_weights_only(name)
     return not (trust.is_known(name) or (script and name.module.startswith("__torch__")))
@@ -147,7 +162,8 @@ class Finding(NamedTuple):
 
 
 def counts(result: object, strict: bool) -> bool:
-    """Whether a result is a finding: by its verdict; `strict` leaves nothing but what weights_only loads."""
+    """Whether a result is a finding: by its verdict; `strict` leaves nothing but what weights_only
+    loads."""
     return isinstance(result, FileVerdict) and result.verdict in (
         (HARMLESS, CLASSES, *FINDINGS) if strict else FINDINGS
     )

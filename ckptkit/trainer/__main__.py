@@ -1,4 +1,5 @@
-"""Start the trainer as a module: ``torchrun -m ckptkit.trainer OUT``. The same as ``ckptkit train``."""
+"""Start the trainer as a module: ``torchrun -m ckptkit.trainer OUT``. The same as ``ckptkit
+train``."""
 
 from ckptkit.trainer.command import main
 

@@ -19,12 +19,18 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def choice(name: str, values: tuple[str, ...], help: str) -> Option:
-    return click.option(name, type=click.Choice(values), default=_default(name), show_default=True, help=help)
+    return click.option(
+        name, type=click.Choice(values), default=_default(name), show_default=True, help=help
+    )
 
 
 def number(name: str, help: str, least: float = 0, strictly: bool = False) -> Option:
     default = _default(name)
-    kind = click.IntRange(int(least)) if isinstance(default, int) else click.FloatRange(least, min_open=strictly)
+    kind = (
+        click.IntRange(int(least))
+        if isinstance(default, int)
+        else click.FloatRange(least, min_open=strictly)
+    )
     return click.option(name, type=kind, default=default, show_default=True, help=help)
 
 
@@ -43,9 +49,17 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 @click.command("train")
 @click.argument("out", type=click.Path(path_type=Path), required=False)
 @choice("--model", MODELS, "What to train.")
-@click.option("--data", default=Config.data, show_default=True, metavar="DATA", help=f"What on: {DATA}.")
+@click.option(
+    "--data", default=Config.data, show_default=True, metavar="DATA", help=f"What on: {DATA}."
+)
 @number("--width", "A factor on the channels of the model.", strictly=True)
-@click.option("--devices", default="", metavar="A,B", callback=_devices, help="The one that holds the model first.")
+@click.option(
+    "--devices",
+    default="",
+    metavar="A,B",
+    callback=_devices,
+    help="The one that holds the model first.",
+)
 @choice("--parallel", PARALLEL, "How to use several; ddp and fsdp under torchrun.")
 @number("--epochs", "Times through the data, those of --resume included.", 1)
 @number("--batch-size", "Images in a batch.", 1)
@@ -53,7 +67,11 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 @number("--segments", "Parts of an mlp or generator that are recomputed, 0: none.")
 @flag("--memory-efficient", "Recompute the bottlenecks of a densenet.")
 @number("--clip-norm", "The largest norm of the gradients, 0: any.")
-@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Learning rate.  [default: what suits the model]")
+@click.option(
+    "--lr",
+    type=click.FloatRange(0, min_open=True),
+    help="Learning rate.  [default: what suits the model]",
+)
 @number("--momentum", "Momentum of SGD.")
 @number("--lr-step", "Epochs between two changes of the learning rate, 0: none.")
 @number("--lr-gamma", "The factor of such a change.", strictly=True)
@@ -63,12 +81,18 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 @choice("--save-form", FORMS, "State_dict alone; with its epoch; or all that --resume needs.")
 @flag("--keep-module-prefix", "Save what the wrapper calls it: module.*")
 @number("--save-every", "Also save each so many epochs, as OUT with .epochN, 0: not.")
-@click.option("--resume", type=FILE, metavar="FILE", help="Go on from a checkpoint of --save-form full.")
+@click.option(
+    "--resume", type=FILE, metavar="FILE", help="Go on from a checkpoint of --save-form full."
+)
 @click.option("--metrics", type=FILE, metavar="FILE", help="Write them as JSON lines.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw loss and accuracy (PNG).")
-@click.option("--memory-report", type=FILE, metavar="FILE", help="Write what each step needs as JSON lines.")
+@click.option(
+    "--memory-report", type=FILE, metavar="FILE", help="Write what each step needs as JSON lines."
+)
 @flag("--trace-shapes", "Show how batches are split.")
-@click.option("--evaluate", type=FILE, metavar="FILE", help="Train nothing: print the accuracy of FILE.")
+@click.option(
+    "--evaluate", type=FILE, metavar="FILE", help="Train nothing: print the accuracy of FILE."
+)
 @flag("--force", "Replace OUT if it is there.")
 @flag("--quiet", "Print no line per epoch.")
 def command(
@@ -106,7 +130,9 @@ def command(
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
     files = Files(resume, metrics, plot, memory_report)
     loop.check_output(out, files, config.parallel, force)
-    loop.train(config, out, files, trace_shapes=trace_shapes, say=_silent if quiet else _say, bar=_bar)
+    loop.train(
+        config, out, files, trace_shapes=trace_shapes, say=_silent if quiet else _say, bar=_bar
+    )
 
 
 def _say(line: str) -> None:

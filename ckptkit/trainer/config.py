@@ -1,4 +1,5 @@
-"""What decides the weights that a training run ends with, and the errors of requests that cannot be met."""
+"""What decides the weights that a training run ends with, and the errors of requests that cannot be
+met."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
 FORMS = ("bare", "wrapped", "full")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can cut
 PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
-LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.1, "densenet": 0.05, "generator": 0.005}  # what suits the models
+LR = {
+    "cnn": 0.03,
+    "mlp": 0.001,
+    "crnn": 0.1,
+    "densenet": 0.05,
+    "generator": 0.005,
+}  # what suits the models
 DATA = "digits, random or cifar10:DIR"
 
 
@@ -33,11 +40,11 @@ class SavingError(CkptkitError):
 class Config:
     """One training run. Equal configs on the CPU give files of equal bytes.
 
-    ``width`` is a factor on the channels of the model. Gradients are accumulated over ``accumulate`` batches of
-    ``batch_size`` images before each step. ``segments`` is how many parts of the model keep only their input for the
-    backward pass, 0 for none. A ``clip_norm`` of 0 clips nothing, an ``lr_step`` of 0 keeps the learning rate, a
-    ``save_every`` of 0 saves at the end only. No ``lr`` means: what suits the model; no ``devices``: those that there
-    are, or the CPU.
+    ``width`` is a factor on the channels of the model. Gradients are accumulated over
+    ``accumulate`` batches of ``batch_size`` images before each step. ``segments`` is how many parts
+    of the model keep only their input for the backward pass, 0 for none. A ``clip_norm`` of 0 clips
+    nothing, an ``lr_step`` of 0 keeps the learning rate, a ``save_every`` of 0 saves at the end
+    only. No ``lr`` means: what suits the model; no ``devices``: those that there are, or the CPU.
     """
 
     model: str = "cnn"
@@ -64,12 +71,17 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.segments and self.model not in SEGMENTED:
-            raise RequestError(f"{self.model} has no segments", hint=f"--model {' or '.join(SEGMENTED)} has")
+            raise RequestError(
+                f"{self.model} has no segments", hint=f"--model {' or '.join(SEGMENTED)} has"
+            )
         if self.memory_efficient and self.model != "densenet":
-            raise RequestError(f"{self.model} has no bottlenecks to recompute", hint="--model densenet has")
+            raise RequestError(
+                f"{self.model} has no bottlenecks to recompute", hint="--model densenet has"
+            )
         if self.keep_module_prefix and self.parallel not in PREFIXED:
             raise RequestError(
-                f"--parallel {self.parallel} gives the keys no prefix to keep", hint=f"{', '.join(PREFIXED)} do"
+                f"--parallel {self.parallel} gives the keys no prefix to keep",
+                hint=f"{', '.join(PREFIXED)} do",
             )
 
     @property

@@ -1,8 +1,9 @@
 """What the models learn from.
 
-``digits`` are the 1,797 handwritten digits that scikit-learn bundles (E. Alpaydin and C. Kaynak, UCI, CC BY 4.0),
-enlarged from 8 x 8 to 32 x 32 pixels so that they fit every model. ``cifar10:DIR`` is the folder of CIFAR-10's python
-version. ``random`` is noise with random labels: nothing to learn, but a size for every experiment.
+``digits`` are the 1,797 handwritten digits that scikit-learn bundles (E. Alpaydin and C. Kaynak,
+UCI, CC BY 4.0), enlarged from 8 x 8 to 32 x 32 pixels so that they fit every model. ``cifar10:DIR``
+is the folder of CIFAR-10's python version. ``random`` is noise with random labels: nothing to
+learn, but a size for every experiment.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Data:
 
 
 def load(config: Config, task: Task) -> Data:
-    """The data of a config, as `task` wants it. Raises CkptkitError if it is not there or not what it should be."""
+    """The data of a config, as `task` wants it. Raises CkptkitError if it is not there or not what
+    it should be."""
     kind, _, folder = config.data.partition(":")
     if config.data == "digits":
         train, test = _digits()
@@ -64,7 +66,9 @@ def _digits() -> tuple[Labelled, Labelled]:
         ) from error
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
-    images = torch.nn.functional.interpolate(images, scale_factor=4, mode="bilinear", align_corners=False)
+    images = torch.nn.functional.interpolate(
+        images, scale_factor=4, mode="bilinear", align_corners=False
+    )
     labels = torch.tensor(bunch.target, dtype=torch.int64)
     test = torch.arange(len(images)) % HELD_OUT == 0
     return (images[~test], labels[~test]), (images[test], labels[test])
@@ -85,7 +89,9 @@ def _cifar10(folder: Path) -> tuple[Labelled, Labelled]:
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
         raise ckptkit.CkptkitError(
-            f"is not the folder of CIFAR-10: no {missing[0]}", where=str(folder), hint=_advice(folder)
+            f"is not the folder of CIFAR-10: no {missing[0]}",
+            where=str(folder),
+            hint=_advice(folder),
         )
     batches = [_batch(folder / name) for name in needed]
     train = tuple(torch.cat(parts) for parts in zip(*batches[:-1], strict=True))
@@ -102,16 +108,26 @@ def _advice(folder: Path) -> str:
 
 
 def _batch(path: Path) -> Labelled:
-    """Images [n, 3, 32, 32] of 0 to 1 and labels [n]. The pickle is read, not run: Python 2 wrote it."""
+    """Images [n, 3, 32, 32] of 0 to 1 and labels [n]. The pickle is read, not run: Python 2 wrote
+    it."""
     tree: Any = ckptkit.load(path, whole=True)
     entries = {_text(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
     try:
-        data, labels = torch.from_numpy(entries["data"]), torch.tensor(entries["labels"], dtype=torch.int64)
+        data, labels = (
+            torch.from_numpy(entries["data"]),
+            torch.tensor(entries["labels"], dtype=torch.int64),
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise ckptkit.CkptkitError("holds no images and labels of CIFAR-10", where=str(path)) from error
-    right = data.dtype == torch.uint8 and data.shape == (len(labels), 3 * 32 * 32) and labels.dim() == 1
+        raise ckptkit.CkptkitError(
+            "holds no images and labels of CIFAR-10", where=str(path)
+        ) from error
+    right = (
+        data.dtype == torch.uint8 and data.shape == (len(labels), 3 * 32 * 32) and labels.dim() == 1
+    )
     if not right or not len(labels) or labels.min() < 0 or labels.max() >= CLASSES:
-        raise ckptkit.CkptkitError("the images and labels are not those of CIFAR-10", where=str(path))
+        raise ckptkit.CkptkitError(
+            "the images and labels are not those of CIFAR-10", where=str(path)
+        )
     return data.view(-1, 3, 32, 32).float() / 255, labels
 
 

@@ -16,7 +16,8 @@ def available() -> list[str]:
 
 
 def choose(config: Config) -> tuple[torch.device, ...]:
-    """The devices of a config, the one that holds the model first. Raises RequestError if one is not there."""
+    """The devices of a config, the one that holds the model first. Raises RequestError if one is
+    not there."""
     there = available()
     if not config.devices:
         gpus = [name for name in there if name.startswith("cuda")]
@@ -25,7 +26,9 @@ def choose(config: Config) -> tuple[torch.device, ...]:
         wanted = ["cuda:0" if name == "cuda" else name for name in config.devices]
     for name in wanted:
         if name not in there:
-            raise RequestError(f"there is no device {name} here", hint=f"--devices {', '.join(there)}{_hidden()}")
+            raise RequestError(
+                f"there is no device {name} here", hint=f"--devices {', '.join(there)}{_hidden()}"
+            )
     _check(config, wanted)
     return tuple(map(torch.device, wanted))
 
@@ -41,9 +44,12 @@ def _check(config: Config, wanted: list[str]) -> None:
     if len(wanted) == 1:
         return
     if config.parallel == "none":
-        raise RequestError(f"one device is enough for --parallel none, not {len(wanted)}", hint="--parallel dp")
+        raise RequestError(
+            f"one device is enough for --parallel none, not {len(wanted)}", hint="--parallel dp"
+        )
     others = [name for name in wanted if not name.startswith("cuda")]
     if others:
         raise RequestError(
-            f"{others[0]} cannot share the work with other devices", hint="--devices names GPUs only, or the CPU only"
+            f"{others[0]} cannot share the work with other devices",
+            hint="--devices names GPUs only, or the CPU only",
         )

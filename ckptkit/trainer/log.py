@@ -25,20 +25,35 @@ class Log:
         if self.files.plot:
             _figure()  # missing? better known now
         if self.files.metrics and self.run.group.rank == 0:
-            self.metrics = self.files.metrics.open("a" if self.files.resume else "w", encoding="utf-8")
+            self.metrics = self.files.metrics.open(
+                "a" if self.files.resume else "w", encoding="utf-8"
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self.metrics:
             self.metrics.close()
         if self.files.plot and self.rows and self.run.group.rank == 0:
             draw(self.rows, self.files.plot)
 
-    def epoch(self, loss: float, test_loss: float, accuracy: float, rate: float, seconds: float) -> None:
+    def epoch(
+        self, loss: float, test_loss: float, accuracy: float, rate: float, seconds: float
+    ) -> None:
         """An epoch is over, with these results."""
         self.accuracy = accuracy
         number, last = self.run.epoch, self.run.config.epochs
-        row = {"epoch": number, "loss": loss, "test_loss": test_loss, "accuracy": accuracy, "lr": rate}
+        row = {
+            "epoch": number,
+            "loss": loss,
+            "test_loss": test_loss,
+            "accuracy": accuracy,
+            "lr": rate,
+        }
         self.rows.append(row)
         self.say(
             f"epoch {number:>{len(str(last))}}/{last}  loss {loss:.4f}  test loss {test_loss:.4f}"
@@ -57,7 +72,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     lines = [
         *left.plot(epochs, [row["loss"] for row in rows], color="tab:blue", label="loss"),
         *left.plot(epochs, [row["test_loss"] for row in rows], color="tab:cyan", label="test loss"),
-        *right.plot(epochs, [row["accuracy"] for row in rows], color="tab:orange", label="accuracy"),
+        *right.plot(
+            epochs, [row["accuracy"] for row in rows], color="tab:orange", label="accuracy"
+        ),
     ]
     left.set(xlabel="epoch", ylabel="loss")
     right.set(ylabel="accuracy", ylim=(0, 1))

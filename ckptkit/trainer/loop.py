@@ -32,7 +32,8 @@ def train(
 ) -> float:
     """Train, save `out`, and give the accuracy on the test set.
 
-    `say` prints a line, `bar` shows the progress of what it hands on. Raises CkptkitError for what cannot be done.
+    `say` prints a line, `bar` shows the progress of what it hands on. Raises CkptkitError for what
+    cannot be done.
     """
     files = files or Files()
     with parallel.group(config) as group:
@@ -41,12 +42,20 @@ def train(
             saving.resume(run, files.resume)
         tell = say if group.rank == 0 else _silent
         tables = memory.tables(run) if files.memory_report else []
-        with Log(run, files, tell) as log, shapes.trace(run, tell, trace_shapes), memory.tracker(run, files) as tracker:
+        with (
+            Log(run, files, tell) as log,
+            shapes.trace(run, tell, trace_shapes),
+            memory.tracker(run, files) as tracker,
+        ):
             for line in tables:
                 tell(line)
             while run.epoch < config.epochs:
                 _epoch(run, log, tracker, bar)
-                if config.save_every and run.epoch % config.save_every == 0 and run.epoch < config.epochs:
+                if (
+                    config.save_every
+                    and run.epoch % config.save_every == 0
+                    and run.epoch < config.epochs
+                ):
                     saving.save(run, _numbered(out, run.epoch))
         saving.save(run, out)
         tell(f"wrote {out}")
@@ -54,7 +63,8 @@ def train(
 
 
 def evaluate(config: Config, file: Path, say: Say = print) -> float:
-    """Say and give the accuracy of the weights in `file` on the test set of the config, on its devices."""
+    """Say and give the accuracy of the weights in `file` on the test set of the config, on its
+    devices."""
     with parallel.group(config) as group:
         run = prepare(config, group)
         saving.fit(run, file)
@@ -68,7 +78,9 @@ def _epoch(run: Run, log: Log, tracker: memory.Tracker, bar: Bar) -> None:
     started = monotonic()
     loss = train_epoch(run, tracker, bar)
     if not isfinite(loss):
-        raise CkptkitError(f"the loss is {loss} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1")
+        raise CkptkitError(
+            f"the loss is {loss} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1"
+        )
     rate = run.optimizer.param_groups[0]["lr"]
     run.scheduler.step()
     run.epoch += 1
@@ -79,16 +91,20 @@ def _epoch(run: Run, log: Log, tracker: memory.Tracker, bar: Bar) -> None:
 def train_epoch(run: Run, tracker: memory.Tracker, bar: Bar = lambda steps, title: steps) -> float:
     """Once through the training set; the mean loss.
 
-    A step is taken for every ``accumulate`` batches. The losses of its parts are weighted by their sizes, so that the
-    gradient is that of one big batch, the last and smaller ones included.
+    A step is taken for every ``accumulate`` batches. The losses of its parts are weighted by their
+    sizes, so that the gradient is that of one big batch, the last and smaller ones included.
     """
     config, group = run.config, run.group
     inputs, targets = run.data.train
     run.wrapped.train()
     total, seen = 0.0, 0
     order = torch.randperm(len(inputs))
-    for big in bar(cut(order, config.batch_size * config.accumulate * group.world), f"epoch {run.epoch + 1}"):
-        share = big[: len(big) // group.world * group.world][group.rank :: group.world]  # as many for every process
+    for big in bar(
+        cut(order, config.batch_size * config.accumulate * group.world), f"epoch {run.epoch + 1}"
+    ):
+        share = big[: len(big) // group.world * group.world][
+            group.rank :: group.world
+        ]  # as many for every process
         with tracker.step():
             for part in cut(share, config.batch_size):
                 batch, wanted = inputs[part].to(group.device), targets[part].to(group.device)
@@ -106,7 +122,8 @@ def train_epoch(run: Run, tracker: memory.Tracker, bar: Bar = lambda steps, titl
 
 @torch.no_grad()
 def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
-    """The mean loss and the accuracy on the test set. Every process computes them: there is nothing to exchange."""
+    """The mean loss and the accuracy on the test set. Every process computes them: there is nothing
+    to exchange."""
     inputs, targets = run.data.test
     run.wrapped.eval()
     loss, right = 0.0, 0.0
@@ -123,7 +140,9 @@ def check_output(out: Path, files: Files, parallel: str, force: bool) -> None:
     """Refuse before the work what would be refused after it."""
     for path in (out, *files.written):
         if not path.parent.is_dir():
-            raise RequestError("there is no folder for it", where=str(path), hint=f"mkdir -p {path.parent}")
+            raise RequestError(
+                "there is no folder for it", where=str(path), hint=f"mkdir -p {path.parent}"
+            )
     if parallel == "fsdp" and out.is_dir() and any(out.iterdir()):
         raise RequestError("is a folder that is not empty", where=str(out))
     if parallel != "fsdp" and out.is_dir():

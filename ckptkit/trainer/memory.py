@@ -1,8 +1,10 @@
-"""Where the memory goes: parameters, gradients, optimizer, activations, peak; and what checkpointing saves of it.
+"""Where the memory goes: parameters, gradients, optimizer, activations, peak; and what
+checkpointing saves of it.
 
-On the CPU activations are the bytes that autograd keeps for the backward pass, counted by saved-tensor hooks, each
-storage once, parameters not; the peak is the sum of all. On a GPU the peak is the allocator's, for each device, and
-activations are what it leaves when parameters, gradients and optimizer are taken off.
+On the CPU activations are the bytes that autograd keeps for the backward pass, counted by
+saved-tensor hooks, each storage once, parameters not; the peak is the sum of all. On a GPU the peak
+is the allocator's, for each device, and activations are what it leaves when parameters, gradients
+and optimizer are taken off.
 
 The article behind :data:`ARTICLE` measured 72 linear layers with 16 inputs of 1000: 1717, 1283, 1043 and 959 MB. The
 activations of these weigh 5 MB in all, so they are not what was saved. Its `checkpoint_sequential` (the reentrant kind)
@@ -33,7 +35,8 @@ MB = 1 << 20
 
 
 class Saved:
-    """Bytes that autograd keeps now, and at most so far: ``with Saved(model) as saved: model(inputs)``."""
+    """Bytes that autograd keeps now, and at most so far: ``with Saved(model) as saved:
+    model(inputs)``."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.now = self.peak = 0
@@ -87,7 +90,8 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 class Tracker:
-    """``with tracker.step():`` around each step; the facts go to a file as JSON lines. Without a file: nothing."""
+    """``with tracker.step():`` around each step; the facts go to a file as JSON lines. Without a
+    file: nothing."""
 
     def __init__(self, run: Run, path: Path | None) -> None:
         self.run, self.count = run, 0
@@ -105,7 +109,11 @@ class Tracker:
             yield
         peaks = {str(device): torch.cuda.max_memory_allocated(device) for device in gpus}
         self.count += 1
-        print(json.dumps({"step": self.count, **facts(self.run, saved.peak, peaks)}), file=self.file, flush=True)
+        print(
+            json.dumps({"step": self.count, **facts(self.run, saved.peak, peaks)}),
+            file=self.file,
+            flush=True,
+        )
 
     def close(self) -> None:
         if self.file:
@@ -117,7 +125,9 @@ def facts(run: Run, activations: int, peaks: dict[str, int]) -> dict[str, Any]:
     kept = {
         "parameters": _bytes((*run.model.parameters(), *run.model.buffers())),
         "gradients": _bytes(each.grad for each in run.model.parameters()),
-        "optimizer": _bytes(value for state in run.optimizer.state.values() for value in state.values()),
+        "optimizer": _bytes(
+            value for state in run.optimizer.state.values() for value in state.values()
+        ),
     }
     known = sum(kept.values())
     if not peaks:
@@ -143,7 +153,8 @@ def tables(run: Run) -> list[str]:
 
 
 def segments(width: float = 1.0, device: torch.device | None = None) -> dict[int, int]:
-    """Number of segments -> bytes of activations of the 72 layers in one step of the article's batch.
+    """Number of segments -> bytes of activations of the 72 layers in one step of the article's
+    batch.
 
     On a GPU the allocator's peak above what was there before the step, gradients included.
     """
@@ -167,7 +178,8 @@ def _activations(model: Mlp, inputs: Tensor, number: int) -> int:
 
 
 def broken_tape(number: int) -> float:
-    """MB that the article's program used, if only the last of its segments got gradients and Adam's two averages.
+    """MB that the article's program used, if only the last of its segments got gradients and Adam's
+    two averages.
 
     What its first figure has beyond the model (the CUDA context) is taken for all.
     """
@@ -177,7 +189,8 @@ def broken_tape(number: int) -> float:
 
 
 def segments_table(measured: dict[int, int]) -> list[str]:
-    """A line for each number of segments: measured, as a share; the article's figure; what explains that."""
+    """A line for each number of segments: measured, as a share; the article's figure; what explains
+    that."""
     lines = ["segments  activations  share  article  share  without the gradients it lost"]
     for number, nbytes in measured.items():
         there = ARTICLE[number]
@@ -189,7 +202,8 @@ def segments_table(measured: dict[int, int]) -> list[str]:
 
 
 def loss_table(run: Run) -> list[str]:
-    """Bytes on the first device for outputs and loss of one batch, joined or balanced over the devices.
+    """Bytes on the first device for outputs and loss of one batch, joined or balanced over the
+    devices.
 
     Without several GPUs the split is simulated: two halves on one device, of which one is counted.
     """
@@ -198,7 +212,10 @@ def loss_table(run: Run) -> list[str]:
     with torch.no_grad():
         outputs = run.model(inputs.to(run.group.device))
     count = max(2, len(run.group.devices))
-    kept = {"dp": _kept(run, [outputs], targets), "dp-balanced": _kept(run, list(outputs.chunk(count))[:1], targets)}
+    kept = {
+        "dp": _kept(run, [outputs], targets),
+        "dp-balanced": _kept(run, list(outputs.chunk(count))[:1], targets),
+    }
     how = "computed for" if len(run.group.devices) > 1 else "simulated:"
     lines = [f"outputs and loss on the first device ({how} {count} devices, batch {len(inputs)})"]
     return [*lines, *(f"{name:>11}  {nbytes / 1e6:8.3f} MB" for name, nbytes in kept.items())]

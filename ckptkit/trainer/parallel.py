@@ -1,9 +1,10 @@
 """Several devices: the processes of a run, and what is put around a model.
 
-DataParallel copies the model from the first device to the others for every batch, splits the batch along dim 0 and
-joins the outputs on the first device, where the loss is computed: that one needs more memory than the others. Balanced,
-the outputs stay where they are, each device computes its loss, and only these numbers meet. Both give the same
-gradients. On the CPU, and with one GPU, nothing is split; the keys get their ``module.`` all the same.
+DataParallel copies the model from the first device to the others for every batch, splits the batch
+along dim 0 and joins the outputs on the first device, where the loss is computed: that one needs
+more memory than the others. Balanced, the outputs stay where they are, each device computes its
+loss, and only these numbers meet. Both give the same gradients. On the CPU, and with one GPU,
+nothing is split; the keys get their ``module.`` all the same.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def group(config: Config) -> Iterator[Group]:
     if config.parallel not in ("ddp", "fsdp"):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise RequestError(
-                f"torchrun started several processes, --parallel {config.parallel} needs one", hint="--parallel ddp"
+                f"torchrun started several processes, --parallel {config.parallel} needs one",
+                hint="--parallel ddp",
             )
         yield Group(devices)
         return
@@ -92,7 +94,8 @@ def _sharded(model: nn.Module, group: Group) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
     except ImportError as error:
         raise RequestError(
-            f"torch {torch.__version__} has no fully_shard", hint="pip install 'torch>=2.6', or --parallel ddp"
+            f"torch {torch.__version__} has no fully_shard",
+            hint="pip install 'torch>=2.6', or --parallel ddp",
         ) from error
     mesh = init_device_mesh(group.device.type, (group.world,))
     fully_shard(model, mesh=mesh)
@@ -102,10 +105,13 @@ def _sharded(model: nn.Module, group: Group) -> nn.Module:
 class Replicated(nn.DataParallel[nn.Module]):
     """torch's DataParallel, which here also keeps to the CPU where there are GPUs.
 
-    Balanced and in training, it gives the outputs of the replicas as a list instead of joining them.
+    Balanced and in training, it gives the outputs of the replicas as a list instead of joining
+    them.
     """
 
-    def __init__(self, model: nn.Module, devices: tuple[torch.device, ...], balanced: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, devices: tuple[torch.device, ...], balanced: bool = False
+    ) -> None:
         if devices[0].type == "cuda":
             super().__init__(model, list(devices))
         else:
@@ -114,13 +120,16 @@ class Replicated(nn.DataParallel[nn.Module]):
         self.balanced = balanced
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        return outputs if self.balanced and self.training else super().gather(outputs, output_device)
+        return (
+            outputs if self.balanced and self.training else super().gather(outputs, output_device)
+        )
 
 
 def split_loss(loss: Loss) -> Callable[[Tensor | list[Tensor], Tensor], Tensor]:
     """`loss`, a mean over a batch, which is computed where the outputs are if these are several.
 
-    Kernels of different devices run at the same time without further ado, as they are only queued here.
+    Kernels of different devices run at the same time without further ado, as they are only queued
+    here.
     """
 
     def where_they_are(outputs: Tensor | list[Tensor], targets: Tensor) -> Tensor:

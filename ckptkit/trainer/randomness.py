@@ -13,7 +13,8 @@ from ckptkit.trainer.config import Config
 
 
 def seed(config: Config) -> None:
-    """Seed Python, numpy, torch and every GPU alike; with ``deterministic`` refuse algorithms that are not."""
+    """Seed Python, numpy, torch and every GPU alike; with ``deterministic`` refuse algorithms that
+    are not."""
     random.seed(config.seed)
     numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)  # GPUs included
@@ -39,7 +40,9 @@ def restore(saved: dict[str, Any]) -> None:
     """Put back what :func:`state` gave. GPUs that are not here are left out."""
     numpys = saved["numpy"]
     random.setstate(saved["python"])
-    numpy.random.set_state({**numpys, "state": {**numpys["state"], "key": numpys["state"]["key"].numpy()}})
+    numpy.random.set_state(
+        {**numpys, "state": {**numpys["state"], "key": numpys["state"]["key"].numpy()}}
+    )
     torch.set_rng_state(saved["torch"])
     for device, each in enumerate(saved["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(each, device)

@@ -19,7 +19,8 @@ from ckptkit.trainer.tasks import Task
 
 @dataclass
 class Run:
-    """A model on its way. ``model`` is what ``wrapped``, called with a batch, holds; ``epoch`` counts finished ones."""
+    """A model on its way. ``model`` is what ``wrapped``, called with a batch, holds; ``epoch``
+    counts finished ones."""
 
     config: Config
     group: parallel.Group
@@ -47,5 +48,6 @@ def prepare(config: Config, group: parallel.Group) -> Run:
 
 
 def autocast(run: Run) -> torch.autocast:
-    """bfloat16 where the config says so: it has the range of float32, so that no loss need be scaled."""
+    """bfloat16 where the config says so: it has the range of float32, so that no loss need be
+    scaled."""
     return torch.autocast(run.group.device.type, torch.bfloat16, enabled=run.config.amp)

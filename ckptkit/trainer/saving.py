@@ -1,9 +1,9 @@
 """Checkpoints: what is in them, how they are written, how a run goes on from one.
 
-``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``; ``full`` has the optimizer, the
-scheduler, the generators of random numbers, the arguments and the versions too: all that it takes to go on as if
-nothing had happened. Sharded models leave a folder of ``torch.distributed.checkpoint``, others a file of
-``torch.save``.
+``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``; ``full`` has the
+optimizer, the scheduler, the generators of random numbers, the arguments and the versions too: all
+that it takes to go on as if nothing had happened. Sharded models leave a folder of
+``torch.distributed.checkpoint``, others a file of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NEEDED = ("optimizer", "scheduler", "epoch", "rng")
 
 
 def save(run: Run, path: Path) -> None:
-    """Write the checkpoint in the form of the config; the first process does, of a sharded model all."""
+    """Write the checkpoint in the form of the config; the first process does, of a sharded model
+    all."""
     if run.config.parallel == "fsdp":
         _save_shards(run, path)
     elif run.group.rank == 0:
@@ -92,7 +93,8 @@ def _save_shards(run: Run, path: Path) -> None:
 
 
 def resume(run: Run, path: Path) -> None:
-    """Go on from a full checkpoint. Raises CkptkitError if it is not one, or not one of this model."""
+    """Go on from a full checkpoint. Raises CkptkitError if it is not one, or not one of this
+    model."""
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     missing = [name for name in NEEDED if not isinstance(tree, dict) or name not in tree]
     if missing:
@@ -115,7 +117,8 @@ def resume(run: Run, path: Path) -> None:
 
 
 def fit(run: Run, path: Path) -> None:
-    """Load the weights of a file, with or without ``module.``. Raises CkptkitError that says what would fit."""
+    """Load the weights of a file, with or without ``module.``. Raises CkptkitError that says what
+    would fit."""
     if run.config.parallel == "fsdp":
         raise RequestError("--parallel fsdp cannot load a file", hint="--parallel none or ddp can")
     report = ckptkit.load_into(run.wrapped, path, strict=False)
@@ -131,10 +134,15 @@ def _what_fits(run: Run, path: Path) -> str:
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     made_with = tree.get("args") if isinstance(tree, dict) else None
     if isinstance(made_with, dict):
-        options = (f"--{name} {made_with[name]}" for name in ("model", "data", "width") if name in made_with)
+        options = (
+            f"--{name} {made_with[name]}"
+            for name in ("model", "data", "width")
+            if name in made_with
+        )
         return f"it was made with {' '.join(options)}"
     found = {
-        name.removeprefix("module."): value.shape for name, value in ckptkit.load(path, map_location="cpu").items()
+        name.removeprefix("module."): value.shape
+        for name, value in ckptkit.load(path, map_location="cpu").items()
     }
     for option, config, shape in _candidates(run.config):
         with torch.device("meta"):

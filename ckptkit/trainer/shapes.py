@@ -27,7 +27,9 @@ def trace(run: Run, say: Callable[[str], None], wanted: bool = True) -> Iterator
             hook.remove()
 
 
-def _teller(where: str, say: Callable[[str], None], said: set[str]) -> Callable[[nn.Module, Any, Any], None]:
+def _teller(
+    where: str, say: Callable[[str], None], said: set[str]
+) -> Callable[[nn.Module, Any, Any], None]:
     def tell(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | list[Tensor]) -> None:
         outputs = [output] if isinstance(output, Tensor) else output
         shapes = " + ".join(f"{list(each.shape)} on {each.device}" for each in outputs)

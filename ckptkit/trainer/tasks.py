@@ -1,4 +1,5 @@
-"""What a model is trained for: which images and targets it sees, its loss, and what counts as right."""
+"""What a model is trained for: which images and targets it sees, its loss, and what counts as
+right."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ LINE = 4  # characters in a line of text
 class Task:
     """Three functions.
 
-    ``prepare(images [n, channels, height, width] of 0 to 1, labels [n])`` gives inputs and targets, one for each
-    input; ``loss(outputs, targets)`` the mean over a batch; ``correct(outputs, targets)`` a number from 0 to 1 for
-    each output.
+    ``prepare(images [n, channels, height, width] of 0 to 1, labels [n])`` gives inputs and targets,
+    one for each input; ``loss(outputs, targets)`` the mean over a batch; ``correct(outputs,
+    targets)`` a number from 0 to 1 for each output.
     """
 
     prepare: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -35,14 +36,16 @@ def _is_best(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def _as_lines(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Neighbouring images side by side: [n / 4, channels, height, 4 * width]; what is left over is dropped."""
+    """Neighbouring images side by side: [n / 4, channels, height, 4 * width]; what is left over is
+    dropped."""
     lines = len(images) // LINE
     images = images[: lines * LINE].view(lines, LINE, *images.shape[1:])
     return images.permute(0, 2, 3, 1, 4).flatten(3), labels[: lines * LINE].view(lines, LINE)
 
 
 def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
-    """Scores [batch, time, 1 + classes], the blank first; ``ctc_loss`` alone wants the time in front."""
+    """Scores [batch, time, 1 + classes], the blank first; ``ctc_loss`` alone wants the time in
+    front."""
     steps = scores.float().log_softmax(2).transpose(0, 1)
     times, lengths = (torch.full((len(texts),), n) for n in (len(steps), texts.shape[1]))
     return ctc_loss(steps, texts + 1, times, lengths, zero_infinity=True)

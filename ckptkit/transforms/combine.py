@@ -1,4 +1,5 @@
-"""Several checkpoints as one: their mean, or all of their tensors; and the averaged weights that training kept."""
+"""Several checkpoints as one: their mean, or all of their tensors; and the averaged weights that
+training kept."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ckptkit.transforms import groups
 from ckptkit.transforms.groups import refuse_mixture
 from ckptkit.transforms.structure import bare, extract
 
-# Entries under which training loops keep an averaged copy of the weights (timm, ultralytics, diffusers, Lightning...).
+# Entries under which training loops keep an averaged copy of the weights (timm, ultralytics,
+# diffusers, Lightning...).
 AVERAGED = (
     "state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema", "params_ema", "averaged_state_dict",
     "shadow", "shadow_params",
@@ -23,21 +25,32 @@ AVERAGED = (
 
 
 def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = None) -> Checkpoint:
-    """The weights whose every floating-point element is the mean of those of all checkpoints, added up as float64.
+    """The weights whose every floating-point element is the mean of those of all checkpoints, added
+    up as float64.
 
-    ``shares`` weighs them; they need not add up to 1. What has no mean (integer and bool buffers, such as the number of
-    batches) is that of the last checkpoint, as in torch.optim.swa_utils; so are dtypes, devices and order. Only the
-    weights are kept. Raises UsageError where names or shapes differ.
+    ``shares`` weighs them; they need not add up to 1. What has no mean (integer and bool buffers,
+    such as the number of batches) is that of the last checkpoint, as in torch.optim.swa_utils; so
+    are dtypes, devices and order. Only the weights are kept. Raises UsageError where names or
+    shapes differ.
     """
     shares = tuple(shares) if shares is not None else (1.0,) * len(checkpoints)
-    if not checkpoints or len(shares) != len(checkpoints) or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise UsageError(f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0")
+    if (
+        not checkpoints
+        or len(shares) != len(checkpoints)
+        or min(shares) < 0
+        or not 0 < sum(shares) < float("inf")
+    ):
+        raise UsageError(
+            f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
+        )
     for each in checkpoints:
         groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
     rows = _rows([*map(_weights, checkpoints[:-1]), last.required])
     new = _Means(rows, shares)
-    notes = [f"averaged {plural(new.averaged, 'tensor')} of {plural(len(checkpoints), 'checkpoint')}"]
+    notes = [
+        f"averaged {plural(new.averaged, 'tensor')} of {plural(len(checkpoints), 'checkpoint')}"
+    ]
     if new.taken:
         notes.append(f"took {quoted(new.taken)} from the last")
     root = rebuild(last.root, lambda leaf: new.tensors.get(id(leaf), leaf))
@@ -53,7 +66,11 @@ def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
     *others, last = (weights.tensors for weights in all_weights)
     for number, other in enumerate(others, 1):
         odd = sorted(other.keys() ^ last.keys())
-        odd += [name for name, tensor in last.items() if name in other and other[name].shape != tensor.shape]
+        odd += [
+            name
+            for name, tensor in last.items()
+            if name in other and other[name].shape != tensor.shape
+        ]
         if odd:
             raise UsageError(
                 f"number {number} and the last differ in names or shapes: {quoted(odd)}",
@@ -63,7 +80,8 @@ def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
 
 
 class _Means:
-    """New tensors for those of the last checkpoint, by id; what is tied in all of them stays tied."""
+    """New tensors for those of the last checkpoint, by id; what is tied in all of them stays
+    tied."""
 
     def __init__(self, rows: Mapping[str, list[Tensor]], shares: tuple[float, ...]) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -78,19 +96,26 @@ class _Means:
 
     def _mean(self, row: list[Tensor], shares: tuple[float, ...]) -> Tensor:
         last = row[-1]
-        view = tuple((id(each.storage), each.offset, each.shape, each.stride, each.conj, each.neg) for each in row)
+        view = tuple(
+            (id(each.storage), each.offset, each.shape, each.stride, each.conj, each.neg)
+            for each in row
+        )
         if view not in self._storages:
             types = tuple(each.dtype for each in row)
-            self._storages[view] = Storage(mean_record(tuple(map(contiguous, row)), types, shares), last.device)
+            self._storages[view] = Storage(
+                mean_record(tuple(map(contiguous, row)), types, shares), last.device
+            )
         stride = contiguous_stride(last.shape)
-        return Tensor(self._storages[view], last.dtype, last.shape, stride, 0, last.requires_grad, last.kind)
+        return Tensor(
+            self._storages[view], last.dtype, last.shape, stride, 0, last.requires_grad, last.kind
+        )
 
 
 def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Checkpoint:
     """The weights of all checkpoints in one state_dict, in order, with the ``_metadata`` of all.
 
-    Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for weights that are
-    quantized in different ways.
+    Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for
+    weights that are quantized in different ways.
     """
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
@@ -124,8 +149,8 @@ def _modules(node: Node) -> Mapping[Node, Node]:
 def ema(ck: Checkpoint) -> Checkpoint:
     """The averaged weights that a training loop kept beside those that it trained, as a state_dict.
 
-    A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises UsageError if there is no
-    entry that training loops use for them.
+    A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
+    UsageError if there is no entry that training loops use for them.
     """
     groups.refuse(ck, None, "its weights are not those that training has averaged")
     for name in AVERAGED:
@@ -150,8 +175,14 @@ def ema(ck: Checkpoint) -> Checkpoint:
 def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     """The tensors of a list under the names of the weights that are trained."""
     weights = ck.required
-    trained = [name for name, tensor in weights.tensors.items() if tensor.requires_grad or tensor.kind == "parameter"]
-    names = next((each for each in (trained, list(weights.nodes)) if len(each) == len(tensors)), None)
+    trained = [
+        name
+        for name, tensor in weights.tensors.items()
+        if tensor.requires_grad or tensor.kind == "parameter"
+    ]
+    names = next(
+        (each for each in (trained, list(weights.nodes)) if len(each) == len(tensors)), None
+    )
     if names is None:
         raise UsageError(
             f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights at "
@@ -159,13 +190,20 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
             where=ck.name,
         )
     shapes = weights.tensors
-    odd = [n for n, node in zip(names, tensors, strict=True) if (t := as_tensor(node)) and t.shape != shapes[n].shape]
+    odd = [
+        n
+        for n, node in zip(names, tensors, strict=True)
+        if (t := as_tensor(node)) and t.shape != shapes[n].shape
+    ]
     if odd:
         raise UsageError(
-            f"{path} is in another order than the weights: {quoted(odd)} would change shape", where=ck.name
+            f"{path} is in another order than the weights: {quoted(odd)} would change shape",
+            where=ck.name,
         )
     new = {**weights.nodes, **dict(zip(names, tensors, strict=True))}
-    notes = [f"took {plural(len(tensors), 'tensor')} out of {path!r}, under the names of the weights"]
+    notes = [
+        f"took {plural(len(tensors), 'tensor')} out of {path!r}, under the names of the weights"
+    ]
     if len(new) > len(tensors):
         notes.append(f"{plural(len(new) - len(tensors), 'buffer')} as in the weights")
     return ck.with_key(None).with_root(OrderedDict(new), notes=notes)

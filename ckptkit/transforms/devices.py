@@ -1,8 +1,10 @@
-"""Where tensors go when they are loaded: the device tag of each storage, changed without a device or a byte read.
+"""Where tensors go when they are loaded: the device tag of each storage, changed without a device
+or a byte read.
 
-A device is named in three places: by the tag of a storage, by an argument of the calls that rebuild tensors that
-have no storage (``_rebuild_wrapper_subclass``...), and by ``torch.device`` values in configurations. ``map_location``
-of ``torch.load`` changes the first two; the last are the user's own, and changed only on request.
+A device is named in three places: by the tag of a storage, by an argument of the calls that rebuild
+tensors that have no storage (``_rebuild_wrapper_subclass``...), and by ``torch.device`` values in
+configurations. ``map_location`` of ``torch.load`` changes the first two; the last are the user's
+own, and changed only on request.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ DEVICES = (
     "cpu", "cuda", "mps", "meta", "xpu", "hpu", "mtia", "xla", "ipu", "maia", "vulkan", "privateuseone",
     "npu", "mlu", "musa", "gcu",
 )  # fmt: skip
-_VALID = re.compile(rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?")  # torch cannot restore to `cpu:0`
+_VALID = re.compile(
+    rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?"
+)  # torch cannot restore to `cpu:0`
 
 _DEVICE = Global("torch", "device")
 # Position of the device among the arguments of a call (torch/_utils.py).
@@ -34,38 +38,62 @@ _POSITIONS = {
     "_rebuild_device_tensor_from_cpu_tensor": 2,
     "_rebuild_xla_tensor": 2,
 }
-_FROM_TYPE = ("_rebuild_from_type_v2", "_rebuild_from_type")  # called with function, class, arguments[, state]
+_FROM_TYPE = (
+    "_rebuild_from_type_v2",
+    "_rebuild_from_type",
+)  # called with function, class, arguments[, state]
 
 Remap = Callable[[str], str]
 
 
 def remap(ck: Checkpoint, devices: str | Mapping[str, str], *, values: bool = False) -> Checkpoint:
-    """Retag every storage: all to the device `devices`, or, of a mapping, those with exactly the tags that it names.
+    """Retag every storage: all to the device `devices`, or, of a mapping, those with exactly the
+    tags that it names.
 
-    The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it. ``torch.device`` values
-    in the tree are listed, and changed where `values` is true. Raises UsageError for what is no device.
+    The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it.
+    ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
+    UsageError for what is no device.
     """
     places = _Places.of(ck.root)
     new = _mapping(devices, places.devices)
-    storages = {id(each): _tagged(each, new(each.device)) for each in places.storages if _moves(each.device, new)}
-    calls = {id(call): _with_device(call, new(device)) for call, device in places.calls if _moves(device, new)}
-    plain = {id(value): _device(new(device)) for value, device in places.values if _moves(device, new)}
+    storages = {
+        id(each): _tagged(each, new(each.device))
+        for each in places.storages
+        if _moves(each.device, new)
+    }
+    calls = {
+        id(call): _with_device(call, new(device))
+        for call, device in places.calls
+        if _moves(device, new)
+    }
+    plain = {
+        id(value): _device(new(device)) for value, device in places.values if _moves(device, new)
+    }
     notes = [
         *_arrows("retagged", "storage", [each.device for each in places.storages], new),
-        *_arrows("changed the argument of", "rebuild call", [device for _, device in places.calls], new),
-        *(_arrows("changed", "torch.device value", [device for _, device in places.values], new) if values else ()),
+        *_arrows(
+            "changed the argument of", "rebuild call", [device for _, device in places.calls], new
+        ),
+        *(
+            _arrows("changed", "torch.device value", [device for _, device in places.values], new)
+            if values
+            else ()
+        ),
     ]
     warnings = [] if notes else [_nothing(devices, places)]
     if plain and not values:
         warnings.append(_left(ck.root, plain.keys()))
     swap = {**calls, **(plain if values else {})}
-    root = rebuild(ck.root, lambda leaf: moved(leaf, storages), swap) if storages or swap else ck.root
+    root = (
+        rebuild(ck.root, lambda leaf: moved(leaf, storages), swap) if storages or swap else ck.root
+    )
     return ck.with_root(root, notes=notes, warnings=warnings)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Everything in a tree that names a device: storages, calls and ``torch.device`` values, each once."""
+    """Everything in a tree that names a device: storages, calls and ``torch.device`` values, each
+    once."""
 
     storages: list[Storage]
     calls: list[tuple[Object, str]]
@@ -88,19 +116,26 @@ class _Places:
                     calls.append((node, _text(argument)))
                     arguments.add(id(argument))
         return cls(
-            list(storages.values()), calls, [(node, _text(node)) for node in values if id(node) not in arguments]
+            list(storages.values()),
+            calls,
+            [(node, _text(node)) for node in values if id(node) not in arguments],
         )
 
     @property
     def devices(self) -> set[str]:
-        return {each.device for each in self.storages} | {device for _, device in (*self.calls, *self.values)}
+        return {each.device for each in self.storages} | {
+            device for _, device in (*self.calls, *self.values)
+        }
 
 
 def _mapping(devices: str | Mapping[str, str], known: set[str]) -> Remap:
     if isinstance(devices, str):
         target = check_device(devices)
         return lambda device: device if device == "meta" else target
-    table = {old if old in known else check_device(old): check_device(new) for old, new in devices.items()}
+    table = {
+        old if old in known else check_device(old): check_device(new)
+        for old, new in devices.items()
+    }
     return lambda device: table.get(device, device)
 
 
@@ -111,7 +146,8 @@ def check_device(device: str) -> str:
     kind = device.partition(":")[0].strip().lower()
     hint = {"gpu": "say cuda, or cuda:0", "cpu": "say cpu", "meta": "say meta"}.get(kind)
     raise UsageError(
-        f"{device!r} is not a device", hint=hint or f"devices are {', '.join(DEVICES[:8])}; cuda:1 is the second GPU"
+        f"{device!r} is not a device",
+        hint=hint or f"devices are {', '.join(DEVICES[:8])}; cuda:1 is the second GPU",
     )
 
 
@@ -159,22 +195,36 @@ def _device(device: str) -> Object:
 
 
 def _argument(node: Object) -> Node:
-    """The device among the arguments of a call that rebuilds a tensor: a string or an Object; None if there is none."""
+    """The device among the arguments of a call that rebuilds a tensor: a string or an Object; None
+    if there is none."""
     found = _call(node)
     if found is None:
         return None
     args, position = found
     device = args[position]
-    return device if isinstance(device, str) or (isinstance(device, Object) and _is_device(device)) else None
+    return (
+        device
+        if isinstance(device, str) or (isinstance(device, Object) and _is_device(device))
+        else None
+    )
 
 
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
     """The arguments in which a rebuild call names its device, and where; None for other objects."""
     made, args = node.callable, node.args
-    if isinstance(made, Global) and made.name in _FROM_TYPE and isinstance(args, tuple) and len(args) > 2:
+    if (
+        isinstance(made, Global)
+        and made.name in _FROM_TYPE
+        and isinstance(args, tuple)
+        and len(args) > 2
+    ):
         made, args = args[0], args[2]
     position = _POSITIONS.get(made.name) if isinstance(made, Global) else None
-    return (args, position) if position is not None and isinstance(args, tuple) and len(args) > position else None
+    return (
+        (args, position)
+        if position is not None and isinstance(args, tuple) and len(args) > position
+        else None
+    )
 
 
 def _with_device(node: Object, device: str) -> Object:
@@ -183,6 +233,14 @@ def _with_device(node: Object, device: str) -> Object:
     args, position = found
     value = device if isinstance(args[position], str) else _device(device)
     inner = (*args[:position], value, *args[position + 1 :])
-    new = Object(node.callable, inner if args is node.args else (*node.args[:2], inner, *node.args[3:]))
-    new.new, new.kwargs, new.steps, new.tensor, new.value = node.new, node.kwargs, node.steps, node.tensor, node.value
+    new = Object(
+        node.callable, inner if args is node.args else (*node.args[:2], inner, *node.args[3:])
+    )
+    new.new, new.kwargs, new.steps, new.tensor, new.value = (
+        node.new,
+        node.kwargs,
+        node.steps,
+        node.tensor,
+        node.value,
+    )
     return new

@@ -1,7 +1,8 @@
-"""What tensors are made of: cast them to another floating-point type, cut storages to what is used of them.
+"""What tensors are made of: cast them to another floating-point type, cut storages to what is used
+of them.
 
-Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or read here: a new
-storage only says from what it will be made (:mod:`ckptkit.compute`).
+Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or
+read here: a new storage only says from what it will be made (:mod:`ckptkit.compute`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild
 
 
 def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
-    """Floating-point weights as another floating-point type: all of them, or those whose names match a glob.
+    """Floating-point weights as another floating-point type: all of them, or those whose names
+    match a glob.
 
-    `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts, so exceptions
-    follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools, complex and quantized weights stay.
-    Tensors on one storage are cast together; those that then differ in dtype get storages of their own, which is
-    said in a warning. Raises UsageError for an unknown dtype, for a glob that matches nothing, and for one that matches
-    codes or scales of quantized weights.
+    `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts,
+    so exceptions follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools,
+    complex and quantized weights stay. Tensors on one storage are cast together; those that then
+    differ in dtype get storages of their own, which is said in a warning. Raises UsageError for an
+    unknown dtype, for a glob that matches nothing, and for one that matches codes or scales of
+    quantized weights.
     """
     weights = ck.required
     rules = _rules(dtypes, weights)
@@ -46,27 +49,39 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
     groups.refuse(ck, met, "codes are no numbers to cast, and scales must keep their bits")
     wanted, left = _wanted(weights, rules)
     new = _Cast(wanted)
-    warnings = [f"not cast, as their dtype is part of how they are made: {quoted(left)}"] if left else []
+    warnings = (
+        [f"not cast, as their dtype is part of how they are made: {quoted(left)}"] if left else []
+    )
     if not wanted:
         warnings.append("no floating-point weight has another dtype than that: nothing is cast")
         return ck.with_root(ck.root, warnings=warnings)
     root = rebuild(ck.root, new)
     if split := new.split:
         names = [name for name, tensor in weights.tensors.items() if id(tensor.storage) in split]
-        warnings.append(f"no longer share memory with tensors that have another dtype now: {quoted(names)}")
+        warnings.append(
+            f"no longer share memory with tensors that have another dtype now: {quoted(names)}"
+        )
     if new.frozen:
-        warnings.append(f"no longer requires_grad, which torch cannot load with 8 bits: {plural(new.frozen, 'tensor')}")
+        warnings.append(
+            f"no longer requires_grad, which torch cannot load with 8 bits: {plural(new.frozen, 'tensor')}"
+        )
     return ck.with_root(root, notes=_cast_notes(weights, wanted), warnings=warnings)
 
 
 def _cast_notes(weights: Weights, wanted: Mapping[int, DType]) -> list[str]:
     pairs = Counter(
-        (tensor.dtype.name, wanted[id(tensor)].name) for tensor in weights.tensors.values() if id(tensor) in wanted
+        (tensor.dtype.name, wanted[id(tensor)].name)
+        for tensor in weights.tensors.values()
+        if id(tensor) in wanted
     )
-    return [f"cast {plural(number, 'weight')}: {old} -> {new}" for (old, new), number in pairs.items()]
+    return [
+        f"cast {plural(number, 'weight')}: {old} -> {new}" for (old, new), number in pairs.items()
+    ]
 
 
-def _rules(dtypes: str | Mapping[str, str], weights: Weights) -> list[tuple[re.Pattern[str], DType]]:
+def _rules(
+    dtypes: str | Mapping[str, str], weights: Weights
+) -> list[tuple[re.Pattern[str], DType]]:
     """Patterns and targets, the one that counts first."""
     given = {"*": dtypes} if isinstance(dtypes, str) else dtypes
     rules = [(re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()]
@@ -82,7 +97,10 @@ def _float(name: str) -> DType:
     except FormatError as error:
         raise UsageError(error.message, hint=error.hint) from error
     if not _is_castable(dtype):
-        raise UsageError(f"{name!r} is not a floating-point type to cast to", hint="e.g. float32, float16, bfloat16")
+        raise UsageError(
+            f"{name!r} is not a floating-point type to cast to",
+            hint="e.g. float32, float16, bfloat16",
+        )
     return dtype
 
 
@@ -90,14 +108,21 @@ def _is_castable(dtype: DType) -> bool:
     return dtype.kind == "float" and dtype.bits % 8 == 0 and dtype.packed == 1
 
 
-def _wanted(weights: Weights, rules: list[tuple[re.Pattern[str], DType]]) -> tuple[dict[int, DType], list[str]]:
+def _wanted(
+    weights: Weights, rules: list[tuple[re.Pattern[str], DType]]
+) -> tuple[dict[int, DType], list[str]]:
     """Target by id of the tensor, and the names of weights that should be cast and cannot be."""
     wanted: dict[int, DType] = {}
     left: list[str] = []
     for name, node in weights.nodes.items():
         target = next((dtype for pattern, dtype in rules if pattern.match(name)), None)
         tensor = as_tensor(node)
-        if target is None or tensor is None or tensor.dtype.kind != "float" or tensor.dtype.name == target.name:
+        if (
+            target is None
+            or tensor is None
+            or tensor.dtype.kind != "float"
+            or tensor.dtype.name == target.name
+        ):
             continue
         if _is_fixed(node, tensor, target):
             left.append(name)
@@ -114,8 +139,8 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _made_of(node: Node, tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor that a node stands for, and those of its dtype that it is made of, such as the values of a sparse
-    one."""
+    """The tensor that a node stands for, and those of its dtype that it is made of, such as the
+    values of a sparse one."""
     yield tensor
     for call in _calls(node):
         inner = (each if isinstance(each, Tensor) else as_tensor(each) for each in _parts(call))
@@ -131,7 +156,11 @@ def _calls(node: Node) -> Iterator[Object]:
         if id(call) not in seen:
             seen.add(id(call))
             yield call
-            waiting.extend(each for each in _parts(call) if isinstance(each, Object) and each.tensor is not None)
+            waiting.extend(
+                each
+                for each in _parts(call)
+                if isinstance(each, Object) and each.tensor is not None
+            )
 
 
 def _parts(call: Object) -> Iterator[Node]:
@@ -145,7 +174,9 @@ class _Cast:
     def __init__(self, wanted: Mapping[int, DType]) -> None:
         self._wanted = wanted
         self._storages: dict[tuple[int, str, str], Storage] = {}
-        self._users: dict[int, tuple[DType | None, DType | None]] = {}  # dtype and target of a storage's first user
+        self._users: dict[
+            int, tuple[DType | None, DType | None]
+        ] = {}  # dtype and target of a storage's first user
         self._split: set[int] = set()
         self.frozen = 0  # tensors that had to lose their requires_grad
 
@@ -156,11 +187,15 @@ class _Cast:
         use = (leaf.dtype, target)
         if leaf.storage is not None and self._users.setdefault(id(leaf.storage), use) != use:
             self._split.add(id(leaf.storage))
-        return leaf if target is None or isinstance(leaf, TypedStorage) else self._cast(leaf, target)
+        return (
+            leaf if target is None or isinstance(leaf, TypedStorage) else self._cast(leaf, target)
+        )
 
     def _cast(self, leaf: Tensor, target: DType) -> Tensor:
         if leaf.requires_grad and leaf.kind == "tensor" and target.storage is None:
-            leaf = replace(leaf, requires_grad=False)  # _rebuild_tensor_v3 raises for it; parameters are made otherwise
+            leaf = replace(
+                leaf, requires_grad=False
+            )  # _rebuild_tensor_v3 raises for it; parameters are made otherwise
             self.frozen += 1
         if leaf.storage is None:
             return replace(leaf, dtype=target)
@@ -178,22 +213,28 @@ class _Cast:
 def _cast_storage(storage: Storage, source: DType, target: DType) -> Storage:
     length = storage.nbytes // source.itemsize * source.itemsize
     record = storage.record if length == storage.nbytes else Part(storage.record, 0, length)
-    return Storage(cast_record(record, source, target, big_endian=storage.big_endian), storage.device)
+    return Storage(
+        cast_record(record, source, target, big_endian=storage.big_endian), storage.device
+    )
 
 
 def compact(ck: Checkpoint) -> Checkpoint:
     """Cut every storage to the parts that tensors of the whole tree span.
 
-    Tensors that overlap or touch stay on one storage, so views and ties are kept; a storage that is used from end to
-    end is left alone, and so is one that the file refers to as a whole.
+    Tensors that overlap or touch stay on one storage, so views and ties are kept; a storage that is
+    used from end to end is left alone, and so is one that the file refers to as a whole.
     """
     uses = _uses(ck.root)
     cuts = {key: cut for key, use in uses.items() if (cut := use.cut()) is not None}
     if not cuts:
-        return ck.with_root(ck.root, warnings=["every storage is used from end to end: there is nothing to cut"])
+        return ck.with_root(
+            ck.root, warnings=["every storage is used from end to end: there is nothing to cut"]
+        )
     saved = sum(uses[key].storage.nbytes - cut.nbytes for key, cut in cuts.items())
     root = rebuild(ck.root, lambda leaf: _on_part(leaf, cuts))
-    return ck.with_root(root, notes=[f"cut {plural(len(cuts), 'storage')} to what is used: {saved:,} bytes less"])
+    return ck.with_root(
+        root, notes=[f"cut {plural(len(cuts), 'storage')} to what is used: {saved:,} bytes less"]
+    )
 
 
 def _on_part(leaf: Node, cuts: Mapping[int, _Cut]) -> Node:
@@ -203,7 +244,8 @@ def _on_part(leaf: Node, cuts: Mapping[int, _Cut]) -> Node:
 
 @dataclass
 class _Use:
-    """What a tree uses of one storage: the spans of tensors in bytes, and the coarsest alignment that these need."""
+    """What a tree uses of one storage: the spans of tensors in bytes, and the coarsest alignment
+    that these need."""
 
     storage: Storage
     spans: list[tuple[int, int]] = field(default_factory=list)  # start and end
@@ -218,12 +260,17 @@ class _Use:
         if sum(end - start for start, end in parts) == self.storage.nbytes:
             return None
         record, device, big = self.storage.record, self.storage.device, self.storage.big_endian
-        storages = [Storage(Part(record, start, end - start), device, None, big) for start, end in parts]
+        storages = [
+            Storage(Part(record, start, end - start), device, None, big) for start, end in parts
+        ]
         return _Cut([start for start, _ in parts], storages)
 
     def _aligned(self) -> Iterator[tuple[int, int]]:
         for start, end in self.spans:
-            yield start // self.unit * self.unit, min(-(-end // self.unit) * self.unit, self.storage.nbytes)
+            yield (
+                start // self.unit * self.unit,
+                min(-(-end // self.unit) * self.unit, self.storage.nbytes),
+            )
 
 
 @dataclass(frozen=True)
@@ -241,7 +288,11 @@ class _Cut:
         if 0 in tensor.shape:
             return on(self.storages[0], tensor, offset=0)
         at = bisect_right(self.starts, tensor.extent[0]) - 1
-        return on(self.storages[at], tensor, offset=tensor.offset - self.starts[at] * 8 // tensor.dtype.bits)
+        return on(
+            self.storages[at],
+            tensor,
+            offset=tensor.offset - self.starts[at] * 8 // tensor.dtype.bits,
+        )
 
 
 def _uses(root: Node) -> dict[int, _Use]:

@@ -53,7 +53,9 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
             before = owners.setdefault(name, owner)
             one = owner or before
             if one is not None and (before is None or owner is None):
-                raise _mixed(ck, f"{name!r} is quantized as {one.label} ({one.family}) in one of them only")
+                raise _mixed(
+                    ck, f"{name!r} is quantized as {one.label} ({one.family}) in one of them only"
+                )
     if len(known) > 1:
         (_, first), (ck, second), *_ = known.values()
         raise _mixed(
@@ -97,7 +99,9 @@ def _stem(group: Group, stem: str, names: Mapping[str, str]) -> str:
         if new is not None:
             stems.add(new.removesuffix(rest))
     if len(stems) > 1:
-        raise UsageError(f"the parts of {group.name!r} ({group.family}) would go to {quoted(sorted(stems))}")
+        raise UsageError(
+            f"the parts of {group.name!r} ({group.family}) would go to {quoted(sorted(stems))}"
+        )
     return stems.pop()
 
 
@@ -111,8 +115,12 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
         new["tensor_names"] = json.dumps([moved.get(name, name) for name in names])
     if "_quantization_metadata" in new:
         said = json.loads(new["_quantization_metadata"])
-        modules = {old.removesuffix(".weight"): name.removesuffix(".weight") for old, name in moved.items()}
-        said["layers"] = {modules.get(key, key): value for key, value in said.get("layers", {}).items()}
+        modules = {
+            old.removesuffix(".weight"): name.removesuffix(".weight") for old, name in moved.items()
+        }
+        said["layers"] = {
+            modules.get(key, key): value for key, value in said.get("layers", {}).items()
+        }
         new["_quantization_metadata"] = json.dumps(said)
     return new
 
@@ -125,9 +133,15 @@ def completed(found: Quantization, hits: set[str]) -> set[str]:
 
 def torn(found: Quantization, kept: set[str]) -> list[str]:
     """A warning about weights of which some tensors are kept and others are not."""
-    names = [group.name for group in found.groups if 0 < len(kept.intersection(group.parts)) < len(group.parts)]
+    names = [
+        group.name
+        for group in found.groups
+        if 0 < len(kept.intersection(group.parts)) < len(group.parts)
+    ]
     return (
-        [f"kept in part only, and of no use so: {plural(len(names), 'quantized weight')}: {quoted(names)}"]
+        [
+            f"kept in part only, and of no use so: {plural(len(names), 'quantized weight')}: {quoted(names)}"
+        ]
         if names
         else []
     )

@@ -1,8 +1,8 @@
 """Names: strip and add prefixes, rename, select.
 
-All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on a state_dict
-(:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its plain state_dict: the names in it
-are attributes of the user's classes.
+All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on
+a state_dict (:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its
+plain state_dict: the names in it are attributes of the user's classes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Paths = dict[str, Node]
 class Target:
     """A mapping whose keys are to change: where it is, and what it holds.
 
-    ``node`` is what stands in the tree, ``entries`` the mapping itself (of a pickled module, its state_dict), and
-    ``names`` those of its keys that name weights: a wrapper such as ``{"epoch": 3, "fc.weight": ...}`` has others.
+    ``node`` is what stands in the tree, ``entries`` the mapping itself (of a pickled module, its
+    state_dict), and ``names`` those of its keys that name weights: a wrapper such as ``{"epoch": 3,
+    "fc.weight": ...}`` has others.
     """
 
     path: Path
@@ -63,8 +64,8 @@ class Target:
 def strip_prefix(ck: Checkpoint, *prefixes: str, keys: Sequence[str] = ()) -> Checkpoint:
     """Remove leading prefixes (``module.`` if none is given) from the names of the weights.
 
-    Each prefix is taken once, whatever the order in which they nest. `keys` names the mappings to edit instead of
-    the weights, by dotted path. Raises CollisionError, UsageError.
+    Each prefix is taken once, whatever the order in which they nest. `keys` names the mappings to
+    edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
     """
     prefixes = prefixes or ("module.",)
     if "" in prefixes:
@@ -92,9 +93,15 @@ class _Stripping:
         swap: dict[int, Node] = {}
         notes, warnings = [], []
         for target in targets:
-            names = {name: short for name in _strings(target.entries) if (short := self(name)) not in ("", name)}
+            names = {
+                name: short
+                for name in _strings(target.entries)
+                if (short := self(name)) not in ("", name)
+            }
             if not names:
-                warnings.append(f"no key{target.place} begins with {' or '.join(map(repr, self.prefixes))}")
+                warnings.append(
+                    f"no key{target.place} begins with {' or '.join(map(repr, self.prefixes))}"
+                )
                 continue
             names, ck = groups.followed(ck, names)
             swap[id(target.node)] = self._edited(target, names)
@@ -105,11 +112,16 @@ class _Stripping:
 
     def _edited(self, target: Target, names: dict[str, str]) -> Node:
         kept = [name for name in target.names if name not in names]
-        return target.renamed(names, lambda paths: module_versions.stripped(paths, self, self.prefixes, kept))
+        return target.renamed(
+            names, lambda paths: module_versions.stripped(paths, self, self.prefixes, kept)
+        )
 
     def _notes(self, target: Target, names: dict[str, str]) -> list[str]:
         gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
-        return [f"stripped {prefix!r} from {plural(number, 'key')}{target.place}" for prefix, number in gone.items()]
+        return [
+            f"stripped {prefix!r} from {plural(number, 'key')}{target.place}"
+            for prefix, number in gone.items()
+        ]
 
     def _warnings(self, target: Target, names: dict[str, str]) -> Iterator[str]:
         if kept := [name for name in target.names if name not in names]:
@@ -132,7 +144,9 @@ class _Stripping:
             if isinstance(node, dict) and id(node) not in edited and _begins(node, self.prefixes)
         }
         if found:
-            options = " ".join(f"--key {shlex.quote(name)}" for name in [join(t.path) for t in targets] + [*found])
+            options = " ".join(
+                f"--key {shlex.quote(name)}" for name in [join(t.path) for t in targets] + [*found]
+            )
             yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {options}"
 
 
@@ -141,9 +155,11 @@ def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
 
 
 def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()) -> Checkpoint:
-    """Put `prefix` before the names of the weights, or of the mappings that `keys` lists by dotted path.
+    """Put `prefix` before the names of the weights, or of the mappings that `keys` lists by dotted
+    path.
 
-    ``_metadata`` becomes what torch would give for the module that holds this one. Raises CollisionError, UsageError.
+    ``_metadata`` becomes what torch would give for the module that holds this one. Raises
+    CollisionError, UsageError.
     """
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
@@ -152,18 +168,26 @@ def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()
     for target in _targets(ck, keys):
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
-        swap[id(target.node)] = target.renamed(names, lambda paths: module_versions.prefixed(paths, prefix))
-        notes += [f"added {prefix!r} to {plural(len(names), 'key')}{target.place}", *_as_plain(target)]
+        swap[id(target.node)] = target.renamed(
+            names, lambda paths: module_versions.prefixed(paths, prefix)
+        )
+        notes += [
+            f"added {prefix!r} to {plural(len(names), 'key')}{target.place}",
+            *_as_plain(target),
+        ]
     return _replaced(ck, swap, notes, ())
 
 
 def rename(
-    ck: Checkpoint, mapping: Mapping[str, str] | None = None, substitutions: Sequence[tuple[str, str]] = ()
+    ck: Checkpoint,
+    mapping: Mapping[str, str] | None = None,
+    substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
-    """Give weights other names: those in `mapping` exactly the new one, all others what the `substitutions` make.
+    """Give weights other names: those in `mapping` exactly the new one, all others what the
+    `substitutions` make.
 
-    A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the order given.
-    Raises UsageError (a name that is not there, a bad expression), CollisionError.
+    A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
+    order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
     """
     (target,) = _targets(ck, ())
     names = _new_names(target, mapping or {}, substitutions)
@@ -174,14 +198,17 @@ def rename(
     whole = {name: names.get(name, name) for name in target.names}
     new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
     warnings = (
-        [f"dropped {plural(len(lost), '_metadata entry')}: no new name follows for {quoted(lost)}"] if lost else []
+        [f"dropped {plural(len(lost), '_metadata entry')}: no new name follows for {quoted(lost)}"]
+        if lost
+        else []
     )
     notes = [f"renamed {plural(len(names), 'key')}{target.place}", *_as_plain(target)]
     return _replaced(ck, {id(target.node): new}, notes, warnings)
 
 
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Give weights further names: `names` maps each new name to that of the weight that it stands for as well.
+    """Give weights further names: `names` maps each new name to that of the weight that it stands
+    for as well.
 
     Raises UsageError (a name that is not there), CollisionError (one that is).
     """
@@ -189,7 +216,9 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     entries = dict(target.entries)
     for new, old in names.items():
         if old not in entries:
-            raise UsageError(f"there is no key {old!r}{target.place}", hint=guess(old, target.names))
+            raise UsageError(
+                f"there is no key {old!r}{target.place}", hint=guess(old, target.names)
+            )
         if new in entries:
             raise CollisionError(f"{new!r} is there already{target.place}")
         entries[new] = entries[old]
@@ -198,14 +227,22 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
 
 
-def _new_names(target: Target, mapping: Mapping[str, str], substitutions: Sequence[tuple[str, str]]) -> dict[str, str]:
+def _new_names(
+    target: Target, mapping: Mapping[str, str], substitutions: Sequence[tuple[str, str]]
+) -> dict[str, str]:
     known = set(target.names)
     for old, new in mapping.items():
         if old not in known:
-            raise UsageError(f"there is no key {old!r}{target.place} to rename", hint=guess(old, target.names))
+            raise UsageError(
+                f"there is no key {old!r}{target.place} to rename", hint=guess(old, target.names)
+            )
         if not isinstance(new, str) or not new:
-            raise UsageError(f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty")
-    compiled = [(_regex(pattern, replacement), replacement) for pattern, replacement in substitutions]
+            raise UsageError(
+                f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty"
+            )
+    compiled = [
+        (_regex(pattern, replacement), replacement) for pattern, replacement in substitutions
+    ]
     names = {}
     for old in target.names:
         new = mapping[old] if old in mapping else _substituted(old, compiled)
@@ -233,9 +270,11 @@ def _substituted(name: str, compiled: Iterable[tuple[re.Pattern[str], str]]) -> 
 
 
 def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -> Checkpoint:
-    """Only the weights whose names match a glob of `keep` (all, if there is none) and no glob of `drop`.
+    """Only the weights whose names match a glob of `keep` (all, if there is none) and no glob of
+    `drop`.
 
-    ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches nothing.
+    ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches
+    nothing.
     """
     (target,) = _targets(ck, ())
     found = quantized.find(ck)
@@ -243,13 +282,20 @@ def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -
     kept -= _matching(target, drop, found) if drop else set()
     gone = len(target.names) - len(kept)
     if not kept:
-        raise UsageError("nothing is left of the weights", hint="see `ckptkit inspect` for the names")
+        raise UsageError(
+            "nothing is left of the weights", hint="see `ckptkit inspect` for the names"
+        )
     if not gone:
         return ck.with_root(ck.root, warnings=["every weight is selected: nothing is left out"])
     dropped = set(target.names) - kept
     entries = {key: value for key, value in target.entries.items() if key not in dropped}
-    new = module_versions.like(target.entries, entries, lambda paths: module_versions.pruned(paths, kept))
-    notes = [f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}", *_as_plain(target)]
+    new = module_versions.like(
+        target.entries, entries, lambda paths: module_versions.pruned(paths, kept)
+    )
+    notes = [
+        f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
+        *_as_plain(target),
+    ]
     return _replaced(ck, {id(target.node): new}, notes, groups.torn(found, kept))
 
 
@@ -261,7 +307,9 @@ def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> se
         matches = re.compile(translate(glob)).match
         hits = {name for name in names if matches(name)}
         if not hits:
-            raise UsageError(f"no key{target.place} matches {glob!r}", hint=guess(glob, target.names))
+            raise UsageError(
+                f"no key{target.place} matches {glob!r}", hint=guess(glob, target.names)
+            )
         found |= hits
     return groups.completed(weights, found).intersection(target.names)
 
@@ -288,7 +336,9 @@ def _target(weights: Weights) -> Target:
         return Target(weights.path, node, plain_state_dict(weights.nodes), list(weights.nodes))
     is_state_dict = module_versions.of(node) is not None
     names = [
-        key for key in _strings(node) if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
+        key
+        for key in _strings(node)
+        if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
     ]
     return Target(weights.path, node, node, names)
 
@@ -302,8 +352,15 @@ def _as_plain(target: Target) -> list[str]:
         return []
     module = read_module(target.node)
     unread = module.unread if module is not None else ()
-    return [f"the pickled module{target.place} ({target.node.global_}) is now its plain state_dict", *unread]
+    return [
+        f"the pickled module{target.place} ({target.node.global_}) is now its plain state_dict",
+        *unread,
+    ]
 
 
-def _replaced(ck: Checkpoint, swap: dict[int, Node], notes: Iterable[str], warnings: Iterable[str]) -> Checkpoint:
-    return ck.with_root(rebuild(ck.root, swap=swap) if swap else ck.root, notes=notes, warnings=warnings)
+def _replaced(
+    ck: Checkpoint, swap: dict[int, Node], notes: Iterable[str], warnings: Iterable[str]
+) -> Checkpoint:
+    return ck.with_root(
+        rebuild(ck.root, swap=swap) if swap else ck.root, notes=notes, warnings=warnings
+    )

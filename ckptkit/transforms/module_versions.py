@@ -1,5 +1,6 @@
-"""``_metadata`` of a state_dict: a mapping from the path of each module (``""``, ``layer1``, ``layer1.0``) to the
-version of its layout. torch hangs it on the OrderedDict as an attribute; whoever renames keys renames its paths too.
+"""``_metadata`` of a state_dict: a mapping from the path of each module (``""``, ``layer1``,
+``layer1.0``) to the version of its layout. torch hangs it on the OrderedDict as an attribute;
+whoever renames keys renames its paths too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ def of(mapping: Node) -> Paths | None:
     """The ``_metadata`` of a state_dict, None if it has none that is a mapping from strings."""
     state = mapping.state if isinstance(mapping, OrderedDict) else None
     paths = state.get(ATTRIBUTE) if isinstance(state, dict) else None
-    return paths if isinstance(paths, dict) and all(isinstance(path, str) for path in paths) else None
+    return (
+        paths if isinstance(paths, dict) and all(isinstance(path, str) for path in paths) else None
+    )
 
 
 def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
@@ -33,10 +36,13 @@ def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]
     return OrderedDict(entries, {**old.state, ATTRIBUTE: kept})
 
 
-def stripped(paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]) -> Paths:
+def stripped(
+    paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]
+) -> Paths:
     """Paths without the prefixes. Where two meet (``""`` and ``module``), the inner one stays.
 
-    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` still lies below it.
+    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` still lies below
+    it.
     """
     on_the_way = {each[:n] for each in prefixes for n in range(1, len(each) - 1) if each[n] == "."}
     depth: dict[str, int] = {}
@@ -53,7 +59,8 @@ def stripped(paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str],
 
 
 def prefixed(paths: Paths, prefix: str) -> Paths:
-    """Paths below `prefix`, with the entries of the modules that are now around them, as torch makes them."""
+    """Paths below `prefix`, with the entries of the modules that are now around them, as torch
+    makes them."""
     inside = prefix.rpartition(".")[0]
     parts = inside.split(".") if inside else []
     found: Paths = {".".join(parts[:n]): {"version": 1} for n in range(len(parts))}
@@ -74,10 +81,11 @@ def pruned(paths: Paths, names: Iterable[str]) -> Paths:
 
 
 def renamed(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
-    """Paths as their keys went, old name -> new name; what cannot be derived is left out and added to `lost`.
+    """Paths as their keys went, old name -> new name; what cannot be derived is left out and added
+    to `lost`.
 
-    A module is where its own parameters are. One that has none is where its submodules are, if these kept their
-    last component; one without either moves with the module around it.
+    A module is where its own parameters are. One that has none is where its submodules are, if
+    these kept their last component; one without either moves with the module around it.
     """
     new = _derived(paths, names)
     found: Paths = {}
@@ -106,7 +114,13 @@ def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
     for path in by_depth:
         votes = own.get(path) or below[path]
         if path:
-            result[path] = next(iter(votes)) if len(votes) == 1 else None if votes else _inherited(path, result)
+            result[path] = (
+                next(iter(votes))
+                if len(votes) == 1
+                else None
+                if votes
+                else _inherited(path, result)
+            )
     return result
 
 

@@ -14,7 +14,8 @@ _SCALARS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def nodes(root: Node) -> Iterator[Node]:
-    """Every node that is more than a scalar, once, at any depth: arguments, states and keys included; in no order."""
+    """Every node that is more than a scalar, once, at any depth: arguments, states and keys
+    included; in no order."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -52,7 +53,8 @@ def _added(node: Object) -> Iterator[Node]:
 
 
 def moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
-    """A tensor or typed storage on the storage that stands, by id, for its own; any other leaf as it is."""
+    """A tensor or typed storage on the storage that stands, by id, for its own; any other leaf as
+    it is."""
     if isinstance(leaf, Tensor):
         storage = storages.get(id(leaf.storage))
         return leaf if storage is None else on(storage, leaf)
@@ -61,8 +63,21 @@ def moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
     return leaf
 
 
-def on(storage: Storage, like: Tensor, dtype: DType | None = None, offset: int | None = None) -> Tensor:
+def on(
+    storage: Storage, like: Tensor, dtype: DType | None = None, offset: int | None = None
+) -> Tensor:
     """`like` on another storage. Spelled out, as `dataclasses.replace` takes half as long again."""
     where = like.offset if offset is None else offset
     shape, stride, grad, kind = like.shape, like.stride, like.requires_grad, like.kind
-    return Tensor(storage, dtype or like.dtype, shape, stride, where, grad, kind, like.layout, like.conj, like.neg)
+    return Tensor(
+        storage,
+        dtype or like.dtype,
+        shape,
+        stride,
+        where,
+        grad,
+        kind,
+        like.layout,
+        like.conj,
+        like.neg,
+    )

@@ -64,15 +64,21 @@ def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -
     weights, view = ck.required, found.view
     assert view is not None
     types = {id(group): wanted or default_dtype(view, group) for group in found.groups}
-    names = [name for name in weights.nodes if name not in found.by_member and name not in found.serving]
+    names = [
+        name for name in weights.nodes if name not in found.by_member and name not in found.serving
+    ]
     twice = [group.name for group in found.groups if group.name in names]
     if twice:
-        raise CollisionError(f"a dequantized weight and another would both be called {twice[0]!r}", where=ck.name)
+        raise CollisionError(
+            f"a dequantized weight and another would both be called {twice[0]!r}", where=ck.name
+        )
     root, _ = exchanged(ck, found, types)
     said = [*_notes(found, types), *_dropped(found)]
     companions, warnings = _configuration(ck)
     ck = ck.with_root(root, notes=said, warnings=warnings)
-    return replace(ck, metadata=_header(ck.metadata, found), companions=(*ck.companions, *companions))
+    return replace(
+        ck, metadata=_header(ck.metadata, found), companions=(*ck.companions, *companions)
+    )
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:

@@ -55,7 +55,9 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     return replace(ck, companions=(*ck.companions, *companion))
 
 
-def _entries(entries: Mapping[Node, Node], kind: str, done: list[str], left: list[str]) -> Iterator[tuple[Node, Node]]:
+def _entries(
+    entries: Mapping[Node, Node], kind: str, done: list[str], left: list[str]
+) -> Iterator[tuple[Node, Node]]:
     for key, node in entries.items():
         tensor = as_tensor(node)
         is_matrix = isinstance(key, str) and key.endswith(".weight") and tensor is not None

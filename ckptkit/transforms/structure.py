@@ -1,4 +1,5 @@
-"""Take one entry out of a checkpoint, or put a checkpoint under a name: the way there and the way back."""
+"""Take one entry out of a checkpoint, or put a checkpoint under a name: the way there and the way
+back."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ckptkit.core.weights import plain_state_dict
 
 
 def extract(ck: Checkpoint, key: str) -> Checkpoint:
-    """The entry at the dotted path `key` as a checkpoint of its own. Raises UsageError if it is not there."""
+    """The entry at the dotted path `key` as a checkpoint of its own. Raises UsageError if it is not
+    there."""
     path, node = find(ck.root, key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
@@ -25,7 +27,8 @@ def extract(ck: Checkpoint, key: str) -> Checkpoint:
 
 
 def _key_below(ck: Checkpoint, path: Path) -> str | None:
-    """What names the weights once the entry at `path` is the root, None if nothing did or they lie elsewhere."""
+    """What names the weights once the entry at `path` is the root, None if nothing did or they lie
+    elsewhere."""
     if ck.key is None:
         return None
     weights, _ = find(ck.root, ck.key)
@@ -34,20 +37,30 @@ def _key_below(ck: Checkpoint, path: Path) -> str | None:
 
 
 def bare(ck: Checkpoint) -> Checkpoint:
-    """The weights as a checkpoint of their own; of a pickled module, its state_dict. Raises UsageError without any."""
+    """The weights as a checkpoint of their own; of a pickled module, its state_dict. Raises
+    UsageError without any."""
     weights = ck.required
     beside = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
-    said = f"took the weights out of {join(weights.path)!r}" if weights.path else "took the weights alone"
-    notes = [said + (f", leaving {beside:,} other entr{'y' if beside == 1 else 'ies'}" if beside else "")]
+    said = (
+        f"took the weights out of {join(weights.path)!r}"
+        if weights.path
+        else "took the weights alone"
+    )
+    notes = [
+        said + (f", leaving {beside:,} other entr{'y' if beside == 1 else 'ies'}" if beside else "")
+    ]
     if weights.module is not None:
-        notes += [f"the pickled module ({weights.node.global_}) is now its plain state_dict", *weights.module.unread]
+        notes += [
+            f"the pickled module ({weights.node.global_}) is now its plain state_dict",
+            *weights.module.unread,
+        ]
     node = plain_state_dict(weights.nodes) if weights.is_module else weights.node
     return ck.with_key(None).with_root(node, notes=notes)
 
 
 def wrap(ck: Checkpoint, key: str, beside: Mapping[str, Node] | None = None) -> Checkpoint:
-    """``{key: root, **beside}``: `key` is one plain key, dots and all. Raises UsageError if it is empty, or is one of
-    `beside`."""
+    """``{key: root, **beside}``: `key` is one plain key, dots and all. Raises UsageError if it is
+    empty, or is one of `beside`."""
     if not key:
         raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
     others = dict(beside or {})

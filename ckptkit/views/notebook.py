@@ -1,4 +1,5 @@
-"""HTML for notebooks: the words of the terminal in tables that fold away. No script, no colour, nothing fetched.
+"""HTML for notebooks: the words of the terminal in tables that fold away. No script, no colour,
+nothing fetched.
 
 Whatever comes from a file is escaped twice: for the eye as on the terminal, and for HTML.
 """
@@ -37,7 +38,9 @@ def line(said: str) -> str:
     return f"<div>{text(said)}</div>"
 
 
-def table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = True) -> str:
+def table(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = True
+) -> str:
     """A table below its title, which opens and closes it; the first of very many rows."""
     cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
     head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
@@ -78,7 +81,10 @@ def diff(found: Diff) -> str:
     missing = [name for name in found.missing if name not in new]
     unexpected = [name for name in found.unexpected if name not in old]
     renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
-    kinds = [(name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}") for name, a, b in found.mismatched]
+    kinds = [
+        (name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}")
+        for name, a, b in found.mismatched
+    ]
     changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in found.changed]
     tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
         ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
@@ -87,7 +93,11 @@ def diff(found: Diff) -> str:
         ("mismatched", len(kinds), ("name", "A", "B"), kinds),
         ("changed", len(changed), ("name", "elements", "largest difference"), changed),
     )
-    shown = [table(f"{title}: {count:,}", headers, rows) for title, count, headers, rows in tables if count]
+    shown = [
+        table(f"{title}: {count:,}", headers, rows)
+        for title, count, headers, rows in tables
+        if count
+    ]
     return page(found.summary, (*shown, *(line(f"hint: {each}") for each in found.advice)))
 
 
@@ -103,10 +113,16 @@ def _checkpoint(heading: str, root: Node, weights: Weights | None) -> str:
 
 def _weights(tensors: dict[str, Tensor]) -> str:
     rows = fold(
-        Item(name, (str(each.dtype), shape(each.shape), each.device), each.nbytes) for name, each in tensors.items()
+        Item(name, (str(each.dtype), shape(each.shape), each.device), each.nbytes)
+        for name, each in tensors.items()
     )
-    cells = [(row.label, row.columns[0], row.columns[1], size(row.nbytes), row.columns[2]) for row in rows]
-    return table(plural(len(tensors), "tensor"), ("name", "dtype", "shape", "size", "device"), cells)
+    cells = [
+        (row.label, row.columns[0], row.columns[1], size(row.nbytes), row.columns[2])
+        for row in rows
+    ]
+    return table(
+        plural(len(tensors), "tensor"), ("name", "dtype", "shape", "size", "device"), cells
+    )
 
 
 def _said(node: Node) -> str:

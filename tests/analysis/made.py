@@ -24,9 +24,13 @@ def tensor(*values: float, shape: tuple[int, ...] | None = None, device: str = "
     return Tensor(storage(values, device), BY_NAME["float32"], shape, contiguous_stride(shape))
 
 
-def view(of: Tensor, shape: tuple[int, ...], stride: tuple[int, ...] | None = None, offset: int = 0) -> Tensor:
+def view(
+    of: Tensor, shape: tuple[int, ...], stride: tuple[int, ...] | None = None, offset: int = 0
+) -> Tensor:
     """Another tensor on the same storage."""
-    return Tensor(of.storage, of.dtype, shape, contiguous_stride(shape) if stride is None else stride, offset)
+    return Tensor(
+        of.storage, of.dtype, shape, contiguous_stride(shape) if stride is None else stride, offset
+    )
 
 
 def opaque(name: str, *args: Node, state: Node = None) -> Object:

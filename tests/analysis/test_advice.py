@@ -28,7 +28,9 @@ def test_all_keys_have_the_prefix() -> None:
 
 def test_most_keys_have_the_prefix() -> None:
     (line,) = advice({"_orig_mod.a": tensor(1), "_orig_mod.b": tensor(2), "c": tensor(3)})
-    assert line.startswith("2 of 3 keys start with '_orig_mod.': ckptkit strip-module --prefix _orig_mod. run.pth")
+    assert line.startswith(
+        "2 of 3 keys start with '_orig_mod.': ckptkit strip-module --prefix _orig_mod. run.pth"
+    )
 
 
 def test_few_keys_with_the_prefix_are_a_part_of_the_model() -> None:
@@ -40,8 +42,12 @@ def test_prefixes_outside_the_weights_do_not_count() -> None:
 
 
 def test_devices() -> None:
-    (line,) = advice({"a": tensor(1, device="cuda:3"), "b": tensor(1), "c": tensor(1, device="mps")})
-    assert line == "saved on cuda:3, mps; to load without: ckptkit remap --to cpu run.pth run-cpu.pth"
+    (line,) = advice(
+        {"a": tensor(1, device="cuda:3"), "b": tensor(1), "c": tensor(1, device="mps")}
+    )
+    assert (
+        line == "saved on cuda:3, mps; to load without: ckptkit remap --to cpu run.pth run-cpu.pth"
+    )
 
 
 def test_waste() -> None:
@@ -54,7 +60,9 @@ def test_waste() -> None:
 
 def test_objects_that_weights_only_refuses() -> None:
     names = (Global("argparse", "Namespace"), Global("collections", "OrderedDict"))
-    (line,) = advice({"model": {"a": tensor(1)}, "args": opaque("argparse.Namespace")}, globals=names)
+    (line,) = advice(
+        {"model": {"a": tensor(1)}, "args": opaque("argparse.Namespace")}, globals=names
+    )
     assert line.startswith("torch.load(weights_only=True) refuses argparse.Namespace; ")
     assert line.endswith("ckptkit convert --objects drop run.pth run-plain.pth")
 
@@ -68,7 +76,11 @@ def test_what_torch_load_does_not_read_it_does_not_refuse(format: str) -> None:
 
 @pytest.mark.parametrize(
     "path, output",
-    [("a/net.PT", "a/net-compact.PT"), ("v1.tar", "v1-compact.pth"), ("blobs/0a1b", "blobs/0a1b-compact.pth")],
+    [
+        ("a/net.PT", "a/net-compact.PT"),
+        ("v1.tar", "v1-compact.pth"),
+        ("blobs/0a1b", "blobs/0a1b-compact.pth"),
+    ],
 )
 def test_convert_is_given_a_suffix_that_it_knows(path: str, output: str) -> None:
     found = summarize(checkpoint({"a": view(tensor(*[0.0] * (1 << 19)), (10,))}))
@@ -86,7 +98,9 @@ def test_what_else_could_be_meant() -> None:
     assert line == "ema holds weights too: ckptkit inspect --key ema run.pth"
 
 
-@pytest.mark.parametrize("path", ["a b.pth", "it's.pth", "$HOME/`x`.pth", "-rf.pth", "run.pth.tar", "run", "dir/"])
+@pytest.mark.parametrize(
+    "path", ["a b.pth", "it's.pth", "$HOME/`x`.pth", "-rf.pth", "run.pth.tar", "run", "dir/"]
+)
 def test_CL_05_paths_survive_the_shell(path: str) -> None:
     words = shlex.split(strip_module(path))
     assert words[-2] == path

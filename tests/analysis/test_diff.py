@@ -26,7 +26,9 @@ def test_missing_is_in_b_alone() -> None:
 
 def test_shape_is_a_mismatch() -> None:
     found = compare({"a": tensor(1, 2)}, {"a": tensor(1, 2, shape=(2, 1))}, values=True)
-    assert [tuple(each) for each in found.mismatched] == [("a", Kind("float32", (2,)), Kind("float32", (2, 1)))]
+    assert [tuple(each) for each in found.mismatched] == [
+        ("a", Kind("float32", (2,)), Kind("float32", (2, 1)))
+    ]
     assert found.changed == ()
 
 
@@ -41,10 +43,15 @@ def test_values_of_many_are_compared_in_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("ckptkit.compute.threads.BATCH", 64)
     monkeypatch.setattr("ckptkit.compute.threads._processors", lambda: 4)
     a = {f"w{n}": tensor(*range(n % 7 + 1)) for n in range(200)}
-    b = {f"w{n}": tensor(*range(n % 7 + 1)) if n % 3 else tensor(*[9.0] * (n % 7 + 1)) for n in range(200)}
+    b = {
+        f"w{n}": tensor(*range(n % 7 + 1)) if n % 3 else tensor(*[9.0] * (n % 7 + 1))
+        for n in range(200)
+    }
     for found in (compare(a, b, values=True), compare(a, b, atol=0.5)):
         assert [each.name for each in found.changed] == [f"w{n}" for n in range(0, 200, 3)]
-        assert [each.difference.count for each in found.changed] == [n % 7 + 1 for n in range(0, 200, 3)]
+        assert [each.difference.count for each in found.changed] == [
+            n % 7 + 1 for n in range(0, 200, 3)
+        ]
 
 
 def test_values_are_compared_by_bytes() -> None:
@@ -82,7 +89,9 @@ def test_views_are_compared_by_their_elements() -> None:
 )
 def test_a_prefix_too_much_is_noticed(prefix: str, command: str) -> None:
     names = ("fc.weight", "fc.bias", "scale")
-    found = compare({prefix + n: tensor(1) for n in names}, {n: tensor(1) for n in names}, name="run.pth")
+    found = compare(
+        {prefix + n: tensor(1) for n in names}, {n: tensor(1) for n in names}, name="run.pth"
+    )
     assert found.advice == (f"no key is missing after: {command}",)
 
 
@@ -98,7 +107,9 @@ def test_a_prefix_on_some_keys_is_noticed() -> None:
 
 def test_no_advice_where_a_prefix_does_not_help() -> None:
     assert compare({"module.a": tensor(1)}, {"b": tensor(1)}).advice == ()
-    assert "strip-module" not in str(compare({"module.a": tensor(1)}, {"a": tensor(1), "b": tensor(1)}).advice)
+    assert "strip-module" not in str(
+        compare({"module.a": tensor(1)}, {"a": tensor(1), "b": tensor(1)}).advice
+    )
     assert compare({}, {"a": tensor(1)}).advice == ()
 
 

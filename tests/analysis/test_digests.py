@@ -54,18 +54,28 @@ def test_they_are_equal_across_formats(maker: type[FormatConformance], tmp_path:
 
 def test_views_are_what_they_show(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    torch.save({"t": base.t(), "row": base[1], "wide": base[:1].expand(2, 4)}, tmp_path / "views.pth")
+    torch.save(
+        {"t": base.t(), "row": base[1], "wide": base[:1].expand(2, 4)}, tmp_path / "views.pth"
+    )
     plain = {name: each.contiguous() for name, each in torch.load(tmp_path / "views.pth").items()}
     assert digest(tmp_path / "views.pth").ids == by_hand(plain)
 
 
 def test_what_is_beside_the_weights_counts_with_everything_alone(tmp_path: Path) -> None:
     net = {"w": torch.ones(2)}
-    torch.save({"model": net, "optimizer": {"state": {0: {"m": torch.zeros(2)}}}, "epoch": 1}, tmp_path / "run.pth")
+    torch.save(
+        {"model": net, "optimizer": {"state": {0: {"m": torch.zeros(2)}}}, "epoch": 1},
+        tmp_path / "run.pth",
+    )
     torch.save(net, tmp_path / "net.pth")
     assert digest(tmp_path / "run.pth").whole == digest(tmp_path / "net.pth").whole
-    assert list(digest(tmp_path / "run.pth", everything=True).ids) == ["model.w", "optimizer.state.0.m"]
-    torch.save({"param_groups": [], "state": {0: {"m": torch.zeros(2)}}}, tmp_path / "optimizer.pth")
+    assert list(digest(tmp_path / "run.pth", everything=True).ids) == [
+        "model.w",
+        "optimizer.state.0.m",
+    ]
+    torch.save(
+        {"param_groups": [], "state": {0: {"m": torch.zeros(2)}}}, tmp_path / "optimizer.pth"
+    )
     with pytest.raises(UsageError, match="optimizer"):
         digest(tmp_path / "optimizer.pth")
     assert list(digest(tmp_path / "optimizer.pth", everything=True).ids) == ["state.0.m"]
@@ -86,7 +96,9 @@ def test_what_has_no_bytes_is_left_out_and_named(tmp_path: Path) -> None:
 
 def test_only_the_names_that_match(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pth")
-    assert list(digest(tmp_path / "a.pth", matches=lambda name: name.startswith("e")).ids) == ["empty"]
+    assert list(digest(tmp_path / "a.pth", matches=lambda name: name.startswith("e")).ids) == [
+        "empty"
+    ]
 
 
 @pytest.mark.parametrize("maker", [made.TestTorchZip, made.TestNpz, made.TestCompressedNpz])
@@ -103,7 +115,17 @@ def test_damage_says_which_tensor(maker: type[FormatConformance], tmp_path: Path
 
 # Manifests
 
-NAMES = ("plain", "с ключом", "back\\slash", "line\nbreak", "cr\rtab\t", "\x1b[31mred", "\u202eevil", "\ud800", "")
+NAMES = (
+    "plain",
+    "с ключом",
+    "back\\slash",
+    "line\nbreak",
+    "cr\rtab\t",
+    "\x1b[31mred",
+    "\u202eevil",
+    "\ud800",
+    "",
+)
 
 
 def printable(text: str) -> str:
@@ -113,7 +135,9 @@ def printable(text: str) -> str:
 
 
 def test_every_name_comes_back() -> None:
-    ids = {name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest() for name in NAMES}
+    ids = {
+        name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest() for name in NAMES
+    }
     lines = manifest.lines(ids, printable)
     assert all(line.isprintable() for line in lines)
     assert manifest.parse("\n".join(lines).encode()) == ids
@@ -132,7 +156,10 @@ def test_the_lines_are_those_of_sha256sum(tmp_path: Path) -> None:
     done = subprocess.run(["sha256sum", *names], cwd=tmp_path, capture_output=True, check=True)
     ids = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
     assert sorted(done.stdout.decode().splitlines()) == sorted(manifest.lines(ids, printable)[1:])
-    assert manifest.whole(ids) == hashlib.sha256(b"".join(sorted(done.stdout.splitlines(keepends=True)))).hexdigest()
+    assert (
+        manifest.whole(ids)
+        == hashlib.sha256(b"".join(sorted(done.stdout.splitlines(keepends=True)))).hexdigest()
+    )
 
 
 GOOD = "\n".join(manifest.lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"
@@ -150,7 +177,10 @@ GOOD = "\n".join(manifest.lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"
         (GOOD.replace("  b", " b"), "line 3 is not a digest"),
         (GOOD.replace("1" * 64, "g" * 64), "line 3 is not a digest"),
         (GOOD.replace("1" * 64 + "  b", "\\" + "1" * 64 + "  \\q"), "line 3: there is no escape"),
-        (GOOD.replace("1" * 64 + "  b", "\\" + "1" * 64 + "  \\Uffffffff"), "line 3: there is no escape"),
+        (
+            GOOD.replace("1" * 64 + "  b", "\\" + "1" * 64 + "  \\Uffffffff"),
+            "line 3: there is no escape",
+        ),
         (GOOD + GOOD, "line 4: the manifest of another file begins"),
         (GOOD.replace("  b", "  \udcff"), "UTF-8"),
     ],

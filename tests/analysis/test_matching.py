@@ -19,7 +19,9 @@ def paired(old: Shapes, new: Shapes) -> dict[str, str]:
 
 
 def matched(old: Shapes, new: Shapes) -> Matching:
-    return match(*({name: Kind("float32", shape) for name, shape in side.items()} for side in (old, new)))
+    return match(
+        *({name: Kind("float32", shape) for name, shape in side.items()} for side in (old, new))
+    )
 
 
 def layers(form: str, numbers: range, parts: Shapes) -> dict[str, tuple[int, ...]]:
@@ -31,21 +33,35 @@ LINEAR: Shapes = {"weight": (8, 8), "bias": (8,)}
 
 def test_a_rule_is_used_everywhere() -> None:
     """Where one layer fits in two places, what happens to all the others decides."""
-    parts = {"attn.q.weight": (8, 8), "attn.k.weight": (8, 8), "mlp.up.weight": (32, 8), "norm.weight": (8,)}
+    parts = {
+        "attn.q.weight": (8, 8),
+        "attn.k.weight": (8, 8),
+        "mlp.up.weight": (32, 8),
+        "norm.weight": (8,),
+    }
     old = layers("encoder.layer.{}.{}", range(4), parts)
-    new = {"blocks." + name.removeprefix("encoder.layer."): shape for name, shape in reversed(old.items())}
+    new = {
+        "blocks." + name.removeprefix("encoder.layer."): shape
+        for name, shape in reversed(old.items())
+    }
     found = matched(old, new)
-    assert all(pair.new == "blocks." + pair.old.removeprefix("encoder.layer.") for pair in found.renamed)
+    assert all(
+        pair.new == "blocks." + pair.old.removeprefix("encoder.layer.") for pair in found.renamed
+    )
     assert len(found.renamed) == 16
     assert {(pair.why, pair.confidence) for pair in found.renamed} == {("suffix", 0.95)}
 
 
 def test_the_longest_suffix_wins() -> None:
     old = {"a.head.weight": (3, 3)}
-    assert paired(old, {"b.weight": (3, 3), "c.head.weight": (3, 3)}) == {"a.head.weight": "c.head.weight"}
+    assert paired(old, {"b.weight": (3, 3), "c.head.weight": (3, 3)}) == {
+        "a.head.weight": "c.head.weight"
+    }
 
 
-@pytest.mark.parametrize("there, back", [("", "module."), ("module.", ""), ("model.", "net."), ("a.b.", "")])
+@pytest.mark.parametrize(
+    "there, back", [("", "module."), ("module.", ""), ("model.", "net."), ("a.b.", "")]
+)
 def test_prefixes(there: str, back: str) -> None:
     names = {"conv1.weight": (4, 1), "conv2.weight": (4, 1), "fc.weight": (4, 4), "fc.bias": (4,)}
     old, new = ({prefix + name: shape for name, shape in names.items()} for prefix in (there, back))
@@ -53,12 +69,17 @@ def test_prefixes(there: str, back: str) -> None:
 
 
 def test_names_decide_where_shapes_are_equal_and_the_order_is_another() -> None:
-    old = layers("h.{}.attention.{}", range(3), {f"{x}.weight": (8, 8) for x in ("query", "key", "value")})
-    new = layers("blocks.{}.attn.{}", range(3), {f"{x}_proj.weight": (8, 8) for x in ("k", "v", "q")})
+    old = layers(
+        "h.{}.attention.{}", range(3), {f"{x}.weight": (8, 8) for x in ("query", "key", "value")}
+    )
+    new = layers(
+        "blocks.{}.attn.{}", range(3), {f"{x}_proj.weight": (8, 8) for x in ("k", "v", "q")}
+    )
     found = paired(old, new)
     assert len(found) == 9
     assert all(
-        a.split(".")[3][0] == b.split(".")[3][0] and a.split(".")[1] == b.split(".")[1] for a, b in found.items()
+        a.split(".")[3][0] == b.split(".")[3][0] and a.split(".")[1] == b.split(".")[1]
+        for a, b in found.items()
     )
 
 
@@ -91,7 +112,9 @@ def test_an_index_inside_a_part() -> None:
     """As in torchvision's vision transformers."""
     old = layers("layers.encoder_layer_{}.{}", range(12), LINEAR)
     assert paired(old, layers("blocks.{}.{}", range(12), LINEAR)) == {
-        f"layers.encoder_layer_{n}.{part}": f"blocks.{n}.{part}" for n in range(12) for part in LINEAR
+        f"layers.encoder_layer_{n}.{part}": f"blocks.{n}.{part}"
+        for n in range(12)
+        for part in LINEAR
     }
 
 
@@ -116,7 +139,11 @@ def test_the_bias_goes_where_its_weight_goes() -> None:
 
 
 def test_the_nearest_names_of_a_shape() -> None:
-    old = {"net.decoder.attention.gain": (5, 5), "net.decoder.mlp.gain": (5, 5), "net.zzz.www": (5, 5)}
+    old = {
+        "net.decoder.attention.gain": (5, 5),
+        "net.decoder.mlp.gain": (5, 5),
+        "net.zzz.www": (5, 5),
+    }
     new = {"net.decoder.mlp.gains": (5, 5), "net.decoder.attention.gains": (5, 5)}
     found = matched(old, new)
     assert {pair.old: pair.new for pair in found.renamed} == {
@@ -137,7 +164,13 @@ def test_other_shapes_are_never_renamed() -> None:
     found = matched(old, new)
     assert [pair.old for pair in found.renamed] == ["module.a.weight", "module.a.bias"]
     ((a, b, ours, theirs, confidence, why),) = found.reshaped
-    assert (a, b, ours.shape, theirs.shape, why) == ("module.fc.weight", "fc.weight", (10, 8), (7, 8), "suffix")
+    assert (a, b, ours.shape, theirs.shape, why) == (
+        "module.fc.weight",
+        "fc.weight",
+        (10, 8),
+        (7, 8),
+        "suffix",
+    )
     assert confidence < 0.5
 
 
@@ -147,20 +180,31 @@ def test_pairs_of_equal_dtype_come_first() -> None:
     assert {pair.old: pair.new for pair in match(old, new).renamed} == {"a": "d", "b": "c"}
 
 
-NAMES = st.lists(st.sampled_from(("a", "b", "layer", "0", "1", "10", "conv2", "weight", "")), min_size=1, max_size=4)
-SIDES = st.dictionaries(NAMES.map(".".join), st.sampled_from(((), (2,), (2, 2), (3, 2))), max_size=12)
+NAMES = st.lists(
+    st.sampled_from(("a", "b", "layer", "0", "1", "10", "conv2", "weight", "")),
+    min_size=1,
+    max_size=4,
+)
+SIDES = st.dictionaries(
+    NAMES.map(".".join), st.sampled_from(((), (2,), (2, 2), (3, 2))), max_size=12
+)
 
 
 @given(SIDES, SIDES)
 def test_each_key_once_and_of_one_shape(old: Shapes, new: Shapes) -> None:
-    old, new = ({k: v for k, v in side.items() if k not in other} for side, other in ((old, new), (new, old)))
+    old, new = (
+        {k: v for k, v in side.items() if k not in other}
+        for side, other in ((old, new), (new, old))
+    )
     found = matched(old, new)
     pairs = (*found.renamed, *found.reshaped)
     assert len({pair.old for pair in pairs}) == len({pair.new for pair in pairs}) == len(pairs)
     assert all(old[pair.old] == new[pair.new] for pair in found.renamed)
     assert all(old[pair.old] != new[pair.new] for pair in found.reshaped)
     assert all(0 < pair.confidence < 1 for pair in pairs)
-    assert [pair.old for pair in found.renamed] == [name for name in old if name in {p.old for p in found.renamed}]
+    assert [pair.old for pair in found.renamed] == [
+        name for name in old if name in {p.old for p in found.renamed}
+    ]
 
 
 def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +219,12 @@ def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.Monkey
 
     for module in (matching, renaming):
         monkeypatch.setattr(module, "similarity", counted)
-    words = [f"{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}{chr(97 + n // 676)}" for n in range(2_000)]
+    words = [
+        f"{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}{chr(97 + n // 676)}" for n in range(2_000)
+    ]
     found = matched(
-        {f"{w}.x{w}": (n % 9, 4) for n, w in enumerate(words)}, {f"{w}q.y{w}": (4, 4) for w in words[:1500]}
+        {f"{w}.x{w}": (n % 9, 4) for n, w in enumerate(words)},
+        {f"{w}q.y{w}": (4, 4) for w in words[:1500]},
     )
     assert len(compared) <= matching.COMPARISONS + renaming.COMPARED
     assert found.unsearched > 0

@@ -47,7 +47,9 @@ def test_what_torch_chooses(parts: list[str], ellipsis: int | None, brackets: bo
     assert found.shape == tuple(want.shape)
     assert compute.numbers(found).tolist() == want.tolist()
     if 0 not in want.shape:
-        assert compute.numbers(select(MADE, parse(show(picks), (2, 3, 5)))).tolist() == want.tolist()
+        assert (
+            compute.numbers(select(MADE, parse(show(picks), (2, 3, 5)))).tolist() == want.tolist()
+        )
 
 
 def test_a_slice_of_a_view() -> None:

@@ -1,4 +1,5 @@
-"""Statistics of checkpoints: torch says the same of each fixture; ties, groups, what has no numbers."""
+"""Statistics of checkpoints: torch says the same of each fixture; ties, groups, what has no
+numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def of(root: Node, label: Any = None) -> tuple[list[Row], Statistics]:
 def test_torch_says_the_same(name: str) -> None:
     fixture = Fixture(name).needs_reader()
     state = fixture.state()
-    rows = [row for row in summarize(convert.open_checkpoint(fixture.path)).rows if row.name is not None]
+    rows = [
+        row for row in summarize(convert.open_checkpoint(fixture.path)).rows if row.name is not None
+    ]
     found = Statistics(rows)
     for row in found.rows():
         want = state[row.label]
@@ -55,18 +58,28 @@ def test_what_has_no_numbers_is_skipped_by_name(tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "odd.pth")
     found = Statistics(summarize(convert.open_checkpoint(tmp_path / "odd.pth")).rows)
     assert [row.label for row in found.rows()] == ["plain"]
-    assert [(each.name, each.dtype) for each in found.skipped] == [("quantized", "qint8"), ("meta", "float32")]
+    assert [(each.name, each.dtype) for each in found.skipped] == [
+        ("quantized", "qint8"),
+        ("meta", "float32"),
+    ]
     assert "qint8" in found.skipped[0].why and "meta" in found.skipped[1].why
 
 
-def test_ties_are_read_once_and_count_once_in_totals(lengths_read: list[int], tmp_path: Path) -> None:
+def test_ties_are_read_once_and_count_once_in_totals(
+    lengths_read: list[int], tmp_path: Path
+) -> None:
     table = torch.arange(12.0).reshape(3, 4)
-    torch.save({"a.in": table, "a.out": table, "b.t": table.t(), "b.in": table}, tmp_path / "tied.pth")
+    torch.save(
+        {"a.in": table, "a.out": table, "b.t": table.t(), "b.in": table}, tmp_path / "tied.pth"
+    )
     rows = summarize(convert.open_checkpoint(tmp_path / "tied.pth")).rows
     found = Statistics(rows, depth(1))
     lengths_read.clear()
     assert [row.tally.count for row in found.rows()] == [12] * 4
-    assert [(row.label, row.tensors, row.tally.count) for row in found.groups] == [("a", 1, 12), ("b", 2, 24)]
+    assert [(row.label, row.tensors, row.tally.count) for row in found.groups] == [
+        ("a", 1, 12),
+        ("b", 2, 24),
+    ]
     (total,) = found.totals
     assert (total.tensors, total.tally.count) == (2, 24)  # the transposed view is another tensor
     assert sum(lengths_read) == 2 * 48
@@ -74,10 +87,18 @@ def test_ties_are_read_once_and_count_once_in_totals(lengths_read: list[int], tm
 
 def test_kinds_do_not_mix(tmp_path: Path) -> None:
     torch.save(torch.nn.BatchNorm1d(4).state_dict(), tmp_path / "norm.pth")
-    found = Statistics(summarize(convert.open_checkpoint(tmp_path / "norm.pth")).rows, lambda name: "norm")
+    found = Statistics(
+        summarize(convert.open_checkpoint(tmp_path / "norm.pth")).rows, lambda name: "norm"
+    )
     assert len(list(found.rows())) == 5
-    assert [(row.label, row.kind, row.tensors) for row in found.groups] == [("norm", "float", 4), ("norm", "int", 1)]
-    assert [(row.label, row.kind, row.tally.count) for row in found.totals] == [("", "float", 16), ("", "int", 1)]
+    assert [(row.label, row.kind, row.tensors) for row in found.groups] == [
+        ("norm", "float", 4),
+        ("norm", "int", 1),
+    ]
+    assert [(row.label, row.kind, row.tally.count) for row in found.totals] == [
+        ("", "float", 16),
+        ("", "int", 1),
+    ]
 
 
 def test_groups_are_the_numbers_of_their_tensors() -> None:
@@ -85,7 +106,12 @@ def test_groups_are_the_numbers_of_their_tensors() -> None:
     rows, found = of(root, family)
     (group,) = found.groups
     numbers = torch.tensor([float(n + i) for n in range(4) for i in range(5)], dtype=torch.float64)
-    assert (group.label, group.tensors, group.dtypes, group.shape) == ("layers.*.w", 4, ("float32",), None)
+    assert (group.label, group.tensors, group.dtypes, group.shape) == (
+        "layers.*.w",
+        4,
+        ("float32",),
+        None,
+    )
     assert group.tally.mean == pytest.approx(numbers.mean().item())
     assert group.tally.std == pytest.approx(numbers.std().item())
     assert (group.tally.low, group.tally.high) == (0, 7)
@@ -102,7 +128,10 @@ def test_labels() -> None:
 def test_tensors_with_odd_values_are_listed() -> None:
     whole = tensor(1, math.nan, math.inf, 4)
     _, found = of({"bad": whole, "good": view(whole, (1,)), "worse": tensor(-math.inf)})
-    assert [(row.label, row.tally.nan, row.tally.infinite) for row in found.odd] == [("bad", 1, 1), ("worse", 0, 1)]
+    assert [(row.label, row.tally.nan, row.tally.infinite) for row in found.odd] == [
+        ("bad", 1, 1),
+        ("worse", 0, 1),
+    ]
 
 
 def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path) -> None:

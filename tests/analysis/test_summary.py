@@ -27,7 +27,11 @@ def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:
 
 def test_names_and_paths_of_a_wrapped_state_dict() -> None:
     weight, moment = tensor(1, 2), tensor(3, 4)
-    root = {"model": OrderedDict({"fc.weight": weight}), "optimizer": {"state": {0: {"exp_avg": moment}}}, "epoch": 3}
+    root = {
+        "model": OrderedDict({"fc.weight": weight}),
+        "optimizer": {"state": {0: {"exp_avg": moment}}},
+        "epoch": 3,
+    }
     found = summarize(checkpoint(root))
     assert found.weights == ("model",)
     assert [(row.name, row.path, row.place) for row in found.rows] == [
@@ -71,7 +75,10 @@ def test_a_tensor_without_a_storage_has_no_number() -> None:
 
 def test_totals() -> None:
     base = tensor(1, 2, 3, 4)
-    root = {"model": {"a": base, "tied": base, "part": view(base, (2,))}, "optimizer": [tensor(*range(10))]}
+    root = {
+        "model": {"a": base, "tied": base, "part": view(base, (2,))},
+        "optimizer": [tensor(*range(10))],
+    }
     totals = summarize(checkpoint(root)).totals
     assert totals.tensors == 4
     assert totals.parameters == 4 + 2  # the tied one counts once, the optimizer not
@@ -81,7 +88,9 @@ def test_totals() -> None:
 
 
 def test_unused_bytes_of_a_storage() -> None:
-    assert summarize(checkpoint({"a": view(tensor(*range(100)), (10,))})).totals.unused_nbytes == 360
+    assert (
+        summarize(checkpoint({"a": view(tensor(*range(100)), (10,))})).totals.unused_nbytes == 360
+    )
 
 
 def test_parameters_without_weights_are_all_elements() -> None:
@@ -105,7 +114,10 @@ def test_parameters_without_weights_are_all_elements() -> None:
         (Global("torch", "bfloat16"), ("torch.dtype", "torch.bfloat16")),
         (opaque("torch.device", "cuda", 1), ("torch.device", "cuda:1")),
         (opaque("torch.Size", (2, 3)), ("torch.Size", "(2, 3)")),
-        (opaque("torch.serialization._get_layout", "torch.strided"), ("torch.layout", "torch.strided")),
+        (
+            opaque("torch.serialization._get_layout", "torch.strided"),
+            ("torch.layout", "torch.strided"),
+        ),
         (1 << 63, ("int", 1 << 63)),
         (-(1 << 8191), ("int", -(1 << 8191))),
         ((1 << 63) - 1, ("int", (1 << 63) - 1)),
@@ -117,7 +129,9 @@ def test_values(node: Node, expected: tuple[str, object]) -> None:
 
 
 def test_numpy_scalars_are_values() -> None:
-    scalar = opaque("numpy.core.multiarray.scalar", opaque("numpy.dtype", "f8", False, True), b"\0" * 8)
+    scalar = opaque(
+        "numpy.core.multiarray.scalar", opaque("numpy.dtype", "f8", False, True), b"\0" * 8
+    )
     scalar.value = 0.25
     found = summarize(checkpoint({"best": scalar}))
     assert values(found) == {("best",): ("numpy.scalar", 0.25)}
@@ -144,9 +158,16 @@ def test_an_object_that_is_a_tensor_is_one_row() -> None:
 
 
 def test_calls_that_no_checkpoint_needs_are_pointed_out() -> None:
-    root = {"a": opaque("posix.system", "id"), "b": [opaque("posix.system", "ls")], "c": opaque("argparse.Namespace")}
+    root = {
+        "a": opaque("posix.system", "id"),
+        "b": [opaque("posix.system", "ls")],
+        "c": opaque("argparse.Namespace"),
+    }
     (warning,) = summarize(checkpoint(root)).warnings
-    assert warning == "loading it with pickle would call posix.system, for the value at a and at 1 more"
+    assert (
+        warning
+        == "loading it with pickle would call posix.system, for the value at a and at 1 more"
+    )
 
 
 def test_ambiguous_weights_are_a_warning_that_names_them() -> None:
@@ -167,7 +188,10 @@ def test_a_key_chooses() -> None:
 def test_the_same_weights_at_two_places_are_named_once() -> None:
     shared = {"a": tensor(1)}
     found = summarize(checkpoint({"model": shared, "copy": shared}))
-    assert [(row.name, row.path) for row in found.rows] == [("a", ("model", "a")), (None, ("copy", "a"))]
+    assert [(row.name, row.path) for row in found.rows] == [
+        ("a", ("model", "a")),
+        (None, ("copy", "a")),
+    ]
 
 
 def test_a_cycle_ends() -> None:
@@ -233,7 +257,11 @@ def test_a_tensor_subclass_shows_what_it_is_made_of(masked: Path) -> None:
     }  # fmt: skip
     assert [row.name for row in found.rows] == ["w", None, None, "b"]
     assert (rows["w"].device, rows["w"].tensor.shape) == ("cpu", (4,))
-    assert (found.totals.nbytes, found.totals.storage_nbytes, found.totals.parameters) == (28, 28, 6)
+    assert (found.totals.nbytes, found.totals.storage_nbytes, found.totals.parameters) == (
+        28,
+        28,
+        6,
+    )
 
 
 def test_nothing_advises_to_drop_a_tensor_subclass(masked: Path, run: Run, tmp_path: Path) -> None:

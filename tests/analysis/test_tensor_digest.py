@@ -28,7 +28,9 @@ def test_a_transposed_view_is_read_row_by_row() -> None:
 
 def test_big_endian_bytes_are_turned() -> None:
     data = struct.pack(">2f", 1, 2)
-    big = Tensor(Storage(Range(Memory(data), 0, 8), big_endian=True), BY_NAME["float32"], (2,), (1,))
+    big = Tensor(
+        Storage(Range(Memory(data), 0, 8), big_endian=True), BY_NAME["float32"], (2,), (1,)
+    )
     assert sha256(big) == sha256(tensor(1, 2))
 
 
@@ -52,7 +54,9 @@ def test_what_has_no_bytes_has_no_digest() -> None:
         ("bool", (2, 1), {"neg": True}),
     ],
 )
-def test_what_has_no_plain_bytes_has_no_digest(dtype: str, stride: tuple[int, ...], facts: dict[str, Any]) -> None:
+def test_what_has_no_plain_bytes_has_no_digest(
+    dtype: str, stride: tuple[int, ...], facts: dict[str, Any]
+) -> None:
     memory = Storage(Range(Memory(bytes(16)), 0, 16))
     odd = Tensor(memory, BY_NAME[dtype], (2, 2), stride, **facts)
     assert sha256(odd) is None
@@ -63,7 +67,10 @@ def test_what_has_no_plain_bytes_has_no_digest(dtype: str, stride: tuple[int, ..
 def test_the_id_is_over_dtype_shape_and_elements() -> None:
     elements = struct.pack("<2f", 1, 2)
     assert tensor_id(tensor(1, 2)) == hashlib.sha256(b"float32 2\n" + elements).hexdigest()
-    assert tensor_id(tensor(1, 2, shape=(2, 1))) == hashlib.sha256(b"float32 2,1\n" + elements).hexdigest()
+    assert (
+        tensor_id(tensor(1, 2, shape=(2, 1)))
+        == hashlib.sha256(b"float32 2,1\n" + elements).hexdigest()
+    )
     as_int = replace(tensor(1, 2), dtype=BY_NAME["int32"])
     assert tensor_id(as_int) == hashlib.sha256(b"int32 2\n" + elements).hexdigest()
 

@@ -1,7 +1,7 @@
 """What the commands cost: ``python -m tests.benchmarks``.
 
-A full run takes some twenty minutes, --quick three. It needs room in --dir, best a tmpfs, for the largest input and an
-output, and leaves nothing there. Exit code 1: a budget was missed.
+A full run takes some twenty minutes, --quick three. It needs room in --dir, best a tmpfs, for the
+largest input and an output, and leaves nothing there. Exit code 1: a budget was missed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iter
     for source, group in groupby(found, key=lambda case: case.input):
         same = list(group)
         if lacks := source.lacks(settings.folder, max(case.work.copies for case in same)):
-            notes.append(f"{', '.join(case.work.name for case in same)} on {source.gib:g} GiB were skipped: {lacks}")
+            notes.append(
+                f"{', '.join(case.work.name for case in same)} on {source.gib:g} GiB were skipped: {lacks}"
+            )
             continue
-        print(f"making {source.kind}: {source.gib:g} GiB, {source.tensors:,} tensors", file=sys.stderr)
+        print(
+            f"making {source.kind}: {source.gib:g} GiB, {source.tensors:,} tensors", file=sys.stderr
+        )
         try:
             run([sys.executable, *source.program], settings.folder)
             for _ in range(2):
@@ -84,8 +88,11 @@ def _row(case: Case, settings: Settings) -> Row:
     return Row(work.name, source.gib, source.tensors, work.moves, case.budget, taken, skipped)
 
 
-def _peers(case: Case, files: dict[str, str], settings: Settings) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Who else does the work; above TOP none does: torch would need the memory for the whole input beside it."""
+def _peers(
+    case: Case, files: dict[str, str], settings: Settings
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Who else does the work; above TOP none does: torch would need the memory for the whole input
+    beside it."""
     if not case.peers:
         return {}, {
             "who is not cp": f"above {TOP:g} GiB, where torch needs memory for the input beside input and output"
@@ -122,7 +129,8 @@ def _version(name: str) -> str:
 
 
 class Book:
-    """The runs so far, kept in a folder after every row, so that what was measured survives whatever comes."""
+    """The runs so far, kept in a folder after every row, so that what was measured survives
+    whatever comes."""
 
     def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
         self.folder = folder
@@ -173,7 +181,9 @@ def put_into(readme: Path, text: str) -> None:
     """Replace what stands between the marks in a README. Raises ValueError where they are not."""
     start, end = MARKS
     old = readme.read_text(encoding="utf-8")
-    new, count = re.subn(f"{start}.*{end}", lambda _: f"{start}\n{text}\n{end}", old, flags=re.DOTALL)
+    new, count = re.subn(
+        f"{start}.*{end}", lambda _: f"{start}\n{text}\n{end}", old, flags=re.DOTALL
+    )
     if count != 1:
         raise ValueError(f"{readme} has no {start} ... {end}")
     readme.write_text(new, encoding="utf-8")
@@ -181,21 +191,55 @@ def put_into(readme: Path, text: str) -> None:
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--dir", default="/dev/shm" if os.path.isdir("/dev/shm") else None, help="where the files go")
-    add("--sizes", type=float, nargs="*", default=[1 / 16, 2, 8], metavar="GIB", help="of the inputs of 400 tensors")
-    add("--tensors", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="of the inputs of small tensors")
+    add(
+        "--dir",
+        default="/dev/shm" if os.path.isdir("/dev/shm") else None,
+        help="where the files go",
+    )
+    add(
+        "--sizes",
+        type=float,
+        nargs="*",
+        default=[1 / 16, 2, 8],
+        metavar="GIB",
+        help="of the inputs of 400 tensors",
+    )
+    add(
+        "--tensors",
+        type=int,
+        nargs="*",
+        default=[1_000, 10_000, 100_000],
+        help="of the inputs of small tensors",
+    )
     add("--pairs", type=int, default=5, help="rounds; others than cp run in every third")
     add("--runs", type=int, default=1, help="the whole suite so many times")
     add("--only", default="", metavar="TEXT", help="works with this in their names")
     add("--quick", action="store_true", help="three minutes: 256 MiB, 10,000 tensors, 2 rounds")
-    add("--peer-python", default=sys.executable, metavar="PYTHON", help="the one that has mergekit and brainsurgery")
-    add("--out", type=Path, metavar="DIR", help=f"for {RESULTS} and {PICTURE}; a full run has tests/benchmarks")
+    add(
+        "--peer-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="the one that has mergekit and brainsurgery",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"for {RESULTS} and {PICTURE}; a full run has tests/benchmarks",
+    )
     add("--append", action="store_true", help="add to the runs that are there")
     add("--show", action="store_true", help="measure nothing: print what is there, and draw it")
-    add("--readme", type=Path, metavar="FILE", help=f"put the tables between {MARKS[0]} and {MARKS[1]} there")
+    add(
+        "--readme",
+        type=Path,
+        metavar="FILE",
+        help=f"put the tables between {MARKS[0]} and {MARKS[1]} there",
+    )
     options = parser.parse_args(given)
     if options.quick:
         options.sizes, options.tensors, options.pairs = [0.25], [1_000, 10_000], 2
@@ -220,7 +264,9 @@ def main(given: Sequence[str] | None = None) -> int:
             for row in measure(found, settings, book.notes):
                 book.runs[-1].append(row)
                 book.save()
-            book.notes.append(f"this process held {_peak():.0f} MiB while it measured: no peak can be smaller")
+            book.notes.append(
+                f"this process held {_peak():.0f} MiB while it measured: no peak can be smaller"
+            )
             book.save()
     book.draw()
     print(book.text())

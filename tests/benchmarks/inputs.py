@@ -117,7 +117,8 @@ class Input(NamedTuple):
         return ["-c", PROGRAMS[self.kind], self.path, *map(str, shape), str(self.tensors)]
 
     def lacks(self, folder: Path, copies: int) -> str:
-        """Why there is no room in `folder` for it and `copies` of it, "" if there is. A tmpfs is memory too."""
+        """Why there is no room in `folder` for it and `copies` of it, "" if there is. A tmpfs is
+        memory too."""
         there = os.statvfs(folder)
         free = min(there.f_bavail * there.f_frsize, _available() if _is_memory(folder) else 1 << 62)
         needs = int(((1 + copies) * self.gib + (0.5 if self.gib else 0)) * 2**30)

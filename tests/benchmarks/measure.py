@@ -1,8 +1,9 @@
 """Time and peak memory of commands that take turns.
 
-This process stays small while it measures, and imports neither torch nor ckptkit nor matplotlib: the peak memory of a
-child counts what its parent held when it started. Outputs are removed before the clock starts, because on many virtual
-machines pages that were never touched cost several times as much as others.
+This process stays small while it measures, and imports neither torch nor ckptkit nor matplotlib:
+the peak memory of a child counts what its parent held when it started. Outputs are removed before
+the clock starts, because on many virtual machines pages that were never touched cost several times
+as much as others.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Cost(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """A command that takes part: `fresh` is a copy of `source` that it changes, made before the clock starts; it runs
-    in every `every`th round."""
+    """A command that takes part: `fresh` is a copy of `source` that it changes, made before the
+    clock starts; it runs in every `every`th round."""
 
     name: str
     command: Sequence[str]
@@ -36,7 +37,8 @@ class Contestant(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What one contestant took, None for each round that it sat out; and why it was sent away, if it failed."""
+    """What one contestant took, None for each round that it sat out; and why it was sent away, if
+    it failed."""
 
     costs: list[Cost | None]
     failed: str = ""
@@ -46,16 +48,21 @@ class FailedError(Exception):
     """A command ended with another exit code than 0."""
 
 
-# A user's Python keeps compiled modules; a build machine's may be told not to, which costs a third of the start-up.
+# A user's Python keeps compiled modules; a build machine's may be told not to, which costs a third
+# of the start-up.
 ROOT = str(Path(__file__).parents[2])
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+}
 ENVIRONMENT["PYTHONPATH"] = ROOT  # the program that makes a ZeRO folder is one of the tests'
 
 
 def run(command: Sequence[str], folder: Path) -> Cost:
     """One run in `folder`. Raises FailedError with the end of what the command said."""
     start = time.perf_counter()
-    child = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     assert child.stderr is not None
     with child.stderr:
         said = child.stderr.read()
@@ -63,7 +70,9 @@ def run(command: Sequence[str], folder: Path) -> Cost:
     seconds = time.perf_counter() - start
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise FailedError(said.decode(errors="replace").strip()[-2000:] or f"exit code {child.returncode}")
+        raise FailedError(
+            said.decode(errors="replace").strip()[-2000:] or f"exit code {child.returncode}"
+        )
     return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
@@ -89,7 +98,8 @@ def ready(contestant: Contestant, folder: Path) -> None:
 
 
 def take_turns(contestants: Sequence[Contestant], folder: Path, rounds: int) -> dict[str, Taken]:
-    """What each took in each round. Every other round goes the other way; who fails runs no more."""
+    """What each took in each round. Every other round goes the other way; who fails runs no
+    more."""
     taken = {each.name: Taken([]) for each in contestants}
     for number in range(rounds):
         for each in contestants if number % 2 == 0 else reversed(contestants):

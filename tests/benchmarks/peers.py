@@ -1,7 +1,9 @@
-"""How others do the same work: a program for each, run as ``python -c PROGRAM INPUT``, or a command.
+"""How others do the same work: a program for each, run as ``python -c PROGRAM INPUT``, or a
+command.
 
-torch is used in the best two ways that it has, ``mmap`` and not; safetensors in its own words. `mergekit` reads torch
-files lazily and writes shards, here one; `brainsurgery` carries out a plan on flat state_dicts.
+torch is used in the best two ways that it has, ``mmap`` and not; safetensors in its own words.
+`mergekit` reads torch files lazily and writes shards, here one; `brainsurgery` carries out a plan
+on flat state_dicts.
 """
 
 from __future__ import annotations
@@ -11,12 +13,19 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-TORCH = ("torch", "torch mmap", "safetensors", "dcp_to_torch_save")  # the plain ways; budgets compare with the best
+TORCH = (
+    "torch",
+    "torch mmap",
+    "safetensors",
+    "dcp_to_torch_save",
+)  # the plain ways; budgets compare with the best
 
 _LOAD = "import sys, torch\nmodel = torch.load(sys.argv[1], map_location='cpu', mmap={mmap}, weights_only=True)\n"
 _SAVE = "torch.save(model, 'out.pth')\n"
 _SAVE_FILE = "from safetensors.torch import save_file\nsave_file(model, 'out.safetensors')\n"
-_LOAD_FILE = "import sys, torch\nfrom safetensors.torch import load_file\nmodel = load_file(sys.argv[1])\n"
+_LOAD_FILE = (
+    "import sys, torch\nfrom safetensors.torch import load_file\nmodel = load_file(sys.argv[1])\n"
+)
 _STRIP = "model = {name.removeprefix('module.'): tensor for name, tensor in model.items()}\n"
 _CAST = "model = {name: tensor.bfloat16() for name, tensor in model.items()}\n"
 _LIST = "for name, tensor in model.items(): print(name, tuple(tensor.shape), tensor.dtype)\n"
@@ -54,7 +63,10 @@ _NOTHING = '{cast_: {target: ".+", to: float32}}'  # a plan that changes nothing
 
 def _both(program: str) -> dict[str, str]:
     """With torch, each tensor read when it is loaded or, mapped, when it is needed."""
-    return {"torch": program.replace("{mmap}", "False"), "torch mmap": program.replace("{mmap}", "True")}
+    return {
+        "torch": program.replace("{mmap}", "False"),
+        "torch mmap": program.replace("{mmap}", "True"),
+    }
 
 
 def _mergekit(safe: bool, strip: str = "") -> str:
@@ -93,8 +105,11 @@ COMMANDS = {"digest": {"sha256sum": ["sha256sum"]}, "equal": {"cmp": ["cmp"]}}
 NEEDS = {"mergekit": "mergekit.io", "brainsurgery": "brainsurgery.transforms"}
 
 
-def commands(job: str, python: str, files: list[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The commands of those who do `job`, by name; and why others do not. `python` is that of the optional peers."""
+def commands(
+    job: str, python: str, files: list[str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The commands of those who do `job`, by name; and why others do not. `python` is that of the
+    optional peers."""
     found = {name: [*command, *files] for name, command in COMMANDS.get(job, {}).items()}
     skipped = {}
     for name, program in PROGRAMS[job].items():
@@ -106,7 +121,11 @@ def commands(job: str, python: str, files: list[str]) -> tuple[dict[str, list[st
 
 
 @cache
-def missing(module: str, python: str, call: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str:
+def missing(
+    module: str, python: str, call: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+) -> str:
     """Why `python` cannot import `module`, "" if it can."""
     done = call([python, "-W", "ignore", "-c", f"import {module}"], capture_output=True, text=True)
-    return done.stderr.strip().rpartition("\n")[2] or "cannot be imported" if done.returncode else ""
+    return (
+        done.stderr.strip().rpartition("\n")[2] or "cannot be imported" if done.returncode else ""
+    )

@@ -1,4 +1,5 @@
-"""The picture: ckptkit and the others against `cp`, and in seconds where there is nothing to copy, on log axes.
+"""The picture: ckptkit and the others against `cp`, and in seconds where there is nothing to copy,
+on log axes.
 
 Transparent, in colours that stand out from white and from black alike.
 """
@@ -35,7 +36,8 @@ STYLES = {
 
 
 def draw(runs: Sequence[Run], caption: str, path: Path) -> None:
-    """Write the picture to `path`, as SVG or PNG. Raises ImportError where matplotlib is not installed."""
+    """Write the picture to `path`, as SVG or PNG. Raises ImportError where matplotlib is not
+    installed."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -44,50 +46,77 @@ def draw(runs: Sequence[Run], caption: str, path: Path) -> None:
     if not panels:
         return
     heights = [len(panel) + 1 for panel in panels]
-    with matplotlib.rc_context({"svg.hashsalt": "ckptkit", "font.size": 10, "svg.fonttype": "path"}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "ckptkit", "font.size": 10, "svg.fonttype": "path"}
+    ):
         figure = Figure(figsize=(9, 1.3 + 0.34 * sum(heights)), layout="constrained")
-        grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+        grid = figure.subplots(
+            len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _panel(axes, panel, seconds=panel is timed)
         _legend(figure, grid[:, 0], caption)
-        figure.savefig(path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(
+            path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None
+        )
 
 
 def _rows(runs: Sequence[Run]) -> tuple[list[list[Row]], list[list[Row]]]:
-    """The works on the largest usual input, and those on most tensors; each with the rows of all runs."""
+    """The works on the largest usual input, and those on most tensors; each with the rows of all
+    runs."""
     every = [row for run in runs for row in run if row.costs(OURS)]
     gib = max((row.gib for row in every if row.tensors == PLAIN and row.gib <= TOP), default=0)
     most = max((row.tensors for row in every), default=0)
-    copied = [row for row in every if row.tensors == PLAIN and row.gib == gib and row.ratio() is not None]
+    copied = [
+        row for row in every if row.tensors == PLAIN and row.gib == gib and row.ratio() is not None
+    ]
     timed = [row for row in every if row.tensors == most > PLAIN]
     return _grouped(copied), _grouped(timed)
 
 
 def _grouped(rows: Sequence[Row]) -> list[list[Row]]:
-    return [[row for row in rows if row.key == key] for key in dict.fromkeys(row.key for row in rows)]
+    return [
+        [row for row in rows if row.key == key] for key in dict.fromkeys(row.key for row in rows)
+    ]
 
 
 def _panel(axes: Axes, panel: Sequence[Sequence[Row]], seconds: bool) -> None:
     for place, rows in enumerate(panel):
         found = {name: _value(rows, name, seconds) for name in rows[0].taken if name != CP}
         values = [value for value in found.values() if value is not None]
-        axes.plot([min(values), max(values)], [place, place], color=INK, linewidth=1, alpha=0.5, zorder=1)
+        axes.plot(
+            [min(values), max(values)], [place, place], color=INK, linewidth=1, alpha=0.5, zorder=1
+        )
         for name, value in found.items():
             if value is not None:
                 marker, size, color = STYLES.get(name, STYLES[""])
-                axes.plot([value], [place], marker, ms=size, color=color, label=name, zorder=3 if name == OURS else 2)
-    axes.set_yticks(range(len(panel)), [rows[0].work if not seconds else rows[0].label for rows in panel])
+                axes.plot(
+                    [value],
+                    [place],
+                    marker,
+                    ms=size,
+                    color=color,
+                    label=name,
+                    zorder=3 if name == OURS else 2,
+                )
+    axes.set_yticks(
+        range(len(panel)), [rows[0].work if not seconds else rows[0].label for rows in panel]
+    )
     axes.set_ylim(len(panel) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlabel(
-        "seconds" if seconds else f"times as long as cp of the same file ({panel[0][0].label.split(', ')[-1]})"
+        "seconds"
+        if seconds
+        else f"times as long as cp of the same file ({panel[0][0].label.split(', ')[-1]})"
     )
     if not seconds:
         axes.axvline(1, color=INK, linewidth=1.5)
     low, high = axes.get_xlim()
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     between = ("2", "5") if high < DECADES * low else ()
-    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in between else "")
+    axes.xaxis.set_minor_formatter(
+        lambda value, _: f"{value:g}" if f"{value:e}"[0] in between else ""
+    )
     axes.grid(axis="x", color=INK, alpha=0.25)
     axes.tick_params(colors=INK, which="both")
     axes.tick_params(axis="y", length=0)
@@ -110,8 +139,19 @@ def _legend(figure: Any, panels: Any, caption: str) -> None:
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             shown.setdefault(name, handle)
-    names = sorted(shown, key=lambda name: (name != OURS, list(STYLES).index(name) if name in STYLES else len(STYLES)))
+    names = sorted(
+        shown,
+        key=lambda name: (
+            name != OURS,
+            list(STYLES).index(name) if name in STYLES else len(STYLES),
+        ),
+    )
     figure.legend(
-        [shown[name] for name in names], names, loc="outside upper center", ncols=5, labelcolor=INK, frameon=False
+        [shown[name] for name in names],
+        names,
+        loc="outside upper center",
+        ncols=5,
+        labelcolor=INK,
+        frameon=False,
     )
     figure.supxlabel(caption, fontsize=8, color=INK)

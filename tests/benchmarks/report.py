@@ -23,7 +23,9 @@ def report(machine: Mapping[str, Any], runs: Sequence[Run], notes: Iterable[str]
         headers=["work", "ckptkit", "budget", "within", "torch", "others"], tablefmt="github",
     )  # fmt: skip
     growth = tabulate(
-        [_growth(each) for each in grown], headers=["growth", "ckptkit", "budget", "within", "cp"], tablefmt="github"
+        [_growth(each) for each in grown],
+        headers=["growth", "ckptkit", "budget", "within", "cp"],
+        tablefmt="github",
     )
     parts = [f"{about}; runs: {len(runs)}", works, growth if grown else "", _notes(runs, notes)]
     return "\n\n".join(part for part in parts if part)
@@ -58,7 +60,8 @@ def _work(rows: Sequence[Row]) -> list[str]:
 
 
 def _cost(rows: Sequence[Row], name: str, best: bool = False) -> str:
-    """Medians of the runs, in seconds or against cp, best against best in brackets; the largest peak memory."""
+    """Medians of the runs, in seconds or against cp, best against best in brackets; the largest
+    peak memory."""
     peaks = [peak for row in rows if (peak := row.mib(name)) is not None]
     if not peaks:
         return "failed"
@@ -124,7 +127,11 @@ def _notes(runs: Sequence[Run], notes: Iterable[str]) -> str:
     found = list(notes)
     for row in (row for run in runs for row in run):
         found += [f"{name} was skipped: {why}" for name, why in row.skipped.items()]
-        found += [f"{row.label}: {name} failed: {_why(t.failed)}" for name, t in row.taken.items() if t.failed]
+        found += [
+            f"{row.label}: {name} failed: {_why(t.failed)}"
+            for name, t in row.taken.items()
+            if t.failed
+        ]
     return "\n".join(f"- {note}" for note in dict.fromkeys(found))
 
 

@@ -1,4 +1,5 @@
-"""What was measured, and what follows from it: medians, ratios, growth, and whether budgets are kept. Pure."""
+"""What was measured, and what follows from it: medians, ratios, growth, and whether budgets are
+kept. Pure."""
 
 from __future__ import annotations
 
@@ -45,11 +46,16 @@ class Row:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether seconds say more than ratios to cp: of what does not copy, and where there is little to copy."""
+        """Whether seconds say more than ratios to cp: of what does not copy, and where there is
+        little to copy."""
         return self.budget.seconds is not None or self.tensors != PLAIN
 
     def costs(self, name: str) -> list[Cost]:
-        return [cost for cost in self.taken[name].costs if cost is not None] if name in self.taken else []
+        return (
+            [cost for cost in self.taken[name].costs if cost is not None]
+            if name in self.taken
+            else []
+        )
 
     def seconds(self, name: str = OURS) -> float | None:
         """Median."""
@@ -64,7 +70,11 @@ class Row:
         if name not in self.taken or to not in self.taken:
             return None
         both = zip(self.taken[name].costs, self.taken[to].costs, strict=True)
-        found = [one.seconds / other.seconds for one, other in both if one is not None and other is not None]
+        found = [
+            one.seconds / other.seconds
+            for one, other in both
+            if one is not None and other is not None
+        ]
         return median(found) if found else None
 
     def best(self, name: str = OURS, to: str = CP) -> float | None:
@@ -90,12 +100,15 @@ class Row:
             (self.ratio() if judged else None, budget.to_cp),
             (self.ratio(to=self.torch) if judged and self.torch else None, budget.to_torch),
         ]
-        kept = [value <= limit for value, limit in limits if value is not None and limit is not None]
+        kept = [
+            value <= limit for value, limit in limits if value is not None and limit is not None
+        ]
         return all(kept) if kept else None
 
 
 class Growth(NamedTuple):
-    """How a figure grows: `value` against `limit`, both in `unit`; `cp` is what the same does to `cp`."""
+    """How a figure grows: `value` against `limit`, both in `unit`; `cp` is what the same does to
+    `cp`."""
 
     label: str
     value: float
@@ -109,14 +122,19 @@ class Growth(NamedTuple):
 
 
 def growths(rows: Iterable[Row]) -> Iterator[Growth]:
-    """Time against bytes and against tensors, and memory against tensors, of all works that were measured at both."""
-    measured = sorted((row for row in rows if row.costs(OURS)), key=lambda row: (row.gib, row.tensors))
+    """Time against bytes and against tensors, and memory against tensors, of all works that were
+    measured at both."""
+    measured = sorted(
+        (row for row in rows if row.costs(OURS)), key=lambda row: (row.gib, row.tensors)
+    )
     for work in dict.fromkeys(row.work for row in measured):
         own = [row for row in measured if row.work == work]
         plain = [row for row in own if row.tensors == PLAIN and row.gib >= JUDGED]
         many = [row for row in own if row.tensors >= 10_000]
         for small, large in pairwise(plain):
-            yield _steeper(small, large, large.gib / small.gib, f"{size(large.gib)} to {size(small.gib)}")
+            yield _steeper(
+                small, large, large.gib / small.gib, f"{size(large.gib)} to {size(small.gib)}"
+            )
         for small, large in pairwise(many):
             times = large.tensors / small.tensors
             yield _steeper(small, large, times, f"{large.tensors:,} to {small.tensors:,} tensors")
@@ -156,7 +174,9 @@ def to_json(row: Row) -> dict[str, Any]:
         "gib": row.gib,
         "tensors": row.tensors,
         "moves": row.moves,
-        "budget": {name: value for name, value in row.budget._asdict().items() if value is not None},
+        "budget": {
+            name: value for name, value in row.budget._asdict().items() if value is not None
+        },
         "within": row.within,
         "taken": {
             name: {

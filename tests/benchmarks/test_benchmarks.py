@@ -1,4 +1,5 @@
-"""The benchmarks themselves: their arithmetic, that contestants take turns, and that every command does its work."""
+"""The benchmarks themselves: their arithmetic, that contestants take turns, and that every command
+does its work."""
 
 from __future__ import annotations
 
@@ -77,7 +78,11 @@ def test_ratios_of_small_inputs_are_not_judged() -> None:
 
 
 def test_what_failed_kept_no_budget() -> None:
-    failed = replace(ROW, budget=Budget(), taken={OURS: Taken([Cost(1, 1, 1), None], "boom"), CP: taken(1.0, 1.0)})
+    failed = replace(
+        ROW,
+        budget=Budget(),
+        taken={OURS: Taken([Cost(1, 1, 1), None], "boom"), CP: taken(1.0, 1.0)},
+    )
     assert failed.within is False
     assert not kept([[failed]])
     assert "strip-module, 2 GiB: ckptkit failed: boom" in report({}, [[failed]])
@@ -89,7 +94,12 @@ def test_time_grows_with_bytes_and_with_tensors() -> None:
             ((10_000, 0.5), (100_000, 5.0))]  # fmt: skip
     found = {growth.label: growth for growth in growths([*many, large, ROW])}
     by_bytes = found["time of strip-module, 8 GiB to 2 GiB"]
-    assert (by_bytes.value, round(by_bytes.limit, 6), by_bytes.cp, by_bytes.within) == (4.5, 4.4, 4.0, False)
+    assert (by_bytes.value, round(by_bytes.limit, 6), by_bytes.cp, by_bytes.within) == (
+        4.5,
+        4.4,
+        4.0,
+        False,
+    )
     by_tensors = found["time of strip-module, 100,000 to 10,000 tensors"]
     assert (by_tensors.value, round(by_tensors.limit, 6), by_tensors.within) == (10.0, 11.0, True)
 
@@ -97,7 +107,9 @@ def test_time_grows_with_bytes_and_with_tensors() -> None:
 @pytest.mark.parametrize(("mib", "within"), [(214.5, True), (214.6, False)])
 def test_memory_grows_with_tensors(mib: float, within: bool) -> None:
     """2 KiB for each of 99,600 tensors more are 194.5 MiB."""
-    many = replace(ROW, gib=SMALL, tensors=100_000, budget=Budget(), taken={OURS: taken(1.0, mib=mib)})
+    many = replace(
+        ROW, gib=SMALL, tensors=100_000, budget=Budget(), taken={OURS: taken(1.0, mib=mib)}
+    )
     found = {growth.label: growth for growth in growths([ROW, many])}
     assert found["memory per tensor of strip-module, 100,000 tensors"].within is within
     assert found["peak memory of strip-module, 2 GiB"].within
@@ -142,11 +154,20 @@ def test_contestants_take_turns(tmp_path: Path) -> None:
     (tmp_path / "input").write_text("as it was")
 
     def says(name: str, script: str = "", **options: object) -> Contestant:
-        return Contestant(name, ["sh", "-c", f"test ! -e out.txt && {script or 'true'}; echo {name} >> log"], **options)  # type: ignore[arg-type]
+        return Contestant(
+            name,
+            ["sh", "-c", f"test ! -e out.txt && {script or 'true'}; echo {name} >> log"],
+            **options,
+        )  # type: ignore[arg-type]
 
     rounds = take_turns(
         [
-            says("one", "echo changed >> out.copy; cp out.copy seen", source="input", fresh="out.copy"),
+            says(
+                "one",
+                "echo changed >> out.copy; cp out.copy seen",
+                source="input",
+                fresh="out.copy",
+            ),
             says("two", "touch out.txt"),
             says("rare", every=2),
             Contestant("bad", ["sh", "-c", "echo bad >> log; echo why >&2; exit 3"]),
@@ -176,12 +197,20 @@ def test_a_failure_says_why(tmp_path: Path) -> None:
 def test_cases() -> None:
     found = list(cases([8, 2, 0.5], [1_000, 100_000], ""))
     inputs_in_order = [case.input for case in found]
-    assert inputs_in_order == sorted(inputs_in_order, key=lambda each: list(dict.fromkeys(inputs_in_order)).index(each))
+    assert inputs_in_order == sorted(
+        inputs_in_order, key=lambda each: list(dict.fromkeys(inputs_in_order)).index(each)
+    )
     strips = {case.input.gib: case.peers for case in found if case.work.name == "strip-module"}
     assert strips == {0.5: True, 2: True, 8: False}
     assert [case.input.gib for case in found if case.work.name == "digest"] == [2]
-    assert {case.input.tensors for case in found if case.work.name == "inspect"} == {400, 1_000, 100_000}
-    assert {case.work.name for case in cases([2], [], "in-place, safe")} == {"strip-module --in-place, safetensors"}
+    assert {case.input.tensors for case in found if case.work.name == "inspect"} == {
+        400,
+        1_000,
+        100_000,
+    }
+    assert {case.work.name for case in cases([2], [], "in-place, safe")} == {
+        "strip-module --in-place, safetensors"
+    }
 
 
 def test_what_has_no_room_says_so(tmp_path: Path) -> None:
@@ -192,7 +221,9 @@ def test_what_has_no_room_says_so(tmp_path: Path) -> None:
 
 
 def test_peers_that_are_not_there_are_named() -> None:
-    assert peers.missing("no_such_module_at_all", sys.executable).endswith("No module named 'no_such_module_at_all'")
+    assert peers.missing("no_such_module_at_all", sys.executable).endswith(
+        "No module named 'no_such_module_at_all'"
+    )
     assert not peers.missing("json", sys.executable)
 
 
@@ -212,7 +243,9 @@ def source(kind: str) -> str:
     return Input(kind, SMALL, TENSORS).path
 
 
-@pytest.mark.parametrize("work", [each for each in WORKS if each.kind != "dcp"], ids=lambda work: work.name)
+@pytest.mark.parametrize(
+    "work", [each for each in WORKS if each.kind != "dcp"], ids=lambda work: work.name
+)
 def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> None:
     path = folder / source(work.kind)
     fresh = tmp_path / f"out{path.suffix}"
@@ -221,7 +254,9 @@ def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> Non
     words = [word.format(src=path, twin=path, fresh=fresh) for word in work.command.split()]
     done = run(*words, cwd=tmp_path)
     assert done.code == 0, done.stderr
-    assert len(list(tmp_path.glob("out*"))) == (1 if "out" in work.command or "{fresh}" in work.command else 0)
+    assert len(list(tmp_path.glob("out*"))) == (
+        1 if "out" in work.command or "{fresh}" in work.command else 0
+    )
     if "{fresh}" in work.command:
         assert fresh.read_bytes() != path.read_bytes()
 
@@ -247,17 +282,24 @@ def test_what_torch_does(
     outs = list(tmp_path.iterdir())
     assert len(outs) == (job not in ("list", "digest", "equal"))
     for out in outs:
-        state = load_file(out) if out.suffix == ".safetensors" else torch.load(out, map_location="cpu")
+        state = (
+            load_file(out) if out.suffix == ".safetensors" else torch.load(out, map_location="cpu")
+        )
         stripped = [each.removeprefix("module.") if "strip" in job else each for each in names]
         assert list(state) == stripped
-        assert {each.dtype for each in state.values()} == {torch.bfloat16 if job == "cast" else torch.float32}
+        assert {each.dtype for each in state.values()} == {
+            torch.bfloat16 if job == "cast" else torch.float32
+        }
 
 
 def test_optional_peers_are_valid_programs() -> None:
     for job, programs in peers.PROGRAMS.items():
         for name, program in programs.items():
             compile(program, f"{job}: {name}", "exec")
-    assert r"""move: {from: "module\\\\.(.+)", to: "\\\\1"}""" in peers.PROGRAMS["strip"]["brainsurgery"]
+    assert (
+        r"""move: {from: "module\\\\.(.+)", to: "\\\\1"}"""
+        in peers.PROGRAMS["strip"]["brainsurgery"]
+    )
 
 
 def test_inputs_have_their_size(tmp_path: Path) -> None:
@@ -278,7 +320,9 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not list((tmp_path / "room").iterdir())
     facts = json.loads((tmp_path / RESULTS).read_text())
     assert facts["schema"] == "ckptkit.benchmarks/1"
-    assert [[row["work"] for row in run] for run in facts["runs"]] == [["inspect, a small file"]] * 2
+    assert [[row["work"] for row in run] for run in facts["runs"]] == [
+        ["inspect, a small file"]
+    ] * 2
     costs = [from_json(row).costs(OURS) for run in facts["runs"] for row in run]
     assert [len(each) for each in costs] == [2, 2]
     assert all(cost.cpu > 0 for each in costs for cost in each)
@@ -287,7 +331,10 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     readme.write_text("before <!-- benchmarks -->old<!-- end of benchmarks --> after")
     main(["--show", "--out", str(tmp_path), "--readme", str(readme)])
     assert capsys.readouterr().out == shown
-    assert readme.read_text() == f"before <!-- benchmarks -->\n{shown.rstrip()}\n<!-- end of benchmarks --> after"
+    assert (
+        readme.read_text()
+        == f"before <!-- benchmarks -->\n{shown.rstrip()}\n<!-- end of benchmarks --> after"
+    )
 
 
 def test_a_readme_without_a_place(tmp_path: Path) -> None:

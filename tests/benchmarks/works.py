@@ -23,8 +23,9 @@ class Budget(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One work of ckptkit. In `command`, ``{src}`` is the input, ``{twin}`` an equal file, ``{fresh}`` a copy of the
-    input that may be changed. `budgets` says on how many tensors it runs; `job` is a key of `peers.PROGRAMS`."""
+    """One work of ckptkit. In `command`, ``{src}`` is the input, ``{twin}`` an equal file,
+    ``{fresh}`` a copy of the input that may be changed. `budgets` says on how many tensors it runs;
+    `job` is a key of `peers.PROGRAMS`."""
 
     name: str
     kind: str  # of the input
@@ -107,7 +108,8 @@ WORKS = (
             f"dequantize {kind}", kind, "convert {src} out.safetensors --dequantize bfloat16", "none",
             _moved(to_cp, 100), sizes="one",
         )
-        # cp copies the input: of codes of 8 bits the output is twice as large, of 4 bits nearly four times
+        # cp copies the input: of codes of 8 bits the output is twice as large, of 4 bits nearly
+        # four times
         for kind, to_cp in (("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("gptq", 1.5 * 3.9))
     ),
     Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
@@ -115,8 +117,14 @@ WORKS = (
 
 
 def cases(sizes: Iterable[float], tensors: Iterable[int], only: str) -> Iterator[Case]:
-    """Every work whose name has `only` in it, on every input that it is for; those on one input follow each other."""
-    found = [case for work in WORKS if only in work.name for case in _cases(work, sorted(sizes), set(tensors))]
+    """Every work whose name has `only` in it, on every input that it is for; those on one input
+    follow each other."""
+    found = [
+        case
+        for work in WORKS
+        if only in work.name
+        for case in _cases(work, sorted(sizes), set(tensors))
+    ]
     inputs = dict.fromkeys(case.input for case in found)
     return (case for each in inputs for case in found if case.input == each)
 

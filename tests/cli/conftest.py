@@ -21,7 +21,9 @@ def ckptkit() -> Ckptkit:
     """``ckptkit("inspect", path)``: the result, its exit code, what it printed."""
 
     def invoke(*args: object) -> Result:
-        result = CliRunner().invoke(main, [os.fspath(arg) if isinstance(arg, Path) else str(arg) for arg in args])
+        result = CliRunner().invoke(
+            main, [os.fspath(arg) if isinstance(arg, Path) else str(arg) for arg in args]
+        )
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
@@ -54,6 +56,11 @@ def run_pth(tmp_path: Path) -> Path:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     path = tmp_path / "run.pth"
-    wrapped = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "name": "näme"}
+    wrapped = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "name": "näme",
+    }
     torch.save({**wrapped, "loss": float("nan")}, path)
     return path

@@ -23,7 +23,9 @@ def test_it_needs_a_terminal(ckptkit: Ckptkit, run_pth: Path) -> None:
 def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.cli.browse.render.is_terminal", lambda stream: True)
     for name in [
-        name for name in sys.modules if name.split(".")[0] == "textual" or name == "ckptkit.views.browser.app"
+        name
+        for name in sys.modules
+        if name.split(".")[0] == "textual" or name == "ckptkit.views.browser.app"
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)
@@ -31,7 +33,9 @@ def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.M
     assert result.exit_code == 2 and "pip install textual" in result.stderr
 
 
-def test_a_file_that_cannot_be_read(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read(
+    ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
     monkeypatch.setattr("ckptkit.cli.browse.render.is_terminal", lambda stream: True)
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
@@ -67,9 +71,9 @@ def test_in_a_terminal(run_pth: Path) -> None:
         process.wait()
         os.close(ours)
     assert process.returncode == 0, seen[-500:]
-    assert f"ckptkit inspect {run_pth} --tree --keys 'model.module.*'" in seen.decode(errors="replace").replace(
-        "\r\n", ""
-    )
+    assert f"ckptkit inspect {run_pth} --tree --keys 'model.module.*'" in seen.decode(
+        errors="replace"
+    ).replace("\r\n", "")
 
 
 def _read(terminal: int) -> bytes:

@@ -73,12 +73,19 @@ def test_an_empty_no_color_says_nothing(run_pth: Path) -> None:
 
 
 def test_not_in_a_pipe(run_pth: Path, ckptkit: Ckptkit) -> None:
-    for words in (["doctor", run_pth], ["diff", run_pth, run_pth], ["inspect", run_pth], ["scan", run_pth]):
+    for words in (
+        ["doctor", run_pth],
+        ["diff", run_pth, run_pth],
+        ["inspect", run_pth],
+        ["scan", run_pth],
+    ):
         assert "\x1b" not in ckptkit(*words).output
 
 
 def test_a_file_paints_nothing(tmp_path: Path) -> None:
-    torch.save({"\x1b[31mred": torch.ones(1), "b\x1b]0;title\x07": torch.ones(1)}, tmp_path / "run.pth")
+    torch.save(
+        {"\x1b[31mred": torch.ones(1), "b\x1b]0;title\x07": torch.ones(1)}, tmp_path / "run.pth"
+    )
     for command in ("inspect", "doctor", "scan"):
         said = on_terminal(command, tmp_path / "run.pth")
         assert "\x1b[31mred" not in said and "\x1b]" not in said

@@ -23,7 +23,8 @@ Tab = Callable[..., list[str]]
 
 @pytest.fixture
 def tab() -> Tab:
-    """``tab("show", path, "mo")``: what is offered for the last word; ``file`` stands for the shell's own list."""
+    """``tab("show", path, "mo")``: what is offered for the last word; ``file`` stands for the
+    shell's own list."""
     completer = BashComplete(main, {}, "ckptkit", "_CKPTKIT_COMPLETE")
 
     def offered(*words: object) -> list[str]:
@@ -64,7 +65,12 @@ def test_help_beside_a_name(run_pth: Path) -> None:
 
 
 def test_entries(tab: Tab, run_pth: Path) -> None:
-    assert tab("inspect", run_pth, "--key", "") == ["model", "optimizer", "optimizer.state", "optimizer.param_groups"]
+    assert tab("inspect", run_pth, "--key", "") == [
+        "model",
+        "optimizer",
+        "optimizer.state",
+        "optimizer.param_groups",
+    ]
     torch.save({"ema": {"w": torch.ones(1)}}, run_pth.with_name("b.pth"))
     assert tab("diff", run_pth, run_pth.with_name("b.pth"), "--key-b", "") == ["ema"]
     assert tab("diff", run_pth, run_pth.with_name("b.pth"), "--key", "m") == ["model"]
@@ -88,11 +94,18 @@ def test_prefixes_devices_tags_dtypes_formats_recipes(tab: Tab, run_pth: Path) -
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no checkpoint", b"PK\x03\x04 cut"])
-def test_silent_on_errors(tab: Tab, tmp_path: Path, content: bytes | None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_silent_on_errors(
+    tab: Tab, tmp_path: Path, content: bytes | None, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.pth"
     if content is not None:
         path.write_bytes(content)
-    assert tab("show", path, "") == tab("inspect", path, "--key", "") == tab("strip-module", "--prefix", "") == []
+    assert (
+        tab("show", path, "")
+        == tab("inspect", path, "--key", "")
+        == tab("strip-module", "--prefix", "")
+        == []
+    )
     assert tab("show", "https://host.invalid/run.pth", "") == []
     assert capfd.readouterr() == ("", "")
 
@@ -119,7 +132,9 @@ def test_names_that_a_shell_would_act_on_are_not_offered(tab: Tab, tmp_path: Pat
 
 def test_of_too_many_where_they_part(tab: Tab, tmp_path: Path) -> None:
     names = [f"net.layers.{n}.{kind}" for n in range(30) for kind in ("a.w", "b.w", "c.w")]
-    torch.save({f"{name}{i}": torch.ones(1) for name in names for i in range(10)}, tmp_path / "run.pth")
+    torch.save(
+        {f"{name}{i}": torch.ones(1) for name in names for i in range(10)}, tmp_path / "run.pth"
+    )
     assert tab("show", tmp_path / "run.pth", "net.") == [f"net.layers.{n}." for n in range(30)]
     assert len(tab("show", tmp_path / "run.pth", "net.layers.3.")) == 30
 
@@ -162,7 +177,11 @@ def installed(tmp_path: Path) -> dict[str, str]:
     program = tmp_path / "bin/ckptkit"
     program.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
     program.chmod(0o755)
-    return {**ENVIRONMENT, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+    return {
+        **ENVIRONMENT,
+        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+    }
 
 
 # What asks a shell for the completions of: ckptkit show run.pth module.0.
@@ -193,7 +212,11 @@ def test_in_a_real_shell(shell: str, run_pth: Path, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     done = subprocess.run(
-        [shell, "-c", ASKS[shell]], capture_output=True, encoding="utf-8", cwd=run_pth.parent, env=installed(tmp_path)
+        [shell, "-c", ASKS[shell]],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=run_pth.parent,
+        env=installed(tmp_path),
     )
     found = {line.split("\t")[0].split(":")[0] for line in done.stdout.splitlines()}
     assert found == {"module.0.weight", "module.0.bias"}, done.stdout + done.stderr
@@ -207,6 +230,13 @@ def test_neither_torch_nor_an_unpickler(run_pth: Path) -> None:
         "print({'torch', 'numpy', 'pickle', 'fsspec'} & {*sys.modules}, file=sys.stderr)"
     )
     words = f"ckptkit show {run_pth} module.0."
-    env = {**ENVIRONMENT, "_CKPTKIT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "3"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", env=env)
+    env = {
+        **ENVIRONMENT,
+        "_CKPTKIT_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, encoding="utf-8", env=env
+    )
     assert (done.stdout, done.stderr) == ("plain,module.0.weight\nplain,module.0.bias\n", "set()\n")

@@ -24,8 +24,18 @@ class Net(torch.nn.Module):
 
 @pytest.fixture
 def ab(tmp_path: Path) -> tuple[Path, Path]:
-    a = {"same": torch.ones(2), "mine": torch.ones(1), "shape": torch.ones(2), "value": torch.tensor([1.0, 2.0])}
-    b = {"same": torch.ones(2), "theirs": torch.ones(1), "shape": torch.ones(3), "value": torch.tensor([1.0, 3.0])}
+    a = {
+        "same": torch.ones(2),
+        "mine": torch.ones(1),
+        "shape": torch.ones(2),
+        "value": torch.tensor([1.0, 2.0]),
+    }
+    b = {
+        "same": torch.ones(2),
+        "theirs": torch.ones(1),
+        "shape": torch.ones(3),
+        "value": torch.tensor([1.0, 3.0]),
+    }
     torch.save({"model": a, "epoch": 1}, tmp_path / "a.pth")
     save_file(b, tmp_path / "b.safetensors")
     return tmp_path / "a.pth", tmp_path / "b.safetensors"
@@ -40,7 +50,11 @@ def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
         "missing": ["theirs"],
         "unexpected": ["mine"],
         "mismatched": [
-            {"name": "shape", "a": {"dtype": "float32", "shape": [2]}, "b": {"dtype": "float32", "shape": [3]}}
+            {
+                "name": "shape",
+                "a": {"dtype": "float32", "shape": [2]},
+                "b": {"dtype": "float32", "shape": [3]},
+            }
         ],
         "changed": [{"name": "value", "count": 1, "first": 1, "largest": None}],
         "renamed": [],
@@ -56,7 +70,9 @@ def test_the_text(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
     assert "unexpected (only in A): 1 key\n  mine\n" in text
     assert ["shape", "float32", "[2]", "float32", "[3]"] in map(str.split, text.splitlines())
     assert ["value", "1", "1"] in map(str.split, text.splitlines())
-    assert text.endswith("different: 1 missing, 1 unexpected, 1 mismatched, 1 changed, of 3 keys on both sides\n")
+    assert text.endswith(
+        "different: 1 missing, 1 unexpected, 1 mismatched, 1 changed, of 3 keys on both sides\n"
+    )
 
 
 def test_equal_files(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
@@ -81,12 +97,20 @@ def test_keys_choose_the_sides(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert ckptkit("diff", *both).exit_code == 3
     assert ckptkit("diff", "--values", "--key", "a", *both).exit_code == 0
     assert ckptkit("diff", "--values", "--key", "a", "--key-b", "b", *both).exit_code == 1
-    assert ckptkit("diff", "--values", "--key", "b", "--key-b", "", both[0], tmp_path / "one.pth").exit_code == 0
+    assert (
+        ckptkit(
+            "diff", "--values", "--key", "b", "--key-b", "", both[0], tmp_path / "one.pth"
+        ).exit_code
+        == 0
+    )
 
 
 def test_a_model(ckptkit: Ckptkit, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NET)
-    torch.save(torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 3)}).half().state_dict(), tmp_path / "half.pth")
+    torch.save(
+        torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 3)}).half().state_dict(),
+        tmp_path / "half.pth",
+    )
     spec = f"{tmp_path / 'nets.py'}:Net"
     assert ckptkit("diff", tmp_path / "half.pth", "--model", spec).exit_code == 0
     result = ckptkit("diff", "--json", tmp_path / "half.pth", "--model", spec, "--arg", "width=5")
@@ -107,5 +131,7 @@ def test_a_model(ckptkit: Ckptkit, tmp_path: Path) -> None:
         ["b", "--atol", "-1"],
     ],
 )
-def test_what_makes_no_sense_is_usage(ckptkit: Ckptkit, ab: tuple[Path, Path], arguments: list[str]) -> None:
+def test_what_makes_no_sense_is_usage(
+    ckptkit: Ckptkit, ab: tuple[Path, Path], arguments: list[str]
+) -> None:
     assert ckptkit("diff", ab[0], *arguments).exit_code == 2

@@ -17,20 +17,27 @@ from tests.matrix import FOLDER, of_net
 
 @pytest.fixture
 def net(tmp_path: Path) -> Path:
-    torch.save({"b": torch.ones(2), "a": torch.arange(3), "odd\nname": torch.zeros(1)}, tmp_path / "net.pth")
+    torch.save(
+        {"b": torch.ones(2), "a": torch.arange(3), "odd\nname": torch.zeros(1)},
+        tmp_path / "net.pth",
+    )
     return tmp_path / "net.pth"
 
 
 def test_a_list_like_that_of_sha256sum(ckptkit: Ckptkit, net: Path) -> None:
     first, *lines = ckptkit("digest", net).stdout.splitlines()
-    assert [line[-len(name) :] for line, name in zip(lines, ("  a", "  b", "  odd\\nname"), strict=True)]
+    assert [
+        line[-len(name) :] for line, name in zip(lines, ("  a", "  b", "  odd\\nname"), strict=True)
+    ]
     assert lines[2].startswith("\\")
     assert lines[1].split()[0] == hashlib.sha256(b"float32 2\n" + b"\0\0\x80?" * 2).hexdigest()
     whole = hashlib.sha256("".join(f"{line}\n" for line in sorted(lines)).encode()).hexdigest()
     assert first == f"# ckptkit.digest/1 tensors=3 sha256={whole}"
 
 
-@pytest.mark.parametrize("name", [name for name in of_net() if "safetensors" in name or "sharded" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in of_net() if "safetensors" in name or "sharded" in name]
+)
 def test_converted_it_is_the_same(name: str, ckptkit: Ckptkit, tmp_path: Path) -> None:
     """The fixtures, into every format that can be written."""
     listed = ckptkit("digest", FOLDER / name).stdout
@@ -38,7 +45,9 @@ def test_converted_it_is_the_same(name: str, ckptkit: Ckptkit, tmp_path: Path) -
         assert ckptkit("convert", FOLDER / name, tmp_path / out).exit_code == 0
         assert ckptkit("digest", tmp_path / out).stdout == listed
     for format in ("dcp", "sharded", "sharded-bin"):
-        assert ckptkit("convert", FOLDER / name, tmp_path / format, "--format", format).exit_code == 0
+        assert (
+            ckptkit("convert", FOLDER / name, tmp_path / format, "--format", format).exit_code == 0
+        )
         assert ckptkit("digest", tmp_path / format).stdout == listed
 
 
@@ -95,11 +104,15 @@ def test_what_is_left_out_is_said(ckptkit: Ckptkit, tmp_path: Path) -> None:
     done = ckptkit("digest", tmp_path / "a.pth")
     assert done.exit_code == 0
     assert "left out: ghost" in done.stderr
-    assert "no name of a tensor matches" in ckptkit("digest", "--keys", "nothing", tmp_path / "a.pth").stderr
+    assert (
+        "no name of a tensor matches"
+        in ckptkit("digest", "--keys", "nothing", tmp_path / "a.pth").stderr
+    )
 
 
 @pytest.mark.parametrize(
-    "words", [("a", "b", "--manifest", "m"), ("a", "b", "--check", "m"), ("a", "--manifest", "m", "--json")]
+    "words",
+    [("a", "b", "--manifest", "m"), ("a", "b", "--check", "m"), ("a", "--manifest", "m", "--json")],
 )
 def test_what_does_not_go_together(ckptkit: Ckptkit, words: tuple[str, ...]) -> None:
     assert ckptkit("digest", *words).exit_code == 2

@@ -1,6 +1,8 @@
-"""doctor: for each cause, a file that torch made has it, doctor says so, and the command that it prints mends it.
+"""doctor: for each cause, a file that torch made has it, doctor says so, and the command that it
+prints mends it.
 
-The commands are run as a person would: what stands below the explanation, split by the rules of the shell.
+The commands are run as a person would: what stands below the explanation, split by the rules of the
+shell.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def net(**options: object) -> nn.Module:
 
 @pytest.fixture
 def diagnose(ckptkit: Ckptkit) -> Diagnose:
-    """``diagnose(path, ...)``: the causes by their ids; the exit code must tell that there are some."""
+    """``diagnose(path, ...)``: the causes by their ids; the exit code must tell that there are
+    some."""
 
     def invoke(*args: object, code: int = 1) -> dict[str, dict[str, Any]]:
         result = ckptkit("doctor", "--json", *args)
@@ -109,7 +112,9 @@ def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) 
 # Names
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
 def test_prefix(diagnose: Diagnose, paste: Paste, tmp_path: Path, prefix: str) -> None:
     state = {prefix + name: tensor for name, tensor in net().state_dict().items()}
     torch.save(state, tmp_path / "it's a run.pth")
@@ -121,7 +126,10 @@ def test_prefix(diagnose: Diagnose, paste: Paste, tmp_path: Path, prefix: str) -
 
 
 def test_prefix_of_most_keys(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    state = {("module." if "mlp" not in name else "") + name: tensor for name, tensor in net().state_dict().items()}
+    state = {
+        ("module." if "mlp" not in name else "") + name: tensor
+        for name, tensor in net().state_dict().items()
+    }
     torch.save(state, tmp_path / "run.pth")
     cause = diagnose(tmp_path / "run.pth")["prefix"]
     assert cause["title"].startswith("6 of 10 keys")
@@ -130,7 +138,10 @@ def test_prefix_of_most_keys(diagnose: Diagnose, paste: Paste, tmp_path: Path) -
 
 def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
     state = {"model." + name: tensor for name, tensor in net().state_dict().items()}
-    torch.save({"state_dict": state, "pytorch-lightning_version": "2.5.0", "epoch": 1}, tmp_path / "run.ckpt")
+    torch.save(
+        {"state_dict": state, "pytorch-lightning_version": "2.5.0", "epoch": 1},
+        tmp_path / "run.ckpt",
+    )
     assert "model." in diagnose(tmp_path / "run.ckpt")["prefix"]["command"]
     torch.save(state, tmp_path / "run.pth")
     found = diagnose(tmp_path / "run.pth")["attribute"]  # many networks have a part called model
@@ -182,9 +193,15 @@ def test_prefix_inside(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None
     net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["inner-prefix"])))
 
 
-@pytest.mark.parametrize("there, back", [("module.", ""), ("", "module."), ("model.", "net."), ("a.b.", "")])
-def test_prefix_beside_a_model(diagnose: Diagnose, paste: Paste, tmp_path: Path, there: str, back: str) -> None:
-    torch.save({there + name: tensor for name, tensor in net().state_dict().items()}, tmp_path / "run.pth")
+@pytest.mark.parametrize(
+    "there, back", [("module.", ""), ("", "module."), ("model.", "net."), ("a.b.", "")]
+)
+def test_prefix_beside_a_model(
+    diagnose: Diagnose, paste: Paste, tmp_path: Path, there: str, back: str
+) -> None:
+    torch.save(
+        {there + name: tensor for name, tensor in net().state_dict().items()}, tmp_path / "run.pth"
+    )
     wrapper = f"def make():\n    model = Net()\n    for part in {back!r}.split('.')[-2::-1]:\n"
     wrapper += "        model = nn.ModuleDict({part: model})\n    return model\n"
     (tmp_path / "nets.py").write_text(NET + wrapper)
@@ -196,7 +213,12 @@ def test_prefix_beside_a_model(diagnose: Diagnose, paste: Paste, tmp_path: Path,
 
 def test_renamed(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NET)
-    renamed = (("blocks.", "encoder.layer."), ("attn.", "attention."), ("mlp.", "feed_forward."), ("embed.", "tokens."))
+    renamed = (
+        ("blocks.", "encoder.layer."),
+        ("attn.", "attention."),
+        ("mlp.", "feed_forward."),
+        ("embed.", "tokens."),
+    )
     state = {}
     for name, tensor in net().state_dict().items():
         for new, old in renamed:
@@ -228,7 +250,8 @@ def most(folder: Path, prefix: str = "", **options: int) -> tuple[nn.Module, Pat
     torch.manual_seed(1)
     state = namespace["Net"](**options).state_dict()
     state = {
-        name.replace("layers.", "encoder.blocks.").replace("embed.", "tok."): value for name, value in state.items()
+        name.replace("layers.", "encoder.blocks.").replace("embed.", "tok."): value
+        for name, value in state.items()
     }
     torch.save({prefix + name: value for name, value in state.items()}, folder / "run.pth")
     return namespace["Net"](), folder / "run.pth"
@@ -247,8 +270,12 @@ def test_most_keys_have_another_beginning(
         keys = {key.removeprefix(prefix) for key in load(paste(cause))}
         assert keys >= {*right}
     keys = {name.removeprefix("module.") for name in load(path)}
-    named = {part.split(" -> ")[0] for part in found["renamed"]["title"].partition(": ")[2].split(", ")}
-    assert all(name.removeprefix(prefix) in keys for name in named if "." in name and " and " not in name)
+    named = {
+        part.split(" -> ")[0] for part in found["renamed"]["title"].partition(": ")[2].split(", ")
+    }
+    assert all(
+        name.removeprefix(prefix) in keys for name in named if "." in name and " and " not in name
+    )
     done = ckptkit("doctor", path, *options, "--fix", tmp_path / "fixed.pth")
     assert done.exit_code == 0 and "left without a change" not in done.stderr
     fixed, source = load(tmp_path / "fixed.pth"), load(path)
@@ -257,7 +284,9 @@ def test_most_keys_have_another_beginning(
     assert torch.equal(fixed["layers.3.bias"], source[prefix + "encoder.blocks.3.bias"])
 
 
-def test_a_new_beginning_alone_is_one_substitution(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
+def test_a_new_beginning_alone_is_one_substitution(
+    diagnose: Diagnose, paste: Paste, tmp_path: Path
+) -> None:
     model, path = most(tmp_path)
     state = {name.replace("tok.", "embed."): value for name, value in load(path).items()}
     torch.save(state, path)
@@ -266,7 +295,9 @@ def test_a_new_beginning_alone_is_one_substitution(diagnose: Diagnose, paste: Pa
     model.load_state_dict(load(paste(found["renamed"])))
 
 
-def test_a_new_beginning_and_another_head(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_a_new_beginning_and_another_head(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     _, path = most(tmp_path, classes=5)
     options = ("--model", f"{tmp_path / 'nets.py'}:Net")
     assert diagnose(path, *options).keys() == {"renamed", "mismatched"}
@@ -300,7 +331,9 @@ def test_mismatched(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     torch.save(net(classes=7).state_dict(), tmp_path / "run.pth")
     found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
     assert found.keys() == {"mismatched"}
-    assert "head.weight is [7, 4] in the file and [3, 4] in the model" in found["mismatched"]["title"]
+    assert (
+        "head.weight is [7, 4] in the file and [3, 4] in the model" in found["mismatched"]["title"]
+    )
     with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
         net().load_state_dict(load(tmp_path / "run.pth"), strict=False)
     done = net().load_state_dict(load(paste(found["mismatched"])), strict=False)
@@ -321,7 +354,10 @@ def test_unexpected_and_missing(diagnose: Diagnose, paste: Paste, tmp_path: Path
 def test_tied(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NET)
     tied = net(tied=True).state_dict()
-    save_file({name: tensor for name, tensor in tied.items() if name != "head.weight"}, tmp_path / "run.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tied.items() if name != "head.weight"},
+        tmp_path / "run.safetensors",
+    )
     options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--arg", "tied=true")
     found = diagnose(tmp_path / "run.safetensors", *options)
     assert found.keys() == {"tied"}
@@ -359,7 +395,10 @@ def test_counters_of_old_batch_norms_are_not_missing(diagnose: Diagnose, tmp_pat
 
 
 def test_device(
-    diagnose: Diagnose, paste: Paste, tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
+    diagnose: Diagnose,
+    paste: Paste,
+    tmp_path: Path,
+    simulated_cuda: Callable[..., AbstractContextManager[None]],
 ) -> None:
     if torch.cuda.device_count() > 7:
         pytest.skip("this machine has the device")
@@ -380,7 +419,9 @@ def test_wrapper(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
 
 
 def test_several_that_could_be_meant(diagnose: Diagnose, tmp_path: Path, ckptkit: Ckptkit) -> None:
-    torch.save({"gen": net().state_dict(), "disc": nn.Linear(2, 2).state_dict()}, tmp_path / "gan.pth")
+    torch.save(
+        {"gen": net().state_dict(), "disc": nn.Linear(2, 2).state_dict()}, tmp_path / "gan.pth"
+    )
     cause = diagnose(tmp_path / "gan.pth")["ambiguous"]
     _, *words = shlex.split(cause["command"])
     chosen = ckptkit(*words, "--fix", tmp_path / "gen.pth")
@@ -420,7 +461,10 @@ def test_what_loading_would_run_is_said(diagnose: Diagnose, tmp_path: Path) -> N
 
     torch.save({"model": net().state_dict(), "x": Evil()}, tmp_path / "run.pth")
     found = diagnose(tmp_path / "run.pth")
-    assert "system" in found["weights-only"]["explanation"] and "do not load it" in found["weights-only"]["explanation"]
+    assert (
+        "system" in found["weights-only"]["explanation"]
+        and "do not load it" in found["weights-only"]["explanation"]
+    )
 
 
 def test_optimizer(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
@@ -428,7 +472,9 @@ def test_optimizer(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 512)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth"
+    )
     cause = diagnose(tmp_path / "run.pth")["optimizer"]
     assert cause["title"].startswith("67% of its bytes")
     small = paste(cause)
@@ -461,20 +507,28 @@ def test_dropping_objects_that_are_all_there_is(
     assert found["weights-only"]["command"] is None and not found["weights-only"]["fixable"]
     assert "--objects drop" not in ckptkit("inspect", tmp_path / "training_args.bin").stdout
     ckptkit("doctor", tmp_path / "training_args.bin", "--fix", tmp_path / "fixed.bin")
-    done = ckptkit("convert", tmp_path / "training_args.bin", tmp_path / "x.pth", "--objects", "drop")
+    done = ckptkit(
+        "convert", tmp_path / "training_args.bin", tmp_path / "x.pth", "--objects", "drop"
+    )
     assert done.exit_code == 2 and "nothing is left" in done.stderr
     assert not (tmp_path / "fixed.bin").exists() and not (tmp_path / "x.pth").exists()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_quantized_program(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_quantized_program(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     made: Any = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear})
     torch.jit.save(torch.jit.script(made), tmp_path / "q.pt")
     cause = diagnose(tmp_path / "q.pt")["program"]
     state = load(paste(cause))
     assert torch.equal(state["0.weight"], made[0].weight().dequantize())
     assert ckptkit("doctor", tmp_path / "q.pt", "--fix", tmp_path / "fixed.pt").exit_code == 0
-    hints = [line for line in ckptkit("inspect", tmp_path / "q.pt").stdout.splitlines() if "convert" in line]
+    hints = [
+        line
+        for line in ckptkit("inspect", tmp_path / "q.pt").stdout.splitlines()
+        if "convert" in line
+    ]
     assert hints and all("--dequantize" in line for line in hints)
     assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
 
@@ -490,8 +544,13 @@ def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "a.pdparams", "a.npz", "a.npy", "config.pkl"])
-def test_what_torch_load_refuses(diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, name: str) -> None:
-    arrays, path = {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.zeros(3, "f4")}, tmp_path / name
+def test_what_torch_load_refuses(
+    diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, name: str
+) -> None:
+    arrays, path = (
+        {"fc.weight": np.ones((2, 3), "f4"), "fc.bias": np.zeros(3, "f4")},
+        tmp_path / name,
+    )
     if name == "a.npz":
         np.savez(path, **arrays)
     elif name == "a.npy":
@@ -513,10 +572,16 @@ def test_what_torch_load_refuses(diagnose: Diagnose, paste: Paste, ckptkit: Ckpt
     assert diagnose(out, code=0) == {}
 
 
-def test_states_of_generators_are_no_weights(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_states_of_generators_are_no_weights(
+    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     import random
 
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
     torch.save(state, tmp_path / "rng_state.pth")  # as transformers does
     torch.save({"rng": np.random.RandomState(1), "epoch": 3, "model": 1}, tmp_path / "run.pth")
     for name in ("rng_state.pth", "run.pth"):
@@ -570,19 +635,26 @@ def test_a_flipped_bit(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "id, data",
     [
-        ("lfs-pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n"),
+        (
+            "lfs-pointer",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n",
+        ),
         ("html", b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"),
         ("foreign", b"GGUF" + bytes(100)),
         ("foreign", b""),
     ],
 )
-def test_no_checkpoint(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, id: str, data: bytes) -> None:
+def test_no_checkpoint(
+    diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path, id: str, data: bytes
+) -> None:
     (tmp_path / "run.pth").write_bytes(data)
     with pytest.raises((pickle.UnpicklingError, EOFError, RuntimeError)):
         torch.load(tmp_path / "run.pth", weights_only=False)
     found = diagnose(tmp_path / "run.pth", code=3)
     assert found.keys() == {id}
-    assert ckptkit("doctor", tmp_path / "run.pth").stdout.startswith(f"{tmp_path / 'run.pth'}: cannot be read\n\n1. ")
+    assert ckptkit("doctor", tmp_path / "run.pth").stdout.startswith(
+        f"{tmp_path / 'run.pth'}: cannot be read\n\n1. "
+    )
     if id == "lfs-pointer":
         assert found[id]["command"] == "git lfs pull"
         assert "440,449,768 bytes" in found[id]["title"]
@@ -657,7 +729,11 @@ def shards(folder: Path, suffix: str = ".safetensors") -> None:
 def test_shards_without_index(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     shards(tmp_path / "net")
     done = paste(diagnose(tmp_path / "net")["no-index"])
-    index = json.loads((done / "model.safetensors.index.json").read_text()) if len(list(done.iterdir())) > 1 else None
+    index = (
+        json.loads((done / "model.safetensors.index.json").read_text())
+        if len(list(done.iterdir())) > 1
+        else None
+    )
     state: dict[str, torch.Tensor] = {}
     for file in set(index["weight_map"].values()) if index else ("model.safetensors",):
         state |= load_file(done / file)
@@ -666,7 +742,9 @@ def test_shards_without_index(diagnose: Diagnose, paste: Paste, tmp_path: Path) 
 
 def test_one_shard(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     shards(tmp_path / "net")
-    net().load_state_dict(load(paste(diagnose(tmp_path / "net" / "model-00001-of-00002.safetensors")["one-shard"])))
+    net().load_state_dict(
+        load(paste(diagnose(tmp_path / "net" / "model-00001-of-00002.safetensors")["one-shard"]))
+    )
 
 
 def test_a_shard_is_missing(diagnose: Diagnose, tmp_path: Path) -> None:
@@ -726,10 +804,20 @@ def test_fix_does_all_in_one_plan(
     ckptkit: Ckptkit, tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
 ) -> None:
     (tmp_path / "nets.py").write_text(NET)
-    state = {f"module.{name.replace('blocks', 'layers')}": tensor for name, tensor in net().state_dict().items()}
+    state = {
+        f"module.{name.replace('blocks', 'layers')}": tensor
+        for name, tensor in net().state_dict().items()
+    }
     with simulated_cuda(7):
         torch.save({"model": state, "args": Namespace(lr=1)}, tmp_path / "run.pth")
-    command = ("doctor", tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net", "--fix", tmp_path / "new.pth")
+    command = (
+        "doctor",
+        tmp_path / "run.pth",
+        "--model",
+        f"{tmp_path / 'nets.py'}:Net",
+        "--fix",
+        tmp_path / "new.pth",
+    )
     result = ckptkit(*command)
     assert result.exit_code == 0, result.stdout
     assert "nothing remains" in result.stdout
@@ -748,7 +836,9 @@ def test_fix_says_what_remains(ckptkit: Ckptkit, tmp_path: Path) -> None:
     said, _, rest = result.stdout.partition("what remains in")
     assert "stripped 'module.' from 10 keys" in said
     assert "head.weight is [9, 4] in the file and [3, 4] in the model" in rest
-    found = json.loads(ckptkit("doctor", "--json", tmp_path / "run.pth", *options, "--force").stdout)
+    found = json.loads(
+        ckptkit("doctor", "--json", tmp_path / "run.pth", *options, "--force").stdout
+    )
     assert [cause["id"] for cause in found["causes"]] == ["prefix", "mismatched"]
     assert [cause["id"] for cause in found["fixed"]["remaining"]] == ["mismatched"]
 
@@ -773,11 +863,17 @@ def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 
 def test_paths_that_look_like_options(
-    ckptkit: Ckptkit, diagnose: Diagnose, paste: Paste, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ckptkit: Ckptkit,
+    diagnose: Diagnose,
+    paste: Paste,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nets.py").write_text(NET)
-    state = {name.replace("blocks", "layers"): tensor for name, tensor in net().state_dict().items()}
+    state = {
+        name.replace("blocks", "layers"): tensor for name, tensor in net().state_dict().items()
+    }
     torch.save(state, tmp_path / "-run.pth")
     found = diagnose("--model", "nets.py:Net", "--", "-run.pth")
     net().load_state_dict(load(paste(found["renamed"])))

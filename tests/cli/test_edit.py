@@ -46,13 +46,18 @@ def test_strip_module(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
 
 def test_strip_module_takes_other_prefixes(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
     torch.save({"_orig_mod.module.w": torch.ones(1), "b": torch.zeros(1)}, tmp_path / "c.pth")
-    result = ckptkit("strip-module", "--prefix", "_orig_mod.", "--prefix", "module.", tmp_path / "c.pth", out)
+    result = ckptkit(
+        "strip-module", "--prefix", "_orig_mod.", "--prefix", "module.", tmp_path / "c.pth", out
+    )
     assert list(load(out)) == ["w", "b"]
     assert "left without a change: 'b'" in result.stderr
 
 
 def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    torch.save({"model": {"module.w": torch.ones(1)}, "ema": {"module.w": torch.ones(1)}}, tmp_path / "e.pth")
+    torch.save(
+        {"model": {"module.w": torch.ones(1)}, "ema": {"module.w": torch.ones(1)}},
+        tmp_path / "e.pth",
+    )
     result = ckptkit("strip-module", tmp_path / "e.pth", out)
     assert "--key model --key ema" in result.stderr
     assert list(load(out)["ema"]) == ["module.w"]
@@ -60,7 +65,9 @@ def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out
     assert list(load(out)["model"]) == list(load(out)["ema"]) == ["w"]
 
 
-def test_nothing_to_strip_is_a_warning_and_a_copy(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
+def test_nothing_to_strip_is_a_warning_and_a_copy(
+    ckptkit: Ckptkit, tmp_path: Path, out: Path
+) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "p.pth")
     result = ckptkit("strip-module", tmp_path / "p.pth", out)
     assert result.exit_code == 0
@@ -79,11 +86,16 @@ def test_add_module(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path) 
     ckptkit("strip-module", run_pth, tmp_path / "plain.pth")
     assert ckptkit("add-module", tmp_path / "plain.pth", out).exit_code == 0
     assert equal(load(out)["model"], load(run_pth)["model"])
-    assert ckptkit("add-module", "--prefix", "net.", "--force", tmp_path / "plain.pth", out).exit_code == 0
+    assert (
+        ckptkit("add-module", "--prefix", "net.", "--force", tmp_path / "plain.pth", out).exit_code
+        == 0
+    )
     assert all(name.startswith("net.") for name in load(out)["model"])
 
 
-def test_remap(ckptkit: Ckptkit, as_json: Json, tmp_path: Path, out: Path, simulated_cuda: Any) -> None:
+def test_remap(
+    ckptkit: Ckptkit, as_json: Json, tmp_path: Path, out: Path, simulated_cuda: Any
+) -> None:
     with simulated_cuda(1):
         torch.save({"w": torch.ones(3)}, tmp_path / "c.pth")
     assert ckptkit("remap", tmp_path / "c.pth", out, "--map", "cuda:1=cuda:0").exit_code == 0
@@ -103,17 +115,35 @@ def test_remap_says_one_thing(ckptkit: Ckptkit, run_pth: Path, out: Path) -> Non
 def test_rename(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
     torch.save({"a.w": torch.ones(1), "b.w": torch.zeros(1)}, tmp_path / "p.pth")
     (tmp_path / "names.json").write_text('{"a.w": "first"}')
-    result = ckptkit("rename", tmp_path / "p.pth", out, "--map", tmp_path / "names.json", "--sub", r"^(?=b)b\.=c.")
+    result = ckptkit(
+        "rename",
+        tmp_path / "p.pth",
+        out,
+        "--map",
+        tmp_path / "names.json",
+        "--sub",
+        r"^(?=b)b\.=c.",
+    )
     assert result.exit_code == 0, result.stderr
     assert list(load(out)) == ["first", "c.w"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--sub", "no equals"], ["--map", "absent.json"], ["--map", "list.json"], ["--map", "nested.json"]],
+    [
+        [],
+        ["--sub", "no equals"],
+        ["--map", "absent.json"],
+        ["--map", "list.json"],
+        ["--map", "nested.json"],
+    ],
 )
 def test_rename_refuses_what_it_cannot_read(
-    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, run_pth: Path, out: Path, arguments: list[str]
+    ckptkit: Ckptkit,
+    monkeypatch: pytest.MonkeyPatch,
+    run_pth: Path,
+    out: Path,
+    arguments: list[str],
 ) -> None:
     monkeypatch.chdir(run_pth.parent)
     Path("list.json").write_text("[]")
@@ -122,7 +152,9 @@ def test_rename_refuses_what_it_cannot_read(
     assert not out.exists()
 
 
-def test_extract_and_wrap_are_ways_back(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path) -> None:
+def test_extract_and_wrap_are_ways_back(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, out: Path
+) -> None:
     assert ckptkit("extract", run_pth, tmp_path / "model.pth", "--key", "model").exit_code == 0
     assert equal(load(tmp_path / "model.pth"), load(run_pth)["model"])
     assert ckptkit("wrap", tmp_path / "model.pth", out, "--key", "model").exit_code == 0
@@ -138,8 +170,14 @@ def test_convert_names_what_is_left_out(ckptkit: Ckptkit, run_pth: Path, tmp_pat
     assert "optimizer" in result.stderr
 
 
-def test_convert_applies_everything_in_its_order(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
-    weights = {"module.enc.w": torch.ones(2, 2), "module.dec.w": torch.ones(2), "module.enc.n": torch.ones(3).long()}
+def test_convert_applies_everything_in_its_order(
+    ckptkit: Ckptkit, tmp_path: Path, out: Path
+) -> None:
+    weights = {
+        "module.enc.w": torch.ones(2, 2),
+        "module.dec.w": torch.ones(2),
+        "module.enc.n": torch.ones(3).long(),
+    }
     torch.save(weights, tmp_path / "p.pth")
     result = ckptkit(
         "convert", tmp_path / "p.pth", out,
@@ -147,24 +185,39 @@ def test_convert_applies_everything_in_its_order(ckptkit: Ckptkit, tmp_path: Pat
         "--strip", "module.", "--drop", "module.dec.*",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert {name: tensor.dtype for name, tensor in load(out).items()} == {"enc.w": torch.float16, "enc.n": torch.int64}
+    assert {name: tensor.dtype for name, tensor in load(out).items()} == {
+        "enc.w": torch.float16,
+        "enc.n": torch.int64,
+    }
 
 
 def test_cast_without_a_glob_is_for_all(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
     torch.save({"a": torch.ones(2), "norm": torch.ones(2)}, tmp_path / "p.pth")
-    assert ckptkit("convert", tmp_path / "p.pth", out, "--cast", "bf16", "--cast", "norm=fp32").exit_code == 0
+    assert (
+        ckptkit(
+            "convert", tmp_path / "p.pth", out, "--cast", "bf16", "--cast", "norm=fp32"
+        ).exit_code
+        == 0
+    )
     assert [tensor.dtype for tensor in load(out).values()] == [torch.bfloat16, torch.float32]
 
 
-def test_convert_wants_a_suffix_that_it_knows(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+def test_convert_wants_a_suffix_that_it_knows(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
+) -> None:
     result = ckptkit("convert", run_pth, tmp_path / "run.unknown")
     assert result.exit_code == 2
     assert ".safetensors" in result.stderr and "--format" in result.stderr
-    assert ckptkit("convert", run_pth, tmp_path / "run.unknown", "--format", "torch-zip").exit_code == 0
+    assert (
+        ckptkit("convert", run_pth, tmp_path / "run.unknown", "--format", "torch-zip").exit_code
+        == 0
+    )
     assert load(tmp_path / "run.unknown")["epoch"] == 3
 
 
-def test_editing_keeps_the_format_under_an_unknown_suffix(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+def test_editing_keeps_the_format_under_an_unknown_suffix(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
+) -> None:
     assert ckptkit("strip-module", run_pth, tmp_path / "run.best").exit_code == 0
     assert load(tmp_path / "run.best")["epoch"] == 3
 
@@ -173,12 +226,24 @@ def test_objects(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:
     torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=1)}, tmp_path / "o.pth")
     kept = ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu")
     assert kept.exit_code == 0 and "argparse.Namespace" in kept.stderr
-    assert ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "error", "--force").exit_code == 3
-    assert ckptkit("remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "drop", "--force").exit_code == 0
+    assert (
+        ckptkit(
+            "remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "error", "--force"
+        ).exit_code
+        == 3
+    )
+    assert (
+        ckptkit(
+            "remap", tmp_path / "o.pth", out, "--to", "cpu", "--objects", "drop", "--force"
+        ).exit_code
+        == 0
+    )
     assert list(load(out)) == ["w"]
 
 
-def test_an_existing_destination_is_kept_without_force(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
+def test_an_existing_destination_is_kept_without_force(
+    ckptkit: Ckptkit, run_pth: Path, out: Path
+) -> None:
     out.write_text("mine")
     result = ckptkit("strip-module", run_pth, out)
     assert result.exit_code == 2
@@ -237,7 +302,11 @@ def test_the_json_report(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> Non
     found = json.loads(result.stdout)
     assert found["schema"] == "ckptkit.edit/1"
     assert (found["source"], found["destination"]) == (str(run_pth), str(target))
-    assert (found["format"], found["tensors"], found["size"]) == ("safetensors", 9, target.stat().st_size)
+    assert (found["format"], found["tensors"], found["size"]) == (
+        "safetensors",
+        9,
+        target.stat().st_size,
+    )
     assert found["done"] == ["stripped 'module.' from 9 keys of model"]
     assert any("optimizer" in line for line in found["left_out"])
     assert (found["in_place"], found["dry_run"]) == (False, False)
@@ -255,16 +324,23 @@ def test_an_unknown_entry_is_2(ckptkit: Ckptkit, run_pth: Path, out: Path) -> No
     assert "model" in result.stderr
 
 
-def test_wrapping_for_a_format_of_weights_alone(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+def test_wrapping_for_a_format_of_weights_alone(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
+) -> None:
     """The entry would not be there, and nobody would be told."""
     refused = ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model")
     assert refused.exit_code == 2
     assert "safetensors holds weights alone, and no entry around them" in refused.stderr
     assert "--all keeps it" in refused.stderr
-    assert ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model", "--all").exit_code == 0
+    assert (
+        ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model", "--all").exit_code
+        == 0
+    )
 
 
-def test_in_place_on_a_link_says_what_stays(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+def test_in_place_on_a_link_says_what_stays(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
+) -> None:
     (tmp_path / "link.pth").symlink_to(run_pth)
     done = ckptkit("strip-module", "--in-place", tmp_path / "link.pth")
     assert f"was a link to {run_pth}, which stays as it was" in done.stderr

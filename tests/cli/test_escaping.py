@@ -1,4 +1,5 @@
-"""Names from a file, whatever command prints them: no control character leaves, in text, errors, JSON, CSV or SARIF."""
+"""Names from a file, whatever command prints them: no control character leaves, in text, errors,
+JSON, CSV or SARIF."""
 
 from __future__ import annotations
 
@@ -26,26 +27,41 @@ NAMES = [
     "=cmd|' /C calc'!A0", "@SUM(1)", "+1", "-1", "<script>alert(1)</script>", "%s%n{0}", "[bold]", "größe 模型",
 ]  # fmt: skip
 FOREIGN = "evil\x1b[2J"  # a module
-SILENT = {"train", "formats", "env", "completion", "browse"}  # print nothing of a file; the last has a screen
+SILENT = {
+    "train",
+    "formats",
+    "env",
+    "completion",
+    "browse",
+}  # print nothing of a file; the last has a screen
 
 
 class Given:
     """Files in a folder, by the names that the arguments below have for them."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        weights = OrderedDict((f"module.{name}.{i}", torch.ones(2, 2)) for i, name in enumerate(NAMES))
+        weights = OrderedDict(
+            (f"module.{name}.{i}", torch.ones(2, 2)) for i, name in enumerate(NAMES)
+        )
         self.paths = {
             name: folder / f"{name}{odd}"
             for name, odd in (("F", "\x1b[2J\n\u202e.pth"), ("G", ".pth"), ("S", ".safetensors"))
         }
         self.folder = folder
         torch.save(
-            {"model": weights, "model_ema": weights, **{f"{n}!": n for n in NAMES}, 3: self._object(monkeypatch)},
+            {
+                "model": weights,
+                "model_ema": weights,
+                **{f"{n}!": n for n in NAMES},
+                3: self._object(monkeypatch),
+            },
             self.paths["F"],
         )
         torch.save({f"{name}2": value for name, value in weights.items()}, self.paths["G"])
         whole = {name: value for name, value in weights.items() if "\ud800" not in name}
-        save_file(whole, self.paths["S"], metadata={name: name for name in NAMES if "\ud800" not in name})
+        save_file(
+            whole, self.paths["S"], metadata={name: name for name in NAMES if "\ud800" not in name}
+        )
         self.paths["C"] = folder / "cut\x07.pth"
         self.paths["C"].write_bytes(self.paths["F"].read_bytes()[:-3000])
         self.paths["R"] = folder / "recipe\x07.toml"
@@ -66,7 +82,12 @@ class Given:
         """Words with the files put in; O, OS, OD are outputs that are not there yet."""
         self.count += 1
         out = self.folder / f"out\x1b[{self.count}"
-        outputs = {"O": f"{out}.pth", "OS": f"{out}.safetensors", "OD": str(out), "OH": f"{out}.html"}
+        outputs = {
+            "O": f"{out}.pth",
+            "OS": f"{out}.safetensors",
+            "OD": str(out),
+            "OH": f"{out}.html",
+        }
         files = {name: str(path) for name, path in self.paths.items()}
         return [{**files, **outputs}.get(word, word) for word in words]
 
@@ -135,7 +156,9 @@ def test_CL_01_CL_02_CL_03_nothing_but_text_leaves(
             if options and ("--sarif" in words or "--csv" in words or "--tree" in words):
                 continue
             asked = given.arguments(words)
-            result = ckptkit(name, *([asked[0], *options, *asked[1:]] if name == "batch" else [*options, *asked]))
+            result = ckptkit(
+                name, *([asked[0], *options, *asked[1:]] if name == "batch" else [*options, *asked])
+            )
             assert result.exit_code in (0, 1, 2, 3, 4), (words, result.stderr)
             for text in map(unpainted, (result.stdout, result.stderr)):
                 odd = [
@@ -161,16 +184,23 @@ def test_CL_01_a_name_of_a_mebibyte(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert r"\x1b[2J" * (1 << 18) in ckptkit("inspect", tmp_path / "long.pth").stdout
 
 
-def test_CL_01_a_page_shows_names_as_text(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_CL_01_a_page_shows_names_as_text(
+    ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = Given(tmp_path, monkeypatch)
     assert ckptkit("report", *given.arguments(["G", "S", "-o", "OH"])).exit_code == 0
     (page,) = tmp_path.glob("*.html")
     text = page.read_text(encoding="utf-8")
     assert "<script>alert(1)" not in text and "alert(1)" in text
-    assert not any((ord(char) < 32 and char != "\n") or char in "\x7f\x85\x9b\u202e\u2066\u200b\u2028" for char in text)
+    assert not any(
+        (ord(char) < 32 and char != "\n") or char in "\x7f\x85\x9b\u202e\u2066\u200b\u2028"
+        for char in text
+    )
 
 
-def test_CL_02_no_cell_is_a_formula(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_CL_02_no_cell_is_a_formula(
+    ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a spreadsheet would compute when it opens the file."""
     given = Given(tmp_path, monkeypatch)
     torch.save({name: torch.ones(1) for name in NAMES}, tmp_path / "bare.pth")

@@ -35,7 +35,11 @@ def test_the_schema(as_json: Json, run_pth: Path) -> None:
         "path", "format", "size", "weights", "tensors", "values", "objects", "globals", "metadata", "warnings",
         "totals",
     }  # fmt: skip
-    assert (found["path"], found["format"], found["size"]) == (str(run_pth), "torch-zip", run_pth.stat().st_size)
+    assert (found["path"], found["format"], found["size"]) == (
+        str(run_pth),
+        "torch-zip",
+        run_pth.stat().st_size,
+    )
     assert found["weights"] == "model"
     assert all(set(each) == TENSOR for each in found["tensors"])
     assert set(found["totals"]) == {"tensors", "parameters", "nbytes", "storage_nbytes"}
@@ -44,7 +48,9 @@ def test_the_schema(as_json: Json, run_pth: Path) -> None:
 
 def test_tensors_are_those_that_torch_sees(as_json: Json, run_pth: Path) -> None:
     whole = torch.load(run_pth, weights_only=True)
-    found = {each["path"]: each for each in file(as_json("inspect", "--digest", run_pth))["tensors"]}
+    found = {
+        each["path"]: each for each in file(as_json("inspect", "--digest", run_pth))["tensors"]
+    }
     expected = {f"model.{name}": tensor for name, tensor in whole["model"].items()}
     for number, state in whole["optimizer"]["state"].items():
         expected[f"optimizer.state.{number}.momentum_buffer"] = state["momentum_buffer"]
@@ -68,7 +74,10 @@ def test_names_and_keys(as_json: Json, run_pth: Path) -> None:
 
 
 def test_values(as_json: Json, run_pth: Path) -> None:
-    values = {each["path"]: (each["type"], each["value"]) for each in file(as_json("inspect", run_pth))["values"]}
+    values = {
+        each["path"]: (each["type"], each["value"])
+        for each in file(as_json("inspect", run_pth))["values"]
+    }
     assert values["epoch"] == ("int", 3)
     assert values["name"] == ("str", "näme")
     assert values["loss"] == ("float", "NaN")
@@ -89,7 +98,9 @@ def test_objects(as_json: Json, tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2), "args": argparse.Namespace(lr=0.5)}, tmp_path / "o.pth")
     found = file(as_json("inspect", tmp_path / "o.pth"))
     assert found["objects"] == [{"path": "args", "keys": ["args"], "global": "argparse.Namespace"}]
-    assert {"path": "args.lr", "keys": ["args", "lr"], "type": "float", "value": 0.5} in found["values"]
+    assert {"path": "args.lr", "keys": ["args", "lr"], "type": "float", "value": 0.5} in found[
+        "values"
+    ]
 
 
 def test_ambiguous_weights_are_a_warning(as_json: Json, tmp_path: Path) -> None:
@@ -128,7 +139,9 @@ def test_flat(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 def test_keys_and_sort(as_json: Json, tmp_path: Path) -> None:
     path = tmp_path / "t.pth"
-    torch.save({"b.weight": torch.zeros(2), "a.weight": torch.zeros(9), "a.bias": torch.zeros(1)}, path)
+    torch.save(
+        {"b.weight": torch.zeros(2), "a.weight": torch.zeros(9), "a.bias": torch.zeros(1)}, path
+    )
 
     def names(*options: str) -> list[str]:
         return [each["name"] for each in file(as_json("inspect", *options, path))["tensors"]]
@@ -151,7 +164,17 @@ def test_the_tree(ckptkit: Ckptkit, run_pth: Path) -> None:
     lines = ckptkit("inspect", "--tree", run_pth).stdout.splitlines()
     assert lines[1].split() == ["model:", "OrderedDict", "of", "9", "36", "100.0%", "█" * 20]
     assert lines[2].startswith("    module. 9 tensors ")
-    assert lines[4].split() == ["weight:", "float32", "[3,", "4]", "on", "cpu", "12", "33.3%", "██████▋"]
+    assert lines[4].split() == [
+        "weight:",
+        "float32",
+        "[3,",
+        "4]",
+        "on",
+        "cpu",
+        "12",
+        "33.3%",
+        "██████▋",
+    ]
     assert "  epoch: 3" in lines
     assert "  name: 'näme'" in lines
 
@@ -181,7 +204,9 @@ def test_of_several_files_the_readable_are_shown(
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_one_bad_file_prints_nothing_else(ckptkit: Ckptkit, tmp_path: Path, options: list[str]) -> None:
+def test_one_bad_file_prints_nothing_else(
+    ckptkit: Ckptkit, tmp_path: Path, options: list[str]
+) -> None:
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
     result = ckptkit("inspect", *options, tmp_path / "bad.pth")
     assert (result.exit_code, result.stdout) == (3, "")
@@ -196,7 +221,9 @@ HOSTILE = "a\x1b]0;x\x07\n[OK] safe\u202e\u0085\r\ud800"
 
 
 @pytest.mark.parametrize("options", [[], ["--flat"], ["--tree"], ["--sort", "name"]])
-def test_CL_01_CL_02_hostile_names_are_shown_escaped(ckptkit: Ckptkit, tmp_path: Path, options: list[str]) -> None:
+def test_CL_01_CL_02_hostile_names_are_shown_escaped(
+    ckptkit: Ckptkit, tmp_path: Path, options: list[str]
+) -> None:
     torch.save({HOSTILE: torch.zeros(1), "inner": {HOSTILE: HOSTILE}}, tmp_path / "h.pth")
     result = ckptkit("inspect", *options, tmp_path / "h.pth")
     assert result.exit_code == 0
@@ -213,7 +240,14 @@ def test_CL_01_hostile_names_in_errors(ckptkit: Ckptkit, tmp_path: Path) -> None
 
 
 def test_CL_03_json_of_odd_values(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    root = {HOSTILE: torch.zeros(1), "inf": -math.inf, "huge": 1 << 70, 7: {(1, "a"): 2}, "bytes": b"\xff", None: 1}
+    root = {
+        HOSTILE: torch.zeros(1),
+        "inf": -math.inf,
+        "huge": 1 << 70,
+        7: {(1, "a"): 2},
+        "bytes": b"\xff",
+        None: 1,
+    }
     torch.save(root, tmp_path / "h.pth")
     result = ckptkit("inspect", "--json", tmp_path / "h.pth")
     assert result.stdout.isascii()
@@ -231,16 +265,22 @@ def test_CL_03_json_of_odd_values(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert values[("None",)] == 1
 
 
-def test_a_long_value_is_cut_in_the_table_and_whole_in_json(ckptkit: Ckptkit, as_json: Json, tmp_path: Path) -> None:
+def test_a_long_value_is_cut_in_the_table_and_whole_in_json(
+    ckptkit: Ckptkit, as_json: Json, tmp_path: Path
+) -> None:
     torch.save({"w": torch.zeros(1), "log": "x" * 5_000}, tmp_path / "l.pth")
     assert "x" * 200 + "... (5,000 characters)" in ckptkit("inspect", tmp_path / "l.pth").stdout
     (log,) = file(as_json("inspect", tmp_path / "l.pth"))["values"]
     assert log["value"] == "x" * 5_000
 
 
-def test_values_near_the_root_come_first_and_lists_are_one_row(ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_values_near_the_root_come_first_and_lists_are_one_row(
+    ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     groups = [{"betas": (0.9, 0.95), "params": list(range(n, n + 12))} for n in (0, 12)]
-    torch.save({"w": torch.zeros(1), "optimizer": {"groups": groups}, "epoch": 3}, tmp_path / "v.pth")
+    torch.save(
+        {"w": torch.zeros(1), "optimizer": {"groups": groups}, "epoch": 3}, tmp_path / "v.pth"
+    )
     lines = ckptkit("inspect", tmp_path / "v.pth").stdout.splitlines()
     assert lines[lines.index("values") + 1 :] == [
         "  epoch: 3",

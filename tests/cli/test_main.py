@@ -43,7 +43,9 @@ def test_help_lists_the_commands_in_full(ckptkit: Ckptkit) -> None:
     listed = [line.split(maxsplit=1) for line in lines if line.startswith("  ")]
     assert [words[0] for words in listed] == list(cli.COMMANDS)
     assert not any(words[1].endswith("...") for words in listed)
-    assert [line for line in lines if line and line[0] != " "] == [f"{title}:" for title in [*cli.GROUPS][1:]]
+    assert [line for line in lines if line and line[0] != " "] == [
+        f"{title}:" for title in [*cli.GROUPS][1:]
+    ]
 
 
 def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
@@ -54,7 +56,11 @@ def test_help_names_a_topic_that_exists(ckptkit: Ckptkit) -> None:
 
 def test_help_shows_pages_and_commands(ckptkit: Ckptkit) -> None:
     page = ckptkit("help", "diagnosis").stdout
-    assert page.startswith("# Why a checkpoint does not load") and "<!--" not in page and "```" not in page
+    assert (
+        page.startswith("# Why a checkpoint does not load")
+        and "<!--" not in page
+        and "```" not in page
+    )
     assert ckptkit("help", "scan").stdout == ckptkit("scan", "--help").stdout
     near = ckptkit("help", "formts")
     assert near.exit_code == 2 and "did you mean formats" in near.stderr
@@ -70,7 +76,9 @@ def test_version(ckptkit: Ckptkit) -> None:
     assert ckptkit("--version").stdout == f"ckptkit, version {package.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["inspect"], ["inspect", "--nope", "x"], ["remap", "a", "b"]])
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["inspect"], ["inspect", "--nope", "x"], ["remap", "a", "b"]]
+)
 def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
     result = ckptkit(*arguments)
     assert result.exit_code == 2
@@ -92,7 +100,12 @@ def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
     ],
 )
 def test_exit_codes(
-    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, error: BaseException, code: int, said: str
+    ckptkit: Ckptkit,
+    monkeypatch: pytest.MonkeyPatch,
+    small: Path,
+    error: BaseException,
+    code: int,
+    said: str,
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -103,16 +116,22 @@ def test_exit_codes(
     assert (result.exit_code, result.stderr.lstrip("\n")) == (code, said)
 
 
-def test_a_bug_is_5_and_one_line(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path) -> None:
+def test_a_bug_is_5_and_one_line(
+    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path
+) -> None:
     monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
     result = ckptkit("inspect", small)
     assert result.exit_code == 5
-    assert result.stderr.startswith("ckptkit: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: ")
+    assert result.stderr.startswith(
+        "ckptkit: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: "
+    )
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
-def test_the_traceback_on_request(ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, how: str) -> None:
+def test_the_traceback_on_request(
+    ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch, small: Path, how: str
+) -> None:
     monkeypatch.setattr("ckptkit.api.open_checkpoint", lambda *_, **__: 1 / 0)
     if how == "environment":
         monkeypatch.setenv("CKPTKIT_TRACEBACK", "1")
@@ -137,7 +156,9 @@ def test_missing_and_damaged_files_are_3(run: Run, tmp_path: Path) -> None:
 def test_CL_04_full(small: Path, options: list[str]) -> None:
     with open("/dev/full", "w") as full:
         arguments = [str(small)] if options[0] == "inspect" else []
-        done = subprocess.run([*PROGRAM, *options, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [*PROGRAM, *options, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 4
     assert done.stderr == "ckptkit: standard output: No space left on device\n"
 
@@ -147,7 +168,9 @@ def test_CL_04_closed_pipe(tmp_path: Path) -> None:
     torch.save({f"w{i}.x": torch.zeros(1) for i in range(5_000)}, path)
     for options in ([], ["--json"], ["--tree"]):
         child = subprocess.Popen(
-            [*PROGRAM, "inspect", *options, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*PROGRAM, "inspect", *options, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         assert child.stdout is not None and child.stderr is not None
         child.stdout.read(10)
@@ -192,12 +215,20 @@ def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
     [
-        (["--help"], {"tabulate", "json", "ckptkit.formats", "ckptkit.compute", "ckptkit.analysis"}),
-        (["inspect", "FILE"], {"ckptkit.analysis.tensor_digest", "ckptkit.analysis.diff", "ckptkit.transforms"}),
+        (
+            ["--help"],
+            {"tabulate", "json", "ckptkit.formats", "ckptkit.compute", "ckptkit.analysis"},
+        ),
+        (
+            ["inspect", "FILE"],
+            {"ckptkit.analysis.tensor_digest", "ckptkit.analysis.diff", "ckptkit.transforms"},
+        ),
         (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.core.fold"}),
     ],
 )
-def test_CL_07_only_what_is_needed_is_imported(small: Path, arguments: list[str], unneeded: set[str]) -> None:
+def test_CL_07_only_what_is_needed_is_imported(
+    small: Path, arguments: list[str], unneeded: set[str]
+) -> None:
     script = (
         "import sys; from ckptkit.cli import main\n"
         "try: main.main(sys.argv[1:])\n"
@@ -205,7 +236,9 @@ def test_CL_07_only_what_is_needed_is_imported(small: Path, arguments: list[str]
         "print('', *sys.modules)"
     )
     given = [str(small) if each == "FILE" else each for each in arguments]
-    done = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *given], capture_output=True, text=True, check=True
+    )
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "ckptkit.cli.inspect" in loaded
     assert not loaded & {"torch", "numpy", "tqdm", "fsspec", "safetensors", *unneeded}
@@ -216,8 +249,14 @@ def test_a_command_is_short() -> None:
     folder = Path(package.__file__).parent.parent
     for name in cli.COMMANDS:
         module = cli.ELSEWHERE.get(name, f"ckptkit.cli.{name.replace('-', '_')}")
-        tree = ast.parse(folder.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8"))
-        (command,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "command")
+        tree = ast.parse(
+            folder.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        )
+        (command,) = (
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == "command"
+        )
         body = command.body[1:] or command.body  # a group of commands has nothing to do itself
         assert body[-1].end_lineno - body[0].lineno < 20, name  # type: ignore[operator]
 

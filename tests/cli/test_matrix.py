@@ -1,4 +1,5 @@
-"""Every fixture through ``inspect --json --digest`` and ``strip-module``: against what torch finds in it."""
+"""Every fixture through ``inspect --json --digest`` and ``strip-module``: against what torch finds
+in it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def test_inspect_says_what_torch_finds(name: str, as_json: Callable[..., Any]) -
     fixture = Fixture(name).needs_reader()
     (file,) = as_json("inspect", "--digest", fixture.path)["files"]
     assert (file["format"], file["weights"]) == (fixture.facts["format"], fixture.facts["weights"])
-    assert {each["device"] for each in file["tensors"] if each["kind"] != "ndarray"} == set(fixture.facts["devices"])
+    assert {each["device"] for each in file["tensors"] if each["kind"] != "ndarray"} == set(
+        fixture.facts["devices"]
+    )
     state = {key: value for key, value in fixture.state().items() if torch.is_tensor(value)}
     said = {each["name"]: each for each in file["tensors"] if each["name"] in state}
     assert list(said) == list(state)
@@ -30,11 +33,15 @@ def test_inspect_says_what_torch_finds(name: str, as_json: Callable[..., Any]) -
         assert said[key]["dtype"] == str(tensor.dtype).removeprefix("torch.")
         assert said[key]["sha256"] == sha256(tensor)
     if "epoch" in fixture.facts:
-        assert fixture.facts["epoch"] in [each["value"] for each in file["values"] if each["path"] == "epoch"]
+        assert fixture.facts["epoch"] in [
+            each["value"] for each in file["values"] if each["path"] == "epoch"
+        ]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if Fixture(name).facts.get("prefix")])
-def test_prefixes_go_in_the_order_in_which_they_nest(name: str, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_prefixes_go_in_the_order_in_which_they_nest(
+    name: str, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     fixture = Fixture(name).needs_reader()
     prefixes = [part + "." for part in fixture.facts["prefix"].split(".")[:-1]]
     options = [word for prefix in prefixes for word in ("--prefix", prefix)]
@@ -43,4 +50,6 @@ def test_prefixes_go_in_the_order_in_which_they_nest(name: str, ckptkit: Ckptkit
     loaded = torch.load(tmp_path / "plain.pth", map_location="cpu", weights_only=True)
     state = loaded[weights] if weights else loaded
     want = reading.without_prefix(fixture.state())
-    assert {key: bits(value) for key, value in state.items()} == {key: bits(value) for key, value in want.items()}
+    assert {key: bits(value) for key, value in state.items()} == {
+        key: bits(value) for key, value in want.items()
+    }

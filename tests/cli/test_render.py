@@ -72,21 +72,36 @@ def test_size(nbytes: int, expected: str) -> None:
 
 
 def test_plural() -> None:
-    assert [render.plural(n, "tensor") for n in (0, 1, 97_000)] == ["0 tensors", "1 tensor", "97,000 tensors"]
+    assert [render.plural(n, "tensor") for n in (0, 1, 97_000)] == [
+        "0 tensors",
+        "1 tensor",
+        "97,000 tensors",
+    ]
 
 
 def test_a_table_aligns() -> None:
-    lines = list(render.table(("name", "size"), [("a", "1 B"), ("long.name", "10 kB")], right=("size",)))
-    assert [line.split(maxsplit=1) for line in lines] == [["name", "size"], ["a", "1 B"], ["long.name", "10 kB"]]
+    lines = list(
+        render.table(("name", "size"), [("a", "1 B"), ("long.name", "10 kB")], right=("size",))
+    )
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["name", "size"],
+        ["a", "1 B"],
+        ["long.name", "10 kB"],
+    ]
     assert len({len(line) for line in lines}) == 1
 
 
 def test_a_table_keeps_what_looks_like_a_number() -> None:
-    assert list(render.table(("name", "x"), [("007", "1e5"), ("0x10", "-0")]))[1:] == ["007     1e5", "0x10    -0"]
+    assert list(render.table(("name", "x"), [("007", "1e5"), ("0x10", "-0")]))[1:] == [
+        "007     1e5",
+        "0x10    -0",
+    ]
 
 
 def test_a_long_table_is_aligned_too() -> None:
-    lines = list(render.table(("name", "size"), [(f"n{i}", f"{i} B") for i in range(3_000)], right=("size",)))
+    lines = list(
+        render.table(("name", "size"), [(f"n{i}", f"{i} B") for i in range(3_000)], right=("size",))
+    )
     assert lines[0] == "name     size"
     assert lines[1] == "n0        0 B"
     assert lines[-1] == "n2999  2999 B"
@@ -121,7 +136,11 @@ def test_shortened(room: int) -> None:
     assert render.shortened("short", room) == "short"
 
 
-@given(st.recursive(st.none() | st.integers() | st.text(), lambda t: st.lists(t) | st.dictionaries(st.text(), t)))
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda t: st.lists(t) | st.dictionaries(st.text(), t)
+    )
+)
 def test_CL_03_json_pieces_are_the_json(value: object) -> None:
     assert json.loads("".join(render.json_pieces(value))) == value
 
@@ -129,7 +148,9 @@ def test_CL_03_json_pieces_are_the_json(value: object) -> None:
 @pytest.mark.parametrize("count", [0, 1, 999, 1_000, 1_001, 2_500])
 def test_iterators_are_lists(count: int) -> None:
     text = "".join(
-        render.json_pieces({"n": iter(range(count)), "of": iter([{"m": iter([1]), "x": 2} for _ in range(2)])})
+        render.json_pieces(
+            {"n": iter(range(count)), "of": iter([{"m": iter([1]), "x": 2} for _ in range(2)])}
+        )
     )
     assert json.loads(text) == {"n": list(range(count)), "of": [{"m": [1], "x": 2}] * 2}
 
@@ -145,7 +166,9 @@ def test_iterators_are_not_read_ahead() -> None:
 def test_CL_03_no_word_that_json_lacks() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         list(render.json_pieces({"x": float("nan")}))
-    words = [render.json_number(x) for x in (float("nan"), float("inf"), float("-inf"), 0.5, "NaN", None)]
+    words = [
+        render.json_number(x) for x in (float("nan"), float("inf"), float("-inf"), 0.5, "NaN", None)
+    ]
     assert words == ["NaN", "Infinity", "-Infinity", 0.5, "NaN", None]
 
 

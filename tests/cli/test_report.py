@@ -1,4 +1,5 @@
-"""report: what the suffix makes, what goes with what, and that OUT is written whole or not at all."""
+"""report: what the suffix makes, what goes with what, and that OUT is written whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -52,9 +53,21 @@ def test_keys_of_both(ckptkit: Ckptkit, tmp_path: Path) -> None:
     out = tmp_path / "x.html"
     result = ckptkit("report", tmp_path / "two.pth", tmp_path / "one.pth", "-o", out)
     assert result.exit_code == 3 and "--key" in result.stderr and not out.exists()
-    words = ("report", tmp_path / "two.pth", tmp_path / "one.pth", "-o", out, "--key", "b", "--key-b", "")
+    words = (
+        "report",
+        tmp_path / "two.pth",
+        tmp_path / "one.pth",
+        "-o",
+        out,
+        "--key",
+        "b",
+        "--key-b",
+        "",
+    )
     assert ckptkit(*words).exit_code == 0
-    assert '"state":[6,0]' in out.read_text(encoding="utf-8")  # a.w is not compared, b.w is the same
+    assert '"state":[6,0]' in out.read_text(
+        encoding="utf-8"
+    )  # a.w is not compared, b.w is the same
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +94,9 @@ def test_what_a_picture_says(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> No
     ckptkit("report", file, "-o", tmp_path / "a.svg")
     ckptkit("report", file, "-o", tmp_path / "b.svg", "--title", "A $mall <net>", "--by", "bytes")
     a, b = ((tmp_path / f"{name}.svg").read_text(encoding="utf-8") for name in "ab")
-    assert ">run.pth<" in a and ">624 parameters<" in a and "embed.weight" in a and "exp_avg" not in a
+    assert (
+        ">run.pth<" in a and ">624 parameters<" in a and "embed.weight" in a and "exp_avg" not in a
+    )
     assert ">A $mall &lt;net&gt;<" in b and "exp_avg" in b
     assert "model.layers.*.attn.weight  192<" in a
     assert str(tmp_path) not in a and "<dc:date>" not in a
@@ -95,7 +110,9 @@ def test_PG_05_hostile_names_in_a_picture(ckptkit: Ckptkit, tmp_path: Path) -> N
     for suffix in ("svg", "png"):
         result = ckptkit("report", path, "-o", tmp_path / f"x.{suffix}")
         assert result.exit_code == 0, result.stderr
-    tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(tmp_path / "x.svg").iter()}
+    tags = {
+        element.tag.rpartition("}")[2] for element in ElementTree.parse(tmp_path / "x.svg").iter()
+    }
     assert not tags & {"script", "img", "foreignObject"}
 
 
@@ -126,10 +143,14 @@ def test_what_is_there_is_not_replaced(ckptkit: Ckptkit, file: Path, tmp_path: P
     out = tmp_path / "x.html"
     out.write_text("mine")
     assert ckptkit("report", file, "-o", out).exit_code == 2 and out.read_text() == "mine"
-    assert ckptkit("report", file, "-o", out, "--force").exit_code == 0 and out.read_text() != "mine"
+    assert (
+        ckptkit("report", file, "-o", out, "--force").exit_code == 0 and out.read_text() != "mine"
+    )
 
 
-def test_no_matplotlib(ckptkit: Ckptkit, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_matplotlib(
+    ckptkit: Ckptkit, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     result = ckptkit("report", file, "-o", tmp_path / "x.svg")
     assert result.exit_code == 2 and "pip install matplotlib" in result.stderr
@@ -142,7 +163,9 @@ def test_a_file_that_cannot_be_read(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert result.exit_code == 3 and not (tmp_path / "x.html").exists()
 
 
-def test_no_tensor_is_read(ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_is_read(
+    ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save({"big": torch.ones(1 << 20)}, tmp_path / "big.pth")
     read: list[int] = []
     original = LocalFile.read

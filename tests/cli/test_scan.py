@@ -58,7 +58,9 @@ def test_classes_are_a_finding_if_asked_for(ckptkit: Ckptkit, classes: Path) -> 
     assert ckptkit("scan", "--strict", classes).exit_code == 1
 
 
-def test_folders_are_summed_up_and_quiet_prints_findings_alone(ckptkit: Ckptkit, evil: Path, fine: Path) -> None:
+def test_folders_are_summed_up_and_quiet_prints_findings_alone(
+    ckptkit: Ckptkit, evil: Path, fine: Path
+) -> None:
     result = ckptkit("scan", evil.parent)
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1] == "2 files: 1 would run code, 1 safe for weights_only"
@@ -69,7 +71,11 @@ def test_folders_are_summed_up_and_quiet_prints_findings_alone(ckptkit: Ckptkit,
 def test_files_that_cannot_be_read(ckptkit: Ckptkit, fine: Path, evil: Path) -> None:
     missing = fine.parent / "missing.pth"
     result = ckptkit("scan", fine, missing)
-    assert result.exit_code == 3 and "does not exist" in result.stderr and "1 could not be read" in result.stdout
+    assert (
+        result.exit_code == 3
+        and "does not exist" in result.stderr
+        and "1 could not be read" in result.stdout
+    )
     assert ckptkit("scan", missing, evil).exit_code == 1
 
 
@@ -130,13 +136,21 @@ def check_sarif(log: dict[str, Any]) -> None:
         assert set(driver) <= {"name", "version", "rules", "informationUri"} and driver["name"]
         assert len({rule["id"] for rule in driver["rules"]}) == len(driver["rules"])
         for rule in driver["rules"]:
-            assert set(rule) <= {"id", "shortDescription", "fullDescription", "defaultConfiguration"}
+            assert set(rule) <= {
+                "id",
+                "shortDescription",
+                "fullDescription",
+                "defaultConfiguration",
+            }
             assert rule["shortDescription"]["text"] and rule["fullDescription"]["text"]
             assert rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error")
         for result in run["results"]:
             assert set(result) <= {"ruleId", "ruleIndex", "level", "message", "locations"}
             assert driver["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
-            assert result["level"] in ("none", "note", "warning", "error") and result["message"]["text"]
+            assert (
+                result["level"] in ("none", "note", "warning", "error")
+                and result["message"]["text"]
+            )
             for place in result["locations"]:
                 assert set(place) <= {"physicalLocation", "logicalLocations"}
                 physical = place["physicalLocation"]
@@ -147,10 +161,17 @@ def check_sarif(log: dict[str, Any]) -> None:
         for invocation in run["invocations"]:
             assert isinstance(invocation["executionSuccessful"], bool)
             for notification in invocation["toolExecutionNotifications"]:
-                assert notification["message"]["text"] and notification["level"] in ("none", "note", "warning", "error")
+                assert notification["message"]["text"] and notification["level"] in (
+                    "none",
+                    "note",
+                    "warning",
+                    "error",
+                )
 
 
-def test_CL_01_CL_02_nothing_of_a_file_reaches_the_terminal(ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_CL_01_CL_02_nothing_of_a_file_reaches_the_terminal(
+    ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     odd = pickle4(text(NAMED) + text(NAMED) + b"\x93" + text(NAMED) + b"\x85R")
     path = tmp_path / "odd.pth"
     path.write_bytes(archive(PLAIN, Member(f"archive/{NAMED}.pkl", odd)))
@@ -181,7 +202,10 @@ def test_in_processes_of_its_own(run: Run, evil: Path, fine: Path) -> None:
     for number in range(20):
         (evil.parent / f"more{number:02}.pth").write_bytes(fine.read_bytes())
     done = run("scan", evil.parent, "--workers", "2")
-    assert done.code == 1 and done.stdout.splitlines()[-1] == "22 files: 1 would run code, 21 safe for weights_only"
+    assert (
+        done.code == 1
+        and done.stdout.splitlines()[-1] == "22 files: 1 would run code, 21 safe for weights_only"
+    )
 
 
 def test_two_formats_at_once(ckptkit: Ckptkit, fine: Path) -> None:
@@ -201,7 +225,9 @@ def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
         (b"ctorch\nfloat32\n", ""),
     ],
 )
-def test_versions_that_differ_are_named(tmp_path: Path, ckptkit: Ckptkit, code: bytes, said: str) -> None:
+def test_versions_that_differ_are_named(
+    tmp_path: Path, ckptkit: Ckptkit, code: bytes, said: str
+) -> None:
     """By the lists of torch 2.13, 2.14 and 2.15."""
     (tmp_path / "a.pth").write_bytes(archive(b"\x80\x02" + code + b"."))
     done = ckptkit("scan", tmp_path / "a.pth")

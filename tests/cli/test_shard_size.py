@@ -55,11 +55,17 @@ def test_sizes(ckptkit: Ckptkit, model: Path, tmp_path: Path, text: str, expecte
     assert done.exit_code == 0, done.stderr
     shards = sorted(name for name in os.listdir(tmp_path / "out") if name.endswith(".safetensors"))
     assert len(shards) == expected
-    found = {name: tensor for shard in shards for name, tensor in load_file(tmp_path / "out" / shard).items()}
+    found = {
+        name: tensor
+        for shard in shards
+        for name, tensor in load_file(tmp_path / "out" / shard).items()
+    }
     assert all(torch.equal(found[name], tensor) for name, tensor in STATE.items())
 
 
-@pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "GB", "5G", "5 giga", "1e9", "nan", "5GB5", "0.1", "9" * 19])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0GB", "-1", "GB", "5G", "5 giga", "1e9", "nan", "5GB5", "0.1", "9" * 19]
+)
 def test_what_is_no_size(ckptkit: Ckptkit, model: Path, tmp_path: Path, text: str) -> None:
     done = ckptkit("convert", model, tmp_path / "out", f"--shard-size={text}")
     assert done.exit_code == 2 and "5GB" in done.stderr
@@ -69,15 +75,27 @@ def test_what_is_no_size(ckptkit: Ckptkit, model: Path, tmp_path: Path, text: st
 def test_units() -> None:
     from ckptkit.cli.options import size
 
-    sizes = {"5GB": 5 * 10**9, "5GiB": 5 * 2**30, "1.5MB": 1_500_000, "2KiB": 2048, "1TiB": 2**40, "7": 7}
+    sizes = {
+        "5GB": 5 * 10**9,
+        "5GiB": 5 * 2**30,
+        "1.5MB": 1_500_000,
+        "2KiB": 2048,
+        "1TiB": 2**40,
+        "7": 7,
+    }
     assert {text: size(None, None, text) for text in sizes} == sizes  # type: ignore[arg-type]
 
 
 def test_torch_shards_there_and_back(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
     options = ("--shard-size", "400", "--format", "sharded-bin")
     assert ckptkit("convert", model, tmp_path / "bin", *options).exit_code == 0
-    assert set(places(tmp_path / "bin").values()) == {f"pytorch_model-{n:05}-of-00003.bin" for n in (1, 2, 3)}
-    assert ckptkit("add-module", tmp_path / "bin", tmp_path / "ddp", "--shard-size", "400").exit_code == 0
+    assert set(places(tmp_path / "bin").values()) == {
+        f"pytorch_model-{n:05}-of-00003.bin" for n in (1, 2, 3)
+    }
+    assert (
+        ckptkit("add-module", tmp_path / "bin", tmp_path / "ddp", "--shard-size", "400").exit_code
+        == 0
+    )
     assert list(places(tmp_path / "ddp")) == ["module.a", "module.b", "module.c"]
     assert all(name.endswith(".bin") for name in places(tmp_path / "ddp").values())
     assert ckptkit("strip-module", tmp_path / "ddp", tmp_path / "out.pth").exit_code == 0

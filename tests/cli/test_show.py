@@ -37,7 +37,12 @@ def test_the_grid(ckptkit: Ckptkit, file: Path) -> None:
     result = ckptkit("show", file, "w", "[1, :, 1:]")
     lines = rows(result.stdout)
     assert lines[0][1:] == ["w,", "float32", "[2,", "3,", "4]", "on", "cpu:", "[1,", "0:3,", "1:4]"]
-    assert lines[2:6] == [["1", "2", "3"], ["0", "13", "14", "15"], ["1", "17", "18", "19"], ["2", "21", "22", "23"]]
+    assert lines[2:6] == [
+        ["1", "2", "3"],
+        ["0", "13", "14", "15"],
+        ["1", "17", "18", "19"],
+        ["2", "21", "22", "23"],
+    ]
     assert "9 values: mean 18, std 3.57, min 13, max 23, norm 54.9" in result.stdout
 
 
@@ -50,14 +55,23 @@ def test_a_corner_and_more_of_it(ckptkit: Ckptkit, file: Path) -> None:
     assert "1+2j" in ckptkit("show", file, "complex").stdout
 
 
-def test_no_more_is_read_than_is_shown(ckptkit: Ckptkit, tmp_path: Path, lengths_read: list[int]) -> None:
+def test_no_more_is_read_than_is_shown(
+    ckptkit: Ckptkit, tmp_path: Path, lengths_read: list[int]
+) -> None:
     torch.save({"w": torch.zeros(2_000, 2_000), "small": torch.zeros(1)}, tmp_path / "large.pth")
     ckptkit("inspect", tmp_path / "large.pth")
     headers = sum(lengths_read)
-    for command in (["w"], ["w", "[1999, :8]"], ["w", "[::500, 7]"], ["w", "--with", str(tmp_path / "large.pth")]):
+    for command in (
+        ["w"],
+        ["w", "[1999, :8]"],
+        ["w", "[::500, 7]"],
+        ["w", "--with", str(tmp_path / "large.pth")],
+    ):
         lengths_read.clear()
         assert ckptkit("show", tmp_path / "large.pth", *command).exit_code == 0
-        assert sum(lengths_read) < 2 * headers + 6 * 12 * 8_000  # a row of 8,000 bytes is read, gaps included, or less
+        assert (
+            sum(lengths_read) < 2 * headers + 6 * 12 * 8_000
+        )  # a row of 8,000 bytes is read, gaps included, or less
     lengths_read.clear()
     assert "4,000,000 values: " in ckptkit("show", tmp_path / "large.pth", "w", "--stats").stdout
     assert sum(lengths_read) > 16_000_000
@@ -70,7 +84,10 @@ def test_no_more_is_fetched_than_is_shown(ckptkit: Ckptkit, tmp_path: Path) -> N
     files, state = tmp_path / "files", tmp_path / "state"
     files.mkdir()
     state.mkdir()
-    save_file({f"w{n}": torch.full((1_000, 1_000), float(n)) for n in range(8)}, files / "large.safetensors")
+    save_file(
+        {f"w{n}": torch.full((1_000, 1_000), float(n)) for n in range(8)},
+        files / "large.safetensors",
+    )
     with nginx(files, state) as server:
         result = ckptkit("show", f"{server.url}/large.safetensors", "w5", "[500, :4]")
         fetched = sum(answer.nbytes for answer in server.answers())
@@ -82,12 +99,26 @@ def test_two_files_side_by_side(ckptkit: Ckptkit, file: Path, tmp_path: Path) ->
     other = torch.arange(24.0).reshape(2, 3, 4)
     other[1, 2, 3] = 99
     save_file({"x": other}, tmp_path / "b.safetensors")
-    result = ckptkit("show", file, "w", "1", "--with", tmp_path / "b.safetensors", "--name-b", "x", "--columns", "4")
+    result = ckptkit(
+        "show",
+        file,
+        "w",
+        "1",
+        "--with",
+        tmp_path / "b.safetensors",
+        "--name-b",
+        "x",
+        "--columns",
+        "4",
+    )
     assert ["2", "20", "21", "22", "23", "|", "20", "21", "22", "99*"] in rows(result.stdout)
     assert "1 of 12 values differ, by up to 76" in result.stdout
     same = ckptkit("show", file, "half", "--with", file)
     assert "equal in all values" in same.stdout and "*" not in same.stdout
-    assert "not compared: [2, 3, 4] and [3]" in ckptkit("show", file, "w", "--with", file, "--name-b", "half").stdout
+    assert (
+        "not compared: [2, 3, 4] and [3]"
+        in ckptkit("show", file, "w", "--with", file, "--name-b", "half").stdout
+    )
 
 
 def test_the_schema(ckptkit: Ckptkit, file: Path) -> None:
@@ -100,9 +131,13 @@ def test_the_schema(ckptkit: Ckptkit, file: Path) -> None:
         "path": str(file), "name": "half", "dtype": "bfloat16", "shape": [3], "device": "cpu", "slice": "[0:3]",
         "selected": [3], "values": [exact, "NaN", "Infinity"],
     }  # fmt: skip
-    both = json.loads(ckptkit("show", file, "w", "0, 0", "--with", file, "--json").stdout)["tensors"]
+    both = json.loads(ckptkit("show", file, "w", "0, 0", "--with", file, "--json").stdout)[
+        "tensors"
+    ]
     assert [each["values"] for each in both] == [[0.0, 1.0, 2.0, 3.0]] * 2
-    assert json.loads(ckptkit("show", file, "complex", "0", "--json").stdout)["tensors"][0]["values"] == [1.0, 2.0]
+    assert json.loads(ckptkit("show", file, "complex", "0", "--json").stdout)["tensors"][0][
+        "values"
+    ] == [1.0, 2.0]
 
 
 def test_json_of_too_much(ckptkit: Ckptkit, tmp_path: Path) -> None:

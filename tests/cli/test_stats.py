@@ -24,7 +24,10 @@ def file(tmp_path: Path) -> Path:
         "steps": torch.tensor(7),
         "packed": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
     }
-    torch.save({"model": weights, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "run.pth")
+    torch.save(
+        {"model": weights, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}},
+        tmp_path / "run.pth",
+    )
     return tmp_path / "run.pth"
 
 
@@ -36,7 +39,20 @@ def test_the_table(ckptkit: Ckptkit, file: Path) -> None:
     result = ckptkit("stats", file)
     assert result.exit_code == 0
     lines = words(result.stdout)
-    columns = ["name", "tensors", "count", "mean", "std", "min", "max", "norm", "zeros", "NaN", "inf", "histogram"]
+    columns = [
+        "name",
+        "tensors",
+        "count",
+        "mean",
+        "std",
+        "min",
+        "max",
+        "norm",
+        "zeros",
+        "NaN",
+        "inf",
+        "histogram",
+    ]
     assert lines[0] == columns
     assert lines[1][:8] == ["layers.0.w", "4", "0.5", "2.08", "-2", "3", "3.74", "25.0%"]
     assert ["all", "float", "2", "7"] in [line[:4] for line in lines]
@@ -61,7 +77,9 @@ def test_the_schema(as_json: Callable[..., Any], file: Path) -> None:
     assert (second["nan"], second["inf"], second["mean"], second["std"]) == (1, 1, 1.0, None)
     assert (steps["kind"], steps["min"], steps["shape"]) == ("int", 7, [])
     assert [(each["kind"], each["count"]) for each in found["totals"]] == [("float", 7), ("int", 1)]
-    assert found["skipped"] == [{"name": "packed", "dtype": "quint8", "why": found["skipped"][0]["why"]}]
+    assert found["skipped"] == [
+        {"name": "packed", "dtype": "quint8", "why": found["skipped"][0]["why"]}
+    ]
 
 
 def test_groups(ckptkit: Ckptkit, as_json: Callable[..., Any], file: Path) -> None:
@@ -70,15 +88,22 @@ def test_groups(ckptkit: Ckptkit, as_json: Callable[..., Any], file: Path) -> No
         ("layers.*.w", 2, 7),
         ("steps", 1, 1),
     ]
-    assert [each["name"] for each in as_json("stats", file, "--depth", "1")["groups"]] == ["layers", "steps"]
+    assert [each["name"] for each in as_json("stats", file, "--depth", "1")["groups"]] == [
+        "layers",
+        "steps",
+    ]
     assert words(ckptkit("stats", file, "--fold").stdout)[1][:3] == ["layers.*.w", "2", "7"]
 
 
 def test_what_is_chosen(as_json: Callable[..., Any], ckptkit: Ckptkit, file: Path) -> None:
     names = [each["name"] for each in as_json("stats", file, "--all")["tensors"]]
     assert names == ["layers.0.w", "layers.1.w", "steps", "optimizer.state.0.exp_avg"]
-    assert [each["name"] for each in as_json("stats", file, "--keys", "*.0.*")["tensors"]] == ["layers.0.w"]
-    assert [each["name"] for each in as_json("stats", file, "--keys", "model.s*")["tensors"]] == ["steps"]
+    assert [each["name"] for each in as_json("stats", file, "--keys", "*.0.*")["tensors"]] == [
+        "layers.0.w"
+    ]
+    assert [each["name"] for each in as_json("stats", file, "--keys", "model.s*")["tensors"]] == [
+        "steps"
+    ]
     nothing = ckptkit("stats", file, "--keys", "nosuch")
     assert (nothing.exit_code, nothing.stdout) == (0, "")
     assert "matches --keys nosuch" in nothing.stderr
@@ -97,7 +122,9 @@ def test_the_order(as_json: Callable[..., Any], file: Path) -> None:
 def test_csv(ckptkit: Ckptkit, file: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(ckptkit("stats", file, "--csv").stdout)))
     assert [row["name"] for row in rows] == ["layers.0.w", "layers.1.w", "steps"]
-    assert rows[0]["shape"] == "2x2" and float(rows[0]["std"]) == pytest.approx(math.sqrt(13 / 3), rel=1e-15)
+    assert rows[0]["shape"] == "2x2" and float(rows[0]["std"]) == pytest.approx(
+        math.sqrt(13 / 3), rel=1e-15
+    )
     assert rows[1]["nan"] == "1" and rows[1]["std"] == ""
 
 
@@ -129,5 +156,7 @@ def test_json_has_no_words_that_are_none(ckptkit: Ckptkit, tmp_path: Path) -> No
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
-    found = json.loads(ckptkit("stats", "--json", tmp_path / "large.pth").stdout, parse_constant=refuse)
+    found = json.loads(
+        ckptkit("stats", "--json", tmp_path / "large.pth").stdout, parse_constant=refuse
+    )
     assert found["tensors"][0]["norm"] == "Infinity"

@@ -12,20 +12,34 @@ from tests.cli.conftest import Ckptkit
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("inspekt", "inspect"), ("strip", "strip-module"), ("ls", "inspect"), ("stat", "stats"), ("dif", "diff")],
+    [
+        ("inspekt", "inspect"),
+        ("strip", "strip-module"),
+        ("ls", "inspect"),
+        ("stat", "stats"),
+        ("dif", "diff"),
+    ],
 )
 def test_commands(ckptkit: Ckptkit, word: str, meant: str) -> None:
     done = ckptkit(word, "run.pth")
     assert done.exit_code == 2
-    assert done.stderr == f"ckptkit: No such command '{word}'.\nhint: did you mean {meant}? `ckptkit --help` explains\n"
+    assert (
+        done.stderr
+        == f"ckptkit: No such command '{word}'.\nhint: did you mean {meant}? `ckptkit --help` explains\n"
+    )
 
 
 def test_a_file_instead_of_a_command(ckptkit: Ckptkit, run_pth: Path) -> None:
-    assert ckptkit(run_pth, "--json").stderr.endswith(f"hint: what is in it: ckptkit inspect {run_pth} --json\n")
+    assert ckptkit(run_pth, "--json").stderr.endswith(
+        f"hint: what is in it: ckptkit inspect {run_pth} --json\n"
+    )
 
 
 def test_nothing_is_near(ckptkit: Ckptkit) -> None:
-    assert ckptkit("xyzzy").stderr == "ckptkit: No such command 'xyzzy'.\nhint: `ckptkit --help` explains\n"
+    assert (
+        ckptkit("xyzzy").stderr
+        == "ckptkit: No such command 'xyzzy'.\nhint: `ckptkit --help` explains\n"
+    )
 
 
 def test_synonyms_are_no_commands_and_mean_some() -> None:

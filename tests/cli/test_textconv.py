@@ -43,7 +43,13 @@ def test_equal_wherever_the_file_is(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\0" * 2000, b"PK\x03\x04 cut", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"]
+    "content",
+    [
+        b"",
+        b"\0" * 2000,
+        b"PK\x03\x04 cut",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
+    ],
 )
 def test_what_cannot_be_read_is_text_too(ckptkit: Ckptkit, tmp_path: Path, content: bytes) -> None:
     """git gives up where the program fails."""
@@ -58,7 +64,11 @@ def test_what_cannot_be_read_is_text_too(ckptkit: Ckptkit, tmp_path: Path, conte
 
 def test_hostile_names_stay_on_their_line(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"a\nb\x1b[2J": torch.ones(1)}, tmp_path / "run.pth")
-    assert ckptkit("inspect", "--textconv", tmp_path / "run.pth").stdout.splitlines()[2].startswith(r"a\nb\x1b[2J: ")
+    assert (
+        ckptkit("inspect", "--textconv", tmp_path / "run.pth")
+        .stdout.splitlines()[2]
+        .startswith(r"a\nb\x1b[2J: ")
+    )
 
 
 def test_one_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
@@ -76,9 +86,16 @@ def test_git_diff(tmp_path: Path) -> None:
 
     def git(*words: str) -> str:
         configured = [each for setting in settings for each in ("-c", setting)]
-        env = {**ENVIRONMENT, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "GIT_PAGER": "cat"}
+        env = {
+            **ENVIRONMENT,
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_SYSTEM": os.devnull,
+            "GIT_PAGER": "cat",
+        }
         command = ["git", *configured, *words]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", check=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", check=True
+        ).stdout
 
     git("init", "-q")
     (tmp_path / ".gitattributes").write_text("*.pth diff=ckptkit\n")
@@ -86,7 +103,11 @@ def test_git_diff(tmp_path: Path) -> None:
     git("add", ".")
     git("commit", "-qm", "first")
     saved(tmp_path / "run.pth", epoch=4)
-    changed = [line for line in git("diff").splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    changed = [
+        line
+        for line in git("diff").splitlines()
+        if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
     assert changed == ["-epoch: 3", "+epoch: 4"]
     (tmp_path / "run.pth").write_bytes(b"cut")
     assert "+unreadable: " in git("diff")

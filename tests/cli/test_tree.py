@@ -19,11 +19,17 @@ from tests.cli.conftest import Ckptkit
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     weights = {
-        f"layers.{n}.{part}.weight": torch.zeros(size) for n in range(2) for part, size in (("a", 10), ("b", 20))
+        f"layers.{n}.{part}.weight": torch.zeros(size)
+        for n in range(2)
+        for part, size in (("a", 10), ("b", 20))
     }
     weights["head.proj.weight"] = torch.zeros(40)
     weights["head"] = torch.zeros(100)
-    root = {"model": weights, "optimizer": {"state": {0: {"m": torch.zeros(5)}}, "param_groups": []}, "epoch": 3}
+    root = {
+        "model": weights,
+        "optimizer": {"state": {0: {"m": torch.zeros(5)}}, "param_groups": []},
+        "epoch": 3,
+    }
     torch.save(root, tmp_path / "run.pth")
     return tmp_path / "run.pth"
 
@@ -31,7 +37,10 @@ def file(tmp_path: Path) -> Path:
 def lines(ckptkit: Ckptkit, *args: object) -> list[str]:
     result = ckptkit("inspect", "--tree", *args)
     assert result.exit_code == 0, result.stderr
-    return [re.sub(r"  +([\d,]+  +[<\d.]+%).*", r" | \1", line) for line in result.stdout.split("\n\n")[0].splitlines()]
+    return [
+        re.sub(r"  +([\d,]+  +[<\d.]+%).*", r" | \1", line)
+        for line in result.stdout.split("\n\n")[0].splitlines()
+    ]
 
 
 def test_names_in_groups(ckptkit: Ckptkit, file: Path) -> None:
@@ -74,10 +83,24 @@ def test_no_such_key(ckptkit: Ckptkit, file: Path) -> None:
 
 
 def test_sort(ckptkit: Ckptkit, file: Path) -> None:
-    by_size = [line for line in lines(ckptkit, file, "--sort", "size") if line.startswith("    ") and line[4] != " "]
-    assert [line.split()[0] for line in by_size] == ["head:", "layers.", "head.proj.weight:", "state:", "param_groups:"]
+    by_size = [
+        line
+        for line in lines(ckptkit, file, "--sort", "size")
+        if line.startswith("    ") and line[4] != " "
+    ]
+    assert [line.split()[0] for line in by_size] == [
+        "head:",
+        "layers.",
+        "head.proj.weight:",
+        "state:",
+        "param_groups:",
+    ]
     by_name = lines(ckptkit, file, "--sort", "name")
-    assert [line.split()[0] for line in by_name if re.match("  [a-z]", line)] == ["epoch:", "model:", "optimizer:"]
+    assert [line.split()[0] for line in by_name if re.match("  [a-z]", line)] == [
+        "epoch:",
+        "model:",
+        "optimizer:",
+    ]
 
 
 def test_ties_count_once() -> None:
@@ -91,11 +114,17 @@ def test_ties_count_once() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_lines_fit_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    root: Any = {"layers." + "very_long_name." * 12 + "weight": tensor(1), "text": "x" * 150, "b": tensor(*[0.0] * 9)}
+    root: Any = {
+        "layers." + "very_long_name." * 12 + "weight": tensor(1),
+        "text": "x" * 150,
+        "b": tensor(*[0.0] * 9),
+    }
     made = checkpoint(root)
     found = shares(summarize(made), made.root)
     piped = list(tree_text.tree(made.root, found))
-    assert any("very_long_name." * 12 in line for line in piped) and any("x" * 150 in line for line in piped)
+    assert any("very_long_name." * 12 in line for line in piped) and any(
+        "x" * 150 in line for line in piped
+    )
     monkeypatch.setattr(tree_text, "_width", lambda: width)
     shown = list(tree_text.tree(made.root, found))
     assert max(map(len, shown)) < width
@@ -105,4 +134,8 @@ def test_lines_fit_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_to_share(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"empty": torch.zeros(0), "n": 1}, tmp_path / "e.pth")
-    assert lines(ckptkit, tmp_path / "e.pth") == ["dict of 2", "  empty: float32 [0] on cpu", "  n: 1"]
+    assert lines(ckptkit, tmp_path / "e.pth") == [
+        "dict of 2",
+        "  empty: float32 [0] on cpu",
+        "  n: 1",
+    ]

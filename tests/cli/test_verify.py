@@ -21,7 +21,11 @@ def net(tmp_path: Path) -> Path:
 def damaged(net: Path) -> Path:
     data = net.read_bytes()
     path = net.with_name("damaged.pth")
-    path.write_bytes(data.replace(torch.arange(100).numpy().tobytes(), torch.arange(100).flip(0).numpy().tobytes()))
+    path.write_bytes(
+        data.replace(
+            torch.arange(100).numpy().tobytes(), torch.arange(100).flip(0).numpy().tobytes()
+        )
+    )
     assert path.read_bytes() != data
     return path
 
@@ -61,7 +65,9 @@ def test_names_are_escaped(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_several_files_and_the_worst_exit_code(ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path) -> None:
+def test_several_files_and_the_worst_exit_code(
+    ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path
+) -> None:
     assert ckptkit("verify", net, damaged).exit_code == 1
     done = ckptkit("verify", net, damaged, tmp_path / "nowhere.pth", net)
     assert done.exit_code == 3
@@ -82,7 +88,12 @@ def test_json(ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path) -> Non
     found = json.loads(done.stdout)
     assert found["schema"] == "ckptkit.verify/1"
     fine, bad, missing = found["files"]
-    assert (fine["path"], fine["format"], fine["ok"], fine["tensors"]) == (str(net), "torch-zip", True, 2)
+    assert (fine["path"], fine["format"], fine["ok"], fine["tensors"]) == (
+        str(net),
+        "torch-zip",
+        True,
+        2,
+    )
     assert fine["records"] > 3
     assert fine["nbytes"] > 800
     assert (fine["findings"], fine["notes"]) == ([], [])
@@ -110,7 +121,10 @@ def test_a_manifest(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
     assert ckptkit("verify", net, "--manifest", out).exit_code == 0
     torch.save({"w": torch.arange(100)}, tmp_path / "less.pth")
     done = ckptkit("verify", tmp_path / "less.pth", "--manifest", out)
-    assert (done.exit_code, done.stdout) == (1, f"{tmp_path / 'less.pth'}: missing: the manifest has it (\\x1b[2J)\n")
+    assert (done.exit_code, done.stdout) == (
+        1,
+        f"{tmp_path / 'less.pth'}: missing: the manifest has it (\\x1b[2J)\n",
+    )
     assert ckptkit("verify", tmp_path / "less.pth", "--manifest", out, "--keys", "w").exit_code == 0
     assert ckptkit("verify", net, net, "--manifest", out).exit_code == 2
     assert ckptkit("verify", net, "--keys", "w").exit_code == 2
@@ -120,9 +134,14 @@ def test_values(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "a.pth")
     assert ckptkit("verify", tmp_path / "a.pth").exit_code == 0
     done = ckptkit("verify", "--values", tmp_path / "a.pth")
-    assert (done.exit_code, done.stdout) == (1, f"{tmp_path / 'a.pth'}: 1 NaN and 0 infinite of 2 elements (w)\n")
+    assert (done.exit_code, done.stdout) == (
+        1,
+        f"{tmp_path / 'a.pth'}: 1 NaN and 0 infinite of 2 elements (w)\n",
+    )
 
 
-def test_a_key_that_is_not_there_is_a_usage_error(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
+def test_a_key_that_is_not_there_is_a_usage_error(
+    ckptkit: Ckptkit, net: Path, tmp_path: Path
+) -> None:
     assert ckptkit("digest", net, "--manifest", tmp_path / "m").exit_code == 0
     assert ckptkit("verify", net, "--key", "nothing", "--manifest", tmp_path / "m").exit_code == 2

@@ -1,4 +1,5 @@
-"""Floating-point types without torch, against torch: every code of the small ones, and what lies between."""
+"""Floating-point types without torch, against torch: every code of the small ones, and what lies
+between."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from ckptkit.core.errors import UnsupportedError
 SMALL = [name for name in sorted(FLOATS) if name.startswith("float8")]
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALVES = np.arange(1 << 16, dtype="<u4") << 16
-# Each upper half of a float32 by itself, and a little, half, and almost one of its last place above.
-SINGLES = np.concatenate([HALVES + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view("<f4")
+# Each upper half of a float32 by itself, and a little, half, and almost one of its last place
+# above.
+SINGLES = np.concatenate([HALVES + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(
+    "<f4"
+)
 
 
 def in_torch(data: bytes | memoryview, name: str) -> torch.Tensor:
@@ -63,16 +67,27 @@ def test_float64_is_rounded_twice_as_torch_does(name: str) -> None:
     rng = np.random.default_rng(0)
     some = rng.standard_normal(10_000) * 10.0 ** rng.integers(-50, 50, 10_000)
     almost_ties = [1 + 2.0**-n + 2.0**-40 for n in range(1, 30)]  # ties, once they are float32
-    values = overflow_as_here(torch.tensor([*some, *almost_ties, 1e300, -0.0], dtype=torch.float64), name)
-    assert_same(in_torch(encode(values.numpy(), BY_NAME[name]), name), values.to(getattr(torch, name)))
+    values = overflow_as_here(
+        torch.tensor([*some, *almost_ties, 1e300, -0.0], dtype=torch.float64), name
+    )
+    assert_same(
+        in_torch(encode(values.numpy(), BY_NAME[name]), name), values.to(getattr(torch, name))
+    )
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product([*SMALL, "bfloat16", "float16"], sorted(FLOATS))))
+@pytest.mark.parametrize(
+    ("source", "target"), list(itertools.product([*SMALL, "bfloat16", "float16"], sorted(FLOATS)))
+)
 def test_every_code_cast_to_every_type(source: str, target: str) -> None:
     dtype = BY_NAME[source]
     data = np.arange(1 << dtype.bits, dtype=f"<u{dtype.itemsize}").tobytes()
-    made, want = encode(decode(data, dtype), BY_NAME[target]), in_torch(data, source).to(getattr(torch, target))
-    small = torch.isin(in_torch(data, source).float(), overflow_as_here(in_torch(data, source).float(), target))
+    made, want = (
+        encode(decode(data, dtype), BY_NAME[target]),
+        in_torch(data, source).to(getattr(torch, target)),
+    )
+    small = torch.isin(
+        in_torch(data, source).float(), overflow_as_here(in_torch(data, source).float(), target)
+    )
     assert_same(in_torch(made, target)[small], want[small])
 
 
@@ -86,7 +101,9 @@ def test_complex32_and_bools_and_integers() -> None:
 
 def test_what_is_no_number_by_itself_is_refused() -> None:
     refused = [dtype for dtype in TABLE if not is_decoded(dtype)]
-    assert {"qint8", "quint4x2", "bits8", "float4_e2m1fn_x2", "float6_e2m3", "int4"} <= {each.name for each in refused}
+    assert {"qint8", "quint4x2", "bits8", "float4_e2m1fn_x2", "float6_e2m3", "int4"} <= {
+        each.name for each in refused
+    }
     for dtype in refused:
         with pytest.raises(UnsupportedError, match=dtype.name):
             decode(bytes(8), dtype)

@@ -1,4 +1,5 @@
-"""The bridge: computed byte ranges against torch and numpy, and torch's own tensors made of records."""
+"""The bridge: computed byte ranges against torch and numpy, and torch's own tensors made of
+records."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from ckptkit.compute import gather as gathering
 from ckptkit.compute import operations, tensors
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
 from ckptkit.core.dtypes import BY_NAME, TABLE
-from ckptkit.core.errors import CorruptError, DeviceError, ModelError, TensorError, TruncatedError, UnsupportedError
+from ckptkit.core.errors import (
+    CorruptError,
+    DeviceError,
+    ModelError,
+    TensorError,
+    TruncatedError,
+    UnsupportedError,
+)
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.loading import building
 
@@ -91,7 +99,9 @@ def test_stream_of_a_source_that_is_too_short() -> None:
 
 
 def test_every_operation_is_in_the_table_of_the_docstring() -> None:
-    rows = [line.split()[0] for line in (operations.__doc__ or "").splitlines() if line[:1].isalpha()]
+    rows = [
+        line.split()[0] for line in (operations.__doc__ or "").splitlines() if line[:1].isalpha()
+    ]
     assert set(compute.OPERATIONS) <= set(rows)
 
 
@@ -161,7 +171,9 @@ def test_inflate_any_part() -> None:
 
 def test_inflate_is_bounded() -> None:
     data = deflated(bytes(64 << 20))
-    pieces = [len(piece) for piece in compute.stream(Derived("inflate", (record(data),), (), 64 << 20))]
+    pieces = [
+        len(piece) for piece in compute.stream(Derived("inflate", (record(data),), (), 64 << 20))
+    ]
     assert (sum(pieces), max(pieces)) == (64 << 20, compute.PIECE)
 
 
@@ -215,7 +227,9 @@ AWKWARD = [0.0, -0.0, 1.5, -2.25, math.inf, -math.inf, math.nan]
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_conj_and_neg_bits_are_carried_out(dtype: torch.dtype) -> None:
-    values = torch.tensor([complex(x, y) for x in AWKWARD for y in AWKWARD], dtype=dtype).reshape(7, 7)
+    values = torch.tensor([complex(x, y) for x in AWKWARD for y in AWKWARD], dtype=dtype).reshape(
+        7, 7
+    )
     for view in (values.conj(), values.conj().t(), values.conj()[1:, ::2], values.conj().imag):
         assert view.is_conj() or view.is_neg()
         assert read(compute.contiguous(described(view))) == raw(view)
@@ -223,17 +237,23 @@ def test_conj_and_neg_bits_are_carried_out(dtype: torch.dtype) -> None:
 
 def test_negation_flips_the_sign_of_zero_in_both_parts() -> None:
     view = torch._neg_view(torch.tensor([complex(0.0, -0.0), complex(1.0, -2.0)]))
-    want = np.array([complex(-0.0, 0.0), complex(-1.0, 2.0)], np.complex64)  # torch gives +0 for some lengths
+    want = np.array(
+        [complex(-0.0, 0.0), complex(-1.0, 2.0)], np.complex64
+    )  # torch gives +0 for some lengths
     assert read(compute.contiguous(described(view))) == want.tobytes()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64]
+)
 def test_neg_of_other_dtypes(dtype: torch.dtype) -> None:
     view = torch._neg_view(torch.tensor([0, 1, -2, 100], dtype=dtype))
     assert read(compute.contiguous(described(view))) == raw(view)
 
 
-@pytest.mark.parametrize(("operation", "dtype"), [("neg", "bool"), ("neg", "float8_e4m3fnuz"), ("conj", "float32")])
+@pytest.mark.parametrize(
+    ("operation", "dtype"), [("neg", "bool"), ("neg", "float8_e4m3fnuz"), ("conj", "float32")]
+)
 def test_neg_and_conj_refuse_what_has_none(operation: str, dtype: str) -> None:
     with pytest.raises(TensorError):
         read(Derived(operation, (record(bytes(8)),), (dtype,), 8))
@@ -243,10 +263,14 @@ FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(FLOATS, [*FLOATS, "int32", "complex64"])))
+@pytest.mark.parametrize(
+    ("source", "target"), list(itertools.product(FLOATS, [*FLOATS, "int32", "complex64"]))
+)
 def test_cast_is_what_torch_makes_of_it(source: str, target: str) -> None:
     values = torch.linspace(-200, 200, 101).to(getattr(torch, source))
-    cast = compute.cast_record(record(raw(values)), BY_NAME[source], BY_NAME[target], big_endian=False)
+    cast = compute.cast_record(
+        record(raw(values)), BY_NAME[source], BY_NAME[target], big_endian=False
+    )
     want = raw(values.to(getattr(torch, target)))
     assert (cast.length, read(cast)) == (len(want), want)
     assert read(cast, 7, 50) == want[7:50]
@@ -257,13 +281,20 @@ def test_cast_of_a_big_endian_record() -> None:
     swapped = np.frombuffer(raw(values), "u4").byteswap().tobytes()
     for target in (torch.float32, torch.float16):
         name = str(target).removeprefix("torch.")
-        cast = compute.cast_record(record(swapped), BY_NAME["float32"], BY_NAME[name], big_endian=True)
+        cast = compute.cast_record(
+            record(swapped), BY_NAME["float32"], BY_NAME[name], big_endian=True
+        )
         assert read(cast) == raw(values.to(target))
 
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("complex64", "float32"), ("quint8", "float32"), ("float32", "quint4x2"), ("float4_e2m1fn_x2", "float32")],
+    [
+        ("complex64", "float32"),
+        ("quint8", "float32"),
+        ("float32", "quint4x2"),
+        ("float4_e2m1fn_x2", "float32"),
+    ],
 )
 def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str) -> None:
     with pytest.raises(TensorError):
@@ -272,14 +303,20 @@ def test_cast_refuses_what_has_no_plain_meaning(source: str, target: str) -> Non
 
 def test_cast_refuses_a_fraction_of_an_element() -> None:
     with pytest.raises(TensorError):
-        compute.cast_record(record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False)
+        compute.cast_record(
+            record(bytes(6)), BY_NAME["float32"], BY_NAME["float16"], big_endian=False
+        )
 
 
 def test_cast_that_torch_cannot_do() -> None:
     if not hasattr(torch, "int4"):
         pytest.skip("this torch has no int4")
     with pytest.raises(UnsupportedError):
-        read(compute.cast_record(record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False))
+        read(
+            compute.cast_record(
+                record(bytes(4)), BY_NAME["int4"], BY_NAME["float32"], big_endian=False
+            )
+        )
 
 
 def test_a_dtype_that_torch_does_not_have() -> None:
@@ -296,10 +333,15 @@ def test_contiguous_costs_nothing_where_nothing_is_to_be_done() -> None:
     assert compute.contiguous(Tensor(storage, BY_NAME["float32"], (4, 4), (4, 1))) is source
     part = compute.contiguous(Tensor(storage, BY_NAME["float32"], (2, 4), (4, 1), 4)).locate()
     assert part == Range(source.source, 16, 32)
-    assert compute.contiguous(Tensor(storage, BY_NAME["float32"], (0, 4), (1, 9), 4)).locate().length == 0
+    assert (
+        compute.contiguous(Tensor(storage, BY_NAME["float32"], (0, 4), (1, 9), 4)).locate().length
+        == 0
+    )
 
 
-@pytest.mark.parametrize("dtype", [row for row in TABLE if row.storage and row.bits >= 8 and row.kind != "quantized"])
+@pytest.mark.parametrize(
+    "dtype", [row for row in TABLE if row.storage and row.bits >= 8 and row.kind != "quantized"]
+)
 def test_every_dtype_transposed_and_big_endian(dtype: object) -> None:
     numbers = torch.arange(768, dtype=torch.uint8)
     values = (numbers % 2 if str(dtype) == "bool" else numbers).view(getattr(torch, str(dtype)))
@@ -322,7 +364,13 @@ def test_elements_smaller_than_a_byte() -> None:
 def test_a_tensor_without_bytes_of_its_own(layout: str) -> None:
     with pytest.raises(TensorError):
         compute.contiguous(
-            Tensor(None, BY_NAME["float32"], (2, 2), (2, 1) if layout == "strided" else (), layout=layout)
+            Tensor(
+                None,
+                BY_NAME["float32"],
+                (2, 2),
+                (2, 1) if layout == "strided" else (),
+                layout=layout,
+            )
         )
 
 
@@ -345,7 +393,9 @@ def test_TM_05_any_strides(
     elements = offset + 1 + sum((n - 1) * s for n, s in dims)
     data = np.random.default_rng(elements).integers(0, 256, elements * itemsize, np.uint8).tobytes()
     name = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}[itemsize]
-    where = Pending("inflate", (record(deflated(data)),), (), len(data)) if inflated else record(data)
+    where = (
+        Pending("inflate", (record(deflated(data)),), (), len(data)) if inflated else record(data)
+    )
     made = compute.contiguous(Tensor(Storage(where), BY_NAME[name], shape, stride, offset))
     strides = tuple(s * itemsize for s in stride)
     want = np.ndarray(shape, f"V{itemsize}", data, offset * itemsize, strides).tobytes()
@@ -355,7 +405,9 @@ def test_TM_05_any_strides(
 
 
 def test_an_expanded_tensor_is_read_once_for_each_tile() -> None:
-    extent = compute.contiguous(Tensor(Storage(record(b"ab")), BY_NAME["int16"], (1 << 40,), (0,))).locate()
+    extent = compute.contiguous(
+        Tensor(Storage(record(b"ab")), BY_NAME["int16"], (1 << 40,), (0,))
+    ).locate()
     assert extent.length == 2 << 40
     first = next(iter(compute.stream(extent)))
     assert bytes(first[:4]) == b"abab"
@@ -374,7 +426,9 @@ def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
 
     values = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
     source = Counting(values.tobytes())
-    tensor = Tensor(Storage(Range(source, 0, source.size)), BY_NAME["float32"], shape[::-1], (1, shape[1]))
+    tensor = Tensor(
+        Storage(Range(source, 0, source.size)), BY_NAME["float32"], shape[::-1], (1, shape[1])
+    )
     assert read(compute.contiguous(tensor)) == values.T.tobytes()
     assert source.calls < 200
 
@@ -384,7 +438,8 @@ def test_a_transposed_matrix_takes_few_reads(shape: tuple[int, int]) -> None:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """A shape, and the offsets and sizes of the boxes that cutting each dimension somewhere leaves, in any order."""
+    """A shape, and the offsets and sizes of the boxes that cutting each dimension somewhere leaves,
+    in any order."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
     cuts = [sorted({0, n, *draw(st.sets(st.integers(1, n), max_size=2))}) for n in shape]
     corners = itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts))
@@ -400,8 +455,11 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...],
     data=st.data(),
     cut=st.tuples(st.integers(0, 4000), st.integers(0, 4000)),
 )
-def test_chunks_of_any_boxes(drawn: Any, itemsize: int, data: st.DataObject, cut: tuple[int, int]) -> None:
-    """Each box as it lies in memory of its own: its axes in any order, something before it, plain or deflated."""
+def test_chunks_of_any_boxes(
+    drawn: Any, itemsize: int, data: st.DataObject, cut: tuple[int, int]
+) -> None:
+    """Each box as it lies in memory of its own: its axes in any order, something before it, plain
+    or deflated."""
     shape, parts = drawn
     rng = np.random.default_rng(itemsize)
     whole = rng.integers(0, 256, (*shape, itemsize), np.uint8).view(f"V{itemsize}").reshape(shape)
@@ -415,7 +473,9 @@ def test_chunks_of_any_boxes(drawn: Any, itemsize: int, data: st.DataObject, cut
         content = b"before" + held.tobytes()
         deflate = data.draw(st.booleans())
         inputs.append(
-            Derived("inflate", (record(deflated(content)),), (), len(content)) if deflate else record(content)
+            Derived("inflate", (record(deflated(content)),), (), len(content))
+            if deflate
+            else record(content)
         )
         described.append((offsets, sizes, tuple(s // itemsize for s in stride), len(b"before")))
     want = whole.tobytes()
@@ -434,7 +494,10 @@ def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
             return super().read(offset, length)
 
     values = np.arange(8_000_000, dtype=np.float32).reshape(4000, 2000)
-    sources = [Counting(np.ascontiguousarray(values[:, at : at + 500]).tobytes()) for at in range(0, 2000, 500)]
+    sources = [
+        Counting(np.ascontiguousarray(values[:, at : at + 500]).tobytes())
+        for at in range(0, 2000, 500)
+    ]
     described = tuple(((0, at), (4000, 500), (500, 1), 0) for at in range(0, 2000, 500))
     inputs = tuple(Range(source, 0, source.size) for source in sources)
     made = Derived("chunks", inputs, (4, (4000, 2000), described), values.nbytes)
@@ -446,7 +509,9 @@ def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
 
 # compare
 
-ODD = st.one_of(st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e300]), st.floats(-2, 2))
+ODD = st.one_of(
+    st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e300]), st.floats(-2, 2)
+)
 
 
 def compared(a: torch.Tensor, b: torch.Tensor, **tolerance: float) -> compute.Difference | None:
@@ -469,7 +534,10 @@ def test_DS_27_equality_is_of_bytes() -> None:
     assert compared(nan, nan.clone()) is None
     assert compared(nan, odd) == compute.Difference(1, 0)
     assert compared(torch.tensor([0.0]), torch.tensor([-0.0])) == compute.Difference(1, 0)
-    assert compared(torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0]))) is not None
+    assert (
+        compared(torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0])))
+        is not None
+    )
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -482,14 +550,20 @@ def test_compare_within_a_tolerance() -> None:
     assert found is not None
     assert (found.count, found.first) == (1, 7)
     assert found.largest == pytest.approx(0.5)
-    assert compared(torch.tensor(AWKWARD), torch.tensor(AWKWARD).to(torch.bfloat16), rtol=1e-2) is None
+    assert (
+        compared(torch.tensor(AWKWARD), torch.tensor(AWKWARD).to(torch.bfloat16), rtol=1e-2) is None
+    )
 
 
 def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
     found = compared(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), atol=1.0)
     assert found == compute.Difference(1, 1, math.inf)
-    assert compared(torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0) == compute.Difference(1, 0, math.inf)
-    assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == compute.Difference(1, 0, math.sqrt(2))
+    assert compared(
+        torch.tensor([math.inf]), torch.tensor([-math.inf]), rtol=1.0
+    ) == compute.Difference(1, 0, math.inf)
+    assert compared(torch.tensor([1j]), torch.tensor([1]), atol=0.5) == compute.Difference(
+        1, 0, math.sqrt(2)
+    )
 
 
 @settings(deadline=None)
@@ -498,7 +572,9 @@ def test_compare_within_a_tolerance_meets_nan_and_infinity() -> None:
     st.sampled_from([0.0, 1e-3, 0.5, math.inf]),
     st.sampled_from([0.0, 1e-3, 0.5]),
 )
-def test_a_tolerance_is_that_of_torch(pairs: list[tuple[float, float]], atol: float, rtol: float) -> None:
+def test_a_tolerance_is_that_of_torch(
+    pairs: list[tuple[float, float]], atol: float, rtol: float
+) -> None:
     a, b = (torch.tensor(each, dtype=torch.float64) for each in zip(*pairs, strict=True))
     found = compared(a, b, atol=atol, rtol=rtol)
     differs = ~torch.isclose(a, b, atol=atol, rtol=rtol, equal_nan=True)
@@ -553,22 +629,31 @@ def test_rebuild_keeps_parameters_and_gradients_apart() -> None:
     untyped = compute.to_torch_storage(storage)
     dtype = BY_NAME["float32"]
     for kind, grad in itertools.product(("tensor", "parameter"), (True, False)):
-        made = compute.rebuild(Tensor(storage, dtype, (2,), (1,), requires_grad=grad, kind=kind), untyped)
-        assert (isinstance(made, torch.nn.Parameter), made.requires_grad) == (kind == "parameter", grad)
+        made = compute.rebuild(
+            Tensor(storage, dtype, (2,), (1,), requires_grad=grad, kind=kind), untyped
+        )
+        assert (isinstance(made, torch.nn.Parameter), made.requires_grad) == (
+            kind == "parameter",
+            grad,
+        )
         assert made.untyped_storage().data_ptr() == untyped.data_ptr()
 
 
 def test_rebuild_refuses_quantized_tensors() -> None:
     storage = Storage(record(bytes(8)))
     with pytest.raises(UnsupportedError):
-        compute.rebuild(Tensor(storage, BY_NAME["quint8"], (8,), (1,)), compute.to_torch_storage(storage))
+        compute.rebuild(
+            Tensor(storage, BY_NAME["quint8"], (8,), (1,)), compute.to_torch_storage(storage)
+        )
 
 
 def test_a_big_endian_storage_is_swapped() -> None:
     values = torch.arange(6, dtype=torch.int32)
     tensor = described(values, big_endian=True)
     assert tensor.storage is not None
-    made = compute.rebuild(tensor, compute.to_torch_storage(tensor.storage, component=tensor.dtype.component))
+    made = compute.rebuild(
+        tensor, compute.to_torch_storage(tensor.storage, component=tensor.dtype.component)
+    )
     assert torch.equal(made, values)
 
 
@@ -650,13 +735,22 @@ def test_a_model_that_needs_numbers_is_built_on_the_cpu(model_file: Path) -> Non
 
 
 def test_a_model_from_a_module() -> None:
-    shapes = building.model_shapes(building.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3}))
+    shapes = building.model_shapes(
+        building.model_from("torch.nn:Linear", {"in_features": 2, "out_features": 3})
+    )
     assert shapes == {"weight": ("float32", (3, 2)), "bias": ("float32", (3,))}
 
 
-def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_from_the_working_directory(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(model_file.parent)
-    assert building.model_shapes(building.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})) == {}
+    assert (
+        building.model_shapes(
+            building.model_from("model_of_the_user:Net", {"width": 1, "depth": 0})
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -674,7 +768,9 @@ def test_a_model_from_the_working_directory(model_file: Path, monkeypatch: pytes
         ("{file}:Broken", {}, "RuntimeError: no such config", "--arg"),
     ],
 )
-def test_models_that_cannot_be_had(spec: str, args: dict[str, object], said: str, hint: str, model_file: Path) -> None:
+def test_models_that_cannot_be_had(
+    spec: str, args: dict[str, object], said: str, hint: str, model_file: Path
+) -> None:
     with pytest.raises(ModelError) as caught:
         building.model_from(spec.format(file=model_file), args)
     assert said in caught.value.message

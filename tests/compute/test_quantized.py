@@ -1,4 +1,5 @@
-"""Dequantised bytes against torch's own ``dequantize``, bit for bit, whatever part of them is asked for."""
+"""Dequantised bytes against torch's own ``dequantize``, bit for bit, whatever part of them is asked
+for."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def record_of(tensor: torch.Tensor, **how: Any) -> Record:
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return compute.dequantized_record(ours, tensor.q_scale(), tensor.q_zero_point())
     scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return compute.dequantized_record(ours, described(scales), described(zeros), tensor.q_per_channel_axis())
+    return compute.dequantized_record(
+        ours, described(scales), described(zeros), tensor.q_per_channel_axis()
+    )
 
 
 def read(record: Record, start: int = 0, stop: int | None = None) -> bytes:
@@ -110,7 +113,11 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(3)
     for dtype, columns in ((torch.qint8, 50), (torch.quint4x2, 64)):
         scales, zeros = torch.rand(9, generator=random) + 0.1, torch.zeros(9)
-        check(torch.quantize_per_channel(torch.randn(9, columns, generator=random), scales, zeros, 0, dtype))
+        check(
+            torch.quantize_per_channel(
+                torch.randn(9, columns, generator=random), scales, zeros, 0, dtype
+            )
+        )
 
 
 MADE = torch.quantize_per_channel(
@@ -134,7 +141,11 @@ def test_pickles() -> None:
 
 def test_refused() -> None:
     tensor = described(torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 2, torch.qint8))
-    two, three, texts = described(torch.ones(2)), described(torch.ones(3)), described(torch.ones(2).bool())
+    two, three, texts = (
+        described(torch.ones(2)),
+        described(torch.ones(3)),
+        described(torch.ones(2).bool()),
+    )
     for scale, zero, axis in (
         (0.5, 2**31, 0), (1, 0, 0), ("x", 0, 0), (0.5, None, 0), (two, 0, 0), (three, three, 0), (two, two, 1),
         (two, two, 2), (two, two, -1), (two, texts, 0), (texts, two, 0),

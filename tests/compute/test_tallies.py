@@ -1,4 +1,5 @@
-"""Statistics against torch and numpy on the same numbers, whatever the parts they are computed in."""
+"""Statistics against torch and numpy on the same numbers, whatever the parts they are computed
+in."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Storage, Tensor
 
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
@@ -29,7 +37,9 @@ def described(tensor: torch.Tensor, big_endian: bool = False) -> Tensor:
         data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
     storage = Storage(Range(Memory(data), 0, len(data)), big_endian=big_endian)
     shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-    return Tensor(storage, dtype, shape, tensor.stride(), offset, conj=tensor.is_conj(), neg=tensor.is_neg())
+    return Tensor(
+        storage, dtype, shape, tensor.stride(), offset, conj=tensor.is_conj(), neg=tensor.is_neg()
+    )
 
 
 def tallied(tensor: torch.Tensor, big_endian: bool = False) -> Tally:
@@ -63,7 +73,10 @@ def assert_is(found: Tally, tensor: torch.Tensor) -> None:
     else:
         assert found.std is None
     edges = found.histogram.edges
-    assert found.histogram.counts == np.histogram(wide.numpy(), edges)[0].tolist() or wide.max() == edges[-1]
+    assert (
+        found.histogram.counts == np.histogram(wide.numpy(), edges)[0].tolist()
+        or wide.max() == edges[-1]
+    )
     assert len(found.histogram.counts) <= BINS
 
 
@@ -92,7 +105,13 @@ def test_nan_and_infinities_are_counted_and_left_out() -> None:
 
 def test_no_numbers_and_one() -> None:
     nothing = tallied(torch.empty(0, 3))
-    assert (nothing.count, nothing.low, nothing.std, nothing.norm, nothing.sparsity) == (0, None, None, 0.0, None)
+    assert (nothing.count, nothing.low, nothing.std, nothing.norm, nothing.sparsity) == (
+        0,
+        None,
+        None,
+        0.0,
+        None,
+    )
     assert_is(tallied(torch.tensor(2.5)), torch.tensor(2.5))
     assert_is(tallied(torch.tensor(0)), torch.tensor(0))
 
@@ -157,7 +176,9 @@ NUMBERS = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(NUMBERS, min_size=1, max_size=80), st.data())
-def test_parts_and_their_order_make_no_difference(numbers: list[float], data: st.DataObject) -> None:
+def test_parts_and_their_order_make_no_difference(
+    numbers: list[float], data: st.DataObject
+) -> None:
     values = torch.tensor(numbers)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=5)))
     pieces = [piece for piece in torch.tensor_split(values, cuts) if len(piece)]
@@ -213,7 +234,9 @@ def test_results_come_in_order_and_few_are_under_way(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("processors", [1, 4])
-def test_the_first_failure_is_raised_and_the_rest_left(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_raised_and_the_rest_left(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptkit.compute.threads.BATCH", 1)
     monkeypatch.setattr("ckptkit.compute.threads._processors", lambda: processors)
     begun: list[int] = []
@@ -232,5 +255,7 @@ def test_the_first_failure_is_raised_and_the_rest_left(processors: int, monkeypa
 def test_little_work_needs_no_thread() -> None:
     import threading
 
-    assert set(ordered(lambda n: threading.current_thread(), range(9), lambda n: 1)) == {threading.main_thread()}
+    assert set(ordered(lambda n: threading.current_thread(), range(9), lambda n: 1)) == {
+        threading.main_thread()
+    }
     assert list(ordered(str, [], len)) == []

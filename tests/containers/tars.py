@@ -1,4 +1,5 @@
-"""Tar files by hand, and those of torch 0.1.1 as that wrote them: Python's tarfile, a pickle per record and entry."""
+"""Tar files by hand, and those of torch 0.1.1 as that wrote them: Python's tarfile, a pickle per
+record and entry."""
 
 from __future__ import annotations
 
@@ -74,9 +75,17 @@ def entry(key: Any, second: Any, made: str) -> bytes:
 
 
 def storage(
-    key: Any, data: bytes, made: str = "FloatStorage", location: Any = "cpu", numel: int | None = None
+    key: Any,
+    data: bytes,
+    made: str = "FloatStorage",
+    location: Any = "cpu",
+    numel: int | None = None,
 ) -> bytes:
-    return entry(key, location, made) + struct.pack("<q", len(data) // 4 if numel is None else numel) + data
+    return (
+        entry(key, location, made)
+        + struct.pack("<q", len(data) // 4 if numel is None else numel)
+        + data
+    )
 
 
 def tensor(
@@ -85,18 +94,27 @@ def tensor(
 ) -> bytes:  # fmt: skip
     sizes, strides = list(shape), list(stride)
     numbers = struct.pack(f"<{len(sizes) + len(strides) + 1}q", *sizes, *strides, offset)
-    return entry(key, of, made) + struct.pack("<ii", len(sizes) if rank is None else rank, 0) + numbers
+    return (
+        entry(key, of, made) + struct.pack("<ii", len(sizes) if rank is None else rank, 0) + numbers
+    )
 
 
 def torch_tar(
-    root: bytes, tensors: list[bytes], storages: list[bytes], views: Any = (), **replaced: bytes | None
+    root: bytes,
+    tensors: list[bytes],
+    storages: list[bytes],
+    views: Any = (),
+    **replaced: bytes | None,
 ) -> bytes:
-    """A file of these records. `replaced` are records by name, None for one that is to be missing."""
+    """A file of these records. `replaced` are records by name, None for one that is to be
+    missing."""
     content: dict[str, bytes | None] = {
         "sys_info": pickle.dumps(SYSTEM, 2),
         "pickle": root,
         "tensors": pickle.dumps(len(tensors), 2) + b"".join(tensors),
-        "storages": pickle.dumps(len(storages), 2) + b"".join(storages) + pickle.dumps(list(views), 2),
+        "storages": pickle.dumps(len(storages), 2)
+        + b"".join(storages)
+        + pickle.dumps(list(views), 2),
     } | replaced
     return archive(*(member(name, data) for name, data in content.items() if data is not None))
 
@@ -110,7 +128,8 @@ def ids(*keys: int | str) -> bytes:
 
 
 class _Pickler(pickle._Pickler):  # type: ignore[misc,name-defined]
-    """Tensors and storages by address; the source of each class of a module where it is first met."""
+    """Tensors and storages by address; the source of each class of a module where it is first
+    met."""
 
     def __init__(self, stream: io.BytesIO, sources: bool) -> None:
         super().__init__(stream, 2)
@@ -130,7 +149,8 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc,name-defined]
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Parameters were variables around tensors: their class, the tensor, and what it is to the gradient."""
+        """Parameters were variables around tensors: their class, the tensor, and what it is to the
+        gradient."""
         if isinstance(value, torch.nn.Parameter):
             return type(value), (value.data,), (value.requires_grad, False, None)
         return NotImplemented
@@ -141,7 +161,9 @@ def save(value: Any, path: Path, location: str = "cpu", sources: bool = False) -
     stream = io.BytesIO()
     pickler = _Pickler(stream, sources)
     pickler.dump(value)
-    storages = {each.untyped_storage().data_ptr() or -id(each): each for each in pickler.tensors.values()}
+    storages = {
+        each.untyped_storage().data_ptr() or -id(each): each for each in pickler.tensors.values()
+    }
     keys = {
         key: next(at for at, other in storages.items() if other is each or _shares(other, each))
         for key, each in pickler.tensors.items()
@@ -158,7 +180,10 @@ def save(value: Any, path: Path, location: str = "cpu", sources: bool = False) -
     with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as file:
         for name, data in content.items():
             info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), 1484000000.25  # a fraction: it takes records of its own
+            info.size, info.mtime = (
+                len(data),
+                1484000000.25,
+            )  # a fraction: it takes records of its own
             file.addfile(info, io.BytesIO(data))
         end = file.offset
     path.write_bytes(path.read_bytes()[: end + 2 * BLOCK])

@@ -1,4 +1,5 @@
-"""Strict JSON: what two readers could read differently is refused, before anything recurses or allocates."""
+"""Strict JSON: what two readers could read differently is refused, before anything recurses or
+allocates."""
 
 from __future__ import annotations
 
@@ -19,20 +20,28 @@ def parse(data: bytes) -> object:
 
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
 )
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
-VALUES = st.recursive(SCALARS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=30)
+VALUES = st.recursive(
+    SCALARS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=30
+)
 
 
 @given(VALUES, st.booleans(), st.sampled_from([None, 1, "\t"]))
-def test_reads_what_the_standard_library_writes(value: object, ascii: bool, indent: int | str | None) -> None:
+def test_reads_what_the_standard_library_writes(
+    value: object, ascii: bool, indent: int | str | None
+) -> None:
     text = json.dumps(value, ensure_ascii=ascii, indent=indent)
     assert repr(parse(text.encode())) == repr(value)
 
 
 @given(
-    st.binary(max_size=60) | st.text('[]{}"\\,:01-eE.ntu\ud800d', max_size=60).map(lambda t: t.encode(errors="replace"))
+    st.binary(max_size=60)
+    | st.text('[]{}"\\,:01-eE.ntu\ud800d', max_size=60).map(lambda t: t.encode(errors="replace"))
 )
 def test_anything_else_is_an_error_of_ours(data: bytes) -> None:
     try:
@@ -121,7 +130,9 @@ def test_ST_05_depth(opening: str, closing: str) -> None:
             parse(nested(depth))
 
 
-@pytest.mark.parametrize("data", [b"[" * 100_000, b"]" * 1000, b'{"a":' * 100_000, b"[}" * 100, b'["' + b"[" * 9999])
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b"]" * 1000, b'{"a":' * 100_000, b"[}" * 100, b'["' + b"[" * 9999]
+)
 def test_ST_05_brackets_that_never_close(data: bytes) -> None:
     with pytest.raises(FormatError):
         parse(data)

@@ -1,4 +1,5 @@
-"""The container layer of tar files, by row of the threat table; tars by hand, by tarfile, or from the corpus."""
+"""The container layer of tar files, by row of the threat table; tars by hand, by tarfile, or from
+the corpus."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def contents(data: bytes) -> dict[str, bytes]:
     return {name: each.data.read() for name, each in read_members(Memory(data)).items()}
 
 
-def refused(error: type[CkptkitError] | tuple[type[CkptkitError], ...], data: bytes, match: str | None = None) -> None:
+def refused(
+    error: type[CkptkitError] | tuple[type[CkptkitError], ...],
+    data: bytes,
+    match: str | None = None,
+) -> None:
     with pytest.raises(error, match=match) as caught:
         read_members(Memory(data))
     assert str(caught.value).isprintable()
@@ -58,7 +63,9 @@ def test_what_tarfile_writes(format: int, mtime: float) -> None:
 
 
 def test_by_hand() -> None:
-    data = archive(member("a", DATA), member("folder/", b"", b"5"), member("l", b"", b"2", link=b"elsewhere"))
+    data = archive(
+        member("a", DATA), member("folder/", b"", b"5"), member("l", b"", b"2", link=b"elsewhere")
+    )
     assert {name: each.kind for name, each in read_members(Memory(data)).items()} == {
         "a": "file", "folder/": "folder", "l": "link",
     }  # fmt: skip
@@ -93,14 +100,18 @@ def test_corpus_accept(corpus: Corpus) -> None:
         members = read_members(LocalFile(path.with_suffix(".tar")))
         for said in json.loads(path.read_text())["expected"]:
             found = members[said["member"]]
-            assert found.kind == {"directory": "folder", "symlink": "link"}.get(said["type"], said["type"])
+            assert found.kind == {"directory": "folder", "symlink": "link"}.get(
+                said["type"], said["type"]
+            )
             if found.kind == "file":
                 assert hashlib.sha256(found.data.read()).hexdigest() == said["sha256"]
 
 
 @pytest.mark.parametrize("group", ["malicious", "reject"])
 def test_TR_04_corpus_refused(corpus: Corpus, group: str) -> None:
-    assert {name for name, what in outcomes(corpus / "containers/tar" / group).items() if what == "read"} == set()
+    assert {
+        name for name, what in outcomes(corpus / "containers/tar" / group).items() if what == "read"
+    } == set()
 
 
 # How each case of the corpus' undecided group ends, and why.
@@ -134,7 +145,9 @@ def test_corpus_iffy(corpus: Corpus) -> None:
 # Members
 
 
-@pytest.mark.parametrize("type", [b"1", b"3", b"4", b"6", b"7", b"D", b"K", b"L", b"M", b"N", b"S", b"V", b"X", b"A"])
+@pytest.mark.parametrize(
+    "type", [b"1", b"3", b"4", b"6", b"7", b"D", b"K", b"L", b"M", b"N", b"S", b"V", b"X", b"A"]
+)
 def test_TR_01_member_types(type: bytes) -> None:
     refused(UnsupportedError, archive(member("storages", b"", type, link=b"x")), "its type is")
 
@@ -145,8 +158,12 @@ def test_TR_01_links_and_folders_have_no_data(type: bytes) -> None:
 
 
 def test_TR_01_a_link_to_a_member() -> None:
-    refused(AmbiguousError, archive(member("a", DATA), member("b", b"", b"2", link=b"a")), "second name")
-    refused(AmbiguousError, archive(member("b", b"", b"2", link=b"a"), member("a", DATA)), "second name")
+    refused(
+        AmbiguousError, archive(member("a", DATA), member("b", b"", b"2", link=b"a")), "second name"
+    )
+    refused(
+        AmbiguousError, archive(member("b", b"", b"2", link=b"a"), member("a", DATA)), "second name"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +182,14 @@ def test_TR_02_negative_in_base_256() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [b"00000000005\0", b"          5\0", b"5\0\0\0\0\0\0\0\0\0\0\0", b"000000000005", b"5          \0"]
+    "field",
+    [
+        b"00000000005\0",
+        b"          5\0",
+        b"5\0\0\0\0\0\0\0\0\0\0\0",
+        b"000000000005",
+        b"5          \0",
+    ],
 )
 def test_TR_02_spellings_of_a_size(field: bytes) -> None:
     assert contents(archive(header("a", size_field=field), padded(DATA))) == {"a": DATA}
@@ -189,7 +213,11 @@ def test_TR_02_size_in_a_record(tmp_path: Path) -> None:
     for size in (b"3", b"5", b"-1", b"0", b"05", b"x", b"1e3", str(8**11 - 1).encode()):
         refused(AmbiguousError, archive(records((b"size", size)), member("a", DATA)), "two sizes")
         refused(AmbiguousError, archive(records((b"size", size)), header("a", 0)), "two sizes")
-    refused(TruncatedError, archive(records((b"size", str(2**60).encode())), header("a", 0)), "ends inside")
+    refused(
+        TruncatedError,
+        archive(records((b"size", str(2**60).encode())), header("a", 0)),
+        "ends inside",
+    )
     large = 8**11 + 5
     path = tmp_path / "large.tar"
     with path.open("wb") as file:  # sparse
@@ -204,10 +232,20 @@ def test_TR_02_size_in_a_record(tmp_path: Path) -> None:
 
 def test_TR_03_records_about_records() -> None:
     mtime = (b"mtime", b"1.5")
-    refused(AmbiguousError, archive(*[records(mtime)] * 2_000, member("a", DATA)), "records about records")
-    refused(AmbiguousError, archive(records(mtime), records(mtime, type=b"g"), member("a", DATA)), "records about")
+    refused(
+        AmbiguousError,
+        archive(*[records(mtime)] * 2_000, member("a", DATA)),
+        "records about records",
+    )
+    refused(
+        AmbiguousError,
+        archive(records(mtime), records(mtime, type=b"g"), member("a", DATA)),
+        "records about",
+    )
     refused(FormatError, archive(records(mtime)), "not there")
-    assert contents(archive(*[records(mtime, type=b"g")] * 3, records(mtime), member("a", DATA))) == {"a": DATA}
+    assert contents(
+        archive(*[records(mtime, type=b"g")] * 3, records(mtime), member("a", DATA))
+    ) == {"a": DATA}
 
 
 def test_TR_03_records_of_any_length() -> None:
@@ -218,10 +256,16 @@ def test_TR_03_records_of_any_length() -> None:
             assert contents(data) == {"a": DATA}
         else:
             refused(LimitError, data, "tar_records_bytes")
-    refused(LimitError, archive(member("x", bytes(1 << 20), b"x"), member("a", DATA)), "tar_records_bytes")
+    refused(
+        LimitError,
+        archive(member("x", bytes(1 << 20), b"x"), member("a", DATA)),
+        "tar_records_bytes",
+    )
     for field in (b"\x80" + (1 << 40).to_bytes(11, "big"), b"77777777777\0"):
         refused(CkptkitError, archive(header("x", type=b"x", size_field=field)))
-    long_link = header("././@LongLink", type=b"L", size_field=b"\x80" + (1 << 33).to_bytes(11, "big"))
+    long_link = header(
+        "././@LongLink", type=b"L", size_field=b"\x80" + (1 << 33).to_bytes(11, "big")
+    )
     refused(CkptkitError, archive(long_link, member("a", DATA)))
 
 
@@ -251,16 +295,28 @@ def test_TR_04_records_that_ckptkit_does_not_know(key: bytes) -> None:
 
 @pytest.mark.parametrize("key", [b"path", b"size"])
 def test_TR_04_records_about_all_members_change_none(key: bytes) -> None:
-    refused(UnsupportedError, archive(records((key, b"9"), type=b"g"), member("a", DATA)), "does not know")
+    refused(
+        UnsupportedError,
+        archive(records((key, b"9"), type=b"g"), member("a", DATA)),
+        "does not know",
+    )
 
 
 def test_TR_04_a_record_twice() -> None:
-    refused(AmbiguousError, archive(records((b"path", b"a"), (b"path", b"b")), member("c", DATA)), "two ways")
+    refused(
+        AmbiguousError,
+        archive(records((b"path", b"a"), (b"path", b"b")), member("c", DATA)),
+        "two ways",
+    )
 
 
 @pytest.mark.parametrize("second", ["a", "A"])
 def test_TR_04_duplicate_names(second: str) -> None:
-    refused(AmbiguousError, archive(member("a", DATA), member("b", b""), member(second, DATA)), "two members")
+    refused(
+        AmbiguousError,
+        archive(member("a", DATA), member("b", b""), member(second, DATA)),
+        "two members",
+    )
     renamed = records((b"path", second.encode())), member("c", DATA)
     refused(AmbiguousError, archive(member("a", DATA), *renamed), "two members")
 
@@ -286,11 +342,17 @@ def test_TR_04_prefixes(prefix: bytes) -> None:
 
 def test_TR_04_more_after_the_name() -> None:
     refused(AmbiguousError, archive(member(b"a\0b", DATA)), "goes on")
-    refused(AmbiguousError, archive(member("a", DATA, magic=b"ustar  \0", prefix=b"12345670123\0")), "GNU")
+    refused(
+        AmbiguousError,
+        archive(member("a", DATA, magic=b"ustar  \0", prefix=b"12345670123\0")),
+        "GNU",
+    )
 
 
 def test_TR_04_after_the_end() -> None:
-    refused(AmbiguousError, archive(archive(member("a", DATA)), member("b", DATA)), "follow the end")
+    refused(
+        AmbiguousError, archive(archive(member("a", DATA)), member("b", DATA)), "follow the end"
+    )
     refused(AmbiguousError, archive(member("a", DATA), end=4 << 20), "follow the end")
     refused(AmbiguousError, archive(member("a", DATA)) + padded(b"1"), "follow the end")
 
@@ -319,7 +381,9 @@ def test_truncated_anywhere() -> None:
         refused(TruncatedError, data[:cut])
 
 
-@pytest.mark.parametrize("start", [b"", b"PK\x03\x04", b"\x80\x02", bytes(BLOCK), b"ustar" * 200, b"{" * BLOCK])
+@pytest.mark.parametrize(
+    "start", [b"", b"PK\x03\x04", b"\x80\x02", bytes(BLOCK), b"ustar" * 200, b"{" * BLOCK]
+)
 def test_other_files_are_no_tars(start: bytes) -> None:
     assert not is_tar(start)
 

@@ -1,4 +1,5 @@
-"""The container layer, by row of the threat table; zips are made by hand, by zipfile, or come from the corpus."""
+"""The container layer, by row of the threat table; zips are made by hand, by zipfile, or come from
+the corpus."""
 
 from __future__ import annotations
 
@@ -40,20 +41,30 @@ def directory(data: bytes) -> ZipDirectory:
     return read_directory(Memory(data, "made.zip"))
 
 
-def descriptor(crc: int, stored: int, size: int, *, signed: bool = True, wide: bool = False) -> bytes:
-    return (b"PK\7\x08" if signed else b"") + struct.pack("<LQQ" if wide else "<LLL", crc, stored, size)
+def descriptor(
+    crc: int, stored: int, size: int, *, signed: bool = True, wide: bool = False
+) -> bytes:
+    return (b"PK\7\x08" if signed else b"") + struct.pack(
+        "<LQQ" if wide else "<LLL", crc, stored, size
+    )
 
 
-def described(name: str = "a/0", data: bytes = DATA, after: bytes | None = None, **more: Any) -> Member:
+def described(
+    name: str = "a/0", data: bytes = DATA, after: bytes | None = None, **more: Any
+) -> Member:
     """A member as torch writes it: nothing in the local header, a descriptor behind the data."""
-    member = Member(name, data, local={"crc": 0, "stored": 0, "size": 0, **more.pop("local", {})}, **more)
+    member = Member(
+        name, data, local={"crc": 0, "stored": 0, "size": 0, **more.pop("local", {})}, **more
+    )
     member.facts["flags"] = 0x0800 | DESCRIPTOR
     member.after = descriptor(zlib.crc32(data), len(data), len(data)) if after is None else after
     return member
 
 
 def test_a_plain_zip() -> None:
-    found = directory(build(Member("a/0", DATA), Member("a/1", b""), Member("a/2", DATA * 9, deflated=True)))
+    found = directory(
+        build(Member("a/0", DATA), Member("a/1", b""), Member("a/2", DATA * 9, deflated=True))
+    )
     assert found.names == ["a/0", "a/1", "a/2"]
     assert found.top == "a" and "a/1" in found and "A/1" not in found
     assert [found.read(name) for name in found.names] == [DATA, b"", DATA * 9]
@@ -61,7 +72,11 @@ def test_a_plain_zip() -> None:
     record, _ = found.record("a/0")
     assert isinstance(record, Range) and record.offset == 33 and record.read() == DATA
     inflated, _ = found.record("a/2")
-    assert isinstance(inflated, Derived) and inflated.operation == "inflate" and inflated.length == len(DATA) * 9
+    assert (
+        isinstance(inflated, Derived)
+        and inflated.operation == "inflate"
+        and inflated.length == len(DATA) * 9
+    )
     assert b"".join(stream(inflated)) == DATA * 9
 
 
@@ -77,7 +92,11 @@ def test_what_zipfile_writes_is_read(compression: int, seekable: bool, wide: boo
         write, flush = staticmethod(buffer.write), staticmethod(buffer.flush)
 
     with zipfile.ZipFile(buffer if seekable else Pipe(), "w", compression) as made:  # type: ignore[arg-type]
-        for name, data in (("top/data.pkl", b"x" * 1000), ("top/data/0", b""), ("top/data/1", bytes(range(256)))):
+        for name, data in (
+            ("top/data.pkl", b"x" * 1000),
+            ("top/data/0", b""),
+            ("top/data/1", bytes(range(256))),
+        ):
             with made.open(name, "w", force_zip64=wide) as file:
                 file.write(data)
         made.comment = b"said on the side"
@@ -115,12 +134,20 @@ def outcomes(folder: Path) -> dict[str, str]:
 
 
 def test_corpus_accept(corpus: Corpus) -> None:
-    assert {name: what for name, what in outcomes(corpus / "containers/zip/accept").items() if what != "read"} == {}
+    assert {
+        name: what
+        for name, what in outcomes(corpus / "containers/zip/accept").items()
+        if what != "read"
+    } == {}
 
 
 @pytest.mark.parametrize("group", ["malicious", "reject"])
 def test_corpus_refused(corpus: Corpus, group: str) -> None:
-    assert {name: what for name, what in outcomes(corpus / "containers/zip" / group).items() if what == "read"} == {}
+    assert {
+        name: what
+        for name, what in outcomes(corpus / "containers/zip" / group).items()
+        if what == "read"
+    } == {}
 
 
 # How each name of the corpus' undecided group ends, and why. The first prefix that fits counts.
@@ -132,14 +159,22 @@ IFFY = (
     ("non_ascii_original_name", "FormatError", "a second name in an extra field"),
     ("extra3byte", "FormatError", "extra fields that do not parse"),
     ("zip64_extra", "FormatError", "a zip64 field has exactly what does not fit 32 bits"),
-    ("zip64_eocd_extensible_data", "FormatError", "the zip64 end record stands right before its locator"),
+    (
+        "zip64_eocd_extensible_data",
+        "FormatError",
+        "the zip64 end record stands right before its locator",
+    ),
     ("8bitcomment", "AmbiguousError", "a second end record inside the comment"),
     ("suffix_not_comment", "AmbiguousError", "bytes after the end record"),
     ("comment_cdsize", "AmbiguousError", "local header and directory have other sizes"),
     ("store_cdsize", "AmbiguousError", "local header and directory have other sizes"),
     ("trailing_slash_attr_mismatch", "AmbiguousError", "a folder with bytes"),
     ("data_descriptor_flag_off_cd_zero", "CorruptError", "deflated to nothing at all"),
-    ("data_descriptor_flag_off", "AmbiguousError", "no sizes in the header, and no flag that says where they are"),
+    (
+        "data_descriptor_flag_off",
+        "AmbiguousError",
+        "no sizes in the header, and no flag that says where they are",
+    ),
     ("data_descriptor", "CorruptError", "no descriptor where the directory's sizes put it"),
 )
 
@@ -171,7 +206,9 @@ def test_ZP_01_a_file_and_a_folder_of_one_name() -> None:
 
 def test_ZP_01_names_are_bytes() -> None:
     """Two forms of one letter are two names: torch compares bytes and knows ASCII case only."""
-    found = directory(build(Member("a/\u00e9", b"1"), Member("a/e\u0301", b"2"), Member("a/\u00c9", b"3")))
+    found = directory(
+        build(Member("a/\u00e9", b"1"), Member("a/e\u0301", b"2"), Member("a/\u00c9", b"3"))
+    )
     assert [found.read(name) for name in found.names] == [b"1", b"2", b"3"]
 
 
@@ -193,7 +230,9 @@ def test_ZP_14_names(name: bytes, error: type[InputError], place: int) -> None:
     assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["a/..b", "a/b..", "a/...", "ü b/ö", "lstm.save/x", "a/" + "n" * 60_000])
+@pytest.mark.parametrize(
+    "name", ["a/..b", "a/b..", "a/...", "ü b/ö", "lstm.save/x", "a/" + "n" * 60_000]
+)
 def test_ZP_14_names_that_are_fine(name: str) -> None:
     assert directory(build(Member("a/0", DATA), Member(name, b"other"))).read(name) == b"other"
 
@@ -273,7 +312,8 @@ def test_ZP_06_two_entries_one_member() -> None:
 
 
 def test_ZP_06_quoted_overlap() -> None:
-    """Each member's data begins with the next member's local header, and all end with the same kernel."""
+    """Each member's data begins with the next member's local header, and all end with the same
+    kernel."""
     kernel, members = b"kernel", [Member("a/9", b"kernel")]
     for number in range(8, -1, -1):
         kernel = members[0].head() + kernel
@@ -287,7 +327,9 @@ def test_ZP_06_quoted_overlap() -> None:
         directory(body + entries + end)
 
 
-@pytest.mark.parametrize(("stored", "size"), [(24, 24), (16, 24), (24, 16), (15, 15), (0, 0), (1 << 31, 1 << 31)])
+@pytest.mark.parametrize(
+    ("stored", "size"), [(24, 24), (16, 24), (24, 16), (15, 15), (0, 0), (1 << 31, 1 << 31)]
+)
 def test_ZP_07_sizes_of_stored_members(stored: int, size: int) -> None:
     with pytest.raises((CorruptError, AmbiguousError)):
         directory(build(described(central={"stored": stored, "size": size}), described("a/1")))
@@ -434,9 +476,14 @@ def test_ZP_12_extra_fields(extra: bytes, where: str) -> None:
         directory(build(Member("a/0", DATA, **{f"{where}_extra": extra})))
 
 
-@pytest.mark.parametrize("extra", [field(0x5455, b"\1abcd"), b"FB\0\0", b"FB\4\0ZZZZ", b"FB\2\0ZZ" + field(9, b"")])
+@pytest.mark.parametrize(
+    "extra", [field(0x5455, b"\1abcd"), b"FB\0\0", b"FB\4\0ZZZZ", b"FB\2\0ZZ" + field(9, b"")]
+)
 def test_ZP_12_extra_fields_that_are_fine(extra: bytes) -> None:
-    made = build(Member("a/0", DATA, local_extra=extra), Member("a/1", DATA, local_extra=extra, central_extra=extra))
+    made = build(
+        Member("a/0", DATA, local_extra=extra),
+        Member("a/1", DATA, local_extra=extra, central_extra=extra),
+    )
     assert [directory(made).read(name) for name in ("a/0", "a/1")] == [DATA, DATA]
 
 
@@ -458,7 +505,8 @@ def test_ZP_12_zip64_fields() -> None:
 
 @pytest.mark.parametrize("numbers", [(16, 0), (16, 0, 1 << 33), (16, 16), ()])
 def test_ZP_12_torch_zip64_fields(numbers: tuple[int, ...]) -> None:
-    """In a local header: the size, a zero for the stored size, perhaps the offset, while the short fields are zero."""
+    """In a local header: the size, a zero for the stored size, perhaps the offset, while the short
+    fields are zero."""
     extra = field(1, struct.pack(f"<{len(numbers)}Q", *numbers)) + b"FB\1\0Z"
     after = descriptor(CRC, 16, 16, wide=True)
     if (1 << 33) in numbers:
@@ -531,7 +579,14 @@ def test_ZP_16_a_count_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [{"disk": 1}, {"first_disk": 1}, {"here": 0}, {"here": 2}, {"disk": 0xFFFF, "first_disk": 0xFFFF}]
+    "end",
+    [
+        {"disk": 1},
+        {"first_disk": 1},
+        {"here": 0},
+        {"here": 2},
+        {"disk": 0xFFFF, "first_disk": 0xFFFF},
+    ],
 )
 def test_ZP_22_several_parts(end: dict[str, int]) -> None:
     with pytest.raises(UnsupportedError, match="parts"):
@@ -549,9 +604,13 @@ def test_ZP_22_members_elsewhere() -> None:
 
 @pytest.mark.parametrize("zip64", [None, {}])
 def test_ZP_23_truncation(zip64: dict[str, Any] | None) -> None:
-    whole = build(Member("a/0", DATA), Member("a/1", DATA * 4, deflated=True), described("a/2"), zip64=zip64)
+    whole = build(
+        Member("a/0", DATA), Member("a/1", DATA * 4, deflated=True), described("a/2"), zip64=zip64
+    )
     for length in range(4, len(whole)):
-        with pytest.raises(TruncatedError, match="no end record: the download or save is incomplete") as refused:
+        with pytest.raises(
+            TruncatedError, match="no end record: the download or save is incomplete"
+        ) as refused:
             directory(whole[:length])
         assert refused.value.hint
 
@@ -576,7 +635,11 @@ def test_what_an_edit_in_place_leaves_is_no_member() -> None:
     """An older version of a listed record, an older directory: dead bytes."""
     old = build(Member("a/data.pkl", b"old"), Member("a/0", DATA))
     size = Member("a/data.pkl", b"old").head() + b"old"
-    new = Member("a/data.pkl", b"new one", before=old[len(size) + len(Member("a/0", DATA).head()) + len(DATA) :])
+    new = Member(
+        "a/data.pkl",
+        b"new one",
+        before=old[len(size) + len(Member("a/0", DATA).head()) + len(DATA) :],
+    )
     found = directory(build(Member("a/0", DATA, before=size), new))
     assert found.read("a/data.pkl") == b"new one" and found.read("a/0") == DATA
     assert found.start > found.entries["a/data.pkl"].data
@@ -584,7 +647,10 @@ def test_what_an_edit_in_place_leaves_is_no_member() -> None:
 
 def test_every_flipped_byte_is_refused_or_changes_nothing() -> None:
     whole = build(
-        described("a/0"), Member("a/1", DATA * 4, deflated=True), Member("a/2", DATA, local_extra=b"FB\2\0ZZ"), zip64={}
+        described("a/0"),
+        Member("a/1", DATA * 4, deflated=True),
+        Member("a/2", DATA, local_extra=b"FB\2\0ZZ"),
+        zip64={},
     )
     before = {name: directory(whole).read(name) for name in directory(whole).names}
     refused = 0
@@ -620,7 +686,10 @@ class Remote(ByteSource):
 
 
 def test_remote_local_headers_are_read_when_needed() -> None:
-    made = build(*(described(f"a/{n}", bytes([n]) * 9, local_extra=b"FB\3\0ZZZ") for n in range(200)), zip64={})
+    made = build(
+        *(described(f"a/{n}", bytes([n]) * 9, local_extra=b"FB\3\0ZZZ") for n in range(200)),
+        zip64={},
+    )
     remote = Remote(made)
     found, near = read_directory(remote), directory(made)
     assert len(remote.reads) <= 4
@@ -647,8 +716,12 @@ class Counting(LocalFile):
         return super().read(offset, length)
 
 
-@pytest.mark.parametrize(("members", "size", "reads", "read"), [(20, 1 << 20, 30, 90_000), (3000, 100, 30, 1_500_000)])
-def test_few_reads_of_local_headers(tmp_path: Path, members: int, size: int, reads: int, read: int) -> None:
+@pytest.mark.parametrize(
+    ("members", "size", "reads", "read"), [(20, 1 << 20, 30, 90_000), (3000, 100, 30, 1_500_000)]
+)
+def test_few_reads_of_local_headers(
+    tmp_path: Path, members: int, size: int, reads: int, read: int
+) -> None:
     """Far apart: one small read each. Close together: many in one read."""
     path = tmp_path / "a.zip"
     path.write_bytes(build(*(described(f"a/{n}", bytes(size)) for n in range(members))))
@@ -667,6 +740,8 @@ def test_errors_name_the_file(make: Callable[[bytes], ByteSource]) -> None:
 def test_headers_are_what_the_helper_says() -> None:
     """The hand that makes these files agrees with zipfile's."""
     assert struct.calcsize("<4s5H3L2H") == 30 and len(LOCAL) == 11
-    with zipfile.ZipFile(io.BytesIO(build(described(), Member("a/1", DATA, deflated=True), zip64={}))) as made:
+    with zipfile.ZipFile(
+        io.BytesIO(build(described(), Member("a/1", DATA, deflated=True), zip64={}))
+    ) as made:
         assert made.testzip() is None
         assert [info.filename for info in made.infolist()] == ["a/0", "a/1"]

@@ -42,9 +42,9 @@ def test_zipfile_reads_it(tmp_path: Path) -> None:
         assert made.testzip() is None
         assert {name: made.read(name) for name in made.namelist()} == CONTENTS
         assert {info.date_time for info in made.infolist()} == {(1980, 1, 1, 0, 0, 0)}
-        assert {(info.compress_type, info.flag_bits, info.extract_version) for info in made.infolist()} == {
-            (0, 0x800, 20)
-        }
+        assert {
+            (info.compress_type, info.flag_bits, info.extract_version) for info in made.infolist()
+        } == {(0, 0x800, 20)}
 
 
 def test_we_read_it_and_all_data_is_aligned(tmp_path: Path) -> None:
@@ -59,13 +59,16 @@ def kind(segment: Segment) -> str:
 
 
 def test_segments_are_few() -> None:
-    """Literals are joined; what has no checksum yet is summed, and put into its header and the directory later."""
+    """Literals are joined; what has no checksum yet is summed, and put into its header and the
+    directory later."""
     segments = lay_out(MEMBERS)
     assert [kind(each) for each in segments] == [
         "bytes", "Range", "Deferred", "Summed", "Deferred", "Summed", "bytes", "bytes", "bytes", "Range", "Deferred",
     ]  # fmt: skip
     assert [each.number for each in segments if isinstance(each, Summed)] == [3, 5]
-    assert [[number for _, number in each.holes] for each in segments if isinstance(each, Deferred)] == [
+    assert [
+        [number for _, number in each.holes] for each in segments if isinstance(each, Deferred)
+    ] == [
         [3],
         [5],
         [3, 5],
@@ -78,7 +81,9 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
 
 
 def test_an_empty_extent_needs_no_checksum() -> None:
-    assert [kind(each) for each in lay_out([Member("a", of(0, 0)), Member("b", of(0, 0), 0)])] == ["bytes"]
+    assert [kind(each) for each in lay_out([Member("a", of(0, 0)), Member("b", of(0, 0), 0)])] == [
+        "bytes"
+    ]
 
 
 @pytest.mark.parametrize("count", [0xFFFE, 0xFFFF, 70_000])

@@ -18,7 +18,10 @@ def labels(names: list[str]) -> list[str]:
 
 def test_one_index() -> None:
     items = [Item(f"layers.{i}.{part}", "f32", 4) for i in range(32) for part in ("w", "b")]
-    assert fold(items) == [Folded("layers.{0..31}.w", "f32", 128, 32), Folded("layers.{0..31}.b", "f32", 128, 32)]
+    assert fold(items) == [
+        Folded("layers.{0..31}.w", "f32", 128, 32),
+        Folded("layers.{0..31}.b", "f32", 128, 32),
+    ]
 
 
 def test_two_indices() -> None:
@@ -55,7 +58,10 @@ def test_order_is_that_of_the_first() -> None:
 
 
 def test_unfolded_keeps_all() -> None:
-    assert unfolded([Item("a.0", "x", 4), Item("a.1", "x", 4)]) == [Folded("a.0", "x", 4, 1), Folded("a.1", "x", 4, 1)]
+    assert unfolded([Item("a.0", "x", 4), Item("a.1", "x", 4)]) == [
+        Folded("a.0", "x", 4, 1),
+        Folded("a.1", "x", 4, 1),
+    ]
 
 
 NAMES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), unique=True, max_size=30)

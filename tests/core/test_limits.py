@@ -1,4 +1,5 @@
-"""Every limit: what lies below it or reaches it is read, what exceeds it is refused by name and with what to type."""
+"""Every limit: what lies below it or reaches it is read, what exceeds it is refused by name and
+with what to type."""
 
 from __future__ import annotations
 
@@ -25,7 +26,16 @@ from ckptkit.containers.tar import read_members
 from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
-from ckptkit.core.limits import CEILINGS, INFLATED, LIMITS, MOST, PREFIX, Limits, check, from_environment
+from ckptkit.core.limits import (
+    CEILINGS,
+    INFLATED,
+    LIMITS,
+    MOST,
+    PREFIX,
+    Limits,
+    check,
+    from_environment,
+)
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats.dcp.boxes import check_cover
@@ -78,17 +88,25 @@ def saved(value: object) -> Case:
 
 def modules(number: int) -> Case:
     """A module with so many inside, itself included."""
-    made = torch.nn.Sequential(torch.nn.Linear(1, 1), *(torch.nn.Identity() for _ in range(number - 2)))
+    made = torch.nn.Sequential(
+        torch.nn.Linear(1, 1), *(torch.nn.Identity() for _ in range(number - 2))
+    )
     return saved(made)
 
 
 def far(number: int) -> bytes:
-    return b"]" + b"".join(b"Nr" + struct.pack("<I", 1_000 * n) + b"a" for n in range(1, number + 1)) + b"."
+    return (
+        b"]"
+        + b"".join(b"Nr" + struct.pack("<I", 1_000 * n) + b"a" for n in range(1, number + 1))
+        + b"."
+    )
 
 
 def zipped(*names: str, data: bytes = b"", deflated: bool = False) -> Memory:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED) as made:
+    with zipfile.ZipFile(
+        file, "w", zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED
+    ) as made:
         for name in names:
             made.writestr(name, data)
     return Memory(file.getvalue())
@@ -108,14 +126,20 @@ def npy(length: int) -> Case:
     text = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1,)}".ljust(length - 1) + b"\n"
 
     def case(folder: Path) -> object:
-        (folder / "a.npy").write_bytes(b"\x93NUMPY\x01\0" + struct.pack("<H", length) + text + bytes(4))
+        (folder / "a.npy").write_bytes(
+            b"\x93NUMPY\x01\0" + struct.pack("<H", length) + text + bytes(4)
+        )
         return read(folder / "a.npy")
 
     return case
 
 
 def safetensors(length: int = 200, rank: int = 1) -> Case:
-    text = json.dumps({"a": {"dtype": "U8", "shape": [1] * rank, "data_offsets": [0, 1]}}).encode().ljust(length)
+    text = (
+        json.dumps({"a": {"dtype": "U8", "shape": [1] * rank, "data_offsets": [0, 1]}})
+        .encode()
+        .ljust(length)
+    )
 
     def case(folder: Path) -> object:
         (folder / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"x")
@@ -125,7 +149,9 @@ def safetensors(length: int = 200, rank: int = 1) -> Case:
 
 
 def index(length: int) -> Case:
-    text = json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}).ljust(length)
+    text = json.dumps(
+        {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    ).ljust(length)
 
     def case(folder: Path) -> object:
         save_file({"a": torch.ones(1)}, folder / "model-00001-of-00001.safetensors")
@@ -219,7 +245,9 @@ def limited(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
 
 
 def test_every_limit_is_tested() -> None:
-    names = {field.name for field in dataclasses.fields(Limits) if not field.name.startswith(WITH_SCAN)}
+    names = {
+        field.name for field in dataclasses.fields(Limits) if not field.name.startswith(WITH_SCAN)
+    }
     assert names == CASES.keys()
 
 
@@ -235,11 +263,15 @@ def test_LM_below_at_and_above(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(LimitError, match=rf"\b{name}\b") as caught:
         case(tmp_path)
     hint = caught.value.hint or ""
-    assert (f"{PREFIX}{name.upper()}=" in hint) or (name.startswith("expansion") and "--allow-expand" in hint)
+    assert (f"{PREFIX}{name.upper()}=" in hint) or (
+        name.startswith("expansion") and "--allow-expand" in hint
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("expansion")])
-def test_what_the_hint_says_helps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hint_says_helps(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     need, case = CASES[name]
     with monkeypatch.context() as patch:
         limited(patch, **{name: need - 1})
@@ -254,14 +286,31 @@ def test_what_the_hint_says_helps(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_variables_change_limits() -> None:
-    changed = from_environment({"CKPTKIT_LIMIT_PICKLE_BYTES": "17", "CKPTKIT_LIMIT_DEPTH": "0", "CKPTKIT_OTHER": "x"})
+    changed = from_environment(
+        {"CKPTKIT_LIMIT_PICKLE_BYTES": "17", "CKPTKIT_LIMIT_DEPTH": "0", "CKPTKIT_OTHER": "x"}
+    )
     assert changed == dataclasses.replace(Limits(), pickle_bytes=17, depth=0)
     assert from_environment({}) == Limits()
     assert from_environment({"CKPTKIT_LIMIT_DEPTH": str(MOST)}).depth == MOST
 
 
 @pytest.mark.parametrize(
-    "text", ["", " 1", "-1", "+1", "1.5", "1e9", "1_000", "0x10", "1GB", "²", "٤", str(MOST + 1), "9" * 5_000]
+    "text",
+    [
+        "",
+        " 1",
+        "-1",
+        "+1",
+        "1.5",
+        "1e9",
+        "1_000",
+        "0x10",
+        "1GB",
+        "²",
+        "٤",
+        str(MOST + 1),
+        "9" * 5_000,
+    ],
 )
 def test_values_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match=r"CKPTKIT_LIMIT_DEPTH is .* no whole number from 0 to"):
@@ -280,7 +329,9 @@ def test_ceilings(name: str) -> None:
 
 
 def test_names_that_are_none() -> None:
-    with pytest.raises(UsageError, match="CKPTKIT_LIMIT_PICKEL_BYTES: there is no such limit") as caught:
+    with pytest.raises(
+        UsageError, match="CKPTKIT_LIMIT_PICKEL_BYTES: there is no such limit"
+    ) as caught:
         from_environment({"CKPTKIT_LIMIT_PICKEL_BYTES": "1"})
     assert "CKPTKIT_LIMIT_PICKLE_BYTES" in str(caught.value.hint)
 
@@ -305,13 +356,17 @@ def test_the_command_line(run: Command, tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "40"}).code == 0
     wrong = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "many"})
     assert (wrong.code, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("ckptkit: CKPTKIT_LIMIT_DEPTH is 'many', which is no whole number")
+    assert wrong.stderr.startswith(
+        "ckptkit: CKPTKIT_LIMIT_DEPTH is 'many', which is no whole number"
+    )
 
 
 def test_far_deeper_than_python_goes(run: Command, tmp_path: Path) -> None:
     """Whoever raises the limit is not met by an error of Python."""
     depth = 5_000
-    (tmp_path / "deep.pkl").write_bytes(b"\x80\x02}X\x01\0\0\0a" + b"]" * depth + b"a" * (depth - 1) + b"s.")
+    (tmp_path / "deep.pkl").write_bytes(
+        b"\x80\x02}X\x01\0\0\0a" + b"]" * depth + b"a" * (depth - 1) + b"s."
+    )
     done = run("inspect", "--json", tmp_path / "deep.pkl", env={"CKPTKIT_LIMIT_DEPTH": "100000"})
     assert done.code in (0, 3), done.stderr[-500:]
     assert "bug" not in done.stderr

@@ -33,7 +33,8 @@ def tensor() -> Tensor:
     return Tensor(STORAGE, dtypes.BY_NAME["float32"], (2,), (1,))
 
 
-# Random graphs: a list of nodes, each made of earlier ones, so that sharing is common; cycles are tied afterwards.
+# Random graphs: a list of nodes, each made of earlier ones, so that sharing is common; cycles are
+# tied afterwards.
 
 
 KINDS = ("leaf", "dict", "ordered", "list", "tuple", "set", "pairs", "object")
@@ -44,7 +45,9 @@ def graphs(draw: st.DrawFn) -> Node:
     made: list[Node] = [draw(st.sampled_from([0, "text", None])), tensor(), Global("a", "B")]
     for _ in range(draw(st.integers(1, 12))):
         parts = draw(st.lists(st.integers(0, len(made) - 1), max_size=4))
-        made.append(node(draw(st.sampled_from(KINDS)), [made[n] for n in parts], draw(st.booleans())))
+        made.append(
+            node(draw(st.sampled_from(KINDS)), [made[n] for n in parts], draw(st.booleans()))
+        )
     for _ in range(draw(st.integers(0, 2))):
         tie(draw(st.sampled_from(made)), draw(st.sampled_from(made)))
     return made[-1]
@@ -54,7 +57,10 @@ def node(kind: str, parts: list[Node], flag: bool) -> Node:
     if kind == "leaf":
         return ByteString(b"\xff") if flag else TypedStorage(STORAGE, None)
     if kind == "dict":
-        return {(n if flag else f"k{n}"): part for n, part in enumerate(parts)} | {("key", 1): 1, Global("k", "K"): 2}
+        return {(n if flag else f"k{n}"): part for n, part in enumerate(parts)} | {
+            ("key", 1): 1,
+            Global("k", "K"): 2,
+        }
     if kind == "ordered":
         return OrderedDict(enumerate(parts), {"_metadata": parts[:1]} if flag else None)
     if kind == "list":
@@ -69,8 +75,14 @@ def node(kind: str, parts: list[Node], flag: bool) -> Node:
 
 
 def made_object(parts: list[Node], flag: bool) -> Object:
-    new = Object(Global("m", "C"), tuple(parts), new=flag, kwargs={"k": parts[:1]} if flag else None)
-    new.steps = [("append", list(parts)), ("set", [(n, part) for n, part in enumerate(parts)]), ("add", parts[:1])]
+    new = Object(
+        Global("m", "C"), tuple(parts), new=flag, kwargs={"k": parts[:1]} if flag else None
+    )
+    new.steps = [
+        ("append", list(parts)),
+        ("set", [(n, part) for n, part in enumerate(parts)]),
+        ("add", parts[:1]),
+    ]
     if flag:
         new.steps.append(("build", {"state": parts[-1:]}))
         new.tensor = tensor()
@@ -117,7 +129,8 @@ def label(each: Node) -> object:
 
 
 def same_shape(a: Node, b: Node, leaf: type) -> None:
-    """One walk over both graphs: equal types, labels and lengths, and a mapping between identities that is 1 to 1."""
+    """One walk over both graphs: equal types, labels and lengths, and a mapping between identities
+    that is 1 to 1."""
     there: dict[int, int] = {}
     waiting = [(a, b)]
     keep = []
@@ -143,7 +156,9 @@ def same_shape(a: Node, b: Node, leaf: type) -> None:
         assert len(mine) == len(theirs)
         waiting.extend(zip(mine, theirs, strict=True))
     mutable = [id(new) for old, new in keep if not isinstance(old, (tuple, str, int, type(None)))]
-    assert len(set(mutable)) == len({id(old) for old, _ in keep if not isinstance(old, (tuple, str, int, type(None)))})
+    assert len(set(mutable)) == len(
+        {id(old) for old, _ in keep if not isinstance(old, (tuple, str, int, type(None)))}
+    )
 
 
 class Seen:
@@ -241,7 +256,11 @@ def test_rebuild_any_depth(kind: str) -> None:
     old, depth = chain(kind, 100_000), 0
     new = rebuild(old)
     while not isinstance(new, Tensor):
-        (new,) = (each for each in parts_of(new) if not isinstance(each, (str, int, Global, type(None))) and each != ())
+        (new,) = (
+            each
+            for each in parts_of(new)
+            if not isinstance(each, (str, int, Global, type(None))) and each != ()
+        )
         depth += 1
     assert depth == (200_000 if kind == "object" else 100_000)
 
@@ -299,7 +318,12 @@ def test_walk_ends_where_a_cycle_closes() -> None:
 
 def test_walk_shows_pairs_and_objects() -> None:
     made = Object(Global("a", "B"), (1,), new=True)
-    made.steps = [("build", ({"x": 1}, {"slot": 2})), ("set", [("k", 3)]), ("append", [4, 5]), ("append", [6])]
+    made.steps = [
+        ("build", ({"x": 1}, {"slot": 2})),
+        ("set", [("k", 3)]),
+        ("append", [4, 5]),
+        ("append", [6]),
+    ]
     root = {"o": made, "args": Object(Global("a", "f"), (7, 8)), "p": Pairs([("k", 9), ("k", 10)])}
     assert paths(root)[1:] == [
         "o", "o.x", "o.slot", "o.k", "o.0", "o.1", "o.2", "args", "args.0", "args.1", "p", "p.k", "p.k",

@@ -15,7 +15,9 @@ from ckptkit.core.weights import WELL_KNOWN, Weights, as_tensor, locate, module_
 
 
 def tensor(kind: str = "tensor") -> Tensor:
-    return Tensor(Storage(Range(Memory(bytes(8)), 0, 8)), dtypes.BY_NAME["float32"], (2,), (1,), kind=kind)
+    return Tensor(
+        Storage(Range(Memory(bytes(8)), 0, 8)), dtypes.BY_NAME["float32"], (2,), (1,), kind=kind
+    )
 
 
 def found(root: Node, key: str | None = None) -> Weights:
@@ -188,7 +190,9 @@ def pickled(module: nn.Module, tensors: dict[int, Tensor]) -> Object:
         "_parameters": OrderedDict((name, leaf(each)) for name, each in module._parameters.items()),
         "_buffers": OrderedDict((name, leaf(each)) for name, each in module._buffers.items()),
         "_non_persistent_buffers_set": SetNode(sorted(module._non_persistent_buffers_set)),
-        "_modules": OrderedDict((name, each and pickled(each, tensors)) for name, each in module._modules.items()),
+        "_modules": OrderedDict(
+            (name, each and pickled(each, tensors)) for name, each in module._modules.items()
+        ),
     }
     made.steps.append(("build", attributes))
     return made

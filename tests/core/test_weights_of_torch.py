@@ -1,4 +1,5 @@
-"""Which part of a real checkpoint is its weights: whole modules, trainers' files and copies, all saved by torch.
+"""Which part of a real checkpoint is its weights: whole modules, trainers' files and copies, all
+saved by torch.
 
 The oracle for modules is `state_dict()` of what torch.load makes of the same file.
 """
@@ -105,8 +106,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.MultiheadAttention(4, 2),
     "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
-    "lists": lambda: nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(1))] * 2), nn.ModuleList()]),
-    "dicts": lambda: nn.ModuleDict({"p": nn.ParameterDict({"b": torch.ones(1), "a": torch.zeros(2)})}),
+    "lists": lambda: nn.ModuleList(
+        [nn.ParameterList([nn.Parameter(torch.ones(1))] * 2), nn.ModuleList()]
+    ),
+    "dicts": lambda: nn.ModuleDict(
+        {"p": nn.ParameterDict({"b": torch.ones(1), "a": torch.zeros(2)})}
+    ),
     "without weights": lambda: nn.Sequential(nn.ReLU()),
     "compiled": compiled,
     "compiled inside": compiled_inside,
@@ -119,7 +124,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("case", MODULES)
 def test_modules(case: str, zipped: bool, tmp_path: Path) -> None:
-    path = saved({"epoch": 3, "net": MODULES[case]()}, tmp_path, _use_new_zipfile_serialization=zipped)
+    path = saved(
+        {"epoch": 3, "net": MODULES[case]()}, tmp_path, _use_new_zipfile_serialization=zipped
+    )
     expected = torch.load(path, weights_only=False)["net"].state_dict()
     weights = ckptkit.open(path).weights if expected else {}
     assert list(weights) == list(expected)
@@ -161,9 +168,9 @@ def test_modules_from_before_an_attribute(older: str, tmp_path: Path) -> None:
     module = nn.BatchNorm1d(2)
     names = list(module.state_dict())
     del module.__dict__[older]
-    assert list(opened(nn.DataParallel(module) if older != "_modules" else module, tmp_path).weights)[-5:] == [
-        f"module.{name}" if older != "_modules" else name for name in names
-    ]
+    assert list(
+        opened(nn.DataParallel(module) if older != "_modules" else module, tmp_path).weights
+    )[-5:] == [f"module.{name}" if older != "_modules" else name for name in names]
 
 
 # What only the code of a class could say
@@ -212,13 +219,21 @@ def test_hooks_of_a_state_dict_do_not_run(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_weights_in_a_form_of_their_own(tmp_path: Path) -> None:
     quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2)), {nn.Linear})
-    assert [said for said in unread(quantized, tmp_path) if "form of their own" in said and ": 0, 0._packed" in said]
+    assert [
+        said
+        for said in unread(quantized, tmp_path)
+        if "form of their own" in said and ": 0, 0._packed" in said
+    ]
     (said,) = unread(nn.Sequential(nn.LazyLinear(3)), tmp_path)
     assert said.endswith("which are not there: 0.weight, 0.bias")
 
 
 def test_modules_of_torch_need_no_warning(tmp_path: Path) -> None:
-    for module in (nn.DataParallel(nn.Linear(2, 2)), nn.utils.spectral_norm(nn.Linear(2, 2)), checkpointed()):
+    for module in (
+        nn.DataParallel(nn.Linear(2, 2)),
+        nn.utils.spectral_norm(nn.Linear(2, 2)),
+        checkpointed(),
+    ):
         assert unread(module, tmp_path) == ()
 
 
@@ -246,7 +261,9 @@ def test_hostile_modules_end() -> None:
         hook = wrapped
     held["_state_dict_hooks"] = {1: hook}
     assert module_state(module) is not None
-    held["_modules"]["again"] = Object(Global("torch._dynamo.eval_frame", "OptimizedModule"), (module,))
+    held["_modules"]["again"] = Object(
+        Global("torch._dynamo.eval_frame", "OptimizedModule"), (module,)
+    )
     with pytest.raises(LimitError):
         module_state(module)
 
@@ -284,7 +301,12 @@ def lit_ema() -> dict[str, Any]:
     """Latent diffusion: the averages are in the state_dict, without the dots of their names."""
     live = {f"model.{name}": value for name, value in model().state_dict().items()}
     averages = {f"model_ema.{name.replace('.', '')}": value.clone() for name, value in live.items()}
-    return {**live, **averages, "model_ema.decay": torch.tensor(0.999), "model_ema.num_updates": torch.tensor(5)}
+    return {
+        **live,
+        **averages,
+        "model_ema.decay": torch.tensor(0.999),
+        "model_ema.num_updates": torch.tensor(5),
+    }
 
 
 def averaged(net: nn.Module) -> State:
@@ -365,19 +387,25 @@ def test_wrappers(case: str, tmp_path: Path) -> None:
     for key in weights.path:
         meant = meant[key]
     state = meant.state_dict() if isinstance(meant, nn.Module) else meant
-    assert list(checkpoint.weights) == [name for name, each in state.items() if isinstance(each, torch.Tensor)]
+    assert list(checkpoint.weights) == [
+        name for name, each in state.items() if isinstance(each, torch.Tensor)
+    ]
 
 
 def test_other_copies_are_chosen_by_name(tmp_path: Path) -> None:
     live, average = model(), copy.deepcopy(model())
     average[0].weight.data.fill_(7)
-    path = saved({"state_dict": live.state_dict(), "state_dict_ema": average.state_dict()}, tmp_path)
+    path = saved(
+        {"state_dict": live.state_dict(), "state_dict_ema": average.state_dict()}, tmp_path
+    )
     assert ckptkit.load(path, key="state_dict_ema")["0.weight"].unique().tolist() == [7]
     assert torch.equal(ckptkit.load(path)["0.weight"], live[0].weight)
 
 
 def test_equals_are_ambiguous(tmp_path: Path) -> None:
-    checkpoint = opened({"student": model().state_dict(), "teacher": model().state_dict()}, tmp_path)
+    checkpoint = opened(
+        {"student": model().state_dict(), "teacher": model().state_dict()}, tmp_path
+    )
     with pytest.raises(AmbiguousError, match="student, teacher"):
         checkpoint.required
 

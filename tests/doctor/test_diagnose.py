@@ -1,4 +1,5 @@
-"""doctor over all fixtures: what --fix writes loads in torch, and doctor finds nothing more to mend in it."""
+"""doctor over all fixtures: what --fix writes loads in torch, and doctor finds nothing more to mend
+in it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def test_what_is_mended_loads(name: str, tmp_path: Path) -> None:
     expected = fixture.state()
     state = torch.load(out, weights_only=True)
     short = {_bare(key): value for key, value in expected.items()}
-    assert {_bare(key) for key in state} == {key.removeprefix("net.") for key in short} or state.keys() == short.keys()
+    assert {_bare(key) for key in state} == {
+        key.removeprefix("net.") for key in short
+    } or state.keys() == short.keys()
     for key, value in state.items():
         other = short.get(key, short.get(f"net.{key}"))
         assert other is not None and other.shape == value.shape and value.device.type == "cpu"
@@ -59,7 +62,9 @@ def test_the_whole_corpus_is_examined(corpus: Corpus) -> None:
 
 
 def test_ties_of_a_model() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 2)})
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 2)}
+    )
     model["b"].weight = model["a"].weight
     assert building.model_ties(model) == [["a.weight", "b.weight"]]
     with torch.device("meta"):
@@ -67,12 +72,22 @@ def test_ties_of_a_model() -> None:
 
 
 def test_names_that_torch_lacks() -> None:
-    names = [("torch", "float32"), ("torch", "float2_new"), ("torch._utils", "_rebuild_tensor_v9"), ("os", "system")]
-    assert building.torch_lacks(names[:3]) == ["torch.float2_new", "torch._utils._rebuild_tensor_v9"]
+    names = [
+        ("torch", "float32"),
+        ("torch", "float2_new"),
+        ("torch._utils", "_rebuild_tensor_v9"),
+        ("os", "system"),
+    ]
+    assert building.torch_lacks(names[:3]) == [
+        "torch.float2_new",
+        "torch._utils._rebuild_tensor_v9",
+    ]
     assert building.torch_lacks([("torch.not_a_module", "x")]) == []
 
 
-def test_reading_is_bounded(tmp_path: Path, lengths_read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_is_bounded(
+    tmp_path: Path, lengths_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A large file is known by its headers alone."""
     from ckptkit.doctor import diagnose
 

@@ -24,14 +24,23 @@ def found(root: Node, **more: object) -> dict[str, Cause]:
 def fitted(
     ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]], **more: object
 ) -> dict[str, Cause]:
-    sides = ({name: Kind("float32", shape) for name, shape in side.items()} for side in (ours, theirs))
+    sides = (
+        {name: Kind("float32", shape) for name, shape in side.items()} for side in (ours, theirs)
+    )
     return {cause.id: cause for cause in fit.causes(fit.Fitting("run.pth", *sides, **more))}  # type: ignore[arg-type]
 
 
 def test_fixes_go_together() -> None:
-    fixes = (Fix(bare=True, names={"a": "b"}), None, Fix(strip=("m.",), to_cpu=True), Fix(names={"c": "d"}))
+    fixes = (
+        Fix(bare=True, names={"a": "b"}),
+        None,
+        Fix(strip=("m.",), to_cpu=True),
+        Fix(names={"c": "d"}),
+    )
     causes = [Cause("", "", "", "", None, fix) for fix in fixes]
-    assert together(causes) == Fix(bare=True, names={"a": "b", "c": "d"}, strip=("m.",), to_cpu=True)
+    assert together(causes) == Fix(
+        bare=True, names={"a": "b", "c": "d"}, strip=("m.",), to_cpu=True
+    )
     assert together(causes[1:2]) is None
 
 
@@ -49,7 +58,12 @@ def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:
 def test_wrappers_inside_one_another_are_taken_off_together() -> None:
     cause = found({f"module._orig_mod.{name}": tensor(1) for name in "abc"})["prefix"]
     assert cause.fix == Fix(strip=("module.", "_orig_mod."))
-    assert shlex.split(cause.command or "")[2:6] == ["--prefix", "module.", "--prefix", "_orig_mod."]
+    assert shlex.split(cause.command or "")[2:6] == [
+        "--prefix",
+        "module.",
+        "--prefix",
+        "_orig_mod.",
+    ]
 
 
 def test_inner_wrappers_that_would_collide_stay() -> None:
@@ -95,5 +109,7 @@ def test_refusals() -> None:
     assert id_of(FormatError("is a gzip file")) == "foreign"
     assert id_of(CorruptError("record x"), known=True) == "damaged"
     assert id_of(CorruptError("is not complete"), known=True, is_folder=True) == "unfinished"
-    assert id_of(UnsupportedError("has files of experts"), known=True, is_folder=True) == "unsupported"
+    assert (
+        id_of(UnsupportedError("has files of experts"), known=True, is_folder=True) == "unsupported"
+    )
     assert id_of(UnsupportedError("archive version 11, not 1 to 10"), known=True) == "newer"

@@ -1,6 +1,8 @@
-"""What every format has to do, as a test class to inherit: its class says how torch or its own library writes a file.
+"""What every format has to do, as a test class to inherit: its class says how torch or its own
+library writes a file.
 
-The oracle is whoever made the file: names, shapes, strides, dtypes, bytes and sharing must be what it reads.
+The oracle is whoever made the file: names, shapes, strides, dtypes, bytes and sharing must be what
+it reads.
 """
 
 from __future__ import annotations
@@ -67,7 +69,12 @@ class FormatConformance:
             "ключ": torch.tensor([True, False, True]),
         }
         if self.views:
-            state |= {"tied": base, "row": base[2], "transposed": base.t(), "expanded": base[0, :1].expand(3)}
+            state |= {
+                "tied": base,
+                "row": base[2],
+                "transposed": base.t(),
+                "expanded": base[0, :1].expand(3),
+            }
         return state
 
     def test_equals_its_maker(self, tmp_path: Path) -> None:
@@ -110,7 +117,9 @@ class FormatConformance:
             data = file.read_bytes()
             even = {len(data) * step // 64 for step in range(64)}
             near = {edge + shift for edge in self.boundaries(data) for shift in (-1, 0, 1)}
-            for cut in sorted(each for each in even | near if 0 <= each < len(data) and data[each:].strip()):
+            for cut in sorted(
+                each for each in even | near if 0 <= each < len(data) and data[each:].strip()
+            ):
                 file.write_bytes(data[:cut])
                 with pytest.raises(CkptkitError):
                     drain(path)
@@ -127,7 +136,9 @@ class FormatConformance:
         for out in (first, second):
             with reading(path) as checkpoint:
                 ckptkit.save(checkpoint, out, options=self.options)
-        assert [file.name for file in files_of(first)[1:]] == [file.name for file in files_of(second)[1:]]
+        assert [file.name for file in files_of(first)[1:]] == [
+            file.name for file in files_of(second)[1:]
+        ]
         assert hashes(first) == hashes(second)
         with reading(path) as checkpoint:
             check_equal(checkpoint.weights, self.oracle(first))
@@ -168,7 +179,8 @@ def hashes(path: Path) -> list[str]:
 
 
 def sample(name: str) -> torch.Tensor:
-    """Three or more elements of a dtype, no two bytes of its storage equal where the type allows it."""
+    """Three or more elements of a dtype, no two bytes of its storage equal where the type allows
+    it."""
     dtype = getattr(torch, name)
     kind = BY_NAME[name].kind
     if kind == "quantized" and BY_NAME[name].bits < 8:
@@ -199,7 +211,8 @@ def check_equal(got: Mapping[str, Tensor], want: State) -> None:
 
 
 def elements_of(tensor: Tensor) -> bytes:
-    """The bytes of a tensor of ours in row-major order; torch arranges them, so that we are not our own witness."""
+    """The bytes of a tensor of ours in row-major order; torch arranges them, so that we are not our
+    own witness."""
     data = storage_bytes(tensor)
     if tensor.dtype.kind == "quantized":
         return data

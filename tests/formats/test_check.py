@@ -1,4 +1,5 @@
-"""What each format can tell of damage: a flipped byte where there are checksums, every contradiction between files."""
+"""What each format can tell of damage: a flipped byte where there are checksums, every
+contradiction between files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.matrix import ENTRIES, NAMES, Fixture
 
 pytestmark = scripts.QUIET
 
-TOLD = bytes(range(3, 3 + 2 * 61, 2))  # the elements of the tensor that is damaged, which stand nowhere else
+TOLD = bytes(
+    range(3, 3 + 2 * 61, 2)
+)  # the elements of the tensor that is damaged, which stand nowhere else
 WITH_SUMS: list[type[FormatConformance]] = [
     made.TestTorchZip, made.TestShardedBin, made.TestNpz, made.TestTorchScript, made.TestPt2, Dcp,
 ]  # fmt: skip
@@ -157,7 +160,8 @@ def test_files_of_ranks(name: str, tmp_path: Path) -> None:
     file = max(path.rglob("*.pt"), key=lambda each: each.stat().st_size)
     with zipfile.ZipFile(file) as archive:
         member = max(
-            (each for each in archive.infolist() if "/data/" in each.filename), key=lambda each: each.file_size
+            (each for each in archive.infolist() if "/data/" in each.filename),
+            key=lambda each: each.file_size,
         )
         content = archive.read(member)
     data = file.read_bytes()
@@ -171,7 +175,8 @@ def test_files_of_ranks(name: str, tmp_path: Path) -> None:
 
 
 def sharded(
-    folder: Path, change: Callable[[dict[str, str], dict[str, State]], None] = lambda places, shards: None
+    folder: Path,
+    change: Callable[[dict[str, str], dict[str, State]], None] = lambda places, shards: None,
 ) -> Path:
     """Two shards, after `change`, which gets weight_map and shards."""
     folder.mkdir()
@@ -203,12 +208,17 @@ def test_everything_that_is_wrong_with_shards_is_told(tmp_path: Path) -> None:
     found = whats(verify(sharded(tmp_path / "net", change)))
     assert "puts 'nowhere' into model-00001-of-00002.safetensors, which does not hold it" in found
     assert "holds 'unlisted', which the index does not have" in found
-    assert "'a' is in model-00002-of-00002.safetensors and in model-00001-of-00002.safetensors" in found
+    assert (
+        "'a' is in model-00002-of-00002.safetensors and in model-00001-of-00002.safetensors"
+        in found
+    )
     assert len(found.split("\n")) == 3
 
 
 def test_a_missing_shard_does_not_hide_what_is_wrong_with_the_others(tmp_path: Path) -> None:
-    path = sharded(tmp_path / "net", lambda places, shards: places.update(x="model-00001-of-00002.safetensors"))
+    path = sharded(
+        tmp_path / "net", lambda places, shards: places.update(x="model-00001-of-00002.safetensors")
+    )
     (path / "model-00002-of-00002.safetensors").unlink()
     found = whats(verify(path))
     assert "1 of 2 shards are missing: model-00002-of-00002.safetensors" in found
@@ -234,7 +244,8 @@ def test_a_total_that_is_wrong(tmp_path: Path) -> None:
 
 def test_shards_without_an_index(tmp_path: Path) -> None:
     path = sharded(
-        tmp_path / "net", lambda places, shards: shards["model-00002-of-00002.safetensors"].update(a=torch.ones(2))
+        tmp_path / "net",
+        lambda places, shards: shards["model-00002-of-00002.safetensors"].update(a=torch.ones(2)),
     )
     (path / "model.safetensors.index.json").unlink()
     assert "'a' is in model-00001-of-00002.safetensors and in" in whats(verify(path))

@@ -25,7 +25,9 @@ from tests.formats.torchscript import scripts
 
 TYPED = [row.name for row in TABLE if row.storage]
 NUMPY = [row.name for row in BY_NUMPY.values()]
-UNTYPED = [row.name for row in TABLE if not row.storage and row.kind != "int" and hasattr(torch, row.name)]
+UNTYPED = [
+    row.name for row in TABLE if not row.storage and row.kind != "int" and hasattr(torch, row.name)
+]
 
 
 class TestTorchZip(FormatConformance):
@@ -42,7 +44,8 @@ class TestTorchZip(FormatConformance):
 
 
 def zip_boundaries(data: bytes) -> Iterable[int]:
-    """Local headers, the directory, each of its entries, the end records: three of torch, one of numpy."""
+    """Local headers, the directory, each of its entries, the end records: three of torch, one of
+    numpy."""
     with zipfile.ZipFile(BytesIO(data)) as file:
         members = file.infolist()
         yield from (member.header_offset for member in members)
@@ -112,7 +115,9 @@ class TestTorchTar(FormatConformance):
             yield from (member.offset, member.offset_data, member.offset_data + member.size)
             stream = BytesIO(data[: member.offset_data + member.size])
             stream.seek(member.offset_data)
-            for _ in range(StorageSizes(stream).load() if member.name in ("tensors", "storages") else 0):
+            for _ in range(
+                StorageSizes(stream).load() if member.name in ("tensors", "storages") else 0
+            ):
                 _, second, made = StorageSizes(stream).load()
                 yield stream.tell()
                 (numel,) = struct.unpack("<q", stream.read(8))
@@ -213,7 +218,11 @@ class TestNpz(FormatConformance):
         yield from zip_boundaries(data)
         with zipfile.ZipFile(BytesIO(data)) as file:
             for member in file.infolist():
-                start = member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+                start = (
+                    member.header_offset
+                    + 30
+                    + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+                )
                 yield from (start, start + 6, start + 8, start + 10, start + 128)
 
 
@@ -237,17 +246,25 @@ class TestPt2(TestTorchScript):
     """An exported program."""
 
     name = "pt2"
-    dtypes = [name for name in TestTorchScript.dtypes if BY_NAME[name].safetensors and BY_NAME[name].packed == 1]
+    dtypes = [
+        name
+        for name in TestTorchScript.dtypes
+        if BY_NAME[name].safetensors and BY_NAME[name].packed == 1
+    ]
     dtypes += ["complex32", "complex128"]
 
     def make(self, folder: Path, state: State) -> Path:
         return scripts.export(scripts.module_of(state), folder / "made.pt2")
 
     def oracle(self, path: Path) -> State:
-        return {name: tensor.detach() for name, tensor in torch.export.load(path).state_dict.items()}
+        return {
+            name: tensor.detach() for name, tensor in torch.export.load(path).state_dict.items()
+        }
 
 
-def make_sharded(folder: Path, stem: str, suffix: str, state: State, save: Callable[[State, Path], object]) -> Path:
+def make_sharded(
+    folder: Path, stem: str, suffix: str, state: State, save: Callable[[State, Path], object]
+) -> Path:
     """Two shards and an index, as on the Hugging Face hub."""
     folder.mkdir()
     items = list(state.items())
@@ -258,7 +275,9 @@ def make_sharded(folder: Path, stem: str, suffix: str, state: State, save: Calla
         save(half, folder / name)
         places |= dict.fromkeys(half, name)
     index = {"metadata": {"total_size": 0}, "weight_map": places}
-    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
+    (folder / f"{stem}.{suffix}.index.json").write_text(
+        json.dumps(index, ensure_ascii=False), encoding="utf-8"
+    )
     return folder
 
 

@@ -19,7 +19,14 @@ from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError, UnsupportedError, UsageError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    FormatError,
+    LimitError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
@@ -98,14 +105,18 @@ def test_text_that_stops_the_tracer(data: bytes, why: str) -> None:
 
 
 def test_bytes_spelt_as_text() -> None:
-    assert machine(b"\x80\x02c__builtin__\nbytearray\n" + text("\xff\0") + text("latin-1") + b"\x86R.") == b"\xff\0"
+    assert (
+        machine(b"\x80\x02c__builtin__\nbytearray\n" + text("\xff\0") + text("latin-1") + b"\x86R.")
+        == b"\xff\0"
+    )
 
 
 # Containers
 
 
 def test_an_archive_of_nothing() -> None:
-    """Its end record alone has no member to begin with: it is no zip file to torch, and none to us."""
+    """Its end record alone has no member to begin with: it is no zip file to torch, and none to
+    us."""
     with pytest.raises(FormatError):
         read_directory(Memory(build()))
 
@@ -117,7 +128,9 @@ def test_a_tar_file_of_records_alone() -> None:
         read(data)
 
 
-@pytest.mark.parametrize("said", [b"[]", b'{"version":1,"metadata":{"a":1}}', b'{"version":99,"metadata":{}}', b"{"])
+@pytest.mark.parametrize(
+    "said", [b"[]", b'{"version":1,"metadata":{"a":1}}', b'{"version":99,"metadata":{}}', b"{"]
+)
 def test_a_record_of_ours_that_is_none(said: bytes) -> None:
     with pytest.raises(FormatError):
         extra_records.read(said)
@@ -145,7 +158,9 @@ def test_a_device_with_a_name_without_end() -> None:
 
 
 def test_folders_in_an_archive_hold_no_pickles() -> None:
-    made = build(Member("a/data.pkl", pickle_of(b"N")), Member("a/data/", b""), Member("a/version", b"3\n"))
+    made = build(
+        Member("a/data.pkl", pickle_of(b"N")), Member("a/data/", b""), Member("a/version", b"3\n")
+    )
     assert [each.where for each in hidden.pickles(Memory(made, "made.pth"))] == ["a/data.pkl"]  # type: ignore[union-attr]
 
 
@@ -212,7 +227,9 @@ def whole(**change: Any) -> bytes:
 )
 def test_a_tree_that_is_none(change: dict[str, Any]) -> None:
     checkpoint = read(whole(**change))
-    assert list(checkpoint.root) == ["a"] and any("is not understood" in each for each in checkpoint.warnings)
+    assert list(checkpoint.root) == ["a"] and any(
+        "is not understood" in each for each in checkpoint.warnings
+    )
 
 
 def test_names_of_ours_that_are_taken(tmp_path: Path) -> None:
@@ -241,7 +258,10 @@ def test_storages_are_of_this_file_or_written_anew(tmp_path: Path) -> None:
 
     def swapped(checkpoint: Checkpoint) -> Checkpoint:
         return Checkpoint(
-            {"w": other.root["w"], "x": None}, checkpoint.format, checkpoint.source, origin=checkpoint.origin
+            {"w": other.root["w"], "x": None},
+            checkpoint.format,
+            checkpoint.source,
+            origin=checkpoint.origin,
         )
 
     convert(tmp_path / "a.pth", None, swapped, in_place=True)

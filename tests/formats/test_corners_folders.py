@@ -1,4 +1,5 @@
-"""What no other test of folders comes by: files beside the data, and what they say that hardly any of them does."""
+"""What no other test of folders comes by: files beside the data, and what they say that hardly any
+of them does."""
 
 from __future__ import annotations
 
@@ -50,10 +51,14 @@ def test_what_lightning_keeps_beside_is_checked(tmp_path: Path) -> None:
 def test_a_data_file_beside_damaged_metadata_is_searched_all_the_same(tmp_path: Path) -> None:
     """Only the metadata say where its items are: without them it is what any archive is."""
     folder = save(tmp_path / "x", {"a": torch.ones(2), "b": 1})
-    listed = [each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)]
+    listed = [
+        each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
+    ]
     assert len(listed) == 2 and all(where.startswith("item at byte") for where in listed)
     (folder / ".metadata").write_bytes(b"\x80\x02")
-    found = [each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)]
+    found = [
+        each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
+    ]
     assert found and not any(where.startswith("item at byte") for where in found)
     assert hidden_items.pickles(Probe(Folder(folder))) is None
 
@@ -73,7 +78,12 @@ def test_columns_that_are_conjugated(tmp_path: Path) -> None:
     made = Crafted(tmp_path / "x")
     columns = [((0, 0), (4, 2)), ((0, 2), (4, 1))]
     held = [whole[:, :2].conj().resolve_conj().conj(), whole[:, 2:].clone()]
-    made.tensor("w", (4, 3), [(box, archive(each)) for box, each in zip(columns, held, strict=True)], torch.complex64)
+    made.tensor(
+        "w",
+        (4, 3),
+        [(box, archive(each)) for box, each in zip(columns, held, strict=True)],
+        torch.complex64,
+    )
     assert held[0].is_conj()
     assert elements_of(read(made.write()).weights["w"]) == whole.numpy().tobytes()
 
@@ -95,9 +105,14 @@ def test_DC_01_a_chunk_without_its_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "why"),
-    [("size", "2", "the size of a tensor is no torch.Size"), ("chunks", (), "its chunks are no list")],
+    [
+        ("size", "2", "the size of a tensor is no torch.Size"),
+        ("chunks", (), "its chunks are no list"),
+    ],
 )
-def test_DC_01_a_tensor_described_in_other_types(tmp_path: Path, field: str, value: Any, why: str) -> None:
+def test_DC_01_a_tensor_described_in_other_types(
+    tmp_path: Path, field: str, value: Any, why: str
+) -> None:
     made = one(tmp_path / "x")
     setattr(made.metadata.state_dict_metadata["w"], field, value)
     with pytest.raises(FormatError, match=f"'w': {why}"):
@@ -154,7 +169,9 @@ def test_a_model_file_without_a_module(tmp_path: Path) -> None:
         read(tmp_path / "x")
 
 
-@pytest.mark.parametrize("group", [{"lr": 0.5, "params": ["a"]}, {"lr": 0.5, "params": [1]}, {"lr": 0.5}, "odd"])
+@pytest.mark.parametrize(
+    "group", [{"lr": 0.5, "params": ["a"]}, {"lr": 0.5, "params": [1]}, {"lr": 0.5}, "odd"]
+)
 def test_groups_that_do_not_number_flat_tensors(tmp_path: Path, group: Any) -> None:
     """They are kept as they are."""
     tag = Run(small()).save(tmp_path / "x")
@@ -179,7 +196,10 @@ def test_what_files_of_ranks_warn_of_is_said_once(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(before)
     said = "of its storages have no checksum: damage to them cannot be seen"
-    assert read(tmp_path / "x").warnings == (f"{MODEL}: 2 {said}", f"{OPTIM.format(0)} and 1 more: 4 {said}")
+    assert read(tmp_path / "x").warnings == (
+        f"{MODEL}: 2 {said}",
+        f"{OPTIM.format(0)} and 1 more: 4 {said}",
+    )
 
 
 def test_a_step_without_memory(tmp_path: Path) -> None:
@@ -187,7 +207,9 @@ def test_a_step_without_memory(tmp_path: Path) -> None:
     step = torch.empty((), device="meta")
     edit_optims(tag, lambda content: content["base_optimizer_state"]["state"][0].update(step=step))
     state = read(tmp_path / "x").root["optimizer"]["state"]
-    assert [(each["step"].storage, each["step"].shape) for each in state.values()] == [(None, ())] * 2
+    assert [(each["step"].storage, each["step"].shape) for each in state.values()] == [
+        (None, ())
+    ] * 2
     assert list(state["a"]) == ["step", "exp_avg", "exp_avg_sq"]
 
 

@@ -1,4 +1,5 @@
-"""Folders that stand for a checkpoint: what is meant is read, what is not is named, doubts are errors."""
+"""Folders that stand for a checkpoint: what is meant is read, what is not is named, doubts are
+errors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    PathError,
+    UnsupportedError,
+)
 from ckptkit.formats.folder import best, candidates
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -48,11 +56,23 @@ def make(folder: Path, names: Iterable[str]) -> Path:
         (["weights.npz"], "weights.npz"),
         (["consolidated.00.pth", "params.json"], "consolidated.00.pth"),
         (
-            ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"],
+            [
+                "model.safetensors",
+                "optimizer.pt",
+                "scheduler.pt",
+                "rng_state.pth",
+                "training_args.bin",
+            ],
             "model.safetensors",
         ),
-        (["model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "scaler.pt"], "model.safetensors"),
-        (["pytorch_model.bin", "optimizer.bin", "optimizer_1.bin", "sampler.bin"], "pytorch_model.bin"),
+        (
+            ["model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "scaler.pt"],
+            "model.safetensors",
+        ),
+        (
+            ["pytorch_model.bin", "optimizer.bin", "optimizer_1.bin", "sampler.bin"],
+            "pytorch_model.bin",
+        ),
         (["optimizer.pt"], "optimizer.pt"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -65,7 +85,9 @@ def test_one_file(tmp_path: Path, names: list[str], chosen: str) -> None:
     assert checkpoint.warnings == ()
 
 
-@pytest.mark.parametrize("other", ["pytorch_model.bin", "model.bin", "model.pt", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize(
+    "other", ["pytorch_model.bin", "model.bin", "model.pt", "pytorch_model.bin.index.json"]
+)
 def test_safetensors_rather_than_torch(tmp_path: Path, other: str) -> None:
     """Of one model, as transformers does, and with a word about it."""
     checkpoint = ckptkit.open(make(tmp_path / "x", ["model.safetensors", other]))
@@ -97,7 +119,8 @@ def test_SH_09_several_files(tmp_path: Path, names: list[str]) -> None:
 
 
 def test_the_other_files_of_a_release(tmp_path: Path) -> None:
-    """An index says what belongs together; a second form of the model beside it does not disturb."""
+    """An index says what belongs together; a second form of the model beside it does not
+    disturb."""
     folder = make(tmp_path / "x", [ONE, TWO, "consolidated.safetensors", "params.json"])
     (folder / INDEX).write_text(json.dumps({"weight_map": {ONE: ONE, TWO: TWO}}))
     checkpoint = ckptkit.open(folder)
@@ -107,7 +130,9 @@ def test_the_other_files_of_a_release(tmp_path: Path) -> None:
 
 def test_the_parts_of_a_llama_release(tmp_path: Path) -> None:
     folder = make(tmp_path / "x", ["consolidated.00.pth", "consolidated.01.pth", "params.json"])
-    with pytest.raises(UnsupportedError, match="2 model-parallel parts of a Llama release") as caught:
+    with pytest.raises(
+        UnsupportedError, match="2 model-parallel parts of a Llama release"
+    ) as caught:
         ckptkit.open(folder)
     assert "format of transformers" in str(caught.value.hint)
 
@@ -136,7 +161,16 @@ def test_SH_03_a_folder_called_like_a_file(tmp_path: Path) -> None:
 
 
 def test_candidates_have_forms() -> None:
-    names = [ONE, TWO, INDEX, "a-1-of-1.bin", "a.pth.index.json", "consolidated.00.pth", "consolidated.01.pth", "x.txt"]
+    names = [
+        ONE,
+        TWO,
+        INDEX,
+        "a-1-of-1.bin",
+        "a.pth.index.json",
+        "consolidated.00.pth",
+        "consolidated.01.pth",
+        "x.txt",
+    ]
     assert [(each.form, each.stem, len(each.files)) for each in candidates(names)] == [
         ("shards", "a", 1),
         ("parallel", "consolidated", 2),
@@ -172,7 +206,9 @@ def cache(folder: Path, revisions: dict[str, list[str]], main: str | None) -> Pa
 
 def test_the_cache_of_a_model(tmp_path: Path) -> None:
     files = ["model.safetensors", "config.json"]
-    folder = cache(tmp_path / "models--me--net", {"aaa": files, "bbb": ["pytorch_model.bin"]}, "aaa")
+    folder = cache(
+        tmp_path / "models--me--net", {"aaa": files, "bbb": ["pytorch_model.bin"]}, "aaa"
+    )
     for path in (folder, folder / "snapshots/aaa", folder / "snapshots/aaa/model.safetensors"):
         assert list(ckptkit.open(path).weights) == ["model.safetensors"]
     assert list(ckptkit.open(folder / "snapshots/bbb").weights) == ["pytorch_model.bin"]
@@ -217,7 +253,9 @@ def test_one_revision_without_a_name(tmp_path: Path) -> None:
 def test_several_revisions_without_a_name(tmp_path: Path) -> None:
     names = ["model.safetensors"]
     folder = cache(tmp_path / "models--me--net", {"aaa": names, "bbb": names}, None)
-    with pytest.raises(AmbiguousError, match="2 revisions and none called main: aaa, bbb") as caught:
+    with pytest.raises(
+        AmbiguousError, match="2 revisions and none called main: aaa, bbb"
+    ) as caught:
         ckptkit.open(folder)
     assert str(folder / "snapshots") in str(caught.value.hint)
 

@@ -54,7 +54,13 @@ def saved(array: Any, version: tuple[int, int] | None = None, **options: Any) ->
 def made(text: str, data: bytes = b"", version: bytes = b"\1\0") -> bytes:
     """A file with this header."""
     raw = text.encode("utf-8" if version[0] == 3 else "latin-1")
-    return b"\x93NUMPY" + version + len(raw).to_bytes(2 if version[0] == 1 else 4, "little") + raw + data
+    return (
+        b"\x93NUMPY"
+        + version
+        + len(raw).to_bytes(2 if version[0] == 1 else 4, "little")
+        + raw
+        + data
+    )
 
 
 def read(data: bytes) -> Any:
@@ -74,7 +80,9 @@ def test_as_numpy_reads_it(name: str, version: tuple[int, int]) -> None:
         assert tensor.stride == tuple(step // array.itemsize for step in array.strides)
     stored = storage_bytes(tensor)
     assert stored == data[len(data) - array.nbytes :]
-    assert tensor.storage is not None and tensor.storage.big_endian == array.dtype.str.startswith(">")
+    assert tensor.storage is not None and tensor.storage.big_endian == array.dtype.str.startswith(
+        ">"
+    )
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -100,7 +108,9 @@ def test_an_array_alone_has_no_name(tmp_path: Path) -> None:
     assert "wrap --key" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("dtype", ["?", "i1", "u1", "<u2", "<u4", "<u8", "<i4", "<f2", "<c8", "<c16"])
+@pytest.mark.parametrize(
+    "dtype", ["?", "i1", "u1", "<u2", "<u4", "<u8", "<i4", "<f2", "<c8", "<c16"]
+)
 def test_every_kind_of_number(dtype: str) -> None:
     array = np.arange(6).astype(dtype)
     tensor = read(saved(array))
@@ -193,7 +203,10 @@ def test_a_header_of_python_2() -> None:
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,), 'shape': (3,)}", AmbiguousError),
         ("{'descr': '<f4' + '', 'fortran_order': False, 'shape': (3,)}", FormatError),
         ("{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (3,)}", FormatError),
-        ("{'descr': __import__('os').system('x'), 'fortran_order': False, 'shape': (3,)}", FormatError),
+        (
+            "{'descr': __import__('os').system('x'), 'fortran_order': False, 'shape': (3,)}",
+            FormatError,
+        ),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,)} + {}", FormatError),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "1," * 65 + ")}", LimitError),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 19 + ",)}", TruncatedError),
@@ -216,7 +229,8 @@ def test_NP_01_headers(text: str, error: type[CkptkitError]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 60_000, "{'descr': " + "[" * 60_000, "{" + "'" * 60_000, "{'descr': '<f4'" * 4000]
+    "text",
+    ["[" * 60_000, "{'descr': " + "[" * 60_000, "{" + "'" * 60_000, "{'descr': '<f4'" * 4000],
 )
 def test_NP_02_headers_made_to_be_slow(text: str) -> None:
     with pytest.raises(FormatError):
@@ -285,12 +299,16 @@ def test_truncated_anywhere() -> None:
 
 def test_UTF_8_is_for_version_3() -> None:
     bad = "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }"
-    data = b"\x93NUMPY\3\0" + (len(bad) + 1).to_bytes(4, "little") + bad.encode() + b"\xff" + bytes(12)
+    data = (
+        b"\x93NUMPY\3\0" + (len(bad) + 1).to_bytes(4, "little") + bad.encode() + b"\xff" + bytes(12)
+    )
     with pytest.raises(FormatError, match="UTF-8"):
         read(data)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3), (1,) * 64, (9_223_372_036_854_775_807, 0)])
+@pytest.mark.parametrize(
+    "shape", [(), (3,), (2, 3), (0, 3), (1,) * 64, (9_223_372_036_854_775_807, 0)]
+)
 def test_headers_that_we_write(shape: tuple[int, ...]) -> None:
     for name in ("float32", "bool", "complex128", "uint8"):
         dtype = next(row for row in ckptkit.core.dtypes.TABLE if row.name == name)

@@ -33,7 +33,14 @@ from ckptkit.formats.table import NPZ
 from tests.formats.test_npy import ARRAYS
 from tests.torch_equality import bits
 
-MANY = {**ARRAYS, "a/b.c": np.ones(2), "W": np.ones(1), "w": np.zeros(1), "x.npy": np.ones(3), "": np.ones(4)}
+MANY = {
+    **ARRAYS,
+    "a/b.c": np.ones(2),
+    "W": np.ones(1),
+    "w": np.zeros(1),
+    "x.npy": np.ones(3),
+    "": np.ones(4),
+}
 savers = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 
 
@@ -82,7 +89,11 @@ def test_what_we_write_is_a_plain_zip_file(tmp_path: Path) -> None:
         assert {member.compress_type for member in file.infolist()} == {zipfile.ZIP_STORED}
         data = (tmp_path / "y.npz").read_bytes()
         for member in file.infolist():
-            start = member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+            start = (
+                member.header_offset
+                + 30
+                + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+            )
             assert start % 64 == 0
 
 
@@ -96,23 +107,35 @@ def test_checksums_are_taken_over(tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(tmp_path / "x.npz"), tmp_path / "x.pth")
     ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "y.npz")
     for name, member in (("x.pth", "archive/data/0"), ("y.npz", "a.npy")):
-        with zipfile.ZipFile(tmp_path / name) as file, pytest.raises(zipfile.BadZipFile, match="CRC"):
+        with (
+            zipfile.ZipFile(tmp_path / name) as file,
+            pytest.raises(zipfile.BadZipFile, match="CRC"),
+        ):
             file.read(member)
 
 
 def test_a_pth_as_arrays(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    state = {"w": base, "t": base.t(), "c": torch.tensor([1 + 2j]).conj(), "p": torch.nn.Parameter(torch.ones(2))}
+    state = {
+        "w": base,
+        "t": base.t(),
+        "c": torch.tensor([1 + 2j]).conj(),
+        "p": torch.nn.Parameter(torch.ones(2)),
+    }
     done = write(saved(tmp_path, state), tmp_path / "y.npz")
     with np.load(tmp_path / "y.npz") as got:
         for name, tensor in state.items():
             assert (got[name] == tensor.detach().resolve_conj().numpy()).all()
-    assert done.plan.notes == ("tensors that share memory with others: 1; their bytes are written for each",)
+    assert done.plan.notes == (
+        "tensors that share memory with others: 1; their bytes are written for each",
+    )
 
 
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
     optimizer = {"state": {0: {"m": torch.ones(10)}}, "param_groups": []}
-    path = saved(tmp_path, {"model": {"w": torch.ones(2)}, "epoch": 3, "note": "x", "optimizer": optimizer})
+    path = saved(
+        tmp_path, {"model": {"w": torch.ones(2)}, "epoch": 3, "note": "x", "optimizer": optimizer}
+    )
     assert write(path, tmp_path / "y.npz").plan.notes == (
         "left out: epoch, note, for which npz has no place",
         "left out: optimizer (1 tensor, 40 bytes)",
@@ -147,11 +170,15 @@ def test_what_else_numpy_has_not(tmp_path: Path) -> None:
     }
     with pytest.raises(TensorError) as caught:
         write(saved(tmp_path, state), tmp_path / "y.npz")
-    assert "'sparse' (sparse_coo), 'meta' (meta), 'half' (complex32) and 1 more" in str(caught.value)
+    assert "'sparse' (sparse_coo), 'meta' (meta), 'half' (complex32) and 1 more" in str(
+        caught.value
+    )
     assert "--drop" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("name", ["../a", "/a", "a/../b", "a\\b", "a\0b", "a\nb", "\ud800", "é" * 40_000])
+@pytest.mark.parametrize(
+    "name", ["../a", "/a", "a/../b", "a\\b", "a\0b", "a\nb", "\ud800", "é" * 40_000]
+)
 def test_NP_10_names_that_no_archive_can_have(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path, {"a": torch.ones(1)})
     checkpoint = ckptkit.open(path)
@@ -162,14 +189,22 @@ def test_NP_10_names_that_no_archive_can_have(tmp_path: Path, name: str) -> None
 
 def test_objects(tmp_path: Path) -> None:
     """Shown with their globals; never made, never written."""
-    np.savez(tmp_path / "x.npz", w=np.ones(2), config=np.array({"a": {1, 2}}, dtype=object), name=np.array("net"))
+    np.savez(
+        tmp_path / "x.npz",
+        w=np.ones(2),
+        config=np.array({"a": {1, 2}}, dtype=object),
+        name=np.array("net"),
+    )
     checkpoint = ckptkit.open(tmp_path / "x.npz")
     assert isinstance(checkpoint.root["config"], Object) and checkpoint.root["name"] == "net"
     assert list(checkpoint.weights) == ["w"]
     assert "numpy.ndarray" in map(str, checkpoint.globals)
     assert checkpoint.warnings[0] == "array 'config' holds objects of Python: a pickle"
     done = write(tmp_path / "x.npz", tmp_path / "y.npz")
-    assert done.plan.notes[0] == "left out: name, for which npz has no place" and "config" in done.plan.notes[1]
+    assert (
+        done.plan.notes[0] == "left out: name, for which npz has no place"
+        and "config" in done.plan.notes[1]
+    )
     with np.load(tmp_path / "y.npz") as got:
         assert list(got) == ["w"]
     np.savez(tmp_path / "z.npz", w=np.ones(2), o=np.array({1}, dtype=object))
@@ -180,7 +215,9 @@ def test_objects(tmp_path: Path) -> None:
 @savers
 def test_NP_05_arrays_are_refused_by_name(tmp_path: Path, save: Any) -> None:
     save(tmp_path / "x.npz", w=np.ones(2), table=np.zeros(3, dtype=[("a", "<f4")]))
-    with pytest.raises(UnsupportedError, match="array 'table': holds structured elements") as caught:
+    with pytest.raises(
+        UnsupportedError, match="array 'table': holds structured elements"
+    ) as caught:
         ckptkit.open(tmp_path / "x.npz")
     assert caught.value.where == str(tmp_path / "x.npz")
 
@@ -194,7 +231,10 @@ def test_names_differ_by_case_only_among_arrays(tmp_path: Path) -> None:
 
 
 def test_NP_11_the_same_name_twice(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "x.npz", "w") as file:
+    with (
+        pytest.warns(UserWarning, match="Duplicate"),
+        zipfile.ZipFile(tmp_path / "x.npz", "w") as file,
+    ):
         for _ in range(2):
             file.writestr("a.npy", b"")
     with pytest.raises(AmbiguousError, match="same name"):
@@ -215,7 +255,9 @@ def test_NP_13_compressed_bytes_that_lie(tmp_path: Path) -> None:
     data = (tmp_path / "x.npz").read_bytes()
     with zipfile.ZipFile(tmp_path / "x.npz") as file:
         (member,) = file.infolist()
-    start = member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+    start = (
+        member.header_offset + 30 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
+    )
     for at in (start, start + member.compress_size // 2, start + member.compress_size - 1):
         changed = bytearray(data)
         changed[at] ^= 0x55
@@ -239,7 +281,9 @@ def test_NP_14_compression_beyond_what_is_possible(tmp_path: Path) -> None:
 
 def test_few_compressed_bytes_are_read(tmp_path: Path, lengths_read: list[int]) -> None:
     rng = np.random.default_rng(0)
-    np.savez_compressed(tmp_path / "x.npz", a=rng.bytes(0), b=np.frombuffer(rng.bytes(1 << 20), np.uint8))
+    np.savez_compressed(
+        tmp_path / "x.npz", a=rng.bytes(0), b=np.frombuffer(rng.bytes(1 << 20), np.uint8)
+    )
     probe = Probe(LocalFile(tmp_path / "x.npz"))
     assert NPZ.matches(probe)
     NPZ.read(probe)
@@ -270,7 +314,9 @@ def test_values_of_a_record_are_named(tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "x.safetensors")
     (note,) = write(tmp_path / "x.safetensors", tmp_path / "y.npz").plan.notes
     assert "ckptkit (metadata)" in note
-    assert json.loads(ckptkit.open(tmp_path / "x.safetensors").metadata["ckptkit"])["values"] == {"epoch": 3}
+    assert json.loads(ckptkit.open(tmp_path / "x.safetensors").metadata["ckptkit"])["values"] == {
+        "epoch": 3
+    }
 
 
 def test_the_checksum_that_is_zero(tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def test_weights_of_numpy(protocol: int, tmp_path: Path) -> None:
     path = tmp_path / "weights.pkl"
     path.write_bytes(pickle.dumps(state, protocol))
     checkpoint = FORMAT.read(Probe(LocalFile(path)))
-    assert {name: tensor.shape for name, tensor in checkpoint.weights.items()} == {"fc.weight": (2, 3), "fc.bias": (3,)}
+    assert {name: tensor.shape for name, tensor in checkpoint.weights.items()} == {
+        "fc.weight": (2, 3),
+        "fc.bias": (3,),
+    }
     for name, array in state.items():
         assert array_of(tensor_of(checkpoint.root[name])).tolist() == array.tolist()
     assert checkpoint.format == "pickle"
@@ -111,7 +114,8 @@ def test_persistent_ids_are_refused() -> None:
 
 
 def test_a_real_array_saved_by_torch(corpus: Corpus) -> None:
-    """torch.save of a numpy array, before 1.6: a legacy stream without storages, its fourth pickle."""
+    """torch.save of a numpy array, before 1.6: a legacy stream without storages, its fourth
+    pickle."""
     path = corpus / "allennlp__2019-06_elmo_es_align.pth"
     checkpoint = TORCH_LEGACY.read(Probe(LocalFile(path)))
     array = array_of(tensor_of(checkpoint.root))
@@ -122,7 +126,8 @@ def test_a_real_array_saved_by_torch(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_tensors_that_pickle_wrote(tmp_path: Path, protocol: int) -> None:
-    """Each storage is a file of torch.save in a byte string: short ones, and those that stay where they are."""
+    """Each storage is a file of torch.save in a byte string: short ones, and those that stay where
+    they are."""
     base = torch.randn(130, 130)
     state = {
         "view": base.t(),
@@ -138,7 +143,10 @@ def test_tensors_that_pickle_wrote(tmp_path: Path, protocol: int) -> None:
     for made in (ckptkit.load(tmp_path / "a.pkl"), torch.load(tmp_path / "b.pth")):
         for name, tensor in pickle.loads((tmp_path / "a.pkl").read_bytes()).items():
             assert torch.equal(made[name], tensor) and made[name].stride() == tensor.stride(), name
-            assert (made[name].dtype, made[name].requires_grad) == (tensor.dtype, tensor.requires_grad)
+            assert (made[name].dtype, made[name].requires_grad) == (
+                tensor.dtype,
+                tensor.requires_grad,
+            )
 
 
 def test_a_module_that_pickle_wrote(tmp_path: Path) -> None:

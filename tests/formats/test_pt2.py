@@ -15,7 +15,13 @@ from torch import nn
 
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.core.errors import (
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TensorError,
+    UnsupportedError,
+)
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PT2
 from tests.formats.conformance import check_equal, elements, elements_of
@@ -65,7 +71,9 @@ def test_weights_and_constants(path: Path) -> None:
     check_equal(checkpoint.weights, detached(loaded.state_dict))
     check_equal(checkpoint.root["constants"], detached(loaded.constants))
     assert set(loaded.constants) == {"hidden", "plain"} and not checkpoint.warnings
-    kinds = {name: (tensor.kind, tensor.requires_grad) for name, tensor in checkpoint.weights.items()}
+    kinds = {
+        name: (tensor.kind, tensor.requires_grad) for name, tensor in checkpoint.weights.items()
+    }
     assert kinds["fc.weight"] == ("parameter", True) and kinds["scale"] == ("tensor", False)
 
 
@@ -108,7 +116,11 @@ META = ("fc.weight", "tensor_meta")
     ("edit", "error", "said"),
     [
         (change("fc.weight", to=[]), FormatError, "no 'path_name'"),
-        (change("fc.weight", "path_name", to="weight_9"), CorruptError, "no record 'made/data/weights/weight_9'"),
+        (
+            change("fc.weight", "path_name", to="weight_9"),
+            CorruptError,
+            "no record 'made/data/weights/weight_9'",
+        ),
         (change("fc.weight", "path_name", to="../../byteorder"), CorruptError, "no record"),
         (change(*META, to=None), FormatError, "no 'tensor_meta'"),
         (change(*META, "sizes", to=[{"as_expr": "s0"}, {"as_int": 3}]), FormatError, "no 'as_int'"),
@@ -117,12 +129,16 @@ META = ("fc.weight", "tensor_meta")
         (change(*META, "device", to="cpu"), FormatError, "no 'device'"),
     ],
 )
-def test_refused(path: Path, edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str) -> None:
+def test_refused(
+    path: Path, edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str
+) -> None:
     with pytest.raises(error, match=said):
         read(edited(path, edit))
 
 
-@pytest.mark.parametrize(("key", "to", "said"), [("dtype", 99, "unknown dtype"), ("layout", 1, "not strided")])
+@pytest.mark.parametrize(
+    ("key", "to", "said"), [("dtype", 99, "unknown dtype"), ("layout", 1, "not strided")]
+)
 def test_a_tensor_that_is_not_known_is_an_entry(path: Path, key: str, to: int, said: str) -> None:
     weights = read(edited(path, change(*META, key, to=to))).weights
     (odd,) = (tensor for tensor in weights.values() if tensor.layout != "strided")
@@ -133,7 +149,11 @@ def test_other_archives_of_the_kind(path: Path) -> None:
     """Compiled models have no weights of their own; of other formats nothing is known."""
     for name, data in (("archive_format", b"pt3"), ("models/model.json", None)):
         with pytest.raises(UnsupportedError):
-            read(rezipped(path, lambda each, old, name=name, data=data: data if each == name else old))
+            read(
+                rezipped(
+                    path, lambda each, old, name=name, data=data: data if each == name else old
+                )
+            )
 
 
 def test_several_models(path: Path) -> None:
@@ -142,8 +162,13 @@ def test_several_models(path: Path) -> None:
         file.writestr("made/models/second.json", b"{}")
         file.writestr("made/data/weights/second_weights_config.json", file.read(f"made/{WEIGHTS}"))
     root = read(made.getvalue()).root
-    assert list(root) == ["model", "second"] and list(root["second"]["state_dict"]) == list(root["model"]["state_dict"])
-    assert root["second"]["state_dict"]["scale"].storage is root["model"]["state_dict"]["scale"].storage
+    assert list(root) == ["model", "second"] and list(root["second"]["state_dict"]) == list(
+        root["model"]["state_dict"]
+    )
+    assert (
+        root["second"]["state_dict"]["scale"].storage
+        is root["model"]["state_dict"]["scale"].storage
+    )
 
 
 def before(program: torch.export.ExportedProgram, suffix: str = "pt") -> bytes:

@@ -1,4 +1,5 @@
-"""recover: whatever happens to a file, what is saved of it is what was in it, and what is not saved is named."""
+"""recover: whatever happens to a file, what is saved of it is what was in it, and what is not saved
+is named."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ Save = Callable[[Any, Path], None]
 
 
 def check(path: Path, whole: State) -> set[str]:
-    """The names that are saved; the others are named as lost, none is both or neither, and bytes are as they were."""
+    """The names that are saved; the others are named as lost, none is both or neither, and bytes
+    are as they were."""
     found = recover(path)
     out = path.with_name("out.pth")
     convert(found.checkpoint, out, force=True)
@@ -123,7 +125,9 @@ def test_damaged_bytes_of_a_zip(save: Save, tmp_path: Path) -> None:
                 counts.append(len(check(path, state())))
         except CorruptError as error:
             assert "data.pkl" in str(error)
-        except UnsupportedError:  # it is in the first header: no zip file, or one without a data.pkl
+        except (
+            UnsupportedError
+        ):  # it is in the first header: no zip file, or one without a data.pkl
             assert at < begin
     assert min(counts) >= len(state()) - 2  # a storage of two names
     assert max(counts) == len(state())
@@ -189,7 +193,10 @@ def test_ZP_01_a_record_full_of_headers_of_itself(tmp_path: Path, lengths: list[
 def test_records_that_are_deflated(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     torch.save({"model": state(), "epoch": 3}, tmp_path / "stored.pth")
-    with zipfile.ZipFile(tmp_path / "stored.pth") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pth") as old,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
         for info in old.infolist():
             new.writestr(info.filename, old.read(info))
     assert check(path, state()) == set(state())
@@ -208,7 +215,10 @@ def test_big_endian_bytes_stay_so(tmp_path: Path) -> None:
         for info in old.infolist():
             data = old.read(info)
             swapped = values.numpy().byteswap().tobytes()
-            new.writestr(info.filename, b"big" if data == b"little" else swapped if "/data/" in info.filename else data)
+            new.writestr(
+                info.filename,
+                b"big" if data == b"little" else swapped if "/data/" in info.filename else data,
+            )
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"PK\1\2")])
     assert check(path, {"w": values}) == {"w"}
@@ -255,7 +265,11 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 def test_a_zip_that_is_no_checkpoint(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
         archive.writestr("a/b", "c")
-    for data in ((tmp_path / "in.zip").read_bytes(), (tmp_path / "in.zip").read_bytes()[:-30], b"text"):
+    for data in (
+        (tmp_path / "in.zip").read_bytes(),
+        (tmp_path / "in.zip").read_bytes()[:-30],
+        b"text",
+    ):
         (tmp_path / "in.zip").write_bytes(data)
         with pytest.raises(UnsupportedError):
             recover(tmp_path / "in.zip")
@@ -287,7 +301,9 @@ def test_a_zip_of_checkpoints_is_known_as_that(cut: int, tmp_path: Path, run: Ru
     with pytest.raises(UnsupportedError, match="zip archive of other files"):
         recover(path)
     said = run("verify", path)
-    assert "incomplete" in said.stdout  # the end record of the archive inside is not taken for its own
+    assert (
+        "incomplete" in said.stdout
+    )  # the end record of the archive inside is not taken for its own
     assert "recover" not in said.stdout
 
 
@@ -295,7 +311,10 @@ def test_an_archive_inside_is_not_taken_for_the_file(tmp_path: Path) -> None:
     """The cut leaves the whole archive that is inside, with its directory and its end."""
     path = tmp_path / "agent.zip"
     data = zip_of_checkpoints(path)
-    inner = data.index((tmp_path / "policy.pth").read_bytes()) + (tmp_path / "policy.pth").stat().st_size
+    inner = (
+        data.index((tmp_path / "policy.pth").read_bytes())
+        + (tmp_path / "policy.pth").stat().st_size
+    )
     for size in (inner, inner + 5):
         path.write_bytes(data[:size])
         with pytest.raises(TruncatedError, match="no end record"):
@@ -392,7 +411,10 @@ def test_safetensors_cut_anywhere(tmp_path: Path) -> None:
     save_file(weights, path)
     data = path.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
-    ends = {name: header + entry["data_offsets"][1] for name, entry in json.loads(data[8:header]).items()}
+    ends = {
+        name: header + entry["data_offsets"][1]
+        for name, entry in json.loads(data[8:header]).items()
+    }
     for size in range(0, len(data) + 1, 13):
         path.write_bytes(data[:size])
         there = {name for name, end in ends.items() if header < end <= size}
@@ -420,7 +442,9 @@ def test_command(tmp_path: Path, run: Run) -> None:
     assert done.code == 0
     assert "which --json lists" in done.stderr
     assert 0 < len(torch.load(tmp_path / "out.pth", weights_only=True)["model"]) < 40
-    said = CliRunner().invoke(main, ["recover", "--json", "--force", str(path), str(tmp_path / "out.pth")])
+    said = CliRunner().invoke(
+        main, ["recover", "--json", "--force", str(path), str(tmp_path / "out.pth")]
+    )
     facts = json.loads(said.stdout)
     assert facts["tensors"] + len(facts["lost"]) == 40
     assert facts["lost"][-1]["path"] == "model.w39"

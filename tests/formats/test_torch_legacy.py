@@ -68,8 +68,14 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 LEGACY_DTYPES = [row.name for row in TABLE if row.storage and row.kind != "quantized"]
-UNTYPED = [row.name for row in TABLE if not row.storage and row.bits >= 8 and hasattr(torch, row.name)]
-UNTYPED = [name for name in UNTYPED if not name.startswith(("int", "uint")) or name in ("uint16", "uint32", "uint64")]
+UNTYPED = [
+    row.name for row in TABLE if not row.storage and row.bits >= 8 and hasattr(torch, row.name)
+]
+UNTYPED = [
+    name
+    for name in UNTYPED
+    if not name.startswith(("int", "uint")) or name in ("uint16", "uint32", "uint64")
+]
 TYPED = [case for case in (*TENSORS, *MULTIPLE) if case not in UNTYPED and "float8" not in case]
 
 
@@ -147,21 +153,36 @@ def test_the_source_of_pickled_modules_is_shown_and_left_out(tmp_path: Path) -> 
     assert list(checkpoint.weights) == ["fc.weight", "fc.bias"]
     expected = torch.load(path, weights_only=False)
     assert agree(
-        Written(checkpoint.root, tmp_path / "new.pt").load(weights_only=False).state_dict(), expected.state_dict()
+        Written(checkpoint.root, tmp_path / "new.pt").load(weights_only=False).state_dict(),
+        expected.state_dict(),
     )
 
 
 # By hand
 
 
-SYSTEM = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+SYSTEM = {
+    "protocol_version": 1001,
+    "little_endian": True,
+    "type_sizes": {"short": 2, "int": 4, "long": 4},
+}
 MAGIC = pickle.dumps(MAGIC_NUMBER, 2)
 
 
 def pid(
-    key: bytes = b"7", numel: int = 4, view: bytes = b"N", kind: bytes = b"Float", location: bytes = b"cpu"
+    key: bytes = b"7",
+    numel: int = 4,
+    view: bytes = b"N",
+    kind: bytes = b"Float",
+    location: bytes = b"cpu",
 ) -> bytes:
-    return b"(Vstorage\nctorch\n%bStorage\nV%b\nV%b\nL%dL\n%btQ" % (kind, key, location, numel, view)
+    return b"(Vstorage\nctorch\n%bStorage\nV%b\nV%b\nL%dL\n%btQ" % (
+        kind,
+        key,
+        location,
+        numel,
+        view,
+    )
 
 
 def tensor(storage: bytes, offset: int = 0, size: int = 4, stride: int = 1) -> bytes:
@@ -179,7 +200,10 @@ def legacy(
 ) -> bytes:  # fmt: skip
     parts = [magic, pickle.dumps(version, 2), pickle.dumps(system, 2), b"\x80\x02" + tree + b"."]
     parts.append(keys if isinstance(keys, bytes) else pickle.dumps(list(keys), 2))
-    parts += [struct.pack("<q", numel) + data for numel, data in ([(4, DATA)] if storages is None else storages)]
+    parts += [
+        struct.pack("<q", numel) + data
+        for numel, data in ([(4, DATA)] if storages is None else storages)
+    ]
     return b"".join(parts) + tail
 
 
@@ -213,14 +237,32 @@ def test_views_of_storages(start: int, stop: int, tmp_path: Path) -> None:
 
 def test_python_2(tmp_path: Path) -> None:
     """Strings are byte strings, sizes are longs, an OrderedDict has a list of pairs."""
-    text = {each: b"U%c" % len(each) + each for each in (b"storage", b"7", b"cpu", b"a.b", b"\xe9", b"x")}
-    storage = b"(" + text[b"storage"] + b"ctorch\nFloatStorage\n" + text[b"7"] + text[b"cpu"] + b"\x8a\x01\x04NtQ"
+    text = {
+        each: b"U%c" % len(each) + each
+        for each in (b"storage", b"7", b"cpu", b"a.b", b"\xe9", b"x")
+    }
+    storage = (
+        b"("
+        + text[b"storage"]
+        + b"ctorch\nFloatStorage\n"
+        + text[b"7"]
+        + text[b"cpu"]
+        + b"\x8a\x01\x04NtQ"
+    )
     made = (
         b"ctorch._utils\n_rebuild_tensor_v2\n("
         + storage
         + b"K\x00\x8a\x01\x04\x85\x8a\x01\x01\x85\x89ccollections\nOrderedDict\n]\x85RtR"
     )
-    tree = b"ccollections\nOrderedDict\n](](" + text[b"a.b"] + made + b"e](" + text[b"x"] + text[b"\xe9"] + b"ee\x85R"
+    tree = (
+        b"ccollections\nOrderedDict\n](]("
+        + text[b"a.b"]
+        + made
+        + b"e]("
+        + text[b"x"]
+        + text[b"\xe9"]
+        + b"ee\x85R"
+    )
     keys = b"\x80\x02](" + text[b"7"] + b"e."
     data = legacy(tree, keys, magic=b"\x80\x02" + MAGIC[2:])
     root = read_bytes(data, tmp_path).root
@@ -247,7 +289,13 @@ def test_parameters_of_old_versions(tmp_path: Path) -> None:
     ids=["text", "python2", "long", "none"],
 )  # fmt: skip
 def test_module_source_ids(text: bytes, tmp_path: Path) -> None:
-    tree = b"(Vmodule\ncmine\nNet\nV/home/net.py\n" + text + b"tQ)\x81}Vweight\n" + tensor(pid()) + b"sb"
+    tree = (
+        b"(Vmodule\ncmine\nNet\nV/home/net.py\n"
+        + text
+        + b"tQ)\x81}Vweight\n"
+        + tensor(pid())
+        + b"sb"
+    )
     checkpoint = read_bytes(legacy(tree), tmp_path)
     assert isinstance(checkpoint.root, Object)
     assert checkpoint.root.callable == Global("mine", "Net")
@@ -256,7 +304,12 @@ def test_module_source_ids(text: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [b"(Vmodule\nN" + b"NNtQ", b"(Vmodule\ncm\nf\nNN" + b"\x85" * 50_000 + b"tQ", b"(Vmodule\ncm\nf\nN]tQ"]
+    "odd",
+    [
+        b"(Vmodule\nN" + b"NNtQ",
+        b"(Vmodule\ncm\nf\nNN" + b"\x85" * 50_000 + b"tQ",
+        b"(Vmodule\ncm\nf\nN]tQ",
+    ],
 )
 def test_module_source_ids_that_are_none(odd: bytes, tmp_path: Path) -> None:
     with pytest.raises(FormatError):
@@ -277,7 +330,9 @@ PAYLOAD = b"\x80\x02cos\nsystem\n(Vtouch canary\ntR."
 
 
 @pytest.mark.parametrize("slot", range(5))
-def test_LG_02_each_pickle_may_be_hostile(slot: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_LG_02_each_pickle_may_be_hostile(
+    slot: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     parts = [
         MAGIC,
@@ -312,7 +367,9 @@ def test_LG_02_names_in_all_pickles_are_listed(tmp_path: Path) -> None:
         (pickle.dumps("7", 2), FormatError), (pickle.dumps([["7"]], 2), FormatError), (b"\x80\x02]Vx\na", FormatError),
     ],
 )  # fmt: skip
-def test_LG_03_D_36_D_37_D_38_D_42_lists_of_keys(keys: Any, error: type[CkptkitError], tmp_path: Path) -> None:
+def test_LG_03_D_36_D_37_D_38_D_42_lists_of_keys(
+    keys: Any, error: type[CkptkitError], tmp_path: Path
+) -> None:
     with pytest.raises(error):
         read_bytes(legacy(tensor(pid()), keys), tmp_path)
 
@@ -342,7 +399,16 @@ def test_LG_05_every_bit_flipped(tmp_path: Path) -> None:
             try:
                 root = FORMAT.read(Probe(LocalFile(path))).root
                 sum(1 for _ in walk(root))
-                write_pickle(root, lambda typed: ("storage", storage_class(typed.dtype), "0", typed.storage.device, 1))
+                write_pickle(
+                    root,
+                    lambda typed: (
+                        "storage",
+                        storage_class(typed.dtype),
+                        "0",
+                        typed.storage.device,
+                        1,
+                    ),
+                )
             except CkptkitError:
                 pass
 
@@ -355,7 +421,13 @@ def test_LG_06_a_huge_storage_in_a_small_file(numel: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "view",
-    [b"(V99\nI2\nI4\nt", b"(V99\nI-1\nI2\nt", b"(V99\nI0\nI-1\nt", b"(V99\nI5\nI0\nt", b"(V99\nL%dL\nI1\nt" % 2**70],
+    [
+        b"(V99\nI2\nI4\nt",
+        b"(V99\nI-1\nI2\nt",
+        b"(V99\nI0\nI-1\nt",
+        b"(V99\nI5\nI0\nt",
+        b"(V99\nL%dL\nI1\nt" % 2**70,
+    ],
 )
 def test_LG_07_D_41_views_that_leave_their_storage(view: bytes, tmp_path: Path) -> None:
     with pytest.raises(TensorError):
@@ -368,7 +440,8 @@ def test_LG_07_a_tensor_that_leaves_its_view(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "view", [b"K\x01", b"(V99\nI1\nt", b"(I9\nI0\nI1\nt", b"(V99\nI0\nI1\nI1\nt", b"(V99\nNNt", b"]"]
+    "view",
+    [b"K\x01", b"(V99\nI1\nt", b"(I9\nI0\nI1\nt", b"(V99\nI0\nI1\nI1\nt", b"(V99\nNNt", b"]"],
 )
 def test_LG_07_views_that_are_none(view: bytes, tmp_path: Path) -> None:
     with pytest.raises((FormatError, TensorError)):
@@ -379,7 +452,10 @@ def test_LG_07_views_that_are_none(view: bytes, tmp_path: Path) -> None:
     "tree",
     [
         tensor(pid(view=b"(V7\nI1\nI2\nt"), 0, 1),  # its own root: torch gives the whole
-        b"(" + tensor(pid(view=b"(V9\nI0\nI1\nt"), 0, 1) + tensor(pid(view=b"(V9\nI1\nI1\nt"), 0, 1) + b"t",
+        b"("
+        + tensor(pid(view=b"(V9\nI0\nI1\nt"), 0, 1)
+        + tensor(pid(view=b"(V9\nI1\nI1\nt"), 0, 1)
+        + b"t",
         b"(" + tensor(pid(view=b"(V8\nI0\nI4\nt")) + tensor(pid(key=b"8")) + b"t",
     ],
 )
@@ -390,7 +466,13 @@ def test_LG_07_views_that_are_described_in_two_ways(tree: bytes, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "other",
-    [pid(numel=2), pid(kind=b"Int"), pid(kind=b"Double", numel=2), pid(location=b"cuda:0"), pid(kind=b"Int", numel=2)],
+    [
+        pid(numel=2),
+        pid(kind=b"Int"),
+        pid(kind=b"Double", numel=2),
+        pid(location=b"cuda:0"),
+        pid(kind=b"Int", numel=2),
+    ],
 )
 def test_D_05_D_06_a_storage_in_two_ways(other: bytes, tmp_path: Path) -> None:
     with pytest.raises(AmbiguousError):
@@ -415,7 +497,9 @@ def test_LG_09_no_system(system: Any, tmp_path: Path) -> None:
 
 
 def test_D_43_a_big_endian_machine_wrote_little_endian_data(tmp_path: Path) -> None:
-    checkpoint = read_bytes(legacy(tensor(pid()), system={**SYSTEM, "little_endian": False}), tmp_path)
+    checkpoint = read_bytes(
+        legacy(tensor(pid()), system={**SYSTEM, "little_endian": False}), tmp_path
+    )
     assert tensor_bytes(checkpoint.root) == DATA
     assert torch.load(tmp_path / "legacy.pt", weights_only=False).tolist() == [0, 1, 2, 3]
     assert any("big-endian" in warning for warning in checkpoint.warnings)
@@ -440,7 +524,16 @@ def test_D_09_D_10_expanded_and_empty_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [b"PK\x03\x04", b"\x89PNG", b"<html>", b"version https://git-lfs", b"\x1f\x8b", b"", b"\x80\x02"]
+    "head",
+    [
+        b"PK\x03\x04",
+        b"\x89PNG",
+        b"<html>",
+        b"version https://git-lfs",
+        b"\x1f\x8b",
+        b"",
+        b"\x80\x02",
+    ],
 )
 def test_LG_10_other_files_are_not_mine(head: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
@@ -470,7 +563,8 @@ def test_real_files_are_read_as_torch_reads_them(name: str, corpus: Corpus, tmp_
 
 
 def test_a_real_module_by_walking_its_bytes(corpus: Corpus) -> None:
-    """The storages of the file, found by the standard library's disassembler and a walk over what follows."""
+    """The storages of the file, found by the standard library's disassembler and a walk over what
+    follows."""
     path = corpus / "pytorch-vdsr__2018-03_model_epoch_50.pth"
     checkpoint = read(path)
     assert len(checkpoint.weights) == 20

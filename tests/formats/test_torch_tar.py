@@ -33,7 +33,19 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_TAR as FORMAT
-from tests.containers.tars import BLOCK, SYSTEM, archive, entry, header, ids, member, save, storage, tensor, torch_tar
+from tests.containers.tars import (
+    BLOCK,
+    SYSTEM,
+    archive,
+    entry,
+    header,
+    ids,
+    member,
+    save,
+    storage,
+    tensor,
+    torch_tar,
+)
 from tests.pickles.making import Written
 from tests.pickles.test_writer import agree
 
@@ -88,7 +100,9 @@ def test_the_files_of_these_tests_are_good(tmp_path: Path) -> None:
 def test_what_torch_loads_is_what_we_write(tmp_path: Path) -> None:
     base = torch.arange(24, dtype=torch.float32)
     value = {
-        "state_dict": OrderedDict(a=base, b=base[4:10], c=base.reshape(4, 6).t(), d=base[:1].expand(5), e=base),
+        "state_dict": OrderedDict(
+            a=base, b=base[4:10], c=base.reshape(4, 6).t(), d=base[:1].expand(5), e=base
+        ),
         "half": torch.tensor([1.5, -0.0], dtype=torch.float16),
         "long": torch.tensor([[1], [2]]),
         "epoch": 3,
@@ -109,7 +123,9 @@ def test_keys_as_text_and_as_integers(tmp_path: Path) -> None:
     expected = by_torch(data, tmp_path)
     assert expected[0] is expected[1] is expected[4] and expected[2] is expected[3]
     large = 2**63 + 5
-    assert values_of(read(torch_tar(ids(large), [tensor(large, -7)], [storage(-7, DATA)])).root[0]) == [0, 1, 2, 3]
+    assert values_of(
+        read(torch_tar(ids(large), [tensor(large, -7)], [storage(-7, DATA)])).root[0]
+    ) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (1, 3), (2, 4), (2, 2)])
@@ -118,9 +134,13 @@ def test_views_of_storages(start: int, stop: int, tmp_path: Path) -> None:
     made = [tensor(2, 1), tensor(3, 5, [stop - start]), tensor(4, 6, [stop - start])]
     data = torch_tar(ids(2, 3, 4), made, ONE, views)
     root = read(data).root
-    assert [values_of(each) for each in root] == [each.tolist() for each in by_torch(data, tmp_path)]
+    assert [values_of(each) for each in root] == [
+        each.tolist() for each in by_torch(data, tmp_path)
+    ]
     assert root[0].storage is root[1].storage is root[2].storage
-    assert Written(root, tmp_path / "new.pt").load()[1].tolist() == [float(i) for i in range(start, stop)]
+    assert Written(root, tmp_path / "new.pt").load()[1].tolist() == [
+        float(i) for i in range(start, stop)
+    ]
 
 
 @pytest.mark.parametrize("location", ["cpu", "cuda:1"])
@@ -133,7 +153,9 @@ def test_devices(location: str, tmp_path: Path) -> None:
 
 def test_classes_of_a_gpu() -> None:
     data = torch_tar(
-        ids(2), [tensor(2, 1, made="torch.cuda.FloatTensor")], [storage(1, DATA, "torch.cuda.FloatStorage", "cuda:0")]
+        ids(2),
+        [tensor(2, 1, made="torch.cuda.FloatTensor")],
+        [storage(1, DATA, "torch.cuda.FloatStorage", "cuda:0")],
     )
     assert (read(data).root[0].device, values_of(read(data).root[0])) == ("cuda:0", [0, 1, 2, 3])
 
@@ -156,14 +178,18 @@ def test_no_sys_info(tmp_path: Path) -> None:
 
 
 def test_a_big_endian_machine(tmp_path: Path) -> None:
-    data = torch_tar(ids(2), [tensor(2, 1)], ONE, sys_info=pickle.dumps({**SYSTEM, "little_endian": False}, 2))
+    data = torch_tar(
+        ids(2), [tensor(2, 1)], ONE, sys_info=pickle.dumps({**SYSTEM, "little_endian": False}, 2)
+    )
     assert values_of(read(data).root[0]) == by_torch(data, tmp_path)[0].tolist()
     assert any("big-endian" in warning for warning in read(data).warnings)
 
 
 def test_what_the_object_does_not_use() -> None:
     checkpoint = read(torch_tar(ids(2), [tensor(2, 1), tensor(3, 1)], ONE))
-    assert checkpoint.warnings == ("nothing refers to 1 of its tensors, which are not carried over",)
+    assert checkpoint.warnings == (
+        "nothing refers to 1 of its tensors, which are not carried over",
+    )
 
 
 # Modules
@@ -179,13 +205,18 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("sources", [False, True])
 def test_pickled_modules(sources: bool, tmp_path: Path) -> None:
-    path = save({"epoch": 3, "model": nn.DataParallel(Net())}, tmp_path / "old.tar", sources=sources)
+    path = save(
+        {"epoch": 3, "model": nn.DataParallel(Net())}, tmp_path / "old.tar", sources=sources
+    )
     checkpoint = read_file(path)
     expected = torch.load(path, weights_only=False)["model"].state_dict()
     assert list(checkpoint.weights) == list(expected)
     loaded = Written(dict(checkpoint.required.nodes), tmp_path / "new.pt").load()
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
-    assert checkpoint.weights["module.tied.weight"].storage is checkpoint.weights["module.body.0.weight"].storage
+    assert (
+        checkpoint.weights["module.tied.weight"].storage
+        is checkpoint.weights["module.body.0.weight"].storage
+    )
     source = checkpoint.metadata.get(f"module_source:{__name__}.Net", "")
     assert ("class Net(nn.Module)" in source) == sources
     assert any("source code of 5 classes" in warning for warning in checkpoint.warnings) == sources
@@ -221,7 +252,9 @@ def test_variables_and_parameters(case: str, tmp_path: Path) -> None:
     code = VARIABLES[case]
     made = code % b"K\x02Q" if b"%b" in code else code
     at = made.index(b"R" if b"\x85R" in made else b"\x81") + 1
-    data = torch_tar(b"\x80\x02](" + made[:at] + b"q\x07" + made[at:] + b"h\x07e.", [tensor(2, 1)], ONE)
+    data = torch_tar(
+        b"\x80\x02](" + made[:at] + b"q\x07" + made[at:] + b"h\x07e.", [tensor(2, 1)], ONE
+    )
     root = read(data).root
     expected = by_torch(data, tmp_path)
     assert root[0] is root[1] and isinstance(root[0], Tensor)
@@ -246,7 +279,11 @@ def test_other_tar_files_are_told_apart() -> None:
 # Hostile ones
 
 
-def refused(error: type[CkptkitError] | tuple[type[CkptkitError], ...], data: bytes, match: str | None = None) -> None:
+def refused(
+    error: type[CkptkitError] | tuple[type[CkptkitError], ...],
+    data: bytes,
+    match: str | None = None,
+) -> None:
     with pytest.raises(error, match=match) as caught:
         read(data)
     assert str(caught.value).isprintable()
@@ -274,7 +311,9 @@ def test_TR_01_records_that_are_no_files(name: str, type: bytes) -> None:
 def test_TR_04_records_that_are_missing(name: str) -> None:
     parts = records()
     del parts[name]
-    refused(CorruptError, archive(*(member(*each) for each in parts.items())), f"no record '{name}'")
+    refused(
+        CorruptError, archive(*(member(*each) for each in parts.items())), f"no record '{name}'"
+    )
 
 
 @pytest.mark.parametrize("name", ["pickle2", "data/pickle", "storages.bak", "README"])
@@ -295,7 +334,9 @@ def test_TR_04_records_that_are_there_twice(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sys_info", "pickle", "tensors", "storages"])
 def test_TR_04_bytes_after_the_end_of_a_record(name: str, tmp_path: Path) -> None:
     parts = records()
-    data = archive(*(member(each, parts[each] + (b"more" if each == name else b"")) for each in parts))
+    data = archive(
+        *(member(each, parts[each] + (b"more" if each == name else b"")) for each in parts)
+    )
     assert by_torch(data, tmp_path)[0].tolist() == [0, 1, 2, 3]
     refused(AmbiguousError, data, f"4 bytes of the record '{name}'")
 
@@ -305,7 +346,9 @@ def test_TR_05_records_that_end_early(name: str) -> None:
     parts = records()
     whole = parts[name]
     for cut in range(len(whole)):
-        refused(CkptkitError, archive(*(member(*each) for each in {**parts, name: whole[:cut]}.items())))
+        refused(
+            CkptkitError, archive(*(member(*each) for each in {**parts, name: whole[:cut]}.items()))
+        )
 
 
 @pytest.mark.parametrize("count", [10**9, 2**62, 10**300, -1, 1.0, "1", None, True, [1]])
@@ -314,7 +357,9 @@ def test_TR_05_counts(name: str, count: Any) -> None:
     parts = records()
     whole = pickle.dumps(count, 2) + parts[name][len(pickle.dumps(1, 2)) :]
     refused(
-        (CorruptError, FormatError), archive(*(member(*each) for each in {**parts, name: whole}.items())), "entries"
+        (CorruptError, FormatError),
+        archive(*(member(*each) for each in {**parts, name: whole}.items())),
+        "entries",
     )
 
 
@@ -335,13 +380,19 @@ def test_TR_05_geometry(shape: tuple[int, ...], stride: tuple[int, ...], offset:
     refused(TensorError, torch_tar(ids(2), [tensor(2, 1, shape, stride, offset)], ONE))
 
 
-@pytest.mark.parametrize("view", [(5, 1, 2, 4), (5, 1, -1, 2), (5, 1, 0, -1), (5, 1, 2**62, 1), (5, 1, 5, 0)])
+@pytest.mark.parametrize(
+    "view", [(5, 1, 2, 4), (5, 1, -1, 2), (5, 1, 0, -1), (5, 1, 2**62, 1), (5, 1, 5, 0)]
+)
 def test_TR_05_views_beyond_their_storage(view: tuple[int, ...]) -> None:
     refused(TensorError, torch_tar(ids(2), [tensor(2, 5)], ONE, [view]), "a view of")
-    refused(TensorError, torch_tar(ids(2), [tensor(2, 5, [3])], ONE, [(5, 1, 1, 2)]), "beyond a view")
+    refused(
+        TensorError, torch_tar(ids(2), [tensor(2, 5, [3])], ONE, [(5, 1, 1, 2)]), "beyond a view"
+    )
 
 
-@pytest.mark.parametrize("view", [(5, 1, 0), (5, 1, 0, 1, 2), None, (5, 1, 0.0, 1), (5, 1, 0, "1"), [5, 1, 0, 1]])
+@pytest.mark.parametrize(
+    "view", [(5, 1, 0), (5, 1, 0, 1, 2), None, (5, 1, 0.0, 1), (5, 1, 0, "1"), [5, 1, 0, 1]]
+)
 def test_TR_05_views_that_are_no_views(view: Any) -> None:
     refused(FormatError, torch_tar(ids(2), [tensor(2, 1)], ONE, [view]), "described by something")
 
@@ -349,7 +400,11 @@ def test_TR_05_views_that_are_no_views(view: Any) -> None:
 def test_TR_05_the_list_of_views() -> None:
     for views in ({}, None, ()):
         whole = pickle.dumps(1, 2) + ONE[0] + pickle.dumps(views, 2)
-        refused(FormatError, archive(*(member(*each) for each in records(storages=whole).items())), "no list")
+        refused(
+            FormatError,
+            archive(*(member(*each) for each in records(storages=whole).items())),
+            "no list",
+        )
 
 
 @pytest.mark.parametrize("of", [3, "1 ", 2, -1])
@@ -359,7 +414,19 @@ def test_TR_05_storages_that_are_not_there(of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "pid", [b"K\x03", b"V3\n", b"V 2\n", b"V0x2\n", b"V2_\n", b"N", b"\x88", b"G" + bytes(8), b")", b"V\n"]
+    "pid",
+    [
+        b"K\x03",
+        b"V3\n",
+        b"V 2\n",
+        b"V0x2\n",
+        b"V2_\n",
+        b"N",
+        b"\x88",
+        b"G" + bytes(8),
+        b")",
+        b"V\n",
+    ],
 )
 def test_TR_05_persistent_ids(pid: bytes) -> None:
     refused((CorruptError, FormatError), torch_tar(b"\x80\x02" + pid + b"Q.", [tensor(2, 1)], ONE))
@@ -379,14 +446,16 @@ def test_TR_05_elements_of_a_storage(numel: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "made", ["FloatTensor", "UntypedStorage", "torch.storage.UntypedStorage", "os.system", "Storage"]
+    "made",
+    ["FloatTensor", "UntypedStorage", "torch.storage.UntypedStorage", "os.system", "Storage"],
 )
 def test_TR_05_storage_classes(made: str) -> None:
     refused(FormatError, torch_tar(ids(2), [tensor(2, 1)], [storage(1, DATA, made)]), "storage")
 
 
 @pytest.mark.parametrize(
-    "made", ["IntTensor", "HalfTensor", "FloatStorage", "os.system", "Tensor", "torch.sparse.FloatTensor"]
+    "made",
+    ["IntTensor", "HalfTensor", "FloatStorage", "os.system", "Tensor", "torch.sparse.FloatTensor"],
 )
 @pytest.mark.parametrize("of", [1, None])
 def test_D_05_tensor_classes(made: str, of: int | None) -> None:
@@ -394,12 +463,18 @@ def test_D_05_tensor_classes(made: str, of: int | None) -> None:
     if of is None and made in ("IntTensor", "HalfTensor"):
         assert read(torch_tar(ids(2), [tensor(2, of, [], [], made=made)], ONE)).root[0].nbytes == 0
     else:
-        refused(FormatError, torch_tar(ids(2), [tensor(2, of, made=made)], ONE), "a tensor of class")
+        refused(
+            FormatError, torch_tar(ids(2), [tensor(2, of, made=made)], ONE), "a tensor of class"
+        )
 
 
 @pytest.mark.parametrize("location", [None, 5, b"cpu"])
 def test_TR_05_locations(location: Any) -> None:
-    refused(FormatError, torch_tar(ids(2), [tensor(2, 1)], [storage(1, DATA, location=location)]), "no device")
+    refused(
+        FormatError,
+        torch_tar(ids(2), [tensor(2, 1)], [storage(1, DATA, location=location)]),
+        "no device",
+    )
 
 
 def test_TR_05_a_location_that_is_too_long() -> None:
@@ -409,7 +484,11 @@ def test_TR_05_a_location_that_is_too_long() -> None:
 
 @pytest.mark.parametrize("key", [None, "x", 1.0, (1,), ""])
 def test_TR_05_keys(key: Any) -> None:
-    refused(FormatError, torch_tar(ids(2), [tensor(2, 1)], [storage(key, DATA)]), "something other than a number")
+    refused(
+        FormatError,
+        torch_tar(ids(2), [tensor(2, 1)], [storage(key, DATA)]),
+        "something other than a number",
+    )
 
 
 def test_TR_05_entries_that_are_no_triples() -> None:
@@ -421,7 +500,9 @@ def test_TR_05_entries_that_are_no_triples() -> None:
 SYSTEM_CALL = b"cos\nsystem\n(Vtouch canary\ntR"
 
 
-def test_LG_02_nothing_is_called_in_any_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_LG_02_nothing_is_called_in_any_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     call = b"\x80\x02" + SYSTEM_CALL + b"."
     parts = records()

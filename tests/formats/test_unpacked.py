@@ -36,13 +36,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["", "data.pkl"])
-def test_the_folder_and_its_pickle_are_the_checkpoint(folder: Path, name: str, tmp_path: Path) -> None:
+def test_the_folder_and_its_pickle_are_the_checkpoint(
+    folder: Path, name: str, tmp_path: Path
+) -> None:
     checkpoint = ckptkit.open(folder / name)
     assert checkpoint.format == "torch-unpacked" and checkpoint.warnings == ()
     ckptkit.save(checkpoint, tmp_path / "b.pth")
     for made in (ckptkit.load(folder / name), torch.load(tmp_path / "b.pth")):
         assert list(made) == list(STATE)
-        assert all(torch.equal(made[key], STATE[key]) and made[key].stride() == STATE[key].stride() for key in STATE)
+        assert all(
+            torch.equal(made[key], STATE[key]) and made[key].stride() == STATE[key].stride()
+            for key in STATE
+        )
 
 
 def test_a_file_that_is_missing_or_cut(folder: Path) -> None:

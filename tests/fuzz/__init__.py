@@ -1,9 +1,9 @@
 """Everything that reads bytes, given bytes that nobody meant.
 
-``targets`` are functions of bytes that fail if anything but a CkptkitError leaves, if what was accepted does not come
-back as it was, or if too much memory or time is used. They are driven by seeded loops (``test_targets``: the same
-inputs in every run), by cuts and flipped bits (``test_sweeps``), by a generator of pickles (``pickles``), and by
-atheris:
+``targets`` are functions of bytes that fail if anything but a CkptkitError leaves, if what was
+accepted does not come back as it was, or if too much memory or time is used. They are driven by
+seeded loops (``test_targets``: the same inputs in every run), by cuts and flipped bits
+(``test_sweeps``), by a generator of pickles (``pickles``), and by atheris:
 
     python -m tests.fuzz                            what there is
     python -m tests.fuzz zip -max_total_time=600    atheris, guided by coverage (the extra `fuzz`)

@@ -46,7 +46,10 @@ def _seeded(name: str, seconds: float, seed: int) -> int:
         done += 1
         if time.monotonic() - start > seconds:
             break
-    print(f"{name}: {done:,} inputs, {failed} failed, at most {most[0]:.2f} s and {most[1] >> 20} MiB each", flush=True)
+    print(
+        f"{name}: {done:,} inputs, {failed} failed, at most {most[0]:.2f} s and {most[1] >> 20} MiB each",
+        flush=True,
+    )
     return 1 if failed else 0
 
 

@@ -1,11 +1,13 @@
-"""Damage as disks, networks and people do it, to real files: what `recover` writes of them is what was in them.
+"""Damage as disks, networks and people do it, to real files: what `recover` writes of them is what
+was in them.
 
     python -m tests.fuzz.damage SECONDS [SEED]
 
-Each round takes a file, damages it in one of eleven ways, recovers it, and compares every tensor that is left with the
-one of the same name in the file as it was, by name, shape, dtype and bytes. In formats with checksums all kinds are
-tried; in the others (safetensors, legacy streams) those that change the length, or leave zeros at the end, and nothing
-before the tensors: nothing can tell of other damage there. Prints counts.
+Each round takes a file, damages it in one of eleven ways, recovers it, and compares every tensor
+that is left with the one of the same name in the file as it was, by name, shape, dtype and bytes.
+In formats with checksums all kinds are tried; in the others (safetensors, legacy streams) those
+that change the length, or leave zeros at the end, and nothing before the tensors: nothing can tell
+of other damage there. Prints counts.
 """
 
 from __future__ import annotations
@@ -127,7 +129,11 @@ def overwrite(random: Random, data: bytes, other: bytes) -> bytes:
 
 def head(random: Random, data: bytes, _: bytes) -> bytes:
     """Damage to the headers: of a zip file, or at the beginning of others."""
-    places = [at for at in range(len(data) - 4) if data[at : at + 2] == b"PK"] if data[:2] == b"PK" else []
+    places = (
+        [at for at in range(len(data) - 4) if data[at : at + 2] == b"PK"]
+        if data[:2] == b"PK"
+        else []
+    )
     at = random.choice(places) if places else 0
     reach = min(len(data), at + 64)
     changed = bytearray(data)
@@ -141,7 +147,14 @@ KINDS: Mapping[str, Damage] = {
     "blocks swapped": swap, "tail zeroed": zero_tail, "cut": cut, "appended": append, "block doubled": duplicate,
     "overwritten from another file": overwrite, "headers damaged": head,
 }  # fmt: skip
-TELLING = ("bytes inserted", "bytes deleted", "tail zeroed", "cut", "appended", "block doubled")  # without checksums
+TELLING = (
+    "bytes inserted",
+    "bytes deleted",
+    "tail zeroed",
+    "cut",
+    "appended",
+    "block doubled",
+)  # without checksums
 
 
 @cache
@@ -155,11 +168,14 @@ def files() -> Sequence[Path]:
 
 def content(path: Path) -> Content:
     """Every tensor by its place: dtype, shape, and bytes in order."""
-    return _content((join(place), as_tensor(node)) for place, node in walk(open_checkpoint(path).root))
+    return _content(
+        (join(place), as_tensor(node)) for place, node in walk(open_checkpoint(path).root)
+    )
 
 
 def original(path: Path) -> Content:
-    """Every tensor by its place, and by its name in the weights: a module may become its state_dict."""
+    """Every tensor by its place, and by its name in the weights: a module may become its
+    state_dict."""
     weights: Content = {}
     with suppress(AmbiguousError):  # which of several weights is meant
         selection = open_checkpoint(path).selection
@@ -177,16 +193,22 @@ def _content(tensors: Iterable[tuple[str, Tensor | None]]) -> Content:
 
 
 def _pickles_and_headers(path: Path, data: bytes) -> int:
-    """The bytes before the tensors of a file without checksums, which are spared: they may say anything then."""
+    """The bytes before the tensors of a file without checksums, which are spared: they may say
+    anything then."""
     if data[:2] == b"PK":
         return 0
     tensors = (as_tensor(node) for _, node in walk(open_checkpoint(path).root))
-    places = [each.storage.record.locate() for each in tensors if each is not None and each.storage is not None]
+    places = [
+        each.storage.record.locate()
+        for each in tensors
+        if each is not None and each.storage is not None
+    ]
     return min(place.offset for place in places if isinstance(place, Range) and place.length)
 
 
 def attempt(damaged: bytes, whole: Content, folder: Path) -> Outcome:
-    """Recover a damaged file. Raises AssertionError where something is written that was not in it."""
+    """Recover a damaged file. Raises AssertionError where something is written that was not in
+    it."""
     path, out = folder / "damaged.bin", folder / "recovered.pth"
     path.write_bytes(damaged)
     try:
@@ -218,7 +240,9 @@ def rounds(seed: int, count: int | None = None) -> Iterator[tuple[str, str, Outc
             try:
                 outcome = attempt(damaged, wholes[path], Path(folder))
             except AssertionError as error:
-                raise AssertionError(f"{path.name}, {kind}, seed {seed}, round {number}: {error}") from error
+                raise AssertionError(
+                    f"{path.name}, {kind}, seed {seed}, round {number}: {error}"
+                ) from error
             yield kind, path.name, outcome
             number += 1
 
@@ -237,8 +261,14 @@ def main(arguments: list[str]) -> int:
                 break
     finally:
         for kind in KINDS:
-            print(f"{kind:30}", *(f"{how} {seen[kind, how]:,}" for how in ("whole", "part", "refused")))
-        print(f"{seen.total():,} damaged files of {len(files())}, {tensors:,} tensors written", flush=True)
+            print(
+                f"{kind:30}",
+                *(f"{how} {seen[kind, how]:,}" for how in ("whole", "part", "refused")),
+            )
+        print(
+            f"{seen.total():,} damaged files of {len(files())}, {tensors:,} tensors written",
+            flush=True,
+        )
     return 0
 
 

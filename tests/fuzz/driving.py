@@ -1,4 +1,5 @@
-"""What ckptkit can do with a file or folder, all of it, and what must be true whatever is in there."""
+"""What ckptkit can do with a file or folder, all of it, and what must be true whatever is in
+there."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGE = 1 << 20  # bytes of outputs and tensors that are not looked at any more
-WRITERS = (("torch-zip", False), ("safetensors", False), ("safetensors", True))  # and whether everything is kept
+WRITERS = (
+    ("torch-zip", False),
+    ("safetensors", False),
+    ("safetensors", True),
+)  # and whether everything is kept
 LINES = 250_000  # that may be shown of one file
 
 
@@ -42,7 +47,8 @@ def quietly(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | 
 
 
 def check_refusal(error: CkptkitError) -> None:
-    """It says something, in text that can be encoded and shown, and the code is one of bad input."""
+    """It says something, in text that can be encoded and shown, and the code is one of bad
+    input."""
     assert error.message and error.exit_code in (2, 3, 4), error
     check_lines([render.escape(str(error)), render.escape(error.hint or "")])
 
@@ -103,11 +109,15 @@ def rewrite(checkpoint: Checkpoint, name: str, everything: bool) -> None:
         return
     again, plain = read_own(data), named(checkpoint)
     twice = written(again, name, everything)
-    if formats.holds_program(checkpoint) or not (name == "torch-zip" or everything):  # the weights alone
+    if formats.holds_program(checkpoint) or not (
+        name == "torch-zip" or everything
+    ):  # the weights alone
         assert {key: each for key, each in named(again).items() if key in plain} == plain
     else:
         assert tensors(again) == tensors(checkpoint)
-    assert twice == data or (name == "safetensors" and twice and read_own(twice).metadata == again.metadata)
+    assert twice == data or (
+        name == "safetensors" and twice and read_own(twice).metadata == again.metadata
+    )
 
 
 def written(checkpoint: Checkpoint, name: str, everything: bool) -> bytes | None:
@@ -144,8 +154,8 @@ def _leaves(checkpoint: Checkpoint) -> Iterable[tuple[Path, Tensor]]:
 
 
 def named(checkpoint: Checkpoint) -> dict[str, Facts]:
-    """The weights without strides, of which safetensors has none, nor of what is negated on the way; none if there are
-    no weights, or several that could be."""
+    """The weights without strides, of which safetensors has none, nor of what is negated on the
+    way; none if there are no weights, or several that could be."""
     weights = quietly(lambda: checkpoint.weights) or {}
     return {
         name: (tensor.dtype.name, tensor.shape, content(tensor))
@@ -155,12 +165,21 @@ def named(checkpoint: Checkpoint) -> dict[str, Facts]:
 
 
 def facts(tensor: Tensor) -> Facts:
-    geometry = (tensor.dtype.name, tensor.shape, tensor.stride, tensor.kind, tensor.layout, tensor.conj, tensor.neg)
+    geometry = (
+        tensor.dtype.name,
+        tensor.shape,
+        tensor.stride,
+        tensor.kind,
+        tensor.layout,
+        tensor.conj,
+        tensor.neg,
+    )
     return (*geometry, tensor.requires_grad, tensor.device, content(tensor))
 
 
 def content(tensor: Tensor) -> bytes | None:
-    """The bytes of the elements, little-endian; None of what is not made of elements in a row, or is large."""
+    """The bytes of the elements, little-endian; None of what is not made of elements in a row, or
+    is large."""
     storage = tensor.storage
     if storage is None or tensor.layout != "strided" or tensor.dtype.bits < 8:
         return None
@@ -178,5 +197,7 @@ def elements(data: bytes, tensor: Tensor) -> bytes:
         return b""
     size = tensor.dtype.itemsize
     whole = np.frombuffer(data, f"V{size}", len(data) // size)[tensor.offset :]
-    strides = [size * step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride, strict=True)]
+    strides = [
+        size * step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride, strict=True)
+    ]
     return np.lib.stride_tricks.as_strided(whole, tensor.shape, strides).tobytes()

@@ -8,7 +8,19 @@ from random import Random
 LONGEST = 1 << 16  # bytes of an input
 NUMBERS = (0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 255, 256, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1,
            1 << 63, (1 << 64) - 1)  # fmt: skip
-DIGITS = (b"0", b"-1", b"1", b"9", b"64", b"65", b"1e9", b"18446744073709551616", b"9" * 40, b"00", b"007777777777")
+DIGITS = (
+    b"0",
+    b"-1",
+    b"1",
+    b"9",
+    b"64",
+    b"65",
+    b"1e9",
+    b"18446744073709551616",
+    b"9" * 40,
+    b"00",
+    b"007777777777",
+)
 
 
 def mutated(random: Random, seeds: Sequence[bytes], tokens: Sequence[bytes] = ()) -> bytes:
@@ -28,7 +40,11 @@ def _flip(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[
 
 def _byte(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:
     at = random.randrange(len(data) + 1)
-    return data[:at] + bytes([random.choice((0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)))]) + data[at + 1 :]
+    return (
+        data[:at]
+        + bytes([random.choice((0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)))])
+        + data[at + 1 :]
+    )
 
 
 def _number(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:
@@ -49,7 +65,9 @@ def _nudge(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence
 
 def _cut(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:
     start = random.randrange(len(data) + 1)
-    return data[:start] + data[start + random.choice((1, 2, 4, 8, random.randrange(len(data) + 1))) :]
+    return (
+        data[:start] + data[start + random.choice((1, 2, 4, 8, random.randrange(len(data) + 1))) :]
+    )
 
 
 def _end(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:
@@ -61,7 +79,11 @@ def _copy(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[
     start, to = random.randrange(len(data) + 1), random.randrange(len(data) + 1)
     part = data[start : start + random.choice((1, 8, 30, 64, 512, random.randrange(len(data) + 1)))]
     times = random.choice((1, 1, 1, 2, 100))
-    return data[:to] + part * times + data[to:] if random.random() < 0.5 else data[:to] + part + data[to + len(part) :]
+    return (
+        data[:to] + part * times + data[to:]
+        if random.random() < 0.5
+        else data[:to] + part + data[to + len(part) :]
+    )
 
 
 def _splice(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:
@@ -78,7 +100,9 @@ def _token(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence
     if not tokens:
         return _number(random, data, seeds, tokens)
     new, old = random.choice(tokens), random.choice(tokens)
-    places = [at for at in range(len(data)) if data.startswith(old, at)] if random.random() < 0.5 else []
+    places = (
+        [at for at in range(len(data)) if data.startswith(old, at)] if random.random() < 0.5 else []
+    )
     at = random.choice(places) if places else random.randrange(len(data) + 1)
     return data[:at] + new + data[at + (len(old) if places else 0) :]
 

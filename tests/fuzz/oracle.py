@@ -1,4 +1,5 @@
-"""torch in a process of its own, which may die: ``weights_only`` alone, so nothing of a file is run.
+"""torch in a process of its own, which may die: ``weights_only`` alone, so nothing of a file is
+run.
 
 ORIGINAL TAB COPY      ->      equal | refused WHY | copy refused WHY | differs WHY
 """
@@ -25,11 +26,17 @@ class Oracle:
     def __enter__(self) -> Oracle:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def compare(self, original: Path, copy: Path) -> str:
-        """``equal`` if torch reads both alike, else what is the matter; ``died`` if the original is the end of it."""
+        """``equal`` if torch reads both alike, else what is the matter; ``died`` if the original is
+        the end of it."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{original}\t{copy}\n")
@@ -86,7 +93,11 @@ def _answer(original: str, copy: str) -> str:
 
 
 def _one_line(what: str, error: Exception) -> str:
-    return " ".join(f"{what} {type(error).__name__} {error}".encode("ascii", "backslashreplace").decode().split())[:500]
+    return " ".join(
+        f"{what} {type(error).__name__} {error}".encode("ascii", "backslashreplace")
+        .decode()
+        .split()
+    )[:500]
 
 
 if __name__ == "__main__":

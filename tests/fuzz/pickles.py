@@ -1,7 +1,8 @@
 """Pickles made opcode by opcode: right about the stack most of the time, and never run.
 
-The choices are taken from bytes, so that whoever changes the bytes changes the pickle. ``plain`` ones hold nothing but
-what `torch.load(weights_only=True)` may make, in its own opcodes: torch says what they mean.
+The choices are taken from bytes, so that whoever changes the bytes changes the pickle. ``plain``
+ones hold nothing but what `torch.load(weights_only=True)` may make, in its own opcodes: torch says
+what they mean.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ DEPTH = 6
 STORAGES = {"0": 48, "1": 12, "2": 16, "3": 0}  # key of a storage in the archive, and its bytes
 CLASSES = {"Float": 4, "Long": 8, "Half": 2, "Bool": 1, "ComplexFloat": 8, "BFloat16": 2, "Byte": 1}
 NUMBERS = (0, 1, 2, 3, -1, 255, 256, 65535, -(2**31), 2**31, 2**63, -(2**63), 2**64, 2**70, 10**20)
-TEXTS = ("", "a", "model", "module.x", "état", "\U0001f600", "new\nline", "x" * 300, "a.b", "0", "\x00")
+TEXTS = (
+    "",
+    "a",
+    "model",
+    "module.x",
+    "état",
+    "\U0001f600",
+    "new\nline",
+    "x" * 300,
+    "a.b",
+    "0",
+    "\x00",
+)
 FLOATS = (0.0, -0.0, 1.5, float("inf"), float("-inf"), float("nan"), 5e-324, 1e308)
 HOSTILE = ("os system", "posix system", "builtins eval", "builtins getattr", "torch.storage _load_from_bytes",
            "torch load", "copyreg _reconstructor", "functools partial", "pathlib os.system",
@@ -70,7 +83,11 @@ class _Writer:
         if self.random.random() < 0.8:
             return made
         at = self.random.randrange(len(made) + 1)
-        return made[:at] + bytes([self.random.choice(_OPCODES)]) + made[at + self.random.choice((0, 0, 1)) :]
+        return (
+            made[:at]
+            + bytes([self.random.choice(_OPCODES)])
+            + made[at + self.random.choice((0, 0, 1)) :]
+        )
 
     def value(self, depth: int) -> bytes:
         """Opcodes that leave one value."""
@@ -130,7 +147,10 @@ class _Writer:
         if self.random.random() < 0.2:
             made += self.put(False)
         number = self.random.randrange(5)
-        keys = [self.text_of(f"k{at}") if self.random.random() < 0.7 else self.key() for at in range(number)]
+        keys = [
+            self.text_of(f"k{at}") if self.random.random() < 0.7 else self.key()
+            for at in range(number)
+        ]
         if self.random.random() < 0.3:
             return made + b"".join(key + self.value(depth) + b"s" for key in keys)
         return made + b"(" + b"".join(key + self.value(depth) for key in keys) + b"u"
@@ -144,7 +164,10 @@ class _Writer:
     def tuple(self, depth: int) -> bytes:
         number = self.random.randrange(5)
         if 0 < number < 4 and self.random.random() < 0.6:
-            return b"".join(self.value(depth) for _ in range(number)) + b"\x85\x86\x87"[number - 1 : number]
+            return (
+                b"".join(self.value(depth) for _ in range(number))
+                + b"\x85\x86\x87"[number - 1 : number]
+            )
         return b")" if number == 0 else b"(" + self.values(depth) + b"t"
 
     def put(self, hashable: bool) -> bytes:
@@ -156,7 +179,11 @@ class _Writer:
         if not self.memo:
             return self.key()
         index = self.random.randrange(len(self.memo))
-        return b"h" + bytes([index]) if index < 256 and self.random.random() < 0.8 else b"j" + struct.pack("<I", index)
+        return (
+            b"h" + bytes([index])
+            if index < 256 and self.random.random() < 0.8
+            else b"j" + struct.pack("<I", index)
+        )
 
     # Calls
 
@@ -178,14 +205,20 @@ class _Writer:
         if kind == 0:
             return self.call(
                 "__builtin__ set",
-                b"](" + b"".join(self.random.choice((self.text, self.integer))() for _ in range(3)) + b"e",
+                b"]("
+                + b"".join(self.random.choice((self.text, self.integer))() for _ in range(3))
+                + b"e",
             )
         if kind == 1:
             return self.call("torch Size", self.sizes(self.random.randrange(4)))
         if kind == 2:
-            return self.call("torch device", self.text_of(self.random.choice(("cpu", "cuda:3", "meta"))))
+            return self.call(
+                "torch device", self.text_of(self.random.choice(("cpu", "cuda:3", "meta")))
+            )
         if kind == 3:
-            return self.named("torch", self.random.choice(("float32", "int64", "strided", "float8_e4m3fn")))
+            return self.named(
+                "torch", self.random.choice(("float32", "int64", "strided", "float8_e4m3fn"))
+            )
         if kind == 4:
             return self.call("_codecs encode", self.text_of("\xff\0a"), self.text_of("latin1"))
         if kind == 5:
@@ -193,7 +226,8 @@ class _Writer:
         if kind == 6:
             return self.call("__builtin__ complex", self.real(), self.real())
         return self.call(
-            "__builtin__ bytearray", self.call("_codecs encode", self.text_of("ab"), self.text_of("latin1"))
+            "__builtin__ bytearray",
+            self.call("_codecs encode", self.text_of("ab"), self.text_of("latin1")),
         )
 
     def ordered(self, depth: int) -> bytes:
@@ -203,7 +237,11 @@ class _Writer:
         return made
 
     def sizes(self, rank: int) -> bytes:
-        return b"(" + b"".join(b"K" + bytes([self.random.choice((1, 2, 3, 0))]) for _ in range(rank)) + b"t"
+        return (
+            b"("
+            + b"".join(b"K" + bytes([self.random.choice((1, 2, 3, 0))]) for _ in range(rank))
+            + b"t"
+        )
 
     def storage(self, key: str, made: str, nbytes: int) -> bytes:
         size = {**CLASSES, "Untyped": 1}[made]
@@ -229,7 +267,12 @@ class _Writer:
         rank = self.random.randrange(4)
         place = self.storage(key, made, STORAGES[key])
         offset = b"K" + bytes([self.random.choice((0, 0, 0, 1, 2))])
-        args = [place, offset, self.sizes(rank), self.sizes(rank if self.random.random() < 0.95 else 1)]
+        args = [
+            place,
+            offset,
+            self.sizes(rank),
+            self.sizes(rank if self.random.random() < 0.95 else 1),
+        ]
         args += [self.random.choice((b"\x88", b"\x89")), self.call("collections OrderedDict")]
         if self.random.random() < 0.15:
             args.append(b"}" + self.text_of(self.random.choice(("neg", "conj"))) + b"\x88s")
@@ -242,7 +285,10 @@ class _Writer:
             hooks = self.call("collections OrderedDict")
             return self.call("torch._utils _rebuild_parameter", tensor, b"\x88", hooks)
         if kind == 1:
-            rebuild, made = self.named("torch._utils", "_rebuild_tensor_v2"), self.named("torch", "Tensor")
+            rebuild, made = (
+                self.named("torch._utils", "_rebuild_tensor_v2"),
+                self.named("torch", "Tensor"),
+            )
             state = b"}" + self.text_of("note") + self.value(depth) + b"s"
             inner = b"(" + b"".join(args[:6]) + b"t"
             return self.call("torch._tensor _rebuild_from_type_v2", rebuild, made, inner, state)
@@ -257,7 +303,9 @@ class _Writer:
         if kind == 0:
             return made + self.tuple(depth) + b"R"
         if kind == 1:
-            return made + self.tuple(depth) + b"\x81" + b"}" + self.text() + self.value(depth) + b"sb"
+            return (
+                made + self.tuple(depth) + b"\x81" + b"}" + self.text() + self.value(depth) + b"sb"
+            )
         if kind == 2:
             return b"(" + made + self.values(depth) + b"o"
         if kind == 3:
@@ -281,11 +329,21 @@ class _Writer:
             return self.value(depth) + b"\x94"
         if kind == 5:
             return self.random.choice(
-                (b"I12\n", b"L12L\n", b"F1.5\n", b"Vab\\u00e9\n", b"S'a\\x00'\n", b"I01\n", b"L1_0L\n")
+                (
+                    b"I12\n",
+                    b"L12L\n",
+                    b"F1.5\n",
+                    b"Vab\\u00e9\n",
+                    b"S'a\\x00'\n",
+                    b"I01\n",
+                    b"L1_0L\n",
+                )
             )
         if kind == 6:
             data = bytes(self.random.getrandbits(8) for _ in range(self.random.randrange(6)))
-            length = struct.pack("<Q", self.random.choice((len(data), len(data), len(data), 1 << 40, len(data) + 1)))
+            length = struct.pack(
+                "<Q", self.random.choice((len(data), len(data), len(data), 1 << 40, len(data) + 1))
+            )
             return self.random.choice((b"\x8e", b"\x96", b"\x8d")) + length + data
         if kind == 7:
             return b"C\3abc" + b"\x85" * self.random.choice((1, 1, 2000))
@@ -295,7 +353,9 @@ class _Writer:
             return self.value(depth) + b"Q"
         if kind == 10:
             return b"((" + self.values(depth) + b"1" + self.value(depth) + b"t"
-        return bytes([self.random.choice((0x82, 0x83, 0x84, 0x97, 0x98))]) + bytes(self.random.randrange(5))
+        return bytes([self.random.choice((0x82, 0x83, 0x84, 0x97, 0x98))]) + bytes(
+            self.random.randrange(5)
+        )
 
 
 Maker = Callable[[_Writer, int], bytes]

@@ -1,4 +1,5 @@
-"""Whole files to begin with, each of a few kilobytes: of torch, of others where they are the writers, and fixtures."""
+"""Whole files to begin with, each of a few kilobytes: of torch, of others where they are the
+writers, and fixtures."""
 
 from __future__ import annotations
 
@@ -36,9 +37,16 @@ BREAK = b"\n=====\n"  # between the files of a folder that is written as one run
 def state() -> dict[str, Any]:
     """Ties, views, several types, and what is beside them."""
     base = torch.arange(12.0).reshape(3, 4)
-    weights = OrderedDict({"module.a.weight": base, "module.a.tied": base, "module.b": base.t()[1:3].half()})
+    weights = OrderedDict(
+        {"module.a.weight": base, "module.a.tied": base, "module.b": base.t()[1:3].half()}
+    )
     weights._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
-    return {"model": weights, "epoch": 3, "args": ("x", None, -1.5, 1 << 70, {1: b"\0"}), "lr": [0.1, True]}
+    return {
+        "model": weights,
+        "epoch": 3,
+        "args": ("x", None, -1.5, 1 << 70, {1: b"\0"}),
+        "lr": [0.1, True],
+    }
 
 
 def saved(value: Any, *, crc: bool = True, **options: Any) -> bytes:
@@ -58,7 +66,9 @@ def fixture(name: str) -> bytes:
 
 @cache
 def zips() -> list[bytes]:
-    deflated = [Member("a/data.pkl", archives.pickle_of(archives.tensor(archives.storage())), deflated=True)]
+    deflated = [
+        Member("a/data.pkl", archives.pickle_of(archives.tensor(archives.storage())), deflated=True)
+    ]
     deflated += [Member("a/data/0", archives.FLOATS, deflated=True), Member("a/version", b"3\n")]
     return [
         saved(state()),
@@ -150,7 +160,9 @@ def numpys() -> list[bytes]:
 def packed(folder: Path) -> bytes:
     """The files of a folder one after another, each behind its name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return BREAK.join(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes() for path in files)
+    return BREAK.join(
+        f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes() for path in files
+    )
 
 
 @cache
@@ -162,14 +174,18 @@ def sharded() -> list[bytes]:
 def dcp() -> list[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         made = making.save(
-            Path(folder) / "made", {"model": {"a": torch.arange(6.0), "b": torch.ones(2, 2)}, "epoch": 3}
+            Path(folder) / "made",
+            {"model": {"a": torch.arange(6.0), "b": torch.ones(2, 2)}, "epoch": 3},
         )
         return [packed(made)]
 
 
 @cache
 def deepspeed() -> list[bytes]:
-    return [packed(FIXTURES / f"deepspeed/{name}") for name in ("zero1-bf16-2ranks", "zero3-bf16-3ranks")]
+    return [
+        packed(FIXTURES / f"deepspeed/{name}")
+        for name in ("zero1-bf16-2ranks", "zero3-bf16-3ranks")
+    ]
 
 
 @cache
@@ -192,7 +208,10 @@ def packed_others() -> list[bytes]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torch").setLevel(logging.ERROR)
-    return [zlib.compress(pickles()[0]), *(CASES[name].data for name in CASES if name.startswith("place-"))]
+    return [
+        zlib.compress(pickles()[0]),
+        *(CASES[name].data for name in CASES if name.startswith("place-")),
+    ]
 
 
 @cache

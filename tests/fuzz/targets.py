@@ -1,4 +1,5 @@
-"""What is given bytes that nobody meant: one function for each part that reads. They fail where something is wrong."""
+"""What is given bytes that nobody meant: one function for each part that reads. They fail where
+something is wrong."""
 
 from __future__ import annotations
 
@@ -34,7 +35,18 @@ from ckptkit.transforms.keys import strip_prefix
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.fuzz import seeds
-from tests.fuzz.driving import LARGE, check_lines, elements, look, output, quietly, rewrite, scan, show, tensors
+from tests.fuzz.driving import (
+    LARGE,
+    check_lines,
+    elements,
+    look,
+    output,
+    quietly,
+    rewrite,
+    scan,
+    show,
+    tensors,
+)
 from tests.fuzz.oracle import Oracle
 from tests.fuzz.pickles import STORAGES, generate
 
@@ -42,7 +54,8 @@ Function = Callable[[bytes], None]
 
 
 class Target(NamedTuple):
-    """A function of bytes, what to begin with, words of its format, and how many inputs the tests have time for."""
+    """A function of bytes, what to begin with, words of its format, and how many inputs the tests
+    have time for."""
 
     run: Function
     seeds: Callable[[], Sequence[bytes]]
@@ -79,8 +92,13 @@ def archive(data: bytes) -> None:
 
 
 def _archive(data: bytes) -> bytes:
-    records = {f"data/{key}": bytes(range(nbytes)) for key, nbytes in STORAGES.items()} | {"version": b"3\n"}
-    return build(Member("a/data.pkl", data), *(Member(f"a/{name}", record) for name, record in records.items()))
+    records = {f"data/{key}": bytes(range(nbytes)) for key, nbytes in STORAGES.items()} | {
+        "version": b"3\n"
+    }
+    return build(
+        Member("a/data.pkl", data),
+        *(Member(f"a/{name}", record) for name, record in records.items()),
+    )
 
 
 def plain(data: bytes) -> None:
@@ -208,14 +226,25 @@ def _single(tensor: Tensor) -> formats.Checkpoint:
 
 
 def text(data: bytes) -> None:
-    """Any text is shown in one line of printable characters, and is itself again when it comes back from JSON."""
-    shown = data.decode("utf-8", "surrogatepass" if len(data) % 2 else "surrogateescape") if _decodes(data) else ""
-    wide = "".join(chr(int.from_bytes(data[at : at + 3], "little") % 0x110000) for at in range(0, len(data), 3))
+    """Any text is shown in one line of printable characters, and is itself again when it comes back
+    from JSON."""
+    shown = (
+        data.decode("utf-8", "surrogatepass" if len(data) % 2 else "surrogateescape")
+        if _decodes(data)
+        else ""
+    )
+    wide = "".join(
+        chr(int.from_bytes(data[at : at + 3], "little") % 0x110000) for at in range(0, len(data), 3)
+    )
     for each in (shown, wide):
         check_lines([render.escape(each)])
-        assert json.loads("".join(render.json_pieces({"a": iter([each])}))) == {"a": [json.loads(json.dumps(each))]}
+        assert json.loads("".join(render.json_pieces({"a": iter([each])}))) == {
+            "a": [json.loads(json.dumps(each))]
+        }
         check_lines(render.table(["name", "n"], [[render.escape(each), "1"]], ["n"]))
-        checkpoint = formats.Checkpoint({each: {each: each, "b": [each]}}, "made", Memory(b"", "made"))
+        checkpoint = formats.Checkpoint(
+            {each: {each: each, "b": [each]}}, "made", Memory(b"", "made")
+        )
         show(checkpoint)
         rewrite(checkpoint, "torch-zip", False)
 
@@ -244,7 +273,8 @@ def _signed(data: bytes) -> bytes:
 
 
 def _settled(path: Path, data: bytes) -> None:
-    """The journal is refused, and stays, and the file is as it was; or it is gone, and the file as it says."""
+    """The journal is refused, and stays, and the file is as it was; or it is gone, and the file as
+    it says."""
     beside = Path(journal.journal_path(path))
     beside.write_bytes(data)
     known = quietly(journal.parse, data)
@@ -255,7 +285,11 @@ def _settled(path: Path, data: bytes) -> None:
         assert path.read_bytes() == seeds.EDITED
         beside.unlink()
     else:
-        assert known is not None and path.stat().st_size in (known.before, known.after) and not beside.exists()
+        assert (
+            known is not None
+            and path.stat().st_size in (known.before, known.after)
+            and not beside.exists()
+        )
 
 
 def edits(data: bytes) -> None:
@@ -295,10 +329,24 @@ PICKLE = (b"(", b".", b"0", b"1", b"2", b"N", b"}", b"]", b")", b"t", b"R", b"b"
           b"L5L\n", b"Fnan\n", b"G\x7f\xf8\0\0\0\0\0\0", b"B\2\0\0\0ab", b"\x96\2\0\0\0\0\0\0\0ab")  # fmt: skip
 TAR = (b"ustar\x0000", b"ustar  \0", b"sys_info", b"storages", b"tensors", b"pickle", b"11 path=a/b\n", b"x", b"g",
        b"\x80", b"0000000001", *PICKLE[:40])  # fmt: skip
-NUMPY = (b"\x93NUMPY", b"'descr'", b"'fortran_order'", b"'shape'", b"'<f4'", b"'|O'", b"True", b"(1,)", b"(", b")")
+NUMPY = (
+    b"\x93NUMPY",
+    b"'descr'",
+    b"'fortran_order'",
+    b"'shape'",
+    b"'<f4'",
+    b"'|O'",
+    b"True",
+    b"(1,)",
+    b"(",
+    b")",
+)
 FOLDER = (*JSON, *PICKLE, b".metadata", b"__0_0.distcp", b"latest", b"pytorch_model.bin.index.json", seeds.BREAK,
           b"model.safetensors.index.json")  # fmt: skip
-NUMBERS = tuple(struct.pack("<q", each) for each in (0, 1, 2, 3, 4, 7, 12, 100, 1 << 31, 1 << 62, -1, (1 << 63) - 1))
+NUMBERS = tuple(
+    struct.pack("<q", each)
+    for each in (0, 1, 2, 3, 4, 7, 12, 100, 1 << 31, 1 << 62, -1, (1 << 63) - 1)
+)
 
 TARGETS = {
     "pickle": Target(pickle, seeds.pickles, PICKLE, 8000),
@@ -314,8 +362,15 @@ TARGETS = {
     "sharded": Target(folders, seeds.sharded, JSON, 600),
     "dcp": Target(folders, seeds.dcp, FOLDER, 400),
     "deepspeed": Target(folders, seeds.deepspeed, FOLDER, 120),
-    "geometry": Target(geometry, lambda: [b"".join(NUMBERS[:n]) for n in (2, 4, 8, 12)], NUMBERS, 4000),
-    "text": Target(text, lambda: ["é\u202e\x1b[2J\ud800".encode("utf-8", "surrogatepass")], (b"\n", b"\x1b"), 600),
+    "geometry": Target(
+        geometry, lambda: [b"".join(NUMBERS[:n]) for n in (2, 4, 8, 12)], NUMBERS, 4000
+    ),
+    "text": Target(
+        text,
+        lambda: ["é\u202e\x1b[2J\ud800".encode("utf-8", "surrogatepass")],
+        (b"\n", b"\x1b"),
+        600,
+    ),
     "journal": Target(journals, seeds.journals, (*JSON, b'"inode": 0'), 2000),
     "edit": Target(edits, lambda: [*seeds.zips()[:4], *seeds.safetensors()], (*ZIP, *JSON), 400),
 }

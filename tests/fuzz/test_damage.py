@@ -1,4 +1,5 @@
-"""Damaged files, in small: `python -m tests.fuzz.damage SECONDS` does the same for as long as it takes."""
+"""Damaged files, in small: `python -m tests.fuzz.damage SECONDS` does the same for as long as it
+takes."""
 
 from __future__ import annotations
 

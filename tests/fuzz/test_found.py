@@ -48,21 +48,30 @@ def test_a_class_in_a_class_whose_name_is_no_name() -> None:
         machine(b"\x80\x04\x8c\x07pathlib\x8c\x09os.syst(e\x93.")
 
 
-@pytest.mark.parametrize("data", [b"(c__builtin__\nset\n]K\1ao.", b"(]K\1ai__builtin__\nset\n."], ids=["OBJ", "INST"])
+@pytest.mark.parametrize(
+    "data", [b"(c__builtin__\nset\n]K\1ao.", b"(]K\1ai__builtin__\nset\n."], ids=["OBJ", "INST"]
+)
 def test_a_call_by_another_opcode_is_that_call(data: bytes) -> None:
     """Written as REDUCE it meant something else than it did before, or nothing."""
     for made in (machine(data), rewritten(data)):
         assert isinstance(made, SetNode) and made.items == [1]
 
 
-@pytest.mark.parametrize("name", ["ctorch._utils\n_rebuild_parameter\n", "c__builtin__\nset\ncos\nsystem\n"])
+@pytest.mark.parametrize(
+    "name", ["ctorch._utils\n_rebuild_parameter\n", "c__builtin__\nset\ncos\nsystem\n"]
+)
 def test_what_cannot_be_read_when_it_is_written_is_not_read_before(name: str) -> None:
     with pytest.raises(CkptkitError):
         machine(b"(" + name.encode() + b"X\1\0\0\0ao.")
 
 
 def test_the_tracer_calls_with_what_is_no_tuple() -> None:
-    for callee in (b"cbuiltins\nbytearray\n", b"c_codecs\nencode\n", b"cbuiltins\ngetattr\n", b"cm\nf\n"):
+    for callee in (
+        b"cbuiltins\nbytearray\n",
+        b"c_codecs\nencode\n",
+        b"cbuiltins\ngetattr\n",
+        b"cm\nf\n",
+    ):
         scan(Memory(b"\x80\x02" + callee + b"(\x8a\x06\0\0\0\0\0\1dR.", "made.pkl"))
 
 
@@ -88,9 +97,21 @@ def journal_with(change: Callable[[dict[str, Any]], object], inode: int) -> byte
         lambda numbers: numbers.update(after=60),
         lambda numbers: numbers["spans"].pop(),
     ],
-    ids=["huge", "negative", "half", "true", "huge-break", "nothing-before", "more-before", "less-after", "left-over"],
+    ids=[
+        "huge",
+        "negative",
+        "half",
+        "true",
+        "huge-break",
+        "nothing-before",
+        "more-before",
+        "less-after",
+        "left-over",
+    ],
 )
-def test_numbers_of_a_journal_that_are_no_places(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+def test_numbers_of_a_journal_that_are_no_places(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
     """They went into the system's calls, which raised what is no error of ours."""
     path = tmp_path / "run.pth"
     path.write_bytes(seeds.EDITED)

@@ -1,4 +1,5 @@
-"""Small files cut at every byte, and with every bit flipped: they are refused, or what they hold is the same.
+"""Small files cut at every byte, and with every bit flipped: they are refused, or what they hold is
+the same.
 
 All of it takes some minutes, with CKPTKIT_SWEEP=all; here is a part of it, another in each file.
 """
@@ -40,7 +41,15 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "bin": partial(seeds.fixture, "sharded-bin/net/pytorch_model-00003-of-00003.bin"),
 }
 # Where a flipped bit is seen by nobody, unless it is of what the format looks at: no checksums.
-UNSUMMED = ("zip-without-checksums", "legacy", "legacy-types", "safetensors", "safetensors-whole", "npy", "pickle")
+UNSUMMED = (
+    "zip-without-checksums",
+    "legacy",
+    "legacy-types",
+    "safetensors",
+    "safetensors-whole",
+    "npy",
+    "pickle",
+)
 
 
 def opened(data: bytes) -> Checkpoint:
@@ -75,7 +84,9 @@ def test_PK_15_ZP_04_every_bit_flipped(name: str) -> None:
         scan(Memory(flipped, "made"))
         checkpoint = quietly(opened, flipped)
         if checkpoint is not None and name not in UNSUMMED:
-            assert tensors(checkpoint) == whole, f"bit {bit % 8} of byte {bit // 8} changes a tensor"
+            assert tensors(checkpoint) == whole, (
+                f"bit {bit % 8} of byte {bit // 8} changes a tensor"
+            )
 
 
 def _flipped(data: bytes, bit: int) -> bytes:
@@ -92,6 +103,8 @@ def _part(places: Sequence[int], name: str) -> Sequence[int]:
 def test_PK_14_PK_15_pickles_cut_and_flipped(number: int) -> None:
     data = seeds.pickles()[number]
     for place in _part(range(9 * len(data)), str(number)):
-        changed = data[: place // 9] if place % 9 == 8 else _flipped(data, place // 9 * 8 + place % 9)
+        changed = (
+            data[: place // 9] if place % 9 == 8 else _flipped(data, place // 9 * 8 + place % 9)
+        )
         quietly(unpickle, Memory(changed), persistent_load=lambda pid: None)
         scan(Memory(changed, "made.pkl"))

@@ -1,4 +1,5 @@
-"""Seeded inputs for every target: the same in each run, about a minute in all. More: CKPTKIT_FUZZ=20."""
+"""Seeded inputs for every target: the same in each run, about a minute in all. More:
+CKPTKIT_FUZZ=20."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_2Y_RS_01_RS_02_only_our_own_errors_leave(name: str) -> None:
         try:
             attempt(TARGETS[name], data)
         except Exception as error:
-            raise AssertionError(f"{error!r}: python -m tests.fuzz {name} --once {_kept(data)}") from error
+            raise AssertionError(
+                f"{error!r}: python -m tests.fuzz {name} --once {_kept(data)}"
+            ) from error
 
 
 def _kept(data: bytes) -> str:
@@ -49,7 +52,9 @@ def test_equal_seeds_give_equal_inputs() -> None:
 def test_changes_reach_everything() -> None:
     seeds, tokens = [bytes(64), b"123"], [b"token"]
     made = [mutated(Random(seed), seeds, tokens) for seed in range(500)]
-    assert {len(each) > 64 for each in made} == {True, False} and any(b"token" in each for each in made)
+    assert {len(each) > 64 for each in made} == {True, False} and any(
+        b"token" in each for each in made
+    )
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -1,7 +1,8 @@
-"""The libraries that people train with save a small model, ckptkit works on the file, and they load what it wrote.
+"""The libraries that people train with save a small model, ckptkit works on the file, and they load
+what it wrote.
 
-Each file of tests needs its library and skips without it: ``pip install -c tests/constraints.txt -e '.[interop]'``.
-Nothing is downloaded; all weights are random.
+Each file of tests needs its library and skips without it: ``pip install -c tests/constraints.txt -e
+'.[interop]'``. Nothing is downloaded; all weights are random.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _declare_operators_of_torchvision() -> None:
-    """A torchvision that was compiled for another build of torch has no operators, and cannot be imported: it looks
-    for two of them. No model that is used here calls one."""
+    """A torchvision that was compiled for another build of torch has no operators, and cannot be
+    imported: it looks for two of them. No model that is used here calls one."""
     from importlib.util import find_spec
 
     if find_spec("torchvision") is None:
@@ -43,7 +44,8 @@ _KEPT: list[Any] = []  # a Library takes back what it declared when it is collec
 
 @pytest.fixture(scope="session")
 def ckptkit(run: Run) -> Ckptkit:
-    """``ckptkit("convert", a, b)``: what it prints; the command runs in a process of its own, and must succeed."""
+    """``ckptkit("convert", a, b)``: what it prints; the command runs in a process of its own, and
+    must succeed."""
 
     def command(*args: object, code: int = 0) -> str:
         done = run(*args)

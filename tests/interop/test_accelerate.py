@@ -1,4 +1,5 @@
-"""accelerate: what save_model and save_state leave, and its loaders of large models on what we wrote."""
+"""accelerate: what save_model and save_state leave, and its loaders of large models on what we
+wrote."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 
 from tests.interop.conftest import Ckptkit, assert_same
 
-accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed (extra: interop)")
+accelerate = pytest.importorskip(
+    "accelerate", reason="accelerate is not installed (extra: interop)"
+)
 import torch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -17,7 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def made(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2))
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +47,25 @@ FORMS = [
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize(("name", "options"), FORMS)
 def test_load_checkpoint_and_dispatch(
-    name: str, options: tuple[str, ...], safe: bool, accelerator: Any, model: Any, ckptkit: Ckptkit, tmp_path: Path
+    name: str,
+    options: tuple[str, ...],
+    safe: bool,
+    accelerator: Any,
+    model: Any,
+    ckptkit: Ckptkit,
+    tmp_path: Path,
 ) -> None:
     """Of what save_model left as shards of either kind, into a model without memory."""
-    accelerator.save_model(model, tmp_path / "theirs", max_shard_size="1kB", safe_serialization=safe)
+    accelerator.save_model(
+        model, tmp_path / "theirs", max_shard_size="1kB", safe_serialization=safe
+    )
     assert len(list((tmp_path / "theirs").glob("*-of-*"))) > 1
     ckptkit("convert", tmp_path / "theirs", tmp_path / name, *options)
     with accelerate.init_empty_weights():
         empty = made(1)
-    found = accelerate.load_checkpoint_and_dispatch(empty, str(tmp_path / name), device_map={"": "cpu"})
+    found = accelerate.load_checkpoint_and_dispatch(
+        empty, str(tmp_path / name), device_map={"": "cpu"}
+    )
     assert_same(found.state_dict(), model.state_dict())
 
 
@@ -62,7 +77,9 @@ def test_load_checkpoint_in_model_casts_as_we_do(
     ckptkit("convert", tmp_path / "theirs/model.safetensors", ours, "--cast", "float16")
     first, second = made(1).half(), made(2)
     accelerate.load_checkpoint_in_model(first, str(ours))
-    accelerate.load_checkpoint_in_model(second, str(tmp_path / "theirs"), device_map={"": "cpu"}, dtype=torch.float16)
+    accelerate.load_checkpoint_in_model(
+        second, str(tmp_path / "theirs"), device_map={"": "cpu"}, dtype=torch.float16
+    )
     assert_same(first.state_dict(), second.state_dict())
 
 
@@ -96,9 +113,12 @@ def step(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 
 def test_merge_fsdp_weights(model: Any, ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """The folder that FSDP would have written, from us: accelerate's command makes one file of it."""
+    """The folder that FSDP would have written, from us: accelerate's command makes one file of
+    it."""
     torch.save({"model": model.state_dict()}, tmp_path / "run.pth")
     ckptkit("convert", tmp_path / "run.pth", tmp_path / "pytorch_model_fsdp_0", "--format", "dcp")
-    accelerate.utils.merge_fsdp_weights(str(tmp_path / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    accelerate.utils.merge_fsdp_weights(
+        str(tmp_path / "pytorch_model_fsdp_0"), str(tmp_path / "merged")
+    )
     said = ckptkit("diff", tmp_path / "merged/model.safetensors", tmp_path / "run.pth", "--values")
     assert "equal" in said

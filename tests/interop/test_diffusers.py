@@ -36,7 +36,9 @@ def test_one_file(theirs: str, ours: str, model: Any, ckptkit: Ckptkit, tmp_path
     (tmp_path / "ours").mkdir()
     shutil.copy(tmp_path / "theirs/config.json", tmp_path / "ours")
     ckptkit("convert", tmp_path / "theirs" / theirs, tmp_path / "ours" / ours)
-    found = diffusers.UNet2DModel.from_pretrained(tmp_path / "ours", use_safetensors=ours.endswith("safetensors"))
+    found = diffusers.UNet2DModel.from_pretrained(
+        tmp_path / "ours", use_safetensors=ours.endswith("safetensors")
+    )
     assert_same(found.state_dict(), model.state_dict())
 
 
@@ -47,12 +49,16 @@ def test_shards_become_one_file(model: Any, ckptkit: Ckptkit, tmp_path: Path) ->
     shutil.copy(tmp_path / "theirs/config.json", tmp_path / "ours")
     ckptkit("convert", tmp_path / "theirs", tmp_path / "ours" / NAMES[0], "--cast", "bfloat16")
     found = diffusers.UNet2DModel.from_pretrained(tmp_path / "ours", torch_dtype=torch.bfloat16)
-    assert_same(found.state_dict(), {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
+    assert_same(
+        found.state_dict(), {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    )
 
 
 def test_pipeline(model: Any, ckptkit: Ckptkit, tmp_path: Path) -> None:
     """One part of a pipeline is replaced by what we wrote."""
-    pipeline = diffusers.DDPMPipeline(unet=model, scheduler=diffusers.DDPMScheduler(num_train_timesteps=2))
+    pipeline = diffusers.DDPMPipeline(
+        unet=model, scheduler=diffusers.DDPMScheduler(num_train_timesteps=2)
+    )
     pipeline.save_pretrained(tmp_path / "theirs")
     shutil.copytree(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "ours/unet" / NAMES[0]).unlink()

@@ -1,4 +1,5 @@
-"""Lightning: checkpoints of its Trainer, load_from_checkpoint and fit(ckpt_path) of what we wrote."""
+"""Lightning: checkpoints of its Trainer, load_from_checkpoint and fit(ckpt_path) of what we
+wrote."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module", params=["lightning.pytorch", "pytorch_lightning"])
 def pl(request: pytest.FixtureRequest) -> Any:
-    return pytest.importorskip(request.param, reason=f"{request.param} is not installed (extra: interop)")
+    return pytest.importorskip(
+        request.param, reason=f"{request.param} is not installed (extra: interop)"
+    )
 
 
 class Net(torch.nn.Sequential):  # type: ignore[misc, name-defined, unused-ignore]
     def __init__(self, width: int = 3) -> None:
-        super().__init__(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2))
+        super().__init__(
+            torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 2)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,9 @@ def trained(pl: Any, module: Any, tmp_path_factory: pytest.TempPathFactory) -> t
     return fit(pl, module, tmp_path_factory.mktemp("lightning"), 1)
 
 
-def test_recipe_gives_the_plain_network(trained: tuple[Any, Path], ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_recipe_gives_the_plain_network(
+    trained: tuple[Any, Path], ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     net, path = trained
     ckptkit("run", "lightning", path, tmp_path / "net.pth")
     plain = Net(5)
@@ -72,7 +79,11 @@ def test_recipe_gives_the_plain_network(trained: tuple[Any, Path], ckptkit: Ckpt
 
 @pytest.mark.parametrize("command", [("remap", "--to", "cpu"), ("convert", "--cast", "float64")])
 def test_load_from_checkpoint(
-    command: tuple[str, ...], trained: tuple[Any, Path], module: Any, ckptkit: Ckptkit, tmp_path: Path
+    command: tuple[str, ...],
+    trained: tuple[Any, Path],
+    module: Any,
+    ckptkit: Ckptkit,
+    tmp_path: Path,
 ) -> None:
     """With the hyperparameters that the file keeps beside the weights."""
     net, path = trained
@@ -86,18 +97,28 @@ def test_load_from_checkpoint(
 def test_weights_go_back_into_a_checkpoint(
     trained: tuple[Any, Path], module: Any, ckptkit: Ckptkit, tmp_path: Path
 ) -> None:
-    """The plain network as safetensors, and from there to what load_from_checkpoint takes, told its arguments."""
+    """The plain network as safetensors, and from there to what load_from_checkpoint takes, told its
+    arguments."""
     net, path = trained
-    plain, prefixed, ours = tmp_path / "net.safetensors", tmp_path / "prefixed.pth", tmp_path / "ours.ckpt"
+    plain, prefixed, ours = (
+        tmp_path / "net.safetensors",
+        tmp_path / "prefixed.pth",
+        tmp_path / "ours.ckpt",
+    )
     ckptkit("run", "lightning", path, plain)
     ckptkit("convert", plain, prefixed, "--add", "model.")
-    ckptkit("wrap", prefixed, ours, "--key", "state_dict", "--set", 'pytorch-lightning_version="2.0.0"')
+    ckptkit(
+        "wrap", prefixed, ours, "--key", "state_dict", "--set", 'pytorch-lightning_version="2.0.0"'
+    )
     found = module.load_from_checkpoint(ours, width=5)
     assert_same(found.state_dict(), net.state_dict())
 
 
-def test_training_goes_on(pl: Any, module: Any, trained: tuple[Any, Path], ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """From what we wrote as from the original: optimizer, schedule, loops and callbacks are all there."""
+def test_training_goes_on(
+    pl: Any, module: Any, trained: tuple[Any, Path], ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    """From what we wrote as from the original: optimizer, schedule, loops and callbacks are all
+    there."""
     _, path = trained
     ckptkit("remap", path, tmp_path / "ours.ckpt", "--to", "cpu")
     expected, _ = fit(pl, module, tmp_path / "theirs", 3, ckpt_path=path)

@@ -27,20 +27,25 @@ def made(seed: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A file of timm's train.py under DataParallel, and the model and its moving average that are in it."""
+    """A file of timm's train.py under DataParallel, and the model and its moving average that are
+    in it."""
     from timm.utils import CheckpointSaver, ModelEmaV3
 
     folder = tmp_path_factory.mktemp("timm")
     model, ema = torch.nn.DataParallel(made()), ModelEmaV3(made(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     args = Namespace(model=NAME, lr=0.1)
-    saver = CheckpointSaver(model, optimizer, args=args, model_ema=ema, checkpoint_dir=folder, unwrap_fn=lambda m: m)
+    saver = CheckpointSaver(
+        model, optimizer, args=args, model_ema=ema, checkpoint_dir=folder, unwrap_fn=lambda m: m
+    )
     saver.save_checkpoint(epoch=3, metric=0.5)
     return folder / "checkpoint-3.pth.tar", model.module, ema.module
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_recipe(suffix: str, trained: tuple[Path, Any, Any], ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_recipe(
+    suffix: str, trained: tuple[Path, Any, Any], ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     path, _, ema = trained
     ours = tmp_path / f"ours{suffix}"
     ckptkit("run", "timm", path, ours)
@@ -49,7 +54,8 @@ def test_recipe(suffix: str, trained: tuple[Path, Any, Any], ckptkit: Ckptkit, t
 
 
 def test_prefix(trained: tuple[Path, Any, Any], ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """The file with all that is in it, its weights without module.: timm takes the average where there is one."""
+    """The file with all that is in it, its weights without module.: timm takes the average where
+    there is one."""
     path, model, ema = trained
     assert "checkpoint-3.pth.tar" in ckptkit("inspect", path, "--key", "state_dict")
     ours = tmp_path / "ours.pth.tar"
@@ -80,7 +86,9 @@ def test_folder_for_the_hub(ckptkit: Ckptkit, tmp_path: Path) -> None:
     ours.mkdir()
     shutil.copy(theirs / "config.json", ours)
     ckptkit("convert", theirs / "pytorch_model.bin", ours / "model.safetensors")
-    assert_same(timm.create_model(f"local-dir:{ours}", pretrained=True).state_dict(), model.state_dict())
+    assert_same(
+        timm.create_model(f"local-dir:{ours}", pretrained=True).state_dict(), model.state_dict()
+    )
 
 
 def test_diff_and_load_into(trained: tuple[Path, Any, Any]) -> None:

@@ -1,4 +1,5 @@
-"""torchvision: files of its reference training, load_state_dict, and its download of weights, from a file here."""
+"""torchvision: files of its reference training, load_state_dict, and its download of weights, from
+a file here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 import ckptkit as library
 from tests.interop.conftest import Ckptkit, assert_same
 
-torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed (extra: interop)")
+torchvision = pytest.importorskip(
+    "torchvision", reason="torchvision is not installed (extra: interop)"
+)
 import torch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,9 +28,12 @@ def made(seed: int = 0) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """As references/classification/train.py saves under DistributedDataParallel with --model-ema."""
+    """As references/classification/train.py saves under DistributedDataParallel with
+    --model-ema."""
     model = torch.nn.DataParallel(made())
-    ema = torch.optim.swa_utils.AveragedModel(made(1), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    ema = torch.optim.swa_utils.AveragedModel(
+        made(1), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 30)
     path = tmp_path_factory.mktemp("torchvision") / "model_3.pth"
@@ -57,8 +63,11 @@ def test_average(trained: tuple[Path, Any], ckptkit: Ckptkit, tmp_path: Path) ->
     assert_same(found.state_dict(), ema.state_dict())
 
 
-def test_weights_of_torchvision(trained: tuple[Path, Any], ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """A published file as get_state_dict fetches and checks it: its name holds the hash of what we wrote."""
+def test_weights_of_torchvision(
+    trained: tuple[Path, Any], ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    """A published file as get_state_dict fetches and checks it: its name holds the hash of what we
+    wrote."""
     path, (model, _) = trained
     ckptkit("run", "torchvision", path, tmp_path / "ours.pth")
     data = (tmp_path / "ours.pth").read_bytes()
@@ -82,9 +91,12 @@ def test_diff_and_load_into(trained: tuple[Path, Any]) -> None:
 
 
 def test_names_of_old_densenets(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """Published files have norm.1 where the module has norm1; torchvision's loader renames them as --sub does."""
+    """Published files have norm.1 where the module has norm1; torchvision's loader renames them as
+    --sub does."""
     torch.manual_seed(0)
-    net = torchvision.models.DenseNet(growth_rate=2, block_config=(1, 1), num_init_features=4, bn_size=1, num_classes=2)
+    net = torchvision.models.DenseNet(
+        growth_rate=2, block_config=(1, 1), num_init_features=4, bn_size=1, num_classes=2
+    )
     old = {_old(name): tensor for name, tensor in net.state_dict().items()}
     assert old.keys() != net.state_dict().keys()
     torch.save(old, tmp_path / "old.pth")

@@ -1,4 +1,5 @@
-"""transformers: folders of save_pretrained, the checkpoints of its Trainer, and from_pretrained of what we wrote."""
+"""transformers: folders of save_pretrained, the checkpoints of its Trainer, and from_pretrained of
+what we wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 import ckptkit as library
 from tests.interop.conftest import Ckptkit, assert_same
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: interop)")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (extra: interop)"
+)
 import torch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,8 +50,12 @@ def beside_configs(saved: Path, folder: Path) -> Path:
 
 def loaded(folder: Path, **options: Any) -> Any:
     """The model that from_pretrained makes of a folder, which must have every weight."""
-    found, report = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    found, report = transformers.LlamaForCausalLM.from_pretrained(
+        folder, output_loading_info=True, **options
+    )
+    assert not any(
+        report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    ), report
     return found.eval()
 
 
@@ -74,7 +81,9 @@ def test_shards(format: str, model: Any, saved: Path, ckptkit: Ckptkit, tmp_path
     assert_same_model(loaded(beside_configs(saved, ours)), model)
 
 
-def test_shards_of_save_pretrained_become_one_file(model: Any, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_shards_of_save_pretrained_become_one_file(
+    model: Any, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     theirs = tmp_path / "theirs"
     model.save_pretrained(theirs, max_shard_size="8kB")
     assert len(list(theirs.glob("*-of-*"))) > 1
@@ -86,15 +95,21 @@ def test_shards_of_save_pretrained_become_one_file(model: Any, ckptkit: Ckptkit,
 def test_there_and_back(saved: Path, ckptkit: Ckptkit, tmp_path: Path) -> None:
     ckptkit("convert", saved / "model.safetensors", tmp_path / "run.pth")
     ckptkit("convert", tmp_path / "run.pth", tmp_path / "back.safetensors")
-    assert "equal" in ckptkit("diff", saved / "model.safetensors", tmp_path / "back.safetensors", "--values")
+    assert "equal" in ckptkit(
+        "diff", saved / "model.safetensors", tmp_path / "back.safetensors", "--values"
+    )
 
 
 def test_cast(model: Any, saved: Path, ckptkit: Ckptkit, tmp_path: Path) -> None:
     """With dtype="auto", from_pretrained takes the file's, where the configuration names none."""
     ours = beside_configs(saved, tmp_path / "ours")
     config = json.loads((saved / "config.json").read_text())
-    (ours / "config.json").write_text(json.dumps({key: value for key, value in config.items() if "dtype" not in key}))
-    ckptkit("convert", saved / "model.safetensors", ours / "model.safetensors", "--cast", "bfloat16")
+    (ours / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if "dtype" not in key})
+    )
+    ckptkit(
+        "convert", saved / "model.safetensors", ours / "model.safetensors", "--cast", "bfloat16"
+    )
     expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     assert_same(loaded(ours, dtype="auto").state_dict(), expected)
 
@@ -129,12 +144,16 @@ def train(model: Any, folder: Path, until: int = 4, **options: Any) -> Path:
         str(folder), max_steps=4, save_steps=1, per_device_train_batch_size=1, use_cpu=True, report_to=[],
         disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
-    trainer = transformers.Trainer(deepcopy(model).train(), given, train_dataset=rows, callbacks=[Stop()])
+    trainer = transformers.Trainer(
+        deepcopy(model).train(), given, train_dataset=rows, callbacks=[Stop()]
+    )
     trainer.train(**options)
     return folder / f"checkpoint-{trainer.state.global_step}"
 
 
-def test_trainer_resumes_from_what_we_wrote(model: Any, trained: Path, ckptkit: Ckptkit, tmp_path: Path) -> None:
+def test_trainer_resumes_from_what_we_wrote(
+    model: Any, trained: Path, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
     """Weights in shards, optimizer and generators written again: the same end of the training."""
     ours = tmp_path / "checkpoint-2"
     shutil.copytree(trained, ours)
@@ -146,12 +165,20 @@ def test_trainer_resumes_from_what_we_wrote(model: Any, trained: Path, ckptkit: 
     expected = train(model, tmp_path / "theirs", resume_from_checkpoint=str(trained))
     found = train(model, tmp_path / "ours", resume_from_checkpoint=str(ours))
     assert found.name == expected.name == "checkpoint-4"
-    assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert (found / "model.safetensors").read_bytes() == (
+        expected / "model.safetensors"
+    ).read_bytes()
 
 
 def test_files_of_the_trainer(trained: Path, ckptkit: Ckptkit) -> None:
     """Each is shown; what is no checkpoint of weights says what it is, and runs nothing."""
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+    for name in (
+        "model.safetensors",
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "training_args.bin",
+    ):
         (file,) = json.loads(ckptkit("inspect", "--json", trained / name))["files"]
         assert file["tensors"] or file["values"] or file["objects"], name
     assert "transformers" in ckptkit("inspect", trained / "training_args.bin")

@@ -20,9 +20,13 @@ FILES = [
 def same(ours: Any, theirs: Any, path: str = "") -> None:
     assert type(ours) is type(theirs), path
     if isinstance(theirs, torch.Tensor):
-        facts = [(each.dtype, each.shape, each.stride(), each.requires_grad) for each in (ours, theirs)]
+        facts = [
+            (each.dtype, each.shape, each.stride(), each.requires_grad) for each in (ours, theirs)
+        ]
         assert facts[0] == facts[1], path
-        assert torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (ours, theirs))), path
+        assert torch.equal(
+            *(each.detach().contiguous().view(-1).view(torch.uint8) for each in (ours, theirs))
+        ), path
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs), path
         for key in theirs:

@@ -25,7 +25,11 @@ def test_whole_tree(name: str) -> None:
 def test_weights(name: str) -> None:
     fixture = Fixture(name).needs_reader()
     state = {key: value for key, value in fixture.state().items() if torch.is_tensor(value)}
-    loaded = {key: value for key, value in ckptkit.load(fixture.path, map_location="cpu").items() if key in state}
+    loaded = {
+        key: value
+        for key, value in ckptkit.load(fixture.path, map_location="cpu").items()
+        if key in state
+    }
     assert list(loaded) == list(state)
     for key, want in state.items():
         got = loaded[key]
@@ -40,7 +44,9 @@ def test_into_a_model(name: str, wrapped: bool) -> None:
     """Whichever of the two has a prefix, and whatever it is."""
     fixture = Fixture(name).needs_reader()
     net = empty_net()
-    report = ckptkit.load_into(Replicated(net, (torch.device("cpu"),)) if wrapped else net, fixture.path)
+    report = ckptkit.load_into(
+        Replicated(net, (torch.device("cpu"),)) if wrapped else net, fixture.path
+    )
     assert report.complete
     want = reading.without_prefix(fixture.state())
     assert {key: bits(value) for key, value in net.state_dict().items()} == {

@@ -70,7 +70,9 @@ WRAPS: list[Any] = [
 @pytest.mark.parametrize("outside", range(len(WRAPS)))
 def test_wrapped_or_not_on_either_side(tmp_path: Path, inside: int, outside: int) -> None:
     source, target = WRAPS[inside](filled(Net())), WRAPS[outside](Net())
-    report = ckptkit.load_into(target, saved({"state_dict": source.state_dict(), "epoch": 3}, tmp_path))
+    report = ckptkit.load_into(
+        target, saved({"state_dict": source.state_dict(), "epoch": 3}, tmp_path)
+    )
     assert report.complete
     assert report.loaded == tuple(target.state_dict())
     assert equal(source, target)
@@ -90,7 +92,11 @@ def test_report_reads_well(tmp_path: Path) -> None:
 
 
 def test_strict_says_what_does_not_fit_and_copies_nothing(tmp_path: Path) -> None:
-    source = {f"module.{name}": value for name, value in filled(Net()).state_dict().items() if name != "head.bias"}
+    source = {
+        f"module.{name}": value
+        for name, value in filled(Net()).state_dict().items()
+        if name != "head.bias"
+    }
     source["n_averaged"] = torch.ones(())
     path = saved(source, tmp_path)
     model = filled(Net(), 1)
@@ -145,7 +151,11 @@ def test_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "GROUP", 1)
     model = Watched()
     ckptkit.load_into(model, saved(filled(Net()).state_dict(), tmp_path))
-    assert [{name.rpartition(".")[0] for name in group} for group in groups] == [{"body.0"}, {"body.1"}, {"head"}]
+    assert [{name.rpartition(".")[0] for name in group} for group in groups] == [
+        {"body.0"},
+        {"body.1"},
+        {"head"},
+    ]
     assert equal(model, filled(Net()))
 
 
@@ -159,7 +169,8 @@ def test_views_of_one_buffer(tmp_path: Path) -> None:
 
 
 def test_of_tied_weights_one_name_is_enough(tmp_path: Path) -> None:
-    """As transformers leaves them; equal bytes elsewhere are no tie, and neither is a part of the same memory."""
+    """As transformers leaves them; equal bytes elsewhere are no tie, and neither is a part of the
+    same memory."""
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
@@ -173,7 +184,10 @@ def test_of_tied_weights_one_name_is_enough(tmp_path: Path) -> None:
     torch.save({"embedding.weight": torch.ones(3, 2)}, path)
     with pytest.raises(ckptkit.CkptkitError, match=r"missing in the file: part, twin$"):
         ckptkit.load_into(model, path)
-    torch.save({"embedding.weight": torch.ones(3, 2), "part": torch.ones(1, 2), "twin": torch.ones(3, 2)}, path)
+    torch.save(
+        {"embedding.weight": torch.ones(3, 2), "part": torch.ones(1, 2), "twin": torch.ones(3, 2)},
+        path,
+    )
     assert ckptkit.load_into(model, path).complete
     assert torch.equal(model.head.weight, torch.ones(3, 2))
 
@@ -367,7 +381,9 @@ def normed(new: bool, which: str) -> nn.Module:
 @pytest.mark.parametrize("which", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("saved_new", [False, True])
 @pytest.mark.parametrize("loaded_new", [False, True])
-def test_norms_of_either_kind(tmp_path: Path, which: str, saved_new: bool, loaded_new: bool) -> None:
+def test_norms_of_either_kind(
+    tmp_path: Path, which: str, saved_new: bool, loaded_new: bool
+) -> None:
     """What torch.nn.utils and its parametrizations call one thing by two names."""
     source, target = normed(saved_new, which), normed(loaded_new, which)
     path = saved(nn.DataParallel(source).state_dict(), tmp_path)
@@ -417,4 +433,6 @@ def test_a_model_that_cannot_be_copied(tmp_path: Path) -> None:
             raise TypeError("there is but one")
 
     with pytest.raises(ModelError, match="missing in the file: weight; not in the model: kernel"):
-        ckptkit.load_into(Single(2, 2), saved({"kernel": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path))
+        ckptkit.load_into(
+            Single(2, 2), saved({"kernel": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path)
+        )

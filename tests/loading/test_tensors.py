@@ -26,7 +26,9 @@ SHELLS = {f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)}  # torch c
 DTYPES = [
     row.name
     for row in dtypes.TABLE
-    if isinstance(getattr(torch, row.name, None), torch.dtype) and row.kind != "quantized" and row.name not in SHELLS
+    if isinstance(getattr(torch, row.name, None), torch.dtype)
+    and row.kind != "quantized"
+    and row.name not in SHELLS
 ]
 
 
@@ -46,7 +48,9 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
         assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
         if ours.device.type != "meta":
-            assert bytes(ours.untyped_storage().tolist()) == bytes(theirs.untyped_storage().tolist())
+            assert bytes(ours.untyped_storage().tolist()) == bytes(
+                theirs.untyped_storage().tolist()
+            )
 
 
 def net() -> nn.Module:
@@ -64,12 +68,17 @@ def test_state_dict(tmp_path: Path, legacy: bool) -> None:
     assert ours._metadata == theirs._metadata
     for name in theirs:
         same(ours[name], theirs[name])
-    assert ours["0.weight"].untyped_storage().data_ptr() == ours["2.weight"].untyped_storage().data_ptr()
+    assert (
+        ours["0.weight"].untyped_storage().data_ptr()
+        == ours["2.weight"].untyped_storage().data_ptr()
+    )
     assert not any(net().load_state_dict(ours))
 
 
 def test_part_of_a_checkpoint(tmp_path: Path) -> None:
-    path = saved({"epoch": 3, "a": {"w": torch.ones(2)}, "b": {"w": torch.zeros(2)}}, tmp_path / "a.pth")
+    path = saved(
+        {"epoch": 3, "a": {"w": torch.ones(2)}, "b": {"w": torch.zeros(2)}}, tmp_path / "a.pth"
+    )
     with pytest.raises(CkptkitError, match="could be the weights"):
         ckptkit.load(path)
     ours = ckptkit.load(path, key="b")
@@ -112,7 +121,15 @@ def test_views_parameters_and_flags(tmp_path: Path) -> None:
     ours, theirs = ckptkit.load(path), torch.load(path, weights_only=True)
     for name in theirs:
         same(ours[name], theirs[name])
-    assert len({ours[n].untyped_storage().data_ptr() for n in ("whole", "transposed", "slice", "expanded")}) == 1
+    assert (
+        len(
+            {
+                ours[n].untyped_storage().data_ptr()
+                for n in ("whole", "transposed", "slice", "expanded")
+            }
+        )
+        == 1
+    )
 
 
 def test_one_tensor_in_two_places_is_one(tmp_path: Path) -> None:
@@ -133,7 +150,9 @@ SPECIAL: dict[str, Callable[[], torch.Tensor]] = {
     "quantized": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.quint8),
     "quantized int32": lambda: torch.quantize_per_tensor(DENSE, 0.1, 3, torch.qint32),
     "per channel": lambda: torch.quantize_per_channel(DENSE, SCALES, ZEROS, 1, torch.qint8),
-    "per channel, float": lambda: torch.quantize_per_channel(DENSE, SCALES, ZEROS.float(), 1, torch.quint8),
+    "per channel, float": lambda: torch.quantize_per_channel(
+        DENSE, SCALES, ZEROS.float(), 1, torch.quint8
+    ),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)]),
     "sparse parameter": lambda: nn.Parameter(DENSE.to_sparse()),
 }
@@ -178,11 +197,21 @@ def test_a_pickled_module_gives_what_its_state_dict_would(tmp_path: Path) -> Non
 # map_location
 
 
-FORMS: list[Any] = ["cpu", torch.device("cpu"), "meta", torch.device("meta"), {"cuda:1": "cpu"}, {"cuda:1": "meta"}]
+FORMS: list[Any] = [
+    "cpu",
+    torch.device("cpu"),
+    "meta",
+    torch.device("meta"),
+    {"cuda:1": "cpu"},
+    {"cuda:1": "meta"},
+]
 
 
 def mapped(path: Path, form: Any, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-    ours, theirs = ckptkit.load(path, map_location=form), torch.load(path, map_location=form, weights_only=True)
+    ours, theirs = (
+        ckptkit.load(path, map_location=form),
+        torch.load(path, map_location=form, weights_only=True),
+    )
     for name in theirs:
         same(ours[name], theirs[name])
 
@@ -219,7 +248,9 @@ def test_map_location_function_that_gives_none(tmp_path: Path, simulated_cuda: C
             ckptkit.load(path, map_location=lambda storage, tag: None)
 
 
-def test_what_is_registered_for_a_tag_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_registered_for_a_tag_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A vendor's package, played by one that puts its tensors on the CPU."""
     registry = list(torch.serialization._package_registry)
     monkeypatch.setattr(torch.serialization, "_package_registry", registry)
@@ -232,7 +263,9 @@ def test_what_is_registered_for_a_tag_is_asked(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("form", [None, "cuda:1", {"cpu": "cuda:1"}, torch.device("cuda", 1), {"cuda:1": "nowhere"}])
+@pytest.mark.parametrize(
+    "form", [None, "cuda:1", {"cpu": "cuda:1"}, torch.device("cuda", 1), {"cuda:1": "nowhere"}]
+)
 def test_a_device_that_is_not_there(tmp_path: Path, simulated_cuda: Cuda, form: Any) -> None:
     with simulated_cuda(1):
         path = saved({"w": torch.ones(2)}, tmp_path / "a.pth")
@@ -280,7 +313,9 @@ def shaped(leaf: Tensor, *shape: int) -> Tensor:
 def call(name: str, *args: object, layout: str = "strided", **like: Any) -> Object:
     leaf = tensor(*range(8), dtype="int8")
     values = {"shape": (4,), "stride": (1,), "dtype": leaf.dtype, "storage": leaf.storage, **like}
-    shown = Tensor(values["storage"], values["dtype"], values["shape"], values["stride"], layout=layout)
+    shown = Tensor(
+        values["storage"], values["dtype"], values["shape"], values["stride"], layout=layout
+    )
     return Object(Global("torch._utils", name), args, tensor=shown)
 
 
@@ -327,7 +362,8 @@ def test_what_only_its_class_can_make() -> None:
 
 
 def test_calls_of_other_modules_are_not_taken_for_torchs() -> None:
-    """A name alone does not make it the known call: what it reads as is given, nothing is called."""
+    """A name alone does not make it the known call: what it reads as is given, nothing is
+    called."""
     leaf = tensor(1, 2)
     node = Object(Global("evil", "_rebuild_parameter"), (), tensor=leaf)
     assert ckptkit.load(Checkpoint({"w": node}))["w"].tolist() == [1, 2]

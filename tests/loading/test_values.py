@@ -28,7 +28,18 @@ def both(value: Any, folder: Path) -> tuple[Any, Any]:
 
 def test_plain_values(tmp_path: Path) -> None:
     value = {
-        "scalars": [None, True, 3, -(2**80), 1.5, float("inf"), 2 + 3j, "text", b"bytes", bytearray(b"array")],
+        "scalars": [
+            None,
+            True,
+            3,
+            -(2**80),
+            1.5,
+            float("inf"),
+            2 + 3j,
+            "text",
+            b"bytes",
+            bytearray(b"array"),
+        ],
         "nested": ({"a": (1, [2, {3: 4}])},),
         "sets": [{1, 2}, frozenset({("a", 1)}), set()],
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
@@ -89,7 +100,9 @@ def test_optimizer(tmp_path: Path) -> None:
     ours, _ = both({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     again = torch.optim.Adam(model.parameters())
     again.load_state_dict(ours["optimizer"])
-    assert torch.equal(again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
     model.load_state_dict(ours["model"])
 
 
@@ -272,7 +285,9 @@ def test_a_root_that_is_one_tensor_has_no_state_dict(tmp_path: Path, kind: str) 
     made = {
         "attribute": tensor,
         "class": torch.ones(2).as_subclass(Marked),
-        "jagged": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+        "jagged": torch.nested.nested_tensor(
+            [torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged
+        ),
     }[kind]
     torch.save(made, tmp_path / "a.pth")
     with pytest.raises(UsageError, match="is one tensor of class"):

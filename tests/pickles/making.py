@@ -1,4 +1,5 @@
-"""What the tests of the pickle machine and its writer share: nodes as Python values, and both ways through torch."""
+"""What the tests of the pickle machine and its writer share: nodes as Python values, and both ways
+through torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def to_python(node: Node) -> Any:
     """The Python value that a small tree without objects stands for."""
     if isinstance(node, Blob):
         data = b"".join(stream(node.extent))
-        return {"bytes": bytes, "bytearray": bytearray, "python2": lambda raw: raw.decode("latin-1")}[node.kind](data)
+        return {
+            "bytes": bytes,
+            "bytearray": bytearray,
+            "python2": lambda raw: raw.decode("latin-1"),
+        }[node.kind](data)
     if isinstance(node, ByteString):
         return str(node)
     if isinstance(node, dict):
@@ -46,7 +51,9 @@ def to_python(node: Node) -> Any:
         return type(node)(map(to_python, node))
     if isinstance(node, SetNode):
         return (frozenset if node.frozen else set)(map(to_python, node.items))
-    assert node is None or isinstance(node, (bool, int, float, complex, str, bytes, bytearray)), node
+    assert node is None or isinstance(node, (bool, int, float, complex, str, bytes, bytearray)), (
+        node
+    )
     return node
 
 
@@ -69,7 +76,8 @@ _SCALARS = (bool, int, float, complex, str, bytes, bytearray, Global, ByteString
 
 
 def isomorphic(a: Node, b: Node) -> bool:
-    """Whether two trees are equal in every type, value and order, and in what is shared with what."""
+    """Whether two trees are equal in every type, value and order, and in what is shared with
+    what."""
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     keep: list[Node] = []  # ids stay taken
@@ -104,7 +112,14 @@ def _parts(node: Node) -> list[Node]:
         return [node.frozen, *node.items]
     if isinstance(node, Object):
         steps = [list(map(list, value)) if step == "set" else value for step, value in node.steps]
-        return [node.callable, node.args, node.new, node.kwargs, [step for step, _ in node.steps], *steps]
+        return [
+            node.callable,
+            node.args,
+            node.new,
+            node.kwargs,
+            [step for step, _ in node.steps],
+            *steps,
+        ]
     if isinstance(node, Tensor):
         return [
             node.dtype.name, *node.shape, "stride", *node.stride, node.offset, node.requires_grad, node.kind,
@@ -154,7 +169,9 @@ class Written:
             archive.writestr("archive/data.pkl", self.pickled.data)
             archive.writestr("archive/byteorder", b"little")
             for number, storage in enumerate(self._storages):
-                archive.writestr(f"archive/data/{number}", b"".join(stream(storage.record.locate())))
+                archive.writestr(
+                    f"archive/data/{number}", b"".join(stream(storage.record.locate()))
+                )
             archive.writestr("archive/version", b"3\n")
 
     def _pid(self, typed: TypedStorage) -> tuple[Node, ...]:

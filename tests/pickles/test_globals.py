@@ -1,4 +1,5 @@
-"""What torch's own calls mean: the rarer ones, by hand and by torch, and arguments that none of them takes."""
+"""What torch's own calls mean: the rarer ones, by hand and by torch, and arguments that none of
+them takes."""
 
 from __future__ import annotations
 
@@ -40,14 +41,20 @@ def read(data: bytes) -> Node:
 
 def test_plain_tensors_are_tensors() -> None:
     assert isinstance(read(PLAIN), Tensor)
-    assert isinstance(read(NAMES["parameter"] + b"(" + PLAIN + b"I01\nccollections\nOrderedDict\n)RtR"), Tensor)
+    assert isinstance(
+        read(NAMES["parameter"] + b"(" + PLAIN + b"I01\nccollections\nOrderedDict\n)RtR"), Tensor
+    )
 
 
 @pytest.mark.parametrize(
     "data",
     [
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}X\x01\0\0\0aK\x01stR",  # hooks
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}}X\x01\0\0\0aI01\nstR",  # metadata that nobody knows
+        NAMES["tensor"]
+        + b"("
+        + FLOATS
+        + VIEW
+        + b"I00\n}}X\x01\0\0\0aI01\nstR",  # metadata that nobody knows
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}}X\x04\0\0\0conjI00\nstR",
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}K\x05tR",  # metadata that is no dict
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}\x8ftR",
@@ -66,7 +73,13 @@ def test_tensors_with_more_to_them_stay_objects(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [(b"int64", (2,)), (b"float16", (8,)), (b"uint16", (8,)), (b"complex128", (1,)), (b"float8_e5m2", (16,))],
+    [
+        (b"int64", (2,)),
+        (b"float16", (8,)),
+        (b"uint16", (8,)),
+        (b"complex128", (1,)),
+        (b"float8_e5m2", (16,)),
+    ],
 )
 def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, ...]) -> None:
     size = b"K\x00K%c\x85K\x01\x85" % shape[0]
@@ -75,7 +88,15 @@ def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, 
     assert found is not None
     assert (found.dtype.name, found.shape) == (dtype.decode(), shape)
     with pytest.raises(TensorError):
-        read(NAMES["v3"] + b"(" + RAW + size.replace(b"K\x00", b"K\x01", 1) + b"I00\n}ctorch\n" + dtype + b"\ntR")
+        read(
+            NAMES["v3"]
+            + b"("
+            + RAW
+            + size.replace(b"K\x00", b"K\x01", 1)
+            + b"I00\n}ctorch\n"
+            + dtype
+            + b"\ntR"
+        )
 
 
 def test_a_type_of_a_later_torch_is_one_entry() -> None:
@@ -83,7 +104,11 @@ def test_a_type_of_a_later_torch_is_one_entry() -> None:
     made = read(NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}ctorch\nfloat99\ntR")
     found = as_tensor(made)
     assert isinstance(made, Object) and found is not None
-    assert (found.dtype.name, found.layout, found.storage) == ("float99", "unknown dtype", made.args[0].storage)
+    assert (found.dtype.name, found.layout, found.storage) == (
+        "float99",
+        "unknown dtype",
+        made.args[0].storage,
+    )
     with pytest.raises(TensorError, match="unknown dtype"):
         compute.contiguous(found)
 
@@ -126,18 +151,32 @@ def test_wrapper_subclasses(tmp_path: Path) -> None:
     )
     found = as_tensor(made)
     assert found is not None
-    assert (found.layout, found.shape, found.dtype.name, found.requires_grad) == ("subclass", (2, 3), "bfloat16", True)
+    assert (found.layout, found.shape, found.dtype.name, found.requires_grad) == (
+        "subclass",
+        (2, 3),
+        "bfloat16",
+        True,
+    )
 
 
 def test_tensors_of_devices_without_a_storage_of_their_own() -> None:
     array = b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x02\x85"
     array += b"cnumpy\ndtype\n(X\x02\0\0\0f4\x89\x88tR\x89C\x08abcdefghtb"
     for name in (b"_rebuild_xla_tensor", b"_rebuild_device_tensor_from_numpy"):
-        found = as_tensor(read(b"ctorch._utils\n" + name + b"\n(" + array + b"ctorch\nfloat32\nVxla:0\nI01\ntR"))
+        found = as_tensor(
+            read(b"ctorch._utils\n" + name + b"\n(" + array + b"ctorch\nfloat32\nVxla:0\nI01\ntR")
+        )
         assert found is not None
-        assert (found.device, found.shape, found.requires_grad, found.kind) == ("xla:0", (2,), True, "tensor")
+        assert (found.device, found.shape, found.requires_grad, found.kind) == (
+            "xla:0",
+            (2,),
+            True,
+            "tensor",
+        )
     made = read(
-        b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(" + PLAIN + b"ctorch\nfloat32\nVmtia:0\nI00\ntR"
+        b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n("
+        + PLAIN
+        + b"ctorch\nfloat32\nVmtia:0\nI00\ntR"
     )
     found = as_tensor(made)
     assert found is not None
@@ -184,7 +223,13 @@ def test_ordered_dicts_of_python_2() -> None:
 def test_nested_classes_by_getattr() -> None:
     head = b"c__builtin__\ngetattr\n"
     assert read(head + b"cm\nA\nVB\n\x86R") == Global("m", "A.B")
-    for odd in (b"cm\nA\nVB.C\n\x86R", b"cm\nA\nV\n\x86R", b"cm\nA\nK\x01\x86R", b"NVB\n\x86R", b"cm\nA\nVB\nN\x87R"):
+    for odd in (
+        b"cm\nA\nVB.C\n\x86R",
+        b"cm\nA\nV\n\x86R",
+        b"cm\nA\nK\x01\x86R",
+        b"NVB\n\x86R",
+        b"cm\nA\nVB\nN\x87R",
+    ):
         assert isinstance(read(head + odd), Object)
 
 
@@ -225,5 +270,9 @@ def test_nothing_but_our_errors() -> None:
 def test_bcomplex32_of_torch_2_15() -> None:
     made = read(NAMES["v3"] + b"(" + RAW + b"K\x00K\x04\x85K\x01\x85I00\n}ctorch\nbcomplex32\ntR")
     found = as_tensor(made)
-    assert found is not None and (found.dtype.name, found.nbytes, found.layout) == ("bcomplex32", 16, "strided")
+    assert found is not None and (found.dtype.name, found.nbytes, found.layout) == (
+        "bcomplex32",
+        16,
+        "strided",
+    )
     assert len(b"".join(compute.stream(compute.contiguous(found).locate()))) == 16

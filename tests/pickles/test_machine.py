@@ -30,7 +30,8 @@ def frame(data: bytes) -> bytes:
     return b"\x95" + struct.pack("<Q", len(data)) + data
 
 
-# Each with what Python makes of it; together they use every opcode that does not lead out of the file.
+# Each with what Python makes of it; together they use every opcode that does not lead out of the
+# file.
 PLAIN = [
     b"I42\n.", b"I-7\n.", b"I01\n.", b"I00\n.", b"L-5L\n.", b"L5\n.", b"K\xff.", b"M\x01\x02.", b"J\xff\xff\xff\xff.",
     b"\x80\x02\x8a\x00.", b"\x8a\x02\x00\xff.", b"\x8b\x03\x00\x00\x00\x01\x02\x03.",
@@ -64,7 +65,15 @@ CALLS = [
     (b"cm\nf\n(K\x01tR.", (1,), False), (b"(K\x01im\nf\n.", (1,), False), (b"(cm\nf\nK\x01o.", (1,), False),
     (b"\x80\x02cm\nf\n)\x81.", (), True), (b"\x80\x04\x8c\x01m\x8c\x01f\x93K\x01\x85}\x92.", (1,), True),
 ]  # fmt: skip
-REFUSED = [b"\x82\x01.", b"\x83\x01\x00.", b"\x84\x01\x00\x00\x00.", b"\x97.", b"N\x98.", b"P1\n.", b"K\x01Q."]
+REFUSED = [
+    b"\x82\x01.",
+    b"\x83\x01\x00.",
+    b"\x84\x01\x00\x00\x00.",
+    b"\x97.",
+    b"N\x98.",
+    b"P1\n.",
+    b"K\x01Q.",
+]
 
 
 @pytest.fixture(params=[None, 16, 17, 23, 64], ids=lambda size: f"window-{size or 'whole'}")
@@ -85,7 +94,14 @@ def test_plain_values_are_those_of_pickle(data: bytes, window: int | None) -> No
 def test_every_opcode_is_in_these_tests() -> None:
     used = {
         opcode.name
-        for data in (*PLAIN, *(each[0] for each in SYMBOLIC), *(each[0] for each in CALLS), *REFUSED, BUILT, POP_MARK)
+        for data in (
+            *PLAIN,
+            *(each[0] for each in SYMBOLIC),
+            *(each[0] for each in CALLS),
+            *REFUSED,
+            BUILT,
+            POP_MARK,
+        )
         for opcode, _, _ in pickletools.genops(data)
     }
     assert used == {opcode.name for opcode in pickletools.opcodes}
@@ -104,7 +120,9 @@ def test_names_are_kept_as_names(data: bytes, expected: Global, window: int | No
 
 
 @pytest.mark.parametrize(("data", "args", "new"), CALLS)
-def test_calls_are_kept_as_calls(data: bytes, args: tuple[int, ...], new: bool, window: int | None) -> None:
+def test_calls_are_kept_as_calls(
+    data: bytes, args: tuple[int, ...], new: bool, window: int | None
+) -> None:
     made = machine(data)
     assert isinstance(made, Object)
     assert (made.callable, made.args, made.new, made.steps) == (Global("m", "f"), args, new, [])
@@ -121,7 +139,8 @@ POP_MARK = b"(]q\x00(h\x00K\x02K\x03K\x04tq\x01a1h\x01."
 
 
 def test_a_value_may_leave_the_stack_where_the_tree_holds_it() -> None:
-    """dill fills the globals of a function after the function: it gets them from the memo, and drops them again."""
+    """dill fills the globals of a function after the function: it gets them from the memo, and
+    drops them again."""
     made = machine(b"](cm\nf\n}q\x00\x85Rh\x00(X\x01\0\0\0aK\x01u0h\x00X\x01\0\0\0bK\x02s0Ne.")
     assert made[1] is None and made[0].args == ({"a": 1, "b": 2},)
     with pytest.raises(UnsupportedError, match="drops"):
@@ -150,7 +169,10 @@ def test_items_of_a_deque_and_of_a_defaultdict(protocol: int) -> None:
     assert (made.args, made.steps) == (((), 5), [("append", [1, 2, 3])])
     made = machine(pickle.dumps(collections.defaultdict(list, {"a": 1, "b": 2}), protocol))
     assert made.callable == Global("collections", "defaultdict")
-    assert (made.args, made.steps) == ((Global("builtins", "list"),), [("set", [("a", 1), ("b", 2)])])
+    assert (made.args, made.steps) == (
+        (Global("builtins", "list"),),
+        [("set", [("a", 1), ("b", 2)])],
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -191,7 +213,10 @@ def test_the_protocol_that_counts_is_the_latest_as_in_python() -> None:
 
 
 def test_globals_are_listed_once_each_in_order() -> None:
-    assert unpickle(Memory(b"(cb\nb\nca\na\ncb\nb\nt.")).globals == (Global("b", "b"), Global("a", "a"))
+    assert unpickle(Memory(b"(cb\nb\nca\na\ncb\nb\nt.")).globals == (
+        Global("b", "b"),
+        Global("a", "a"),
+    )
 
 
 def test_stop_and_protocol() -> None:
@@ -229,7 +254,9 @@ def values() -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(value=values())
 def test_generated_values(protocol: int, window: int | None, value: Any) -> None:
     data = pickle.dumps(value, protocol)
@@ -246,7 +273,12 @@ def test_integers_at_every_boundary(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
 def test_batches(protocol: int, count: int) -> None:
-    value = [list(range(count)), {i: i for i in range(count)}, tuple(range(count)), set(range(count))]
+    value = [
+        list(range(count)),
+        {i: i for i in range(count)},
+        tuple(range(count)),
+        set(range(count)),
+    ]
     assert same(to_python(machine(pickle.dumps(value, protocol))), value)
 
 
@@ -316,7 +348,9 @@ def test_lists_and_dicts_that_contain_themselves(protocol: int, window: int | No
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
-    "more", [(), ("x",), (70000, 2.5), (1, 2, 3, 4, 1j), (b"bytes", "s", None, 10**30, (), [])], ids=repr
+    "more",
+    [(), ("x",), (70000, 2.5), (1, 2, 3, 4, 1j), (b"bytes", "s", None, 10**30, (), [])],
+    ids=repr,
 )
 def test_tuples_that_contain_themselves(protocol: int, more: Any, window: int | None) -> None:
     made = machine(pickle.dumps(recursive_tuple(*more), protocol))
@@ -347,7 +381,9 @@ def test_memo_entries_may_begin_anywhere_and_be_replaced() -> None:
     assert machine(b"(K\x01p99999999999999999999\ng99999999999999999999\nt.") == (1, 1)
 
 
-@pytest.mark.parametrize("data", [b"h\x00.", b"g3\n.", b"j\0\0\0\x01.", b"K\x01q\x05h\x04.", b"Nq\x05j\x02\0\0\0."])
+@pytest.mark.parametrize(
+    "data", [b"h\x00.", b"g3\n.", b"j\0\0\0\x01.", b"K\x01q\x05h\x04.", b"Nq\x05j\x02\0\0\0."]
+)
 def test_memo_entries_that_were_not_stored(data: bytes) -> None:
     with pytest.raises(FormatError, match="not stored"):
         machine(data)
@@ -422,7 +458,11 @@ def test_PK_25_repeated_keys_are_all_kept(data: bytes) -> None:
 
 def test_PK_25_keys_that_merge_are_all_kept() -> None:
     made = machine(b"}(K\x01X\x01\0\0\0aI01\nX\x01\0\0\0bG\x3f\xf0\0\0\0\0\0\0X\x01\0\0\0cu.")
-    assert [(type(key), value) for key, value in made.pairs] == [(int, "a"), (bool, "b"), (float, "c")]
+    assert [(type(key), value) for key, value in made.pairs] == [
+        (int, "a"),
+        (bool, "b"),
+        (float, "c"),
+    ]
 
 
 def test_PK_25_pairs_stand_wherever_the_mapping_is_shared() -> None:
@@ -470,7 +510,17 @@ def test_PK_24_keys_with_hashes_that_a_file_can_choose_are_counted(kind: Any) ->
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\x00\xff" * 300, bytearray(), bytearray(b"\x80"), 1 - 2j, complex(math.inf, -0.0), {1}, set(), frozenset()],
+    [
+        b"",
+        b"\x00\xff" * 300,
+        bytearray(),
+        bytearray(b"\x80"),
+        1 - 2j,
+        complex(math.inf, -0.0),
+        {1},
+        set(),
+        frozenset(),
+    ],
 )
 def test_values_spelt_as_calls(protocol: int, value: Any) -> None:
     assert same(to_python(machine(pickle.dumps(value, protocol))), value)

@@ -1,6 +1,8 @@
-"""Pickles that were made to do harm. Nothing is run, nothing is hidden, nothing but a CkptkitError leaves.
+"""Pickles that were made to do harm. Nothing is run, nothing is hidden, nothing but a CkptkitError
+leaves.
 
-Rows that could end the process (depth, floods, lengths that lie) run in a process of their own with 1 GiB of memory.
+Rows that could end the process (depth, floods, lengths that lie) run in a process of their own with
+1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -176,7 +178,11 @@ def test_PK_03_the_extension_registry(data: bytes) -> None:
 
 def test_PK_04_stack_global() -> None:
     refused(b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94h\x00h\x01\x93" + TOUCH + b"\x85R\x87.")
-    for data in (b"\x80\x04h\x07\x8c\x06system\x93.", b"\x80\x04K\x2a\x8c\x06system\x93.", b"\x80\x04\x8c\x02os]\x93."):
+    for data in (
+        b"\x80\x04h\x07\x8c\x06system\x93.",
+        b"\x80\x04K\x2a\x8c\x06system\x93.",
+        b"\x80\x04\x8c\x02os]\x93.",
+    ):
         with pytest.raises(FormatError):
             machine(data)
 
@@ -208,7 +214,8 @@ def test_PK_05_a_result_that_is_left_over() -> None:
 
 
 def test_PK_05_a_result_that_is_replaced_in_the_memo_is_named() -> None:
-    """It is on no path of the tree, so it is neither written nor called; its name is listed all the same."""
+    """It is on no path of the tree, so it is neither written nor called; its name is listed all the
+    same."""
     data = b"(" + SYSTEM + TOUCH + b"\x85Rq\x00K\x01q\x00l."
     assert Global("os", "system") in unpickle(Memory(data)).globals
     refused(data)
@@ -217,7 +224,9 @@ def test_PK_05_a_result_that_is_replaced_in_the_memo_is_named() -> None:
 @pytest.mark.parametrize("module", ["pathlib", "torch", "numpy", "torch.nn"])
 def test_PK_06_dotted_names(module: str) -> None:
     code = module.encode()
-    refused(b"\x80\x04\x8c" + bytes([len(code)]) + code + b"\x8c\x09os.system\x93" + TOUCH + b"\x85R.")
+    refused(
+        b"\x80\x04\x8c" + bytes([len(code)]) + code + b"\x8c\x09os.system\x93" + TOUCH + b"\x85R."
+    )
 
 
 def test_PK_06_dotted_names_below_protocol_4() -> None:
@@ -236,7 +245,9 @@ def test_PK_06_dotted_names_below_protocol_4() -> None:
 def test_PK_06_names_that_cannot_exist(module: str, name: str) -> None:
     parts = [each.encode("utf-8", "surrogatepass") for each in (module, name)]
     with pytest.raises(FormatError):
-        machine(b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts) + b"\x93.")
+        machine(
+            b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts) + b"\x93."
+        )
 
 
 @pytest.mark.parametrize(
@@ -300,7 +311,9 @@ def with_storages(data: bytes) -> Unpickled:
 @pytest.mark.parametrize(
     "target", [TENSOR, b")", b"N", b"cm\nf\n", b"K\x01", b"X\x01\0\0\0a", b"c__builtin__\nset\n)R"]
 )
-@pytest.mark.parametrize("code", [b"K\x01a", b"(K\x01e", b"K\x01K\x02s", b"(K\x01K\x02u", b"}b", b"Nb", b"(K\x01\x90"])
+@pytest.mark.parametrize(
+    "code", [b"K\x01a", b"(K\x01e", b"K\x01K\x02s", b"(K\x01K\x02u", b"}b", b"Nb", b"(K\x01\x90"]
+)
 def test_PK_09_targets_that_have_no_items_or_state(target: bytes, code: bytes) -> None:
     if target.endswith(b")R") and b"set" in target and code.endswith(b"\x90"):
         return  # that one is what sets are for
@@ -309,7 +322,8 @@ def test_PK_09_targets_that_have_no_items_or_state(target: bytes, code: bytes) -
 
 
 @pytest.mark.parametrize(
-    "code", [b"]}b.", b"}}X\x09\0\0\0__class__cm\nf\nsb.", b"}K\x01a.", b"]K\x01K\x02s.", b"](K\x01\x90."]
+    "code",
+    [b"]}b.", b"}}X\x09\0\0\0__class__cm\nf\nsb.", b"}K\x01a.", b"]K\x01K\x02s.", b"](K\x01\x90."],
 )
 def test_PK_09_containers_used_as_others(code: bytes) -> None:
     with pytest.raises(FormatError):
@@ -346,28 +360,57 @@ def test_PK_10_persistent_ids_of_text_and_of_nothing() -> None:
 def test_PK_11_pickles_inside_values_are_bytes() -> None:
     inner = pickle.dumps(b"cos\nsystem\n(Vtouch canary\ntR.")
     assert to_python(machine(pickle.dumps({"payload": inner}, 4))) == {"payload": inner}
-    assert "_load_from_bytes" in str(refused(b"\x80\x03ctorch.storage\n_load_from_bytes\nC\x01.\x85R."))
+    assert "_load_from_bytes" in str(
+        refused(b"\x80\x03ctorch.storage\n_load_from_bytes\nC\x01.\x85R.")
+    )
 
 
 @pytest.mark.parametrize("version", [b"_v2", b""])
-@pytest.mark.parametrize("function", [SYSTEM, b"cfunctools\npartial\n(" + SYSTEM + b"tR", b"c__builtin__\neval\n"])
-def test_PK_12_rebuilding_by_a_function_of_the_files_choosing(version: bytes, function: bytes) -> None:
+@pytest.mark.parametrize(
+    "function", [SYSTEM, b"cfunctools\npartial\n(" + SYSTEM + b"tR", b"c__builtin__\neval\n"]
+)
+def test_PK_12_rebuilding_by_a_function_of_the_files_choosing(
+    version: bytes, function: bytes
+) -> None:
     refused(
-        b"ctorch._tensor\n_rebuild_from_type" + version + b"\n(" + function + b"ctorch\nTensor\n(" + TOUCH + b"t}tR."
+        b"ctorch._tensor\n_rebuild_from_type"
+        + version
+        + b"\n("
+        + function
+        + b"ctorch\nTensor\n("
+        + TOUCH
+        + b"t}tR."
     )
 
 
 def test_PK_12_numpys_generators_made_by_a_function_of_the_files_choosing() -> None:
     for name in (b"__randomstate_ctor", b"__generator_ctor"):
         refused(b"cnumpy.random._pickle\n" + name + b"\n(" + TOUCH + SYSTEM + b"tR.")
-        refused(b"cnumpy.random._pickle\n" + name + b"\n(" + TOUCH + b"cfunctools\npartial\n(" + SYSTEM + b"tRtR.")
+        refused(
+            b"cnumpy.random._pickle\n"
+            + name
+            + b"\n("
+            + TOUCH
+            + b"cfunctools\npartial\n("
+            + SYSTEM
+            + b"tRtR."
+        )
     refused(b"cnumpy.random._pickle\n__bit_generator_ctor\n(csubprocess\nPopen\ntR.")
     refused(b"ccopy_reg\n__newobj__\n(csubprocess\nPopen\ntR.")
 
 
 def test_PK_12_nested_rebuilding(tmp_path: Path) -> None:
     from_type = b"ctorch._tensor\n_rebuild_from_type_v2\n"
-    refused(from_type + b"(" + from_type + b"ctorch\nTensor\n(" + SYSTEM + b"ctorch\nTensor\n(" + TOUCH + b"t}t}tR.")
+    refused(
+        from_type
+        + b"("
+        + from_type
+        + b"ctorch\nTensor\n("
+        + SYSTEM
+        + b"ctorch\nTensor\n("
+        + TOUCH
+        + b"t}t}tR."
+    )
     data = from_type * 10_000 + b")" + b"\x85R" * 10_000 + b"."
     assert outcome(data, tmp_path).read == "FormatError"
 
@@ -389,7 +432,12 @@ def test_PK_13_bytes_after_the_pickle(tmp_path: Path) -> None:
 def golden() -> list[bytes]:
     """Small pickles of every kind."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    value = {"state_dict": model.state_dict(), "epoch": 3, "lr": 0.5, "args": ("a", None, True, 2**40, b"x", {1, 2})}
+    value = {
+        "state_dict": model.state_dict(),
+        "epoch": 3,
+        "lr": 0.5,
+        "args": ("a", None, True, 2**40, b"x", {1, 2}),
+    }
     pickles = []
     for protocol in (2, 3, 4, 5):
         with zipfile.ZipFile(io.BytesIO(saved(value, pickle_protocol=protocol))) as archive:
@@ -439,13 +487,18 @@ def emit_with_storages(root: Node) -> None:
     from ckptkit.pickles.storages import storage_class
     from ckptkit.pickles.writer import write_pickle
 
-    write_pickle(root, lambda typed: ("storage", storage_class(typed.dtype), "0", typed.storage.device, 1))
+    write_pickle(
+        root, lambda typed: ("storage", storage_class(typed.dtype), "0", typed.storage.device, 1)
+    )
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x04" + b"\x95" + struct.pack("<Q", 1) + b"K\x05.",  # an opcode reaches beyond its frame
+        b"\x80\x04"
+        + b"\x95"
+        + struct.pack("<Q", 1)
+        + b"K\x05.",  # an opcode reaches beyond its frame
         b"\x80\x04" + b"\x95" + struct.pack("<Q", 2) + b"X\x02\0\0\0ab.",
         b"\x80\x04" + frame(frame(b"N.")),
         b"\x80\x04" + frame(b"N" + frame(b"")) + b".",
@@ -613,7 +666,10 @@ def test_PK_23_a_deep_tuple_as_argument(around: tuple[bytes, bytes], tmp_path: P
 
 
 def _tensor(
-    offset: bytes = b"K\x00", size: bytes = b"K\x04\x85", stride: bytes = b"K\x01\x85", grad: bytes = b"I00\n"
+    offset: bytes = b"K\x00",
+    size: bytes = b"K\x04\x85",
+    stride: bytes = b"K\x01\x85",
+    grad: bytes = b"I00\n",
 ) -> bytes:
     return (
         b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x04tQ"
@@ -626,7 +682,18 @@ DEEP_TUPLE = b"N" + b"\x85" * 5_000
 
 
 @pytest.mark.parametrize(
-    "odd", [HUGE, DEEP_TUPLE, b"N", b"I01\n", b"G" + bytes(8), b"I-1\n", b"X\x01\0\0\x001", b"]", b"cm\nf\n"]
+    "odd",
+    [
+        HUGE,
+        DEEP_TUPLE,
+        b"N",
+        b"I01\n",
+        b"G" + bytes(8),
+        b"I-1\n",
+        b"X\x01\0\0\x001",
+        b"]",
+        b"cm\nf\n",
+    ],
 )
 @pytest.mark.parametrize("field", ["offset", "size", "stride", "grad"])
 def test_TM_01_TM_02_odd_numbers_in_a_tensor(field: str, odd: bytes) -> None:
@@ -650,7 +717,12 @@ def test_TM_02_ranks() -> None:
     ):
         with pytest.raises(TensorError):
             with_storages(_tensor(size=size, stride=stride))
-    assert with_storages(_tensor(size=b"(" + b"K\x01" * 64 + b"t", stride=b"(" + b"K\x01" * 64 + b"t")).root.numel == 1
+    assert (
+        with_storages(
+            _tensor(size=b"(" + b"K\x01" * 64 + b"t", stride=b"(" + b"K\x01" * 64 + b"t")
+        ).root.numel
+        == 1
+    )
 
 
 def test_TM_02_sizes_by_a_call_with_odd_arguments() -> None:
@@ -675,7 +747,13 @@ def test_PK_24_D_34_hashes_of_the_files_choosing(make: Any, tmp_path: Path) -> N
 
 def test_PK_24_keys_that_share_a_large_part(tmp_path: Path) -> None:
     part = b"(" + b"X\x00\0\0\0" * 10_000 + b"tq\x00"
-    data = b"(" + part + b"}(" + b"".join(b"h\x00J" + struct.pack("<i", i) + b"\x86N" for i in range(9_000)) + b"ut."
+    data = (
+        b"("
+        + part
+        + b"}("
+        + b"".join(b"h\x00J" + struct.pack("<i", i) + b"\x86N" for i in range(9_000))
+        + b"ut."
+    )
     assert outcome(data, tmp_path).read == "LimitError"
 
 
@@ -693,7 +771,20 @@ def test_PK_26_big_integers(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["1_000", "１２", "²", "0x10", " 1", "1 ", "", "-", "--1", "+-1", "1e3", "nan"],  # full width and superscript
+    [
+        "1_000",
+        "１２",
+        "²",
+        "0x10",
+        " 1",
+        "1 ",
+        "",
+        "-",
+        "--1",
+        "+-1",
+        "1e3",
+        "nan",
+    ],  # full width and superscript
 )
 @pytest.mark.parametrize("code", ["I", "L", "p", "g"])
 def test_PK_26_digits(code: str, text: str) -> None:
@@ -730,7 +821,9 @@ def test_PK_27_lines_without_end(code: bytes, tmp_path: Path) -> None:
     assert outcome(b"N" + code + b"1" * 100_000_000, tmp_path).read == "LimitError"
 
 
-def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for window in (1 << 16, 1 << 20, 1 << 22):
         monkeypatch.setattr("ckptkit.pickles.machine.WINDOW", window)
         with pytest.raises(FormatError, match="where a number"):
@@ -741,7 +834,10 @@ def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(monkeypatch: pytest.
 
 def test_PK_27_strings_of_text_protocols_may_be_longer() -> None:
     size = 3 * LIMITS.line_bytes
-    assert machine(b"(V" + b"a" * size + b"\nS'" + b"b" * size + b"'\nt.") == ("a" * size, "b" * size)
+    assert machine(b"(V" + b"a" * size + b"\nS'" + b"b" * size + b"'\nt.") == (
+        "a" * size,
+        "b" * size,
+    )
 
 
 @pytest.mark.parametrize("data", [b"\x80\x05\x97.", b"\x80\x05C\x01a\x98."])
@@ -763,7 +859,11 @@ def test_arguments_that_are_no_tuple() -> None:
 
 def test_empty_stacks() -> None:
     for code in range(256):
-        for data in (bytes([code]) + b".", bytes([code]) + b"\0" * 12 + b".", b"(" + bytes([code]) + b"\0" * 12 + b"."):
+        for data in (
+            bytes([code]) + b".",
+            bytes([code]) + b"\0" * 12 + b".",
+            b"(" + bytes([code]) + b"\0" * 12 + b".",
+        ):
             try:
                 machine(data)
             except CkptkitError:

@@ -40,14 +40,19 @@ def check(array: Any, protocol: int) -> None:
     made = array_of(tensor_of(machine(pickle.dumps(array, protocol))))
     assert made.shape == array.shape
     assert made.dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
-    assert np.ascontiguousarray(made).astype(array.dtype).tobytes() == np.ascontiguousarray(array).tobytes()
+    assert (
+        np.ascontiguousarray(made).astype(array.dtype).tobytes()
+        == np.ascontiguousarray(array).tobytes()
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_every_plain_type(dtype: str, protocol: int) -> None:
     for order in ("<", ">"):
-        check((np.arange(12) % 5).astype(np.dtype(dtype).newbyteorder(order)).reshape(3, 4), protocol)
+        check(
+            (np.arange(12) % 5).astype(np.dtype(dtype).newbyteorder(order)).reshape(3, 4), protocol
+        )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -117,9 +122,18 @@ def test_scalars_show_their_value(dtype: str, protocol: int) -> None:
 
 
 def test_scalars_of_other_orders_and_signs() -> None:
-    for value in (np.int16(-2), np.uint64(2**64 - 1), np.float32(-0.5), np.complex64(1 - 2j), np.int64(-(2**63))):
+    for value in (
+        np.int16(-2),
+        np.uint64(2**64 - 1),
+        np.float32(-0.5),
+        np.complex64(1 - 2j),
+        np.int64(-(2**63)),
+    ):
         assert same(machine(pickle.dumps(value)).value, value.item())
-        head, data = b"\x80\x03cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n(X\x02\0\0\0", value.tobytes()[::-1]
+        head, data = (
+            b"\x80\x03cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n(X\x02\0\0\0",
+            value.tobytes()[::-1],
+        )
         if value.dtype.kind == "c":
             continue
         big = (
@@ -131,13 +145,22 @@ def test_scalars_of_other_orders_and_signs() -> None:
 
 
 def test_scalars_that_are_no_numbers_have_no_value() -> None:
-    for scalar in (np.datetime64("2020-01-01"), np.longdouble(1), np.str_("a"), np.bytes_(b"a"), np.void(b"abc")):
+    for scalar in (
+        np.datetime64("2020-01-01"),
+        np.longdouble(1),
+        np.str_("a"),
+        np.bytes_(b"a"),
+        np.void(b"abc"),
+    ):
         made = machine(pickle.dumps(scalar, 2))
         assert not isinstance(made, Object) or made.value is None
 
 
 def array_pickle(
-    shape: bytes = b"K\x02\x85", dtype: bytes = b"f4", data: bytes = b"C\x08abcdefgh", fortran: bytes = b"\x89"
+    shape: bytes = b"K\x02\x85",
+    dtype: bytes = b"f4",
+    data: bytes = b"C\x08abcdefgh",
+    fortran: bytes = b"\x89",
 ) -> bytes:
     return (
         b"\x80\x03cnumpy.core.multiarray\n_reconstruct\n)R(K\x01" + shape + b"cnumpy\ndtype\n(X\x02\0\0\0" + dtype
@@ -151,7 +174,9 @@ def test_bytes_that_are_too_many_or_too_few() -> None:
         with pytest.raises(CorruptError, match="shape"):
             machine(array_pickle(data=data))
     with pytest.raises(CorruptError, match="scalar"):
-        machine(b"\x80\x03cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n(X\x02\0\0\0f4\x89\x88tRC\x03abc\x86R.")
+        machine(
+            b"\x80\x03cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n(X\x02\0\0\0f4\x89\x88tRC\x03abc\x86R."
+        )
 
 
 def test_shapes_that_are_none() -> None:

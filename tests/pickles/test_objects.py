@@ -61,7 +61,8 @@ def test_what_holds_a_refused_value_goes_whole() -> None:
     counter = Object(Global("collections", "Counter"), ({"x": PATH},))
     assert isomorphic(pruned({"a": counter, "b": 1}), {"b": 1})
     tensor = Object(
-        Global("torch._tensor", "_rebuild_from_type_v2"), (Global("torch._utils", "_rebuild_tensor_v2"), PATH, (), {})
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        (Global("torch._utils", "_rebuild_tensor_v2"), PATH, (), {}),
     )
     assert isomorphic(pruned([tensor, 1]), [None, 1])
     state = Object(Global("torch.nn.parameter", "Parameter"), ())
@@ -71,7 +72,14 @@ def test_what_holds_a_refused_value_goes_whole() -> None:
 
 
 def test_keys_that_are_refused_take_their_entries_along() -> None:
-    root = {PATH: 1, "a": 2, Global("mine", "Thing"): 3, (1, PATH): 4, (1, 2): 5, SetNode([1], frozen=True): 6}
+    root = {
+        PATH: 1,
+        "a": 2,
+        Global("mine", "Thing"): 3,
+        (1, PATH): 4,
+        (1, 2): 5,
+        SetNode([1], frozen=True): 6,
+    }
     new, notes = without_objects(root)
     assert isomorphic(new, {"a": 2, (1, 2): 5})
     assert "4 values" in notes[0]
@@ -106,7 +114,9 @@ def test_nesting_is_limited() -> None:
 
 
 def test_a_hostile_file_becomes_harmless() -> None:
-    root = machine(b"\x80\x02}(X\x01\0\0\0acos\nsystem\nX\x0c\0\0\0touch canary\x85RX\x01\0\0\0bK\x01u.")
+    root = machine(
+        b"\x80\x02}(X\x01\0\0\0acos\nsystem\nX\x0c\0\0\0touch canary\x85RX\x01\0\0\0bK\x01u."
+    )
     pickled = emit(root, objects="drop")
     assert machine(pickled.data) == {"b": 1}
     assert b"system" not in pickled.data
@@ -123,7 +133,9 @@ def test_a_module_leaves_what_is_beside_it(tmp_path: Path) -> None:
     assert not [node for _, node in walk(pruned(root)) if isinstance(node, Object)]
 
 
-@pytest.mark.parametrize("root", [PATH, [PATH], {"a": PATH, "b": None}, {"m": Object(SYSTEM.callable, ()), "e": {}}])
+@pytest.mark.parametrize(
+    "root", [PATH, [PATH], {"a": PATH, "b": None}, {"m": Object(SYSTEM.callable, ()), "e": {}}]
+)
 def test_an_empty_result_is_an_error(root: Node) -> None:
     with pytest.raises(UsageError, match="nothing is left"):
         without_objects(root)

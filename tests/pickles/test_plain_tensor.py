@@ -26,7 +26,8 @@ PADDING = [f"{n}" for n in range(300)]  # fills the part of the memo that one by
 
 
 def pickled(**tensors: torch.Tensor) -> bytes:
-    """The pickle of `tensors`, after whatever moves them into the part of the memo that torch's large files have."""
+    """The pickle of `tensors`, after whatever moves them into the part of the memo that torch's
+    large files have."""
     first = [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.int64)]
     value = {"first": first, "padding": PADDING, **tensors}
     with zipfile.ZipFile(io.BytesIO(saved(value))) as archive:
@@ -96,7 +97,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_plain_tensors_are_recognised(name: str, recognised: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_tensors_are_recognised(
+    name: str, recognised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = pickled(**{name: PLAIN[name]})
     found = outcome(data)
     assert len(recognised) == 1
@@ -123,20 +126,25 @@ def test_a_window_may_end_anywhere(window: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["matrix", "four", "long"])
 @pytest.mark.parametrize("seed", range(4))
-def test_changed_code_reads_as_its_opcodes_do(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_reads_as_its_opcodes_do(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte of a tensor's code changed: the same tree or the same refusal."""
     chance = random.Random(seed)
     data = pickled(**{name: PLAIN[name]})
     for at in range(data.index(name.encode()), len(data)):
         changed = bytearray(data)
-        changed[at] = chance.choice([changed[at] ^ 1, changed[at] + 1 & 255, chance.randrange(256), *b"rqhjKMJ(t.R"])
+        changed[at] = chance.choice(
+            [changed[at] ^ 1, changed[at] + 1 & 255, chance.randrange(256), *b"rqhjKMJ(t.R"]
+        )
         found, expected = both(bytes(changed), monkeypatch)
         assert isomorphic(found, expected), f"byte {at}: {changed[at]:#x}"
 
 
 @pytest.mark.parametrize("back", range(1, 9))
 def test_what_is_stored_in_between_can_be_had(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reference to arguments, id or hooks, which are not kept: then all is read opcode by opcode."""
+    """A reference to arguments, id or hooks, which are not kept: then all is read opcode by
+    opcode."""
     data = pickled(matrix=PLAIN["matrix"])
     at = data.rindex(b"Rr") + 2  # where the last number of a memo entry is
     entry = int.from_bytes(data[at : at + 4], "little") - back + 1
@@ -146,7 +154,9 @@ def test_what_is_stored_in_between_can_be_had(back: int, monkeypatch: pytest.Mon
     assert isomorphic(found, expected)
 
 
-def test_what_ckptkit_writes_is_recognised(recognised: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ckptkit_writes_is_recognised(
+    recognised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids: dict[int, str] = {}
 
     def pid(typed: TypedStorage) -> tuple[Node, ...]:
@@ -156,5 +166,7 @@ def test_what_ckptkit_writes_is_recognised(recognised: list[int], monkeypatch: p
     data = write_pickle(outcome(pickled(**PLAIN)), pid).data
     recognised.clear()
     found, expected = both(data, monkeypatch)
-    assert len(recognised) > len(PLAIN) // 2  # the first that names something is not as the others are
+    assert (
+        len(recognised) > len(PLAIN) // 2
+    )  # the first that names something is not as the others are
     assert isomorphic(found, expected)

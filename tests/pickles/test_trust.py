@@ -12,7 +12,13 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedDict
-from ckptkit.pickles.trust import WEIGHTS_ONLY, describe, is_harmful, out_of_place, refused_by_weights_only
+from ckptkit.pickles.trust import (
+    WEIGHTS_ONLY,
+    describe,
+    is_harmful,
+    out_of_place,
+    refused_by_weights_only,
+)
 from ckptkit.pickles.versions import SINCE
 
 
@@ -96,10 +102,14 @@ def test_harm_through_new() -> None:
     assert not is_harmful(call("torch.nn.modules.linear.Linear", new=True))
     assert is_harmful(call("torch.nn.modules.linear.Linear"))
     assert is_harmful(call("torch.hub.load", new=True))
-    assert not is_harmful(call("torch.distributed.remote_device._remote_device", new=True))  # of a ShardedTensor
+    assert not is_harmful(
+        call("torch.distributed.remote_device._remote_device", new=True)
+    )  # of a ShardedTensor
 
 
-@pytest.mark.parametrize("callable_", [Object(Global("functools", "partial")), None, "os.system", 5, ("os", "system")])
+@pytest.mark.parametrize(
+    "callable_", [Object(Global("functools", "partial")), None, "os.system", 5, ("os", "system")]
+)
 def test_only_names_may_be_called(callable_: Node) -> None:
     assert is_harmful(Object(callable_, ()))
     assert describe(callable_) == "the result of another call"
@@ -151,11 +161,16 @@ DUCKS = (
 
 
 @pytest.mark.parametrize("name", DUCKS)
-@pytest.mark.parametrize("value", [BAG, call("mine.Thing", new=True), Global("mine", "Thing"), [BAG]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [BAG, call("mine.Thing", new=True), Global("mine", "Thing"), [BAG]], ids=repr
+)
 def test_callables_that_ask_for_methods_take_nothing_that_has_them(name: str, value: Node) -> None:
     """A list of such values may be copied; one of sizes, pairs or bytes may not."""
     copied = ("dict", "frozenset", "list", "set", "tuple", "Counter", "deque")
-    if not (isinstance(value, list) and name.endswith(copied)) or name in ("builtins.dict", "collections.OrderedDict"):
+    if not (isinstance(value, list) and name.endswith(copied)) or name in (
+        "builtins.dict",
+        "collections.OrderedDict",
+    ):
         assert is_harmful(call(name, value))
 
 
@@ -169,13 +184,20 @@ def test_names_are_exact() -> None:
         "mine.nets.__globals__", "sympy.sin", "pluggy.Result",
     ):  # fmt: skip
         assert out_of_place(Global(*name.rpartition(".")[::2])), name
-    for name in ("mine.nets.Net", "torch.nn.functional.gelu", "torch.nn.modules.linear.Linear", "builtins.int"):
+    for name in (
+        "mine.nets.Net",
+        "torch.nn.functional.gelu",
+        "torch.nn.modules.linear.Linear",
+        "builtins.int",
+    ):
         assert out_of_place(Global(*name.rpartition(".")[::2])) is None, name
     assert out_of_place(Global("mine.nets", "Net.Inner")) is None
     assert out_of_place(Global("mine.nets", "sys.modules"))
 
 
-@pytest.mark.parametrize("name", sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+)
 def test_element_types_are_in_place(name: str) -> None:
     official = str(getattr(torch, name)).removeprefix("torch.")
     assert out_of_place(Global("torch", official)) is None
@@ -199,7 +221,9 @@ def test_states() -> None:
     adam = {"defaults": {"lr": 0.1}, "param_groups": [{"params": [TENSOR]}], "state": {}}
     assert not is_harmful(built(call("torch.optim.adam.Adam", new=True), adam))
     assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "defaults": BAG}))
-    assert is_harmful(built(call("torch.optim.adam.Adam", new=True), {**adam, "param_groups": [BAG]}))
+    assert is_harmful(
+        built(call("torch.optim.adam.Adam", new=True), {**adam, "param_groups": [BAG]})
+    )
     once = call("mine.Net", new=True)
     once.steps = [("build", {"append": Global("mine", "run")}), ("append", ["touch canary"])]
     assert is_harmful(once)
@@ -218,7 +242,8 @@ def test_classes_of_packages_only_by_list() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.FloatTensor", "torch.Tensor", "torch.storage.UntypedStorage", "torch.LongStorage"]
+    "name",
+    ["torch.FloatTensor", "torch.Tensor", "torch.storage.UntypedStorage", "torch.LongStorage"],
 )
 def test_memory_on_demand(name: str) -> None:
     assert is_harmful(call(name, 1 << 40))

@@ -1,4 +1,5 @@
-"""What the pickle writer writes: torch reads it as it read the original, and the machine reads the same tree again."""
+"""What the pickle writer writes: torch reads it as it read the original, and the machine reads the
+same tree again."""
 
 from __future__ import annotations
 
@@ -25,8 +26,24 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, rebuild
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles import opcode_values
-from tests.pickles.making import Written, emit, isomorphic, machine, read_file, read_saved, same, to_python
-from tests.pickles.test_machine import Outer, recursive_deep, recursive_dict, recursive_list, recursive_tuple, values
+from tests.pickles.making import (
+    Written,
+    emit,
+    isomorphic,
+    machine,
+    read_file,
+    read_saved,
+    same,
+    to_python,
+)
+from tests.pickles.test_machine import (
+    Outer,
+    recursive_deep,
+    recursive_dict,
+    recursive_list,
+    recursive_tuple,
+    values,
+)
 
 # What torch/_weights_only_unpickler.py has a branch for.
 ACCEPTED = {
@@ -59,7 +76,9 @@ def agree(a: Any, b: Any) -> bool:
             b.device,
         ):
             return False
-        if vars(a).keys() != vars(b).keys() or not all(agree(vars(a)[key], vars(b)[key]) for key in vars(a)):
+        if vars(a).keys() != vars(b).keys() or not all(
+            agree(vars(a)[key], vars(b)[key]) for key in vars(a)
+        ):
             return False
         if a.layout is not torch.strided or a.is_nested or a.is_quantized or a.is_meta:
             return repr(a) == repr(b)
@@ -67,7 +86,9 @@ def agree(a: Any, b: Any) -> bool:
             b.stride(), b.storage_offset(), b.is_conj(), b.is_neg(), bits(b),
         )  # fmt: skip
     if isinstance(a, dict):
-        return agree(list(a.items()), list(b.items())) and agree(getattr(a, "__dict__", 0), getattr(b, "__dict__", 0))
+        return agree(list(a.items()), list(b.items())) and agree(
+            getattr(a, "__dict__", 0), getattr(b, "__dict__", 0)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(agree, a, b))
     return same(a, b)
@@ -117,10 +138,14 @@ def tensor_cases() -> dict[str, Callable[[], Any]]:
         "NaN": lambda: torch.tensor([float("nan"), -0.0, float("inf")]),
     }
     held = (
-        row for row in TABLE if row.kind in ("float", "int", "bool", "complex", "bits") and hasattr(torch, row.name)
+        row
+        for row in TABLE
+        if row.kind in ("float", "int", "bool", "complex", "bits") and hasattr(torch, row.name)
     )
     for row in held:
-        if row.bits >= 8 and row.name not in (f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)):
+        if row.bits >= 8 and row.name not in (
+            f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)
+        ):
             cases[row.name] = lambda row=row: plain(row.name)  # type: ignore[misc]
     return cases
 
@@ -167,10 +192,15 @@ def test_what_torch_saved_loads_as_before(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("case", ["module", "optimizer", "values", "float8_e4m3fn", "parameter"])
-def test_every_protocol_becomes_one_that_weights_only_reads(case: str, protocol: int, tmp_path: Path) -> None:
+def test_every_protocol_becomes_one_that_weights_only_reads(
+    case: str, protocol: int, tmp_path: Path
+) -> None:
     value = {**TENSORS, **MULTIPLE}[case]()
     root = read_saved(value, tmp_path, pickle_protocol=protocol).root
-    assert agree(Written(root, tmp_path / "written.pt").load(), torch.load(tmp_path / "saved.pt", weights_only=False))
+    assert agree(
+        Written(root, tmp_path / "written.pt").load(),
+        torch.load(tmp_path / "saved.pt", weights_only=False),
+    )
 
 
 @pytest.mark.parametrize("case", TENSORS)
@@ -179,7 +209,10 @@ def test_tensors_are_read_as_torch_reads_them(case: str, tmp_path: Path) -> None
     expected = torch.load(tmp_path / "saved.pt", weights_only=True)
     tensor = as_tensor(read.root)
     assert tensor is not None
-    assert (f"torch.{tensor.dtype}", tensor.requires_grad) == (str(expected.dtype), expected.requires_grad)
+    assert (f"torch.{tensor.dtype}", tensor.requires_grad) == (
+        str(expected.dtype),
+        expected.requires_grad,
+    )
     assert tensor.shape == tuple(expected.shape)
     assert f"torch.{tensor.layout}" == str(expected.layout)
     assert (tensor.conj, tensor.neg) == (expected.is_conj(), expected.is_neg())
@@ -197,7 +230,9 @@ def test_layouts_made_of_other_tensors(make: str, tmp_path: Path) -> None:
         value = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     else:
         dense = torch.eye(4)
-        value = dense.to_sparse_bsr((2, 2)) if make == "bsr" else getattr(dense, f"to_sparse_{make}")()
+        value = (
+            dense.to_sparse_bsr((2, 2)) if make == "bsr" else getattr(dense, f"to_sparse_{make}")()
+        )
     root = read_saved(value, tmp_path).root
     tensor = as_tensor(root)
     assert tensor is not None
@@ -232,13 +267,20 @@ def test_other_spellings_become_the_usual_ones() -> None:
     for data, grad in ((old, False), (hooks, True)):
         tensor = unpickle(Memory(data), persistent_load=load).root
         assert isinstance(tensor, Tensor)
-        assert (tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad) == (1, (2,), (1,), grad)
+        assert (tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad) == (
+            1,
+            (2,),
+            (1,),
+            grad,
+        )
 
 
 # Plain values
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(value=values())
 def test_generated_values_come_back(value: Any) -> None:
     tree = machine(pickle.dumps(value, 4))
@@ -249,7 +291,23 @@ def test_generated_values_come_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "size", [1, 255, 256, 257, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 2**2030, 2**2050]
+    "size",
+    [
+        1,
+        255,
+        256,
+        257,
+        32767,
+        65535,
+        65536,
+        2**31 - 1,
+        2**31,
+        2**32,
+        2**63,
+        2**64,
+        2**2030,
+        2**2050,
+    ],
 )
 def test_integers(size: int) -> None:
     for number in (size - 1, size, size + 1, -size - 1, -size, -size + 1):
@@ -260,7 +318,11 @@ def test_integers(size: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 1999, 2000, 2001])
 def test_batches(count: int) -> None:
-    tree: Node = [list(range(count)), {i: i for i in range(count)}, OrderedDict({str(i): i for i in range(count)})]
+    tree: Node = [
+        list(range(count)),
+        {i: i for i in range(count)},
+        OrderedDict({str(i): i for i in range(count)}),
+    ]
     data = emit(tree).data
     assert isomorphic(machine(data), tree)
     assert pickle.loads(data) == [tree[0], tree[1], collections.OrderedDict(tree[2])]
@@ -294,7 +356,13 @@ def test_equal_objects_are_not_merged() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [recursive_list, recursive_dict, recursive_tuple, lambda: recursive_tuple(7000, 1.5, "x", ()), recursive_deep],
+    [
+        recursive_list,
+        recursive_dict,
+        recursive_tuple,
+        lambda: recursive_tuple(7000, 1.5, "x", ()),
+        recursive_deep,
+    ],
 )
 def test_what_contains_itself(make: Callable[[], Any]) -> None:
     tree = machine(pickle.dumps(make(), 2))
@@ -378,7 +446,11 @@ OBJECTS: dict[str, Any] = {
 
 def alike(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
-        same_type = type(a) is type(b) and a.dtype == b.dtype and a.flags.f_contiguous == b.flags.f_contiguous
+        same_type = (
+            type(a) is type(b)
+            and a.dtype == b.dtype
+            and a.flags.f_contiguous == b.flags.f_contiguous
+        )
         return same_type and bool(np.array_equal(a, b))
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(alike, a, b))
@@ -436,7 +508,9 @@ def test_keyword_arguments_raise_the_protocol() -> None:
     assert isomorphic(machine(data), tree)
 
 
-def test_names_that_protocol_2_would_take_for_others_raise_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_protocol_2_would_take_for_others_raise_the_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("ckptkit.pickles.writer.check_name", lambda name: None)
     tree = [Global("thread", "Thing"), Global("builtins", "range"), Global("queue", "Queue")]
     data = emit(tree).data
@@ -446,19 +520,31 @@ def test_names_that_protocol_2_would_take_for_others_raise_the_protocol(monkeypa
     assert machine(emit(tree[1:]).data) == tree[1:]
 
 
-def test_every_renamed_name_of_the_standard_library_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING, REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
+def test_every_renamed_name_of_the_standard_library_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from _compat_pickle import (
+        IMPORT_MAPPING,
+        NAME_MAPPING,
+        REVERSE_IMPORT_MAPPING,
+        REVERSE_NAME_MAPPING,
+    )
 
     monkeypatch.setattr("ckptkit.pickles.writer.check_name", lambda name: None)
     tree = [
-        *(Global(module, "Thing") for module in {*IMPORT_MAPPING, *IMPORT_MAPPING.values(), *REVERSE_IMPORT_MAPPING}),
+        *(
+            Global(module, "Thing")
+            for module in {*IMPORT_MAPPING, *IMPORT_MAPPING.values(), *REVERSE_IMPORT_MAPPING}
+        ),
         *(Global(*name) for name in {*NAME_MAPPING, *NAME_MAPPING.values(), *REVERSE_NAME_MAPPING}),
     ]
     for each in tree:
         assert machine(emit(each).data) == each
 
 
-@pytest.mark.parametrize(("module", "name"), [("a\nb", "c"), ("a", "b\ncposix\nsystem"), ("a", "b\n")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("a\nb", "c"), ("a", "b\ncposix\nsystem"), ("a", "b\n")]
+)
 def test_newlines_in_a_name_are_refused(module: str, name: str) -> None:
     with pytest.raises(FormatError, match="newline"):
         emit(Global(module, name))
@@ -494,7 +580,9 @@ def test_steps_are_written_in_order() -> None:
 def test_notes_name_what_weights_only_refuses(tmp_path: Path) -> None:
     path = Object(Global("pathlib", "PosixPath"), ("a",))
     pickled = emit({"a": path, "b": Global("mine", "Thing"), "c": Global("torch", "float64")})
-    assert pickled.notes == ("kept values that torch.load(weights_only=True) refuses: mine.Thing, pathlib.PosixPath",)
+    assert pickled.notes == (
+        "kept values that torch.load(weights_only=True) refuses: mine.Thing, pathlib.PosixPath",
+    )
     assert emit({"a": 1, "d": Global("torch", "float64")}, objects="error").notes == ()
     with pytest.raises(UnsafeGlobalError, match="PosixPath"):
         emit({"a": path}, objects="error")

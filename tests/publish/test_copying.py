@@ -1,4 +1,5 @@
-"""The engine: every kind of segment, every way to copy, short counts, checksums, threads and processes."""
+"""The engine: every kind of segment, every way to copy, short counts, checksums, threads and
+processes."""
 
 from __future__ import annotations
 
@@ -63,7 +64,12 @@ def every_kind(source: LocalFile) -> tuple[tuple[Segment, ...], bytes]:
         Summed(Derived("byteswap", (Range(source, 0, 80),), (2,), 80), 1),
         Deferred(b"plain", ()),
         Deferred(b"....", ((0, 1),)),
-        Derived("concat", (Range(source, 0, 90_000), Range(memory, 0, 10), Range(source, 7, 90_000)), (), 180_010),
+        Derived(
+            "concat",
+            (Range(source, 0, 90_000), Range(memory, 0, 10), Range(source, 7, 90_000)),
+            (),
+            180_010,
+        ),
         Summed(Derived("concat", (Range(source, 1, 90_000), Range(memory, 0, 9)), (), 90_009), 2),
         Deferred(b"....", ((0, 2),)),
     )
@@ -113,7 +119,9 @@ def test_several_files_have_checksums_of_their_own(source: LocalFile, tmp_path: 
     for number in range(3):
         path = tmp_path / str(number)
         path.touch()
-        files.append((str(path), (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, number, 1000), 0))))
+        files.append(
+            (str(path), (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, number, 1000), 0)))
+        )
     sums = execute(files, None, lambda count: None)
     for number, (path_, _) in enumerate(files):
         data = NOISE[number : number + 1000]
@@ -131,7 +139,11 @@ def refuse(code: int) -> Callable[..., int]:
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("without", [["copy_file_range"], ["copy_file_range", "sendfile"]])
 def test_where_the_kernel_does_not_copy(
-    code: int, without: list[str], source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int,
+    without: list[str],
+    source: LocalFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in without:
         monkeypatch.setattr(os, name, refuse(code), raising=False)
@@ -139,7 +151,9 @@ def test_where_the_kernel_does_not_copy(
     assert written(segments, tmp_path) == want
 
 
-def test_where_the_system_has_no_such_calls(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_system_has_no_such_calls(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("copy_file_range", "sendfile", "preadv"):
         monkeypatch.delattr(os, name, raising=False)
     segments, want = every_kind(source)
@@ -155,7 +169,9 @@ def test_another_failure_is_not_worked_around(
 
 
 @pytest.mark.parametrize("name", ["copy_file_range", "sendfile", "preadv", "write"])
-def test_DS_08_short_counts(name: str, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_DS_08_short_counts(
+    name: str, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not hasattr(os, name):
         pytest.skip(f"no os.{name} here")
     real: Callable[..., int] = getattr(os, name)
@@ -163,7 +179,9 @@ def test_DS_08_short_counts(name: str, source: LocalFile, tmp_path: Path, monkey
 
     def short(*args: Any) -> int:
         if position is not None:
-            return real(*(min(each, 70_001) if at == position else each for at, each in enumerate(args)))
+            return real(
+                *(min(each, 70_001) if at == position else each for at, each in enumerate(args))
+            )
         if name == "preadv":
             return real(args[0], [args[1][0][:70_001]], args[2])
         return real(args[0], memoryview(args[1])[:70_001])
@@ -206,7 +224,9 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
     assert path.read_bytes() == want
 
 
-def test_threads_share_checksums(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_checksums(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
@@ -236,14 +256,18 @@ def test_a_file_system_in_memory_is_known() -> None:
     assert not in_memory(os.stat("/proc").st_dev)
 
 
-def test_a_failing_task_ends_the_others(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_task_ends_the_others(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
     damaged = Derived("inflate", (Range(source, 0, 1000),), (), 1000)
     with pytest.raises(CorruptError):
         written([Summed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
 
 
-def test_processes_carry_out_a_plan(source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_carry_out_a_plan(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "TASK", 500_000)
     segments, want = every_kind(source)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
@@ -254,7 +278,12 @@ def test_processes_carry_out_a_plan(source: LocalFile, tmp_path: Path, monkeypat
 
 
 def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
-    sizes = [task.size for task in cut("x", [Range(source, 0, 3 << 20), Summed(Range(source, 0, 3 << 20), 0)], 1 << 20)]
+    sizes = [
+        task.size
+        for task in cut(
+            "x", [Range(source, 0, 3 << 20), Summed(Range(source, 0, 3 << 20), 0)], 1 << 20
+        )
+    ]
     assert sizes == [1 << 20] * 6
     assert [Task("x", 0, (b"abc",)).size, length(b"abc")] == [3, 3]
 
@@ -263,7 +292,9 @@ def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(NOISE) - 40_000), st.integers(0, 40_000)), max_size=30))
+@given(
+    st.lists(st.tuples(st.integers(0, len(NOISE) - 40_000), st.integers(0, 40_000)), max_size=30)
+)
 def test_reading_ahead_gives_what_is_there(ranges: list[tuple[int, int]]) -> None:
     sources = itertools.cycle([Memory(NOISE), Memory(NOISE)])
     ahead = ReadAhead()
@@ -303,7 +334,9 @@ def test_reading_ahead_does_not_pay_for_ranges_that_are_far_apart() -> None:
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_combined_checksums_are_those_of_zlib(first: bytes, second: bytes) -> None:
-    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(
+        first + second
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 65_536, 3 << 20])

@@ -1,4 +1,5 @@
-"""What no other test of publishing comes by: disks that fail at the very end, file systems that cannot sync folders."""
+"""What no other test of publishing comes by: disks that fail at the very end, file systems that
+cannot sync folders."""
 
 from __future__ import annotations
 
@@ -31,10 +32,14 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int, folders: bool) -> None
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-def test_a_name_that_may_not_be_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_may_not_be_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The output is there, whole, and the error says so."""
     failing(monkeypatch, errno.EIO, folders=True)
-    with pytest.raises(OutputError, match="is written, but might not outlive a power cut: Input/output error") as found:
+    with pytest.raises(
+        OutputError, match="is written, but might not outlive a power cut: Input/output error"
+    ) as found:
         publish(PLAN, tmp_path / "out.pt", durable=True)
     assert found.value.where == str(tmp_path / "out.pt")
     assert os.listdir(tmp_path) == ["out.pt"] and (tmp_path / "out.pt").read_bytes() == b"new"
@@ -48,12 +53,16 @@ def test_bytes_that_may_not_be_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EINVAL, errno.EBADF])
-def test_a_file_system_that_cannot_sync_folders(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_sync_folders(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(monkeypatch, number, folders=True)
     publish(PLAN, tmp_path / "out.pt", durable=True)
     folder = Plan((OutputFile("a", (b"1",)), OutputFile("b", (b"2",))))
     publish(folder, tmp_path / "out", durable=True)
-    assert sorted(os.listdir(tmp_path)) == ["out", "out.pt"] and sorted(os.listdir(tmp_path / "out")) == ["a", "b"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "out.pt"] and sorted(
+        os.listdir(tmp_path / "out")
+    ) == ["a", "b"]
 
 
 def test_nothing_is_synced_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Edits in place: what they write, what others read of it, and what is left when they are ended at any moment."""
+"""Edits in place: what they write, what others read of it, and what is left when they are ended at
+any moment."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.api import Conversion, convert, recover
-from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, VerifyError
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputChangedError,
+    InputError,
+    OutputError,
+    VerifyError,
+)
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish import patching
 from ckptkit.publish.journal import journal_of, journal_path, parse
@@ -64,7 +71,9 @@ def load(path: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 def same(found: dict[str, torch.Tensor], prefix: str) -> bool:
     expected = {name.replace("module.", prefix, 1): tensor for name, tensor in values().items()}
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )
 
 
 def strip(checkpoint: ckptkit.Checkpoint) -> ckptkit.Checkpoint:
@@ -72,10 +81,15 @@ def strip(checkpoint: ckptkit.Checkpoint) -> ckptkit.Checkpoint:
 
 
 def grow(checkpoint: ckptkit.Checkpoint) -> ckptkit.Checkpoint:
-    return ckptkit.add_prefix(ckptkit.strip_prefix(checkpoint, "module."), "a.much.longer.prefix.than.before.")
+    return ckptkit.add_prefix(
+        ckptkit.strip_prefix(checkpoint, "module."), "a.much.longer.prefix.than.before."
+    )
 
 
-CHANGES: dict[str, tuple[Change, str]] = {"strip": (strip, ""), "grow": (grow, "a.much.longer.prefix.than.before.")}
+CHANGES: dict[str, tuple[Change, str]] = {
+    "strip": (strip, ""),
+    "grow": (grow, "a.much.longer.prefix.than.before."),
+}
 
 
 def in_place(path: Path, *steps: Change, **options: Any) -> Conversion:
@@ -131,7 +145,10 @@ def test_a_second_edit_takes_the_place_of_the_first(tmp_path: Path) -> None:
         in_place(path, strip)
     assert path.stat().st_size == size
     names = zipfile.ZipFile(path).namelist()
-    assert [name for name in names if name.startswith("run/data.")] == ["run/data.old", "run/data.pkl"]
+    assert [name for name in names if name.startswith("run/data.")] == [
+        "run/data.old",
+        "run/data.pkl",
+    ]
     assert same(load(path), "")
 
 
@@ -192,14 +209,21 @@ def test_a_longer_header_moves_the_first_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensors",
     [
-        {"module.a": torch.zeros(5, dtype=torch.uint8), "module.b": torch.ones(3)},  # what moves would lose alignment
+        {
+            "module.a": torch.zeros(5, dtype=torch.uint8),
+            "module.b": torch.ones(3),
+        },  # what moves would lose alignment
         {"module.a": torch.ones(3)},  # nothing to move
     ],
 )
-def test_a_longer_header_may_need_a_new_file(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_longer_header_may_need_a_new_file(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
     save_file(tensors, path)
-    done = in_place(path, lambda ck: ckptkit.add_prefix(ck, "a very long prefix that does not fit." * 9))
+    done = in_place(
+        path, lambda ck: ckptkit.add_prefix(ck, "a very long prefix that does not fit." * 9)
+    )
     assert not isinstance(done.plan, Patch)
     found = load_file(path)
     assert [name[-8:] for name in sorted(found)] == sorted(tensors)
@@ -243,14 +267,16 @@ def test_a_file_with_another_name_is_written_anew(how: str, tmp_path: Path) -> N
 
 
 class Torn(NamedTuple):
-    """What is there after an edit was ended: what each reader makes of the file itself, None if it refuses."""
+    """What is there after an edit was ended: what each reader makes of the file itself, None if it
+    refuses."""
 
     others: str | None
     ours: str | None
 
 
 def meaning(path: Path, read: Callable[[Path], dict[str, Any]], change: str) -> str | None:
-    """Which of the two versions of the file a reader finds; None if it refuses the file. Anything else fails."""
+    """Which of the two versions of the file a reader finds; None if it refuses the file. Anything
+    else fails."""
     try:
         found = read(path)
     except Exception:
@@ -269,7 +295,9 @@ def torn(path: Path, change: str, scratch: Path) -> Torn:
     """Of a copy, which has no journal beside it."""
     copy = scratch / path.name
     shutil.copy(path, copy)
-    found = Torn(meaning(copy, load, change), meaning(copy, lambda p: dict(ckptkit.open(p).weights), change))
+    found = Torn(
+        meaning(copy, load, change), meaning(copy, lambda p: dict(ckptkit.open(p).weights), change)
+    )
     copy.unlink()
     return found
 
@@ -313,14 +341,26 @@ def test_DS_01_killed_at_every_call(kind: str, change: str, half: str, tmp_path:
     while code == -signal.SIGKILL:
         path = tmp_path / "files" / made.name
         shutil.copy(made, path)
-        program = [sys.executable, "-c", KILLED, str(path), CHANGES[change][1], str(len(seen) + 1), half]
-        done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120)
+        program = [
+            sys.executable,
+            "-c",
+            KILLED,
+            str(path),
+            CHANGES[change][1],
+            str(len(seen) + 1),
+            half,
+        ]
+        done = subprocess.run(
+            program, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120
+        )
         code = done.returncode
         assert code in (0, -signal.SIGKILL), done.stderr
         left = torn(path, change, scratch)
         assert left.others == left.ours or left.ours is None
         known = os.path.exists(journal_path(path))
-        assert known or left.others is not None  # nothing but the journal can help a file that nobody reads
+        assert (
+            known or left.others is not None
+        )  # nothing but the journal can help a file that nobody reads
         with closing(recover(path).checkpoint) as again:  # as editing commands do, too
             found = meaning(path, lambda p, again=again: dict(again.weights), change)
         assert found == meaning(path, load, change)
@@ -335,7 +375,8 @@ def test_DS_01_killed_at_every_call(kind: str, change: str, half: str, tmp_path:
 
 
 class Disk:
-    """What a power cut leaves of a file: what was synced, and any part of what was written since."""
+    """What a power cut leaves of a file: what was synced, and any part of what was written
+    since."""
 
     def __init__(self, data: bytes) -> None:
         self.synced = data
@@ -366,7 +407,9 @@ class Disk:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_DS_03_power_cut_at_every_step(kind: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_DS_03_power_cut_at_every_step(
+    kind: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sectors reach the disk in any order between two waits for it."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -438,7 +481,9 @@ def write_until(calls: int, error: BaseException) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("command", ["recover", "recover --in-place", "strip-module"])
-def test_the_next_edit_puts_it_back(command: str, interrupted: Path, run: Run, tmp_path: Path) -> None:
+def test_the_next_edit_puts_it_back(
+    command: str, interrupted: Path, run: Run, tmp_path: Path
+) -> None:
     words = {
         "recover": ["recover", interrupted, tmp_path / "out.pth"],
         "recover --in-place": ["recover", "--in-place", interrupted],
@@ -450,7 +495,9 @@ def test_the_next_edit_puts_it_back(command: str, interrupted: Path, run: Run, t
     assert not os.path.exists(journal_path(interrupted))
 
 
-@pytest.mark.parametrize("words", ["inspect F", "inspect D", "scan F", "verify F", "stats F", "convert F out.pth"])
+@pytest.mark.parametrize(
+    "words", ["inspect F", "inspect D", "scan F", "verify F", "stats F", "convert F out.pth"]
+)
 def test_reading_changes_nothing(words: str, interrupted: Path, run: Run, tmp_path: Path) -> None:
     """What the edit left is reported with the command that settles it."""
     torn = interrupted.read_bytes()
@@ -479,7 +526,11 @@ def test_a_journal_of_a_finished_edit_is_no_hindrance(tmp_path: Path, run: Run) 
 
 def test_a_huge_journal_is_not_read(tmp_path: Path, lengths_read: list[int]) -> None:
     path = make_pth(tmp_path)
-    for head in (b"", b"ckptkit journal 1\n", b'ckptkit journal 1\n{"breaks": [0, 1], "spans": []}\n'):
+    for head in (
+        b"",
+        b"ckptkit journal 1\n",
+        b'ckptkit journal 1\n{"breaks": [0, 1], "spans": []}\n',
+    ):
         with open(journal_path(path), "wb") as file:
             file.write(head)
             file.truncate(3 << 30)
@@ -498,7 +549,11 @@ def test_DS_18_what_fails_is_undone(
     real = patching._undo
     monkeypatch.setattr(patching, "_write", write_until(calls, error))
     with monkeypatch.context() as during:
-        during.setattr(patching, "_undo", lambda fd, journal: (during.undo(), monkeypatch.undo(), real(fd, journal)))
+        during.setattr(
+            patching,
+            "_undo",
+            lambda fd, journal: (during.undo(), monkeypatch.undo(), real(fd, journal)),
+        )
         with pytest.raises((OutputError, KeyboardInterrupt)):
             in_place(path, strip)
     assert path.read_bytes() == before
@@ -537,7 +592,9 @@ def test_a_journal_of_another_file(interrupted: Path, tmp_path: Path) -> None:
     assert other.read_bytes() == left
 
 
-@pytest.mark.parametrize("damage", [b"", b"ckptkit journal 1\n", b"ckptkit journal 1\n{}\n" + bytes(32)])
+@pytest.mark.parametrize(
+    "damage", [b"", b"ckptkit journal 1\n", b"ckptkit journal 1\n{}\n" + bytes(32)]
+)
 def test_a_journal_that_is_none(damage: bytes, tmp_path: Path) -> None:
     path = make_pth(tmp_path)
     Path(journal_path(path)).write_bytes(damage)
@@ -591,7 +648,9 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, run: Run) -> None:
     assert done.stdout.startswith(f"would change {path}: 12 tensors, ")
     assert "in place: " in done.stdout
     assert path.read_bytes() == before
-    assert run("strip-module", "--in-place", path).stdout.startswith(f"changed {path}: 12 tensors, ")
+    assert run("strip-module", "--in-place", path).stdout.startswith(
+        f"changed {path}: 12 tensors, "
+    )
 
 
 def test_edits_are_named_tuples() -> None:

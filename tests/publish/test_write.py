@@ -1,4 +1,5 @@
-"""The protocol around the engine: all of the output, or the destination as it was and nothing left behind."""
+"""The protocol around the engine: all of the output, or the destination as it was and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def folder_plan(source: LocalFile) -> Plan:
 
 def test_a_file(source: LocalFile, folder: Path) -> None:
     told: list[int] = []
-    done = publish(copy_plan(source), folder / "out.pt", progress=lambda count, total: told.append(count))
+    done = publish(
+        copy_plan(source), folder / "out.pt", progress=lambda count, total: told.append(count)
+    )
     assert (folder / "out.pt").read_bytes() == COPY
     assert (Path(done.path), done.nbytes, done.files) == (folder / "out.pt", len(COPY), 1)
     assert sum(told) == len(COPY)
@@ -122,7 +125,9 @@ def test_the_temporary_is_beside_the_destination_and_says_whose_it_is() -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o000, 0o666)])
-def test_FS_07_the_mode_follows_the_umask(umask: int, mode: int, source: LocalFile, folder: Path) -> None:
+def test_FS_07_the_mode_follows_the_umask(
+    umask: int, mode: int, source: LocalFile, folder: Path
+) -> None:
     before = os.umask(umask)
     try:
         publish(copy_plan(source), folder / "out.pt")
@@ -134,7 +139,9 @@ def test_FS_07_the_mode_follows_the_umask(umask: int, mode: int, source: LocalFi
     assert stat.S_IMODE((folder / "out").stat().st_mode) == mode | (mode & 0o444) >> 2
 
 
-@pytest.mark.parametrize(("given", "mode"), [(0o600, 0o600), (0o640, 0o640), (0o444, 0o644), (0o400, 0o600)])
+@pytest.mark.parametrize(
+    ("given", "mode"), [(0o600, 0o600), (0o640, 0o640), (0o444, 0o644), (0o400, 0o600)]
+)
 def test_who_may_not_read_the_input_may_not_read_the_output(
     given: int, mode: int, source: LocalFile, folder: Path
 ) -> None:
@@ -202,7 +209,9 @@ def test_DS_31_a_replaced_file_leaves_its_mode_and_its_other_names_keep_the_old_
 
 
 @pytest.mark.parametrize("target", ["there", "missing", "out.pt"])
-def test_FS_04_a_link_is_replaced_and_never_followed(target: str, source: LocalFile, folder: Path) -> None:
+def test_FS_04_a_link_is_replaced_and_never_followed(
+    target: str, source: LocalFile, folder: Path
+) -> None:
     (folder / "there").write_bytes(OLD)
     (folder / "out.pt").symlink_to(folder / target)
     with pytest.raises(OutputExistsError):
@@ -215,10 +224,19 @@ def test_FS_04_a_link_is_replaced_and_never_followed(target: str, source: LocalF
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_DS_15_a_file_does_not_replace_what_is_no_file(force: bool, source: LocalFile, folder: Path) -> None:
+def test_DS_15_a_file_does_not_replace_what_is_no_file(
+    force: bool, source: LocalFile, folder: Path
+) -> None:
     (folder / "folder").mkdir()
     os.mkfifo(folder / "fifo")
-    for place in (folder / "folder", folder / "fifo", "/dev/null", "/", folder / ".", folder / ".."):
+    for place in (
+        folder / "folder",
+        folder / "fifo",
+        "/dev/null",
+        "/",
+        folder / ".",
+        folder / "..",
+    ):
         with pytest.raises(UsageError):
             publish(copy_plan(source), place, force=force)
     assert sorted(os.listdir(folder)) == ["fifo", "folder"]
@@ -308,10 +326,23 @@ def failing(name: str, code: int, after: int = 0) -> Callable[..., Any]:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize(
     ("name", "after"),
-    [("write", 0), ("write", 1), ("copy_file_range", 0), ("fsync", 0), ("replace", 0), ("chmod", 1), ("open", 1)],
+    [
+        ("write", 0),
+        ("write", 1),
+        ("copy_file_range", 0),
+        ("fsync", 0),
+        ("replace", 0),
+        ("chmod", 1),
+        ("open", 1),
+    ],
 )
 def test_DS_06_a_call_that_fails_leaves_the_old_file(
-    name: str, after: int, code: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    after: int,
+    code: int,
+    source: LocalFile,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not hasattr(os, name):
         pytest.skip(f"no os.{name} here")
@@ -325,8 +356,17 @@ def test_DS_06_a_call_that_fails_leaves_the_old_file(
     assert os.listdir(folder) == ["out.pt"]
 
 
-def test_DS_22_a_folder_is_all_or_nothing(source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, after in (("open", 1), ("open", 3), ("write", 0), ("rename", 0), ("mkdir", 0), ("copy_file_range", 1)):
+def test_DS_22_a_folder_is_all_or_nothing(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, after in (
+        ("open", 1),
+        ("open", 3),
+        ("write", 0),
+        ("rename", 0),
+        ("mkdir", 0),
+        ("copy_file_range", 1),
+    ):
         monkeypatch.setattr(os, name, failing(name, errno.EIO, after))
         with pytest.raises(OutputError):
             publish(folder_plan(source), folder / "out")
@@ -348,13 +388,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
-    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        sys.platform != "linux"
+        or os.geteuid()
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("a small tmpfs can be mounted by root on Linux only")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_DS_04_a_disk_that_is_full(source: LocalFile, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_DS_04_a_disk_that_is_full(
+    source: LocalFile, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (small_disk / "out.pt").write_bytes(OLD)
     with pytest.raises(OutputError, match="needs 102,414 bytes"):
         publish(copy_plan(source), small_disk / "out.pt", force=True)
@@ -390,7 +436,9 @@ def test_DS_17_an_input_that_changes(change: str, source: LocalFile, folder: Pat
     assert os.listdir(folder) == []
 
 
-def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(source: LocalFile, folder: Path) -> None:
+def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(
+    source: LocalFile, folder: Path
+) -> None:
     def swap(count: int, _: int) -> None:
         Path(source.path).unlink(missing_ok=True)
         Path(source.path).write_bytes(bytes(len(DATA)))
@@ -399,7 +447,9 @@ def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(source: LocalFil
     assert (folder / "out.pt").read_bytes() == COPY
 
 
-def test_a_plan_that_writes_less_than_it_says(source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_writes_less_than_it_says(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(publishing, "execute", lambda *args: [{}])
     with pytest.raises(OutputError, match="0 bytes were written instead of"):
         publish(copy_plan(source), folder / "out.pt")
@@ -438,7 +488,9 @@ def test_verify_agrees_with_what_was_written(source: LocalFile, folder: Path) ->
     publish(folder_plan(source), folder / "out", verify=True)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 6])  # the fifth are the holes, which the sixth fills
+@pytest.mark.parametrize(
+    "number", [1, 2, 3, 4, 6]
+)  # the fifth are the holes, which the sixth fills
 def test_DS_23_verify_finds_a_flipped_bit(
     number: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,7 +505,8 @@ def test_DS_23_verify_finds_a_flipped_bit(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the calls that matter, in their order; fsync says what was brought to the disk."""
+    """The names of the calls that matter, in their order; fsync says what was brought to the
+    disk."""
     seen: list[str] = []
 
     def note(name: str) -> None:
@@ -498,7 +551,9 @@ def test_a_new_output_waits_for_no_disk(source: LocalFile, folder: Path, calls: 
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
-def test_where_there_are_no_links(code: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_links(
+    code: int, source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "link", failing("link", code))
     publish(copy_plan(source), folder / "out.pt")
     assert (folder / "out.pt").read_bytes() == COPY
@@ -520,7 +575,11 @@ def test_DS_14_somebody_else_makes_the_file_meanwhile(source: LocalFile, folder:
         publish(folder_plan(source), folder / "out", progress=somebody_else)
     assert os.listdir(folder / "out") == ["theirs"]
     with pytest.raises(OutputExistsError):
-        publish(copy_plan(source), folder / "file", progress=lambda count, total: (folder / "file").touch())
+        publish(
+            copy_plan(source),
+            folder / "file",
+            progress=lambda count, total: (folder / "file").touch(),
+        )
     assert (folder / "file").read_bytes() == b""
 
 
@@ -560,7 +619,9 @@ def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.M
         publish(file_plan(bomb), folder / "out.pt", allow_expand=True)
 
 
-def test_TM_04_bytes_that_are_read_twice_count_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_TM_04_bytes_that_are_read_twice_count_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Memory(bytes(2 << 20))
     views = [Range(source, start, 1 << 20) for start in range(100)]
     assert preflight.referenced(file_plan(*views)) == (1 << 20) + 99
@@ -572,12 +633,19 @@ def test_what_a_plan_refers_to() -> None:
     one, other = Memory(bytes(1000)), Memory(bytes(1000))
     inflated = Derived("inflate", (Range(one, 900, 10),), (), 5000)
     assert preflight.referenced(file_plan(b"literal")) == 0
-    assert preflight.referenced(file_plan(Range(one, 0, 10), Range(other, 0, 10), Summed(Range(one, 5, 10), 0))) == 25
+    assert (
+        preflight.referenced(
+            file_plan(Range(one, 0, 10), Range(other, 0, 10), Summed(Range(one, 5, 10), 0))
+        )
+        == 25
+    )
     slices = (Derived("slice", (inflated,), (0,), 10), Derived("slice", (inflated,), (10,), 10))
     assert preflight.referenced(file_plan(Range(one, 0, 10), *slices)) == 5010
 
 
 def test_a_cast_to_wider_elements_is_no_bomb(source: LocalFile, folder: Path) -> None:
-    wide = Derived("cast", (Range(source, 0, source.size),), ("float8_e4m3fn", "float64"), 8 * source.size)
+    wide = Derived(
+        "cast", (Range(source, 0, source.size),), ("float8_e4m3fn", "float64"), 8 * source.size
+    )
     publish(file_plan(wide), folder / "out.pt")
     assert (folder / "out.pt").stat().st_size == 8 * source.size

@@ -35,7 +35,10 @@ def text(value: object) -> Row:
 
 
 def write(
-    path: Path, tensors: Mapping[str, Row], metadata: Mapping[str, str] | None = None, config: Any = None
+    path: Path,
+    tensors: Mapping[str, Row],
+    metadata: Mapping[str, str] | None = None,
+    config: Any = None,
 ) -> Path:
     """A file of safetensors, with a config.json beside it."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -43,7 +43,9 @@ def test_a_part_alone_gets_no_other_name(fp8: Checkpoint) -> None:
 
 def test_parts_do_not_go_to_two_modules(fp8: Checkpoint) -> None:
     with pytest.raises(UsageError, match="would go to"):
-        ckptkit.rename(fp8, {f"{L}.weight": "a.weight", f"{L}.weight_scale_inv": "b.weight_scale_inv"})
+        ckptkit.rename(
+            fp8, {f"{L}.weight": "a.weight", f"{L}.weight_scale_inv": "b.weight_scale_inv"}
+        )
 
 
 @pytest.mark.parametrize("glob", [f"{L}.weight", "*.weight"])
@@ -52,7 +54,10 @@ def test_codes_are_dropped_with_their_scales(glob: str, fp8: Checkpoint) -> None
 
 
 def test_codes_are_kept_with_their_scales(fp8: Checkpoint) -> None:
-    assert names(ckptkit.select(fp8, keep=["*up_proj.weight"])) == {f"{L}.weight", f"{L}.weight_scale_inv"}
+    assert names(ckptkit.select(fp8, keep=["*up_proj.weight"])) == {
+        f"{L}.weight",
+        f"{L}.weight_scale_inv",
+    }
 
 
 def test_the_weight_goes_by_its_own_name(tmp_path: Path) -> None:
@@ -76,9 +81,13 @@ def test_prefixes_keep_what_describes_them(tmp_path: Path) -> None:
 
 
 def test_layers_in_a_header_are_renamed(tmp_path: Path) -> None:
-    tensors = {name: each for name, each in comfy(format="x").items() if not name.endswith("comfy_quant")}
+    tensors = {
+        name: each for name, each in comfy(format="x").items() if not name.endswith("comfy_quant")
+    }
     said = {"format_version": "1.0", "layers": {L: {"format": "float8_e4m3fn"}}}
-    path = write(tmp_path / "model.safetensors", tensors, {"_quantization_metadata": json.dumps(said)})
+    path = write(
+        tmp_path / "model.safetensors", tensors, {"_quantization_metadata": json.dumps(said)}
+    )
     ck = ckptkit.rename(ckptkit.open(path), substitutions=[("up_proj", "fc1")])
     (group,) = quantized.find(ck).groups
     assert group.name == L.replace("up_proj", "fc1") + ".weight" and group.layout is not None
@@ -86,10 +95,15 @@ def test_layers_in_a_header_are_renamed(tmp_path: Path) -> None:
 
 def test_dequantized_weights_are_cast_renamed_and_devices_kept(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "model.safetensors", {**GPTQ, "n.weight": row("F16", [2])}, config=method("gptq", group_size=32)
+        tmp_path / "model.safetensors",
+        {**GPTQ, "n.weight": row("F16", [2])},
+        config=method("gptq", group_size=32),
     )
     ck = ckptkit.cast(ckptkit.dequantize(ckptkit.remap(ckptkit.open(path), "cuda:1")), "float64")
-    assert (ck.weights[f"{L}.weight"].dtype.name, ck.weights[f"{L}.weight"].device) == ("float64", "cuda:1")
+    assert (ck.weights[f"{L}.weight"].dtype.name, ck.weights[f"{L}.weight"].device) == (
+        "float64",
+        "cuda:1",
+    )
     assert ck.weights[f"{L}.weight"].shape == (16, 64)
 
 

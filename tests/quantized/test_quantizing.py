@@ -1,4 +1,5 @@
-"""Weights quantized by rounding to nearest, against the formulas of the libraries, computed by torch."""
+"""Weights quantized by rounding to nearest, against the formulas of the libraries, computed by
+torch."""
 
 from __future__ import annotations
 
@@ -59,20 +60,28 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["fp8-block", "mxfp4"])
-def test_codes_and_scales_are_those_of_the_library(kind: str, dtype: torch.dtype, tmp_path: Path, run: Run) -> None:
+def test_codes_and_scales_are_those_of_the_library(
+    kind: str, dtype: torch.dtype, tmp_path: Path, run: Run
+) -> None:
     folder = saved(weights(dtype), tmp_path / "in")
     done = run("convert", folder, tmp_path / "out", "--format", "sharded", "--quantize", kind)
     assert done.code == 0, done.stderr
     found = load_file(tmp_path / "out" / "model.safetensors")
     codes, scales = (fp8 if kind == "fp8-block" else mxfp4)(weights(dtype))
-    names = (NAME, f"{NAME}_scale_inv") if kind == "fp8-block" else (f"{NAME}_packed", f"{NAME}_scale")
+    names = (
+        (NAME, f"{NAME}_scale_inv") if kind == "fp8-block" else (f"{NAME}_packed", f"{NAME}_scale")
+    )
     for name, expected in zip(names, (codes, scales), strict=True):
-        assert torch.equal(found[name].view(torch.uint8), expected.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            found[name].view(torch.uint8), expected.contiguous().view(torch.uint8)
+        ), name
     kept = "model.embed_tokens.weight"
     assert found[kept].dtype == torch.float32 and kept in done.stdout
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "llama" and config["quantization_config"]["quant_method"]
-    back = run("convert", tmp_path / "out", tmp_path / "back.safetensors", "--dequantize", "float32")
+    back = run(
+        "convert", tmp_path / "out", tmp_path / "back.safetensors", "--dequantize", "float32"
+    )
     assert back.code == 0, back.stderr
     error = (load_file(tmp_path / "back.safetensors")[NAME] - weights(dtype).float()).abs()
     assert error.max() < (0.3 if kind == "fp8-block" else 1.1)

@@ -21,7 +21,11 @@ GPTQ = {
     f"{L}.qweight": row("I32", [8, 16]), f"{L}.qzeros": row("I32", [2, 2]), f"{L}.scales": ones([2, 16], "F16"),
     f"{L}.g_idx": row("I32", [64], struct.pack("<64i", *(k // 32 for k in range(64)))),
 }  # fmt: skip
-AWQ = {f"{L}.qweight": row("I32", [64, 2]), f"{L}.qzeros": row("I32", [2, 2]), f"{L}.scales": ones([2, 16], "F16")}
+AWQ = {
+    f"{L}.qweight": row("I32", [64, 2]),
+    f"{L}.qzeros": row("I32", [2, 2]),
+    f"{L}.scales": ones([2, 16], "F16"),
+}
 PACKED = {
     f"{L}.weight_packed": row("I32", [4, 4]), f"{L}.weight_scale": ones([4, 1], "BF16"),
     f"{L}.weight_shape": row("I64", [2], struct.pack("<2q", 4, 32)),
@@ -49,13 +53,21 @@ def ct(bits: int, **more: Any) -> dict[str, Any]:
 
 
 def comfy(**said: Any) -> dict[str, Row]:
-    return {f"{L}.weight": row("F8_E4M3", [8, 16]), f"{L}.weight_scale": ones([]), f"{L}.comfy_quant": text(said)}
+    return {
+        f"{L}.weight": row("F8_E4M3", [8, 16]),
+        f"{L}.weight_scale": ones([]),
+        f"{L}.comfy_quant": text(said),
+    }
 
 
 def torchao(kind: str, **data: Any) -> dict[str, str]:
     import json
 
-    said = {"_type": kind, "_data": {"block_size": [1, 16], **data}, "_tensor_data_names": ["qdata", "scale"]}
+    said = {
+        "_type": kind,
+        "_data": {"block_size": [1, 16], **data},
+        "_tensor_data_names": ["qdata", "scale"],
+    }
     return {"tensor_names": f'["{L}.weight"]', f"{L}.weight": json.dumps(said)}
 
 
@@ -197,19 +209,28 @@ def test_it_is_shown_and_explained(reason: str, tmp_path: Path, run: Run) -> Non
 def test_what_is_not_quantized_is_said_and_nothing_is_written(tmp_path: Path, run: Run) -> None:
     path = write(tmp_path / "model.safetensors", {"fc.weight": ones([4, 4])})
     done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
-    assert done.code == 2 and "nothing" in done.stderr and not (tmp_path / "out.safetensors").exists()
+    assert (
+        done.code == 2 and "nothing" in done.stderr and not (tmp_path / "out.safetensors").exists()
+    )
 
 
 def test_codes_that_are_only_a_cast_are_cast(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.safetensors", {"fc.weight": row("F8_E4M3", [4, 4]), "norm.scale": ones([4])})
+    path = write(
+        tmp_path / "model.safetensors",
+        {"fc.weight": row("F8_E4M3", [4, 4]), "norm.scale": ones([4])},
+    )
     assert not quantized.find(ckptkit.open(path))
-    assert ckptkit.cast(ckptkit.open(path), "bfloat16").weights["fc.weight"].dtype.name == "bfloat16"
+    assert (
+        ckptkit.cast(ckptkit.open(path), "bfloat16").weights["fc.weight"].dtype.name == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("command", ["average", "merge"])
 def test_codes_are_not_mixed(command: str, tmp_path: Path, run: Run) -> None:
     fp8 = write(tmp_path / "a" / "model.safetensors", FP8, config=BLOCKS)
-    gptq = write(tmp_path / "b" / "model.safetensors", GPTQ, config=method("gptq", bits=4, group_size=32))
+    gptq = write(
+        tmp_path / "b" / "model.safetensors", GPTQ, config=method("gptq", bits=4, group_size=32)
+    )
     done = run(command, fp8, fp8 if command == "average" else gptq, tmp_path / "out.safetensors")
     assert done.code == 2 and "fp8-block" in done.stderr and "--dequantize" in done.stderr
     assert not (tmp_path / "out.safetensors").exists()
@@ -232,6 +253,8 @@ def test_averaged_codes_are_not_taken_out(tmp_path: Path) -> None:
 
 def test_a_name_that_is_taken_is_a_collision(tmp_path: Path) -> None:
     tensors = {**GPTQ, f"{L}.weight": ones([16, 64])}
-    path = write(tmp_path / "model.safetensors", tensors, config=method("gptq", bits=4, group_size=32))
+    path = write(
+        tmp_path / "model.safetensors", tensors, config=method("gptq", bits=4, group_size=32)
+    )
     with pytest.raises(CollisionError, match="both"):
         ckptkit.dequantize(ckptkit.open(path))

@@ -20,7 +20,11 @@ from tests.quantized.test_refusals import BLOCKS, FP8, GPTQ, L, method
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     scale = row("F32", [2, 2], struct.pack("<4f", 0.5, 2, 4, 0.25))
-    tensors: dict[str, Row] = {**FP8, f"{L}.weight_scale_inv": scale, "norm.weight": ones([4], "BF16")}
+    tensors: dict[str, Row] = {
+        **FP8,
+        f"{L}.weight_scale_inv": scale,
+        "norm.weight": ones([4], "BF16"),
+    }
     return write(tmp_path / "codes" / "model.safetensors", tensors, config=BLOCKS)
 
 
@@ -51,27 +55,38 @@ def test_json_says_how_each_tensor_is_quantized(path: Path, run: Run) -> None:
     said = tensors[f"{L}.weight"]["quantization"]
     assert (said["family"], said["label"], said["reason"]) == ("fp8-block", "fp8 128x128", None)
     assert said["parts"] == [f"{L}.weight", f"{L}.weight_scale_inv"]
-    assert tensors[f"{L}.weight"]["nbytes"] == 200 * 130 + 16 and tensors["norm.weight"]["quantization"] is None
+    assert (
+        tensors[f"{L}.weight"]["nbytes"] == 200 * 130 + 16
+        and tensors["norm.weight"]["quantization"] is None
+    )
     assert found["totals"]["parameters"] == 26_004
     stored = {each["name"]: each for each in inspected(run, path, "--stored")["tensors"]}
     assert stored[f"{L}.weight_scale_inv"]["quantization"]["weight"] == f"{L}.weight"
 
 
 def test_statistics_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
-    ours, theirs = (json.loads(run("stats", "--json", each).stdout)["tensors"] for each in (path, plain))
-    assert {each["name"]: each["mean"] for each in ours} == {each["name"]: each["mean"] for each in theirs}
+    ours, theirs = (
+        json.loads(run("stats", "--json", each).stdout)["tensors"] for each in (path, plain)
+    )
+    assert {each["name"]: each["mean"] for each in ours} == {
+        each["name"]: each["mean"] for each in theirs
+    }
     assert len(json.loads(run("stats", "--json", "--stored", path).stdout)["tensors"]) == 3
 
 
 def test_values_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
     ours, theirs = (
-        json.loads(run("show", "--json", each, f"{L}.weight", "[126:130, 126:130]").stdout)["tensors"][0]["values"]
+        json.loads(run("show", "--json", each, f"{L}.weight", "[126:130, 126:130]").stdout)[
+            "tensors"
+        ][0]["values"]
         for each in (path, plain)
     )
     assert ours == theirs
 
 
-def test_codes_and_floats_are_compared_as_floats(path: Path, plain: Path, run: Run, tmp_path: Path) -> None:
+def test_codes_and_floats_are_compared_as_floats(
+    path: Path, plain: Path, run: Run, tmp_path: Path
+) -> None:
     assert run("diff", "--values", path, plain).code == 0
     assert run("diff", "--values", path, path).code == 0
     other = {**FP8, "norm.weight": ones([4], "BF16")}
@@ -97,7 +112,9 @@ def test_the_page_has_the_weights(path: Path, run: Run, tmp_path: Path) -> None:
 def test_the_doctor_names_the_family_and_the_command(path: Path, run: Run, tmp_path: Path) -> None:
     done = run("doctor", path)
     assert done.code == 1 and "fp8-block" in done.stdout and "--dequantize bfloat16" in done.stdout
-    empty = write(tmp_path / "empty" / "model.safetensors", {"fc.weight": ones([4, 4])}, config=BLOCKS)
+    empty = write(
+        tmp_path / "empty" / "model.safetensors", {"fc.weight": ones([4, 4])}, config=BLOCKS
+    )
     assert "no tensor is" in run("doctor", empty).stdout
 
 
@@ -108,11 +125,17 @@ def test_a_recipe_dequantizes(path: Path, run: Run, tmp_path: Path) -> None:
     assert ckptkit.open(tmp_path / "out.safetensors").weights[f"{L}.weight"].dtype.name == "float32"
 
 
-@pytest.mark.parametrize("words", [("--dequantize",), ("--dequantize", "fp32"), ("--dequantize=float16",)])
-def test_the_dtype_may_be_left_out(words: tuple[str, ...], path: Path, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [("--dequantize",), ("--dequantize", "fp32"), ("--dequantize=float16",)]
+)
+def test_the_dtype_may_be_left_out(
+    words: tuple[str, ...], path: Path, run: Run, tmp_path: Path
+) -> None:
     done = run("convert", *words, path, tmp_path / "out.safetensors")
     assert done.code == 0, done.stderr
-    wanted = {"--dequantize": "bfloat16", "fp32": "float32", "--dequantize=float16": "float16"}[words[-1]]
+    wanted = {"--dequantize": "bfloat16", "fp32": "float32", "--dequantize=float16": "float16"}[
+        words[-1]
+    ]
     assert ckptkit.open(tmp_path / "out.safetensors").weights[f"{L}.weight"].dtype.name == wanted
 
 
@@ -130,7 +153,9 @@ def test_integers_are_no_target(path: Path) -> None:
 
 def test_an_index_that_leads_out_of_the_scales_is_damage(tmp_path: Path, run: Run) -> None:
     tensors = {**GPTQ, f"{L}.g_idx": row("I32", [64], struct.pack("<64i", *([9] * 64)))}
-    path = write(tmp_path / "model.safetensors", tensors, config=method("gptq", bits=4, group_size=32))
+    path = write(
+        tmp_path / "model.safetensors", tensors, config=method("gptq", bits=4, group_size=32)
+    )
     done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
     assert done.code == 3 and "g_idx" in done.stderr
 

@@ -13,8 +13,12 @@ from safetensors.torch import save_file
 import ckptkit
 
 
-def dequantized(folder: Path, tensors: dict[str, torch.Tensor], config: Any, dtype: str = "float32") -> Any:
-    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+def dequantized(
+    folder: Path, tensors: dict[str, torch.Tensor], config: Any, dtype: str = "float32"
+) -> Any:
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return ckptkit.load(ckptkit.dequantize(ckptkit.open(folder / "model.safetensors"), dtype))
 
@@ -26,7 +30,9 @@ def spread(scale: torch.Tensor, height: int, width: int, like: torch.Tensor) -> 
 
 @pytest.mark.parametrize("shape", [(3, 130, 260), (2, 1, 7), (5, 300), (1, 1)])
 @pytest.mark.parametrize("block", [(128, 128), (64, 32), (1, 128)])
-def test_fp8_blocks_of_any_shape(shape: tuple[int, ...], block: tuple[int, int], tmp_path: Path) -> None:
+def test_fp8_blocks_of_any_shape(
+    shape: tuple[int, ...], block: tuple[int, int], tmp_path: Path
+) -> None:
     codes = torch.randn(shape).to(torch.float8_e4m3fn)
     grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
     scale = torch.rand(grid) * 300  # of which some are too large to be multiplied by 2**120
@@ -50,8 +56,12 @@ def test_all_codes_with_scales_of_any_size(code: torch.dtype, dtype: str, tmp_pa
 
 
 @pytest.mark.parametrize("order", [False, True], ids=["in order", "act-order"])
-@pytest.mark.parametrize(("bits", "rows", "columns", "size"), [(4, 4104, 64, 48), (8, 64, 4096, 128), (2, 32, 96, -1)])
-def test_gptq_of_any_shape(bits: int, rows: int, columns: int, size: int, order: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns", "size"), [(4, 4104, 64, 48), (8, 64, 4096, 128), (2, 32, 96, -1)]
+)
+def test_gptq_of_any_shape(
+    bits: int, rows: int, columns: int, size: int, order: bool, tmp_path: Path
+) -> None:
     draw = torch.Generator().manual_seed(bits)
     groups = 1 if size == -1 else -(-columns // size)
     codes = torch.randint(0, 1 << bits, (columns, rows), generator=draw)

@@ -33,7 +33,11 @@ def test_codes_of_4_bits_become_float32_in_little_memory(tmp_path: Path) -> None
     out = tmp_path / "out.safetensors"
     words = ["convert", str(path), str(out), "--dequantize", "float32", "--quiet"]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", MEASURE, *words],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert out.stat().st_size > 4 * ROWS * COLUMNS

@@ -1,4 +1,5 @@
-"""Weights that libraries quantized, dequantized byte for byte as the libraries do it (a NaN equals any NaN)."""
+"""Weights that libraries quantized, dequantized byte for byte as the libraries do it (a NaN equals
+any NaN)."""
 
 from __future__ import annotations
 
@@ -20,11 +21,17 @@ FOLDER = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "quantized"
 CASES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
 PICKLED = [name for name in CASES if (FOLDER / name / "model.pth").exists()]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-pytestmark = pytest.mark.skipif(not CASES, reason="CKPTKIT_VECTORS names no folder with vectors of quantized weights")
+pytestmark = pytest.mark.skipif(
+    not CASES, reason="CKPTKIT_VECTORS names no folder with vectors of quantized weights"
+)
 
 
 def is_nan(dtype: str, data: bytes) -> np.ndarray:
-    bits = np.frombuffer(data, "<u2").astype("<u4") << 16 if dtype == "BF16" else np.frombuffer(data, "<u4")
+    bits = (
+        np.frombuffer(data, "<u2").astype("<u4") << 16
+        if dtype == "BF16"
+        else np.frombuffer(data, "<u4")
+    )
     return np.isnan(bits.view("<f4"))
 
 
@@ -56,7 +63,13 @@ def test_every_byte_is_that_of_the_library(case: str, short: str, tmp_path: Path
 
 @pytest.mark.parametrize("case", PICKLED)
 def test_pickled_subclasses_are_read_like_their_files(case: str, tmp_path: Path, run: Run) -> None:
-    done = run("convert", FOLDER / case / "model.pth", tmp_path / "out.safetensors", "--dequantize", "float32")
+    done = run(
+        "convert",
+        FOLDER / case / "model.pth",
+        tmp_path / "out.safetensors",
+        "--dequantize",
+        "float32",
+    )
     assert done.code == 0, done.stderr
     assert_expected(read(tmp_path / "out.safetensors"), case, "fp32")
 
@@ -76,19 +89,26 @@ def test_any_part_is_a_part_of_the_whole(case: str) -> None:
                 assert b"".join(compute.stream(extent, start, stop)) == whole[start:stop]
 
 
-def test_the_command_line_writes_shards_and_a_configuration_that_says_nothing(tmp_path: Path, run: Run) -> None:
+def test_the_command_line_writes_shards_and_a_configuration_that_says_nothing(
+    tmp_path: Path, run: Run
+) -> None:
     case = FOLDER / "fp8-deepseek"
     done = run("convert", case, tmp_path / "out", "--dequantize", "--shard-size", "100kB")
     assert done.code == 0, done.stderr
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert not any("scale" in name for name in index["weight_map"]) and len(set(index["weight_map"].values())) > 1
+    assert (
+        not any("scale" in name for name in index["weight_map"])
+        and len(set(index["weight_map"].values())) > 1
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     before = json.loads((case / "config.json").read_text())
     del before["quantization_config"]
     assert config == before
     assert "2 weights: fp8 128x128 -> bfloat16" in done.stdout and "weight_scale_inv" in done.stdout
     shards = [read(path) for path in (tmp_path / "out").glob("*.safetensors")]
-    assert_expected({name: row for shard in shards for name, row in shard.items()}, "fp8-deepseek", "bf16")
+    assert_expected(
+        {name: row for shard in shards for name, row in shard.items()}, "fp8-deepseek", "bf16"
+    )
 
 
 def test_without_a_dtype_the_configuration_decides(tmp_path: Path) -> None:

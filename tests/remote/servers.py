@@ -1,4 +1,5 @@
-"""Servers on this machine for the tests of remote files: a real nginx, and one that misbehaves on demand."""
+"""Servers on this machine for the tests of remote files: a real nginx, and one that misbehaves on
+demand."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
+NGINX = shutil.which("nginx") or shutil.which(
+    "nginx", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin"
+)
 
 _CONFIG = """
 {user} daemon off; worker_processes 1; pid {state}/pid; error_log {state}/error.log;
@@ -57,7 +60,8 @@ class Nginx:
         self._marks = 0
 
     def answers(self) -> list[Answer]:
-        """The requests since the last time. One of our own shows that those before it have been logged."""
+        """The requests since the last time. One of our own shows that those before it have been
+        logged."""
         self._marks += 1
         mark = f"/mark-{self._marks}"
         with urllib.request.urlopen(f"{self.url}/page{mark}"):
@@ -66,7 +70,10 @@ class Nginx:
             time.sleep(0.01)
         lines = text.splitlines()
         new, self._seen = lines[self._seen : -1], len(lines)
-        return [Answer(int(s), int(n), method, path) for s, n, method, path in (line.split(" ", 3) for line in new)]
+        return [
+            Answer(int(s), int(n), method, path)
+            for s, n, method, path in (line.split(" ", 3) for line in new)
+        ]
 
 
 @contextmanager
@@ -78,7 +85,9 @@ def nginx(files: Path, state: Path) -> Iterator[Nginx]:
         port = free.getsockname()[1]
     (state / "users").write_text("user:{PLAIN}pa55\n")
     config = state / "nginx.conf"
-    user = "user root;" if hasattr(os, "geteuid") and os.geteuid() == 0 else ""  # who may read what the tests write
+    user = (
+        "user root;" if hasattr(os, "geteuid") and os.geteuid() == 0 else ""
+    )  # who may read what the tests write
     config.write_text(_CONFIG.format(user=user, state=state, files=files, port=port))
     process = subprocess.Popen([NGINX, "-c", config, "-e", state / "error.log"])
     try:
@@ -108,7 +117,8 @@ class Request(NamedTuple):
 
 
 class Misbehaving:
-    """Serves ranges of `data`, each as `behave` says: a Reply differs from a good answer in what it names."""
+    """Serves ranges of `data`, each as `behave` says: a Reply differs from a good answer in what it
+    names."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -142,7 +152,9 @@ def misbehaving(data: bytes) -> Iterator[Misbehaving]:
         def do_GET(self) -> None:
             found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"])
             assert found is not None
-            request = Request(len(served.requests), int(found[1]), min(int(found[2]) + 1, len(served.data)))
+            request = Request(
+                len(served.requests), int(found[1]), min(int(found[2]) + 1, len(served.data))
+            )
             served.requests.append(request)
             self._answer(request, served.behave(request))
 

@@ -26,11 +26,22 @@ def store() -> Iterator[fsspec.AbstractFileSystem]:
 def described(row: Row) -> tuple[object, ...]:
     """Everything about a tensor but where its bytes are."""
     tensor = row.tensor
-    return row.name, row.path, row.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.device
+    return (
+        row.name,
+        row.path,
+        row.storage,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride,
+        tensor.offset,
+        tensor.device,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fixture_behind_a_url(name: str, store: fsspec.AbstractFileSystem, tmp_path: Path) -> None:
+def test_a_fixture_behind_a_url(
+    name: str, store: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
     fixture = Fixture(name).needs_reader()
     store.put(str(fixture.path), f"/fixtures/{fixture.path.name}", recursive=fixture.path.is_dir())
     url = f"memory://fixtures/{fixture.path.name}"

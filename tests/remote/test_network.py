@@ -56,7 +56,9 @@ def test_what_broke_is_continued(length: bool, server: Misbehaving) -> None:
     source = opened(server)
     assert source.read(0, SIZE) == NOISE
     later = server.requests[1:]
-    assert [request.start for request in later] == [transports.HEAD + 100_000 * i for i in range(len(later))]
+    assert [request.start for request in later] == [
+        transports.HEAD + 100_000 * i for i in range(len(later))
+    ]
     assert {request.stop for request in later} == {SIZE}
 
 
@@ -104,7 +106,11 @@ def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.Monke
     ("reply", "kind", "said"),
     [
         (Reply(etag='"two"'), InputChangedError, "changed while it was read"),
-        (Reply(content_range=f"bytes {SIZE - 9}-{SIZE - 1}/{SIZE + 1}"), InputChangedError, "changed"),
+        (
+            Reply(content_range=f"bytes {SIZE - 9}-{SIZE - 1}/{SIZE + 1}"),
+            InputChangedError,
+            "changed",
+        ),
         (Reply(content_range=f"bytes 0-8/{SIZE}"), InputError, "does not send the range"),
         (Reply(content_range="words 1-2/3"), InputError, "does not send the range"),
         (Reply(ranges=False), InputError, "stopped sending ranges"),
@@ -115,7 +121,9 @@ def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.Monke
         (Reply(status=403), PathError, "access is denied"),
     ],
 )
-def test_another_file_is_refused(reply: Reply, kind: type[CkptkitError], said: str, server: Misbehaving) -> None:
+def test_another_file_is_refused(
+    reply: Reply, kind: type[CkptkitError], said: str, server: Misbehaving
+) -> None:
     source = opened(server)
     server.behave = after_the_first(reply)
     with pytest.raises(kind, match=said):
@@ -123,8 +131,11 @@ def test_another_file_is_refused(reply: Reply, kind: type[CkptkitError], said: s
 
 
 def test_a_change_is_noticed_between_the_pieces_of_a_range(server: Misbehaving) -> None:
-    """The first piece is cut, and what continues it is of another file: never are the two put together."""
-    server.behave = lambda request: Reply(cut=1_000) if request.number == 1 else Reply(etag=f'"{request.number // 2}"')
+    """The first piece is cut, and what continues it is of another file: never are the two put
+    together."""
+    server.behave = lambda request: (
+        Reply(cut=1_000) if request.number == 1 else Reply(etag=f'"{request.number // 2}"')
+    )
     server.etag = '"0"'
     source = opened(server)
     with pytest.raises(InputChangedError):
@@ -141,7 +152,9 @@ def test_conversion_over_a_bad_line(tmp_path: Path) -> None:
     state = {f"layer.{i}": torch.randn(50_000) for i in range(10)}
     torch.save(state, tmp_path / "run.pth")
     with misbehaving((tmp_path / "run.pth").read_bytes()) as served:
-        served.behave = lambda request: Reply(cut=70_000) if request.number % 3 else Reply(status=502)
+        served.behave = lambda request: (
+            Reply(cut=70_000) if request.number % 3 else Reply(status=502)
+        )
         ckptkit.save(ckptkit.open(served.url), tmp_path / "out.pth")
     again = torch.load(tmp_path / "out.pth")
     assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
@@ -166,7 +179,9 @@ def test_a_large_answer_without_ranges_and_length_is_not_swallowed(server: Misbe
 
 
 def test_a_page_without_a_length_is_looked_at(server: Misbehaving) -> None:
-    server.behave = lambda request: Reply(ranges=False, length=False, body=b"<!DOCTYPE html><html></html>")
+    server.behave = lambda request: Reply(
+        ranges=False, length=False, body=b"<!DOCTYPE html><html></html>"
+    )
     with pytest.raises(InputError, match="is an HTML page"):
         ckptkit.open(server.url)
 
@@ -209,10 +224,14 @@ class TestWindows:
         assert sorted(request[1:] for request in server.requests[1:]) == [
             (100_000, 100_150), (400_000, 400_050), (800_000, 800_050),
         ]  # fmt: skip
-        assert [source.read(at, 50) for at, _ in ranges] == [NOISE[at : at + 50] for at, _ in ranges]
+        assert [source.read(at, 50) for at, _ in ranges] == [
+            NOISE[at : at + 50] for at, _ in ranges
+        ]
         assert len(server.requests) == 4
 
-    @pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, -1), (SIZE, 1), (SIZE - 1, 2), (1 << 70, 1)])
+    @pytest.mark.parametrize(
+        ("offset", "length"), [(-1, 2), (0, -1), (SIZE, 1), (SIZE - 1, 2), (1 << 70, 1)]
+    )
     def test_beyond_the_end(self, offset: int, length: int, server: Misbehaving) -> None:
         source = opened(server)
         with pytest.raises(InputError):
@@ -221,14 +240,17 @@ class TestWindows:
 
 
 def test_interrupted(server: Misbehaving, tmp_path: Path) -> None:
-    """Ctrl-C while the network is silent ends the command, with its exit code, and leaves nothing."""
+    """Ctrl-C while the network is silent ends the command, with its exit code, and leaves
+    nothing."""
     server.behave = lambda request: Reply(stall=10)
     program = (
         "import _thread, threading; from ckptkit.cli import main;"
         "threading.Timer(1, _thread.interrupt_main).start(); main()"
     )
     command = [sys.executable, "-c", program, "convert", server.url, "out.pth"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=60
+    )
     assert done.returncode == 130, done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -258,7 +280,10 @@ def test_file_urls_are_local_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("nosuch://bucket/x.pth", "no file system is known for nosuch://"), ("memory://nothing.pth", "does not exist")],
+    [
+        ("nosuch://bucket/x.pth", "no file system is known for nosuch://"),
+        ("memory://nothing.pth", "does not exist"),
+    ],
 )
 def test_unknown_places(url: str, said: str) -> None:
     with pytest.raises(PathError, match=said):
@@ -274,7 +299,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("file:///etc/hostname", "not behind http"), ("s3://bucket/key", "not behind http"), ("/again", "without end")],
+    [
+        ("file:///etc/hostname", "not behind http"),
+        ("s3://bucket/key", "not behind http"),
+        ("/again", "without end"),
+    ],
 )
 def test_redirects_that_are_not_followed(target: str, said: str) -> None:
     class Handler(BaseHTTPRequestHandler):

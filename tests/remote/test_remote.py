@@ -17,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ckptkit
-from ckptkit.core.errors import CorruptError, FormatError, InputChangedError, InputError, PathError, UsageError
+from ckptkit.core.errors import (
+    CorruptError,
+    FormatError,
+    InputChangedError,
+    InputError,
+    PathError,
+    UsageError,
+)
 from ckptkit.formats import open_place
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.remote.servers import NGINX, Answer, Nginx, nginx
@@ -48,7 +55,12 @@ def served(web: Nginx) -> Nginx:
 def small() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     base = torch.randn(64, 32)
-    return {"module.a.weight": base, "module.a.bias": torch.arange(5.0), "module.tied": base, "module.row": base[3]}
+    return {
+        "module.a.weight": base,
+        "module.a.bias": torch.arange(5.0),
+        "module.tied": base,
+        "module.row": base[3],
+    }
 
 
 def large(tensors: int = 40, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
@@ -58,7 +70,9 @@ def large(tensors: int = 40, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
 
 
 def equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return list(ours) == list(theirs) and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 def fetched(answers: list[Answer]) -> int:
@@ -76,7 +90,11 @@ def sparse_pth(path: Path) -> None:
 def sparse_safetensors(path: Path) -> None:
     size = ROWS * 1024 * 4
     header = {
-        f"layers.{i}.attn.weight": {"dtype": "F32", "shape": [ROWS, 1024], "data_offsets": [i * size, (i + 1) * size]}
+        f"layers.{i}.attn.weight": {
+            "dtype": "F32",
+            "shape": [ROWS, 1024],
+            "data_offsets": [i * size, (i + 1) * size],
+        }
         for i in range(TENSORS)
     }
     text = json.dumps(header).encode()
@@ -103,12 +121,16 @@ def test_inspect_fetches_headers_only(kind: str, served: Nginx, run: Run) -> Non
 
 def test_a_large_pickle_is_fetched_once(served: Nginx) -> None:
     path = served.files / "many.pth"
-    torch.save({f"layers.{i}.attention.weight": torch.full((1,), float(i)) for i in range(20_000)}, path)
+    torch.save(
+        {f"layers.{i}.attention.weight": torch.full((1,), float(i)) for i in range(20_000)}, path
+    )
     with closing(ckptkit.open(f"{served.url}/many.pth")) as ck:
         assert len(ck.weights) == 20_000
     answers = served.answers()
     assert len(answers) <= REQUESTS
-    pickled_and_directory = path.stat().st_size - 20_000 * 64  # each storage is padded to 64 bytes, at least
+    pickled_and_directory = (
+        path.stat().st_size - 20_000 * 64
+    )  # each storage is padded to 64 bytes, at least
     assert fetched(answers) <= pickled_and_directory + HEADERS
 
 
@@ -139,14 +161,19 @@ def test_loading(kind: str, served: Nginx) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=kind == "pth")
     loaded = ckptkit.load(f"{served.url}/small.{kind}")
     expected = torch.load(path) if kind != "safetensors" else load_file(path)
-    assert {name: t.tolist() for name, t in loaded.items()} == {name: t.tolist() for name, t in expected.items()}
+    assert {name: t.tolist() for name, t in loaded.items()} == {
+        name: t.tolist() for name, t in expected.items()
+    }
     if kind != "safetensors":
         assert loaded["module.tied"].data_ptr() == loaded["module.a.weight"].data_ptr()
 
 
 def test_load_into_and_diff(served: Nginx) -> None:
     model = torch.nn.Linear(8, 4)
-    torch.save({f"module.{name}": value + 1 for name, value in model.state_dict().items()}, served.files / "model.pth")
+    torch.save(
+        {f"module.{name}": value + 1 for name, value in model.state_dict().items()},
+        served.files / "model.pth",
+    )
     expected = model.weight.detach() + 1
     url = f"{served.url}/model.pth"
     ckptkit.load_into(model, url)
@@ -155,8 +182,12 @@ def test_load_into_and_diff(served: Nginx) -> None:
     assert ckptkit.diff(url, url, values=True).equal
 
 
-@pytest.mark.parametrize("command", [["convert", "out.safetensors"], ["convert", "out.pth"], ["remap", "out.pth"]])
-def test_commands_write_what_torch_reads(command: list[str], served: Nginx, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [["convert", "out.safetensors"], ["convert", "out.pth"], ["remap", "out.pth"]]
+)
+def test_commands_write_what_torch_reads(
+    command: list[str], served: Nginx, run: Run, tmp_path: Path
+) -> None:
     state = large()
     torch.save(state, served.files / "large.pth")
     size = (served.files / "large.pth").stat().st_size
@@ -187,11 +218,15 @@ def test_short_ranges_are_fetched_together(served: Nginx, tmp_path: Path) -> Non
     assert len(served.answers()) < 100
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak of memory is read from /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the peak of memory is read from /proc"
+)
 def test_memory_stays_bounded(served: Nginx, tmp_path: Path) -> None:
     """A file of 1 GiB, of which no more than some pieces are in memory at a time."""
     path = served.files / "gig.safetensors"
-    header = json.dumps({"a": {"dtype": "U8", "shape": [1 << 30], "data_offsets": [0, 1 << 30]}}).encode()
+    header = json.dumps(
+        {"a": {"dtype": "U8", "shape": [1 << 30], "data_offsets": [0, 1 << 30]}}
+    ).encode()
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + (1 << 30))
@@ -201,7 +236,9 @@ def test_memory_stays_bounded(served: Nginx, tmp_path: Path) -> None:
     )
     out = tmp_path / "out.safetensors"
     command = [sys.executable, "-c", program, f"{served.url}/gig.safetensors", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=True
+    )
     path.unlink()
     assert out.stat().st_size > 1 << 30
     assert int(done.stdout) < 160 << 10  # KiB
@@ -221,7 +258,10 @@ class TestShards:
     def test_an_index_opens_its_shards(self, folder: Path, served: Nginx) -> None:
         url = f"{served.url}/model/model.safetensors.index.json"
         loaded = ckptkit.load(f"{url}?download=true")
-        assert {name: value.tolist() for name, value in loaded.items()} == {"a": [0, 1, 2, 3], "b": [0, 1, 2]}
+        assert {name: value.tolist() for name, value in loaded.items()} == {
+            "a": [0, 1, 2, 3],
+            "b": [0, 1, 2],
+        }
         answers = served.answers()
         assert len(answers) == 3  # one for each file
         assert {answer.path.partition("?")[2] for answer in answers} == {"download=true"}
@@ -272,8 +312,12 @@ def test_it_is_removed_meanwhile(served: Nginx, tmp_path: Path) -> None:
         ("empty.pth", FormatError, "is empty", None),
     ],
 )
-def test_refusals(path: str, kind: type[InputError], said: str, hint: str | None, served: Nginx) -> None:
-    (served.files / "pointer.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+def test_refusals(
+    path: str, kind: type[InputError], said: str, hint: str | None, served: Nginx
+) -> None:
+    (served.files / "pointer.pth").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+    )
     (served.files / "empty.pth").touch()
     with pytest.raises(kind, match=said) as caught:
         ckptkit.open(f"{served.url}/{path}")
@@ -288,7 +332,9 @@ def test_a_server_without_ranges(served: Nginx) -> None:
     assert equal(loaded, torch.load(served.files / "small.pth"))
     assert [answer.status for answer in served.answers()] == [200]
     sparse_safetensors(served.files / "huge.safetensors")
-    with pytest.raises(InputError, match=r"no ranges, and 10,\d+,\d+,\d+ bytes are too many") as caught:
+    with pytest.raises(
+        InputError, match=r"no ranges, and 10,\d+,\d+,\d+ bytes are too many"
+    ) as caught:
         ckptkit.open(f"{served.url}/whole/huge.safetensors")
     assert caught.value.hint == f"fetch it first: curl -O '{served.url}/whole/huge.safetensors'"
     (served.files / "huge.safetensors").unlink()
@@ -306,12 +352,18 @@ def test_an_unknown_host() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_credentials_are_not_shown(options: list[str], served: Nginx, run: Run, tmp_path: Path) -> None:
+def test_credentials_are_not_shown(
+    options: list[str], served: Nginx, run: Run, tmp_path: Path
+) -> None:
     torch.save(small(), served.files / "small.pth")
     place = f"user:pa55@127.0.0.1:{served.port}/secret"
     for source in ("small.pth?sig=s1gnature", "nothing.pth?sig=s1gnature"):
         url = f"http://{place}/{source}"
-        for command in (["inspect", *options, url], ["strip-module", *options, url, "out.pth"], ["inspect", url, url]):
+        for command in (
+            ["inspect", *options, url],
+            ["strip-module", *options, url, "out.pth"],
+            ["inspect", url, url],
+        ):
             done = run(*command, cwd=tmp_path)
             assert done.code == (0 if source.startswith("small") else 3), done.stderr
             assert "pa55" not in done.stdout + done.stderr
@@ -323,10 +375,10 @@ def test_credentials_are_not_shown(options: list[str], served: Nginx, run: Run, 
 
 
 def test_a_traceback_shows_no_credentials(served: Nginx) -> None:
-    program = (
-        f"import ckptkit; ckptkit.open('http://user:wr0ng@127.0.0.1:{served.port}/secret/small.pth?sig=s1gnature')"
+    program = f"import ckptkit; ckptkit.open('http://user:wr0ng@127.0.0.1:{served.port}/secret/small.pth?sig=s1gnature')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT)
     assert "access is denied" in done.stderr
     raised = done.stderr[done.stderr.index("ckptkit.errors.") :]
     assert "wr0ng" not in raised
@@ -367,8 +419,8 @@ def test_sources_travel_to_workers(served: Nginx) -> None:
 
 def test_local_files_do_not_pay(tmp_path: Path) -> None:
     torch.save(small(), tmp_path / "small.pth")
-    program = (
-        "import sys, ckptkit; ckptkit.open('small.pth'); print({'fsspec', 'aiohttp', 'asyncio'} & set(sys.modules))"
+    program = "import sys, ckptkit; ckptkit.open('small.pth'); print({'fsspec', 'aiohttp', 'asyncio'} & set(sys.modules))"
+    done = subprocess.run(
+        [COMMAND[0], "-c", program], capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path
     )
-    done = subprocess.run([COMMAND[0], "-c", program], capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path)
     assert done.stdout == "set()\n", done.stderr

@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.core.errors import InputChangedError, InputError, OutputError, OutputExistsError, PathError, UsageError
+from ckptkit.core.errors import (
+    InputChangedError,
+    InputError,
+    OutputError,
+    OutputExistsError,
+    PathError,
+    UsageError,
+)
 from tests.conftest import Run
 
 s3fs = pytest.importorskip("s3fs")
@@ -112,8 +119,13 @@ def test_few_bytes_are_fetched(store: Any, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_folder_of_shards(store: Any, tmp_path: Path, s3_run: Run) -> None:
     for number, name in enumerate("ab", 1):
-        save_file({name: torch.full((3,), float(number))}, tmp_path / f"model-{number:05}-of-00002.safetensors")
-    places = {name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate("ab", 1)}
+        save_file(
+            {name: torch.full((3,), float(number))},
+            tmp_path / f"model-{number:05}-of-00002.safetensors",
+        )
+    places = {
+        name: f"model-{number:05}-of-00002.safetensors" for number, name in enumerate("ab", 1)
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     for file in tmp_path.iterdir():
         put(store, file, f"shards/{file.name}")
@@ -123,7 +135,10 @@ def test_a_folder_of_shards(store: Any, tmp_path: Path, s3_run: Run) -> None:
         f"s3://{BUCKET}/shards/model.safetensors.index.json",
     ):
         loaded = ckptkit.load(url)
-        assert {name: tensor.tolist() for name, tensor in loaded.items()} == {"a": [1, 1, 1], "b": [2, 2, 2]}
+        assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+            "a": [1, 1, 1],
+            "b": [2, 2, 2],
+        }
     done = s3_run("inspect", f"s3://{BUCKET}/shards")
     assert done.code == 0, done.stderr
 
@@ -145,7 +160,9 @@ def test_refusals(url: str, store: Any, run: Run, account: dict[str, str]) -> No
     with pytest.raises(InputError, match="is a folder that holds no checkpoint"):
         store.pipe(f"{BUCKET}/notes/readme", b"hello")
         ckptkit.open(f"s3://{BUCKET}/notes")
-    done = run("inspect", url, env={**account, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""})
+    done = run(
+        "inspect", url, env={**account, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    )
     assert done.code == 3
     assert "needs credentials" in done.stderr
 
@@ -158,7 +175,9 @@ class TestUpload:
         assert f"wrote {out}" in done.stdout
         store.invalidate_cache()
         store.get(f"{BUCKET}/out.safetensors", str(tmp_path / "out.safetensors"))
-        assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"])
+        assert torch.equal(
+            load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"]
+        )
 
     def test_checksums_come_first(self, store: Any, tmp_path: Path) -> None:
         """A .pth out of a file without checksums: they stand before the bytes that they are of."""
@@ -170,16 +189,23 @@ class TestUpload:
         loaded = torch.load(tmp_path / "out.pth")
         assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
 
-    def test_in_several_parts(self, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_in_several_parts(
+        self, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("ckptkit.publish.upload.PART", 5 << 20)  # the least that S3 takes
         big = {f"layer.{i}": torch.randn(1 << 18) for i in range(13)}
         torch.save(big, tmp_path / "in.pth")
         counts: list[int] = []
         ck = ckptkit.open(tmp_path / "in.pth")
-        ckptkit.save(ck, f"s3://{BUCKET}/out.pth", progress=lambda count, total: counts.append(count))
+        ckptkit.save(
+            ck, f"s3://{BUCKET}/out.pth", progress=lambda count, total: counts.append(count)
+        )
         assert sum(counts) == store.size(f"{BUCKET}/out.pth")
         store.get(f"{BUCKET}/out.pth", str(tmp_path / "out.pth"))
-        assert all(torch.equal(tensor, big[name]) for name, tensor in torch.load(tmp_path / "out.pth").items())
+        assert all(
+            torch.equal(tensor, big[name])
+            for name, tensor in torch.load(tmp_path / "out.pth").items()
+        )
 
     @pytest.mark.parametrize("size", [1_000, 3 << 20])
     def test_a_failure_leaves_nothing(
@@ -213,7 +239,9 @@ class TestUpload:
 def test_a_bucket_that_keeps_versions(store: Any, s3_run: Run, tmp_path: Path) -> None:
     """Listings do not say which version a file is, and requests for the file do."""
     store.mkdir("kept")
-    store.call_s3("put_bucket_versioning", Bucket="kept", VersioningConfiguration={"Status": "Enabled"})
+    store.call_s3(
+        "put_bucket_versioning", Bucket="kept", VersioningConfiguration={"Status": "Enabled"}
+    )
     torch.save(state(), tmp_path / "run.pth")
     ckptkit.save(ckptkit.open(tmp_path / "run.pth"), tmp_path / "shards", format="sharded")
     store.put(str(tmp_path / "shards"), "kept/shards", recursive=True)
@@ -221,4 +249,6 @@ def test_a_bucket_that_keeps_versions(store: Any, s3_run: Run, tmp_path: Path) -
     assert store.info("kept/shards/model.safetensors")["VersionId"]
     done = s3_run("convert", "s3://kept/shards", tmp_path / "out.pth")
     assert done.code == 0, done.stderr
-    assert torch.equal(torch.load(tmp_path / "out.pth", weights_only=True)["module.bias"], state()["module.bias"])
+    assert torch.equal(
+        torch.load(tmp_path / "out.pth", weights_only=True)["module.bias"], state()["module.bias"]
+    )

@@ -11,13 +11,22 @@ from ckptkit.remote.urls import behind_page, beside, is_url, shown, split
 
 
 @pytest.mark.parametrize(
-    "url", ["https://host/run.pth", "s3://bucket/run.pth", "hf://org/model/x", "simplecache::s3://b/x", "memory://x"]
+    "url",
+    [
+        "https://host/run.pth",
+        "s3://bucket/run.pth",
+        "hf://org/model/x",
+        "simplecache::s3://b/x",
+        "memory://x",
+    ],
 )
 def test_urls(url: str) -> None:
     assert is_url(url)
 
 
-@pytest.mark.parametrize("path", ["run.pth", "/tmp/run.pth", "C:\\run.pth", "c://run.pth", "a::b", "./a://b", "", None])
+@pytest.mark.parametrize(
+    "path", ["run.pth", "/tmp/run.pth", "C:\\run.pth", "c://run.pth", "a::b", "./a://b", "", None]
+)
 def test_paths(path: str | None) -> None:
     assert not is_url(path)
 
@@ -46,13 +55,22 @@ def test_secrets_are_masked(url: str, safe: str) -> None:
 @pytest.mark.parametrize(
     ("page", "file"),
     [
-        ("https://huggingface.co/org/model/blob/main/x.pth", "https://huggingface.co/org/model/resolve/main/x.pth"),
+        (
+            "https://huggingface.co/org/model/blob/main/x.pth",
+            "https://huggingface.co/org/model/resolve/main/x.pth",
+        ),
         (
             "https://huggingface.co/org/model/raw/main/a/x.pth?y",
             "https://huggingface.co/org/model/resolve/main/a/x.pth",
         ),
-        ("https://huggingface.co/datasets/o/d/blob/main/x", "https://huggingface.co/datasets/o/d/resolve/main/x"),
-        ("https://github.com/org/repo/blob/main/x.pth", "https://github.com/org/repo/raw/main/x.pth"),
+        (
+            "https://huggingface.co/datasets/o/d/blob/main/x",
+            "https://huggingface.co/datasets/o/d/resolve/main/x",
+        ),
+        (
+            "https://github.com/org/repo/blob/main/x.pth",
+            "https://github.com/org/repo/raw/main/x.pth",
+        ),
         ("https://huggingface.co/org/model/resolve/main/x.pth", None),
         ("https://example.org/org/model/blob/main/x.pth", None),
         ("runs/blob/x.pth", None),
@@ -66,7 +84,10 @@ def test_a_page_says_where_the_file_is() -> None:
     page = Memory(b"<!doctype html><html>", "https://huggingface.co/org/model/blob/main/x.pth")
     with pytest.raises(FormatError, match="is an HTML page") as caught:
         formats.read(page)
-    assert caught.value.hint == "the file itself is at https://huggingface.co/org/model/resolve/main/x.pth"
+    assert (
+        caught.value.hint
+        == "the file itself is at https://huggingface.co/org/model/resolve/main/x.pth"
+    )
 
 
 def test_a_folder_keeps_the_query() -> None:

@@ -1,4 +1,5 @@
-"""What the tests of batches share: many small checkpoints, work that dies, a Dask cluster on this machine."""
+"""What the tests of batches share: many small checkpoints, work that dies, a Dask cluster on this
+machine."""
 
 from __future__ import annotations
 
@@ -20,18 +21,24 @@ from tests.conftest import ENVIRONMENT
 
 
 def make(folder: Path, count: int) -> list[Path]:
-    """`count` checkpoints that differ, in folders of ten; torch makes one, the number is put into its bytes."""
+    """`count` checkpoints that differ, in folders of ten; torch makes one, the number is put into
+    its bytes."""
     import torch  # not at once: workers import this file
 
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"module.weight": torch.full((4,), -1.0), "module.bias": torch.zeros(2)}, folder / "first.pth")
+    torch.save(
+        {"module.weight": torch.full((4,), -1.0), "module.bias": torch.zeros(2)},
+        folder / "first.pth",
+    )
     data = (folder / "first.pth").read_bytes()
     (folder / "first.pth").unlink()
     at = data.index(torch.full((4,), -1.0).numpy().tobytes())
     paths = [folder / f"{number // 10:04}" / f"{number}.pth" for number in range(count)]
     for number, path in enumerate(paths):
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data[:at] + torch.tensor([float(number)]).numpy().tobytes() + data[at + 4 :])
+        path.write_bytes(
+            data[:at] + torch.tensor([float(number)]).numpy().tobytes() + data[at + 4 :]
+        )
     return paths
 
 
@@ -52,7 +59,8 @@ def slow(source: str, destination: str, *, force: bool, dry_run: bool) -> Conver
 
 
 def deadly(source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
-    """Ends the process, half-written output and all: for ``killer`` always, for ``once`` the first time."""
+    """Ends the process, half-written output and all: for ``killer`` always, for ``once`` the first
+    time."""
     name = Path(source).stem
     once = Path(source).with_suffix(".was-here")
     if name == "killer" or (name == "once" and not once.exists()):
@@ -93,7 +101,13 @@ class Dask:
         self.workers += [self._start("worker", *options) for _ in range(count)]
 
     def _start(self, what: str, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", f"distributed.cli.dask_{what}", "--scheduler-file", str(self._file)]
+        command = [
+            sys.executable,
+            "-m",
+            f"distributed.cli.dask_{what}",
+            "--scheduler-file",
+            str(self._file),
+        ]
         return subprocess.Popen(
             [*command, *options, "--no-dashboard"], cwd=self._folder, env=self._env, stdout=self._log,
             stderr=self._log,
@@ -113,7 +127,10 @@ class Dask:
 
 @contextmanager
 def dask(
-    folder: Path, workers: int, env: dict[str, str] | None = None, options: tuple[str, ...] = ("--no-nanny",)
+    folder: Path,
+    workers: int,
+    env: dict[str, str] | None = None,
+    options: tuple[str, ...] = ("--no-nanny",),
 ) -> Iterator[Dask]:
     cluster = Dask(folder, env or {})
     try:

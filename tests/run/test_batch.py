@@ -43,7 +43,9 @@ def jobs_of(pattern: object, into: Path, **options: Any) -> list[batch.Job]:
     return batch.plan(batch.find([str(pattern)], str(into)), ["strip"], **options)
 
 
-def run_all(work: batch.Work, jobs: Sequence[batch.Job], into: Path, **options: Any) -> dict[str, batch.Outcome]:
+def run_all(
+    work: batch.Work, jobs: Sequence[batch.Job], into: Path, **options: Any
+) -> dict[str, batch.Outcome]:
     with closing(batch.run(work, jobs, str(into), **options)) as results:
         return {job.output: outcome for job, outcome in results}
 
@@ -84,10 +86,18 @@ def counts(answer: dict[str, Any]) -> dict[str, int]:
 
 class TestCommands:
     def test_strip_module(self, runs: list[Path], into: Path, run: Run, tmp_path: Path) -> None:
-        done = run("batch", "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2)
-        assert (done.code, done.stdout.split(";")[0]) == (0, f"strip-module into {into}: wrote 25"), done.stderr
+        done = run(
+            "batch", "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2
+        )
+        assert (done.code, done.stdout.split(";")[0]) == (
+            0,
+            f"strip-module into {into}: wrote 25",
+        ), done.stderr
         assert contents(into) == expected(runs, tmp_path)
-        assert without_sum(into / "0001/13.pth") == {"weight": [13.0, -1.0, -1.0, -1.0], "bias": [0.0, 0.0]}
+        assert without_sum(into / "0001/13.pth") == {
+            "weight": [13.0, -1.0, -1.0, -1.0],
+            "bias": [0.0, 0.0],
+        }
 
     @pytest.mark.parametrize(
         "command",
@@ -96,7 +106,9 @@ class TestCommands:
             "convert --format safetensors --cast float16", "recover", "extract --key module.weight",
         ],
     )  # fmt: skip
-    def test_each_does_what_it_does_alone(self, command: str, tmp_path: Path, into: Path, run: Run) -> None:
+    def test_each_does_what_it_does_alone(
+        self, command: str, tmp_path: Path, into: Path, run: Run
+    ) -> None:
         (source,) = make(tmp_path / "runs", 1)
         suffix = ".safetensors" if "convert" in command else ".pth"
         words = command.split()
@@ -131,7 +143,10 @@ class TestCommands:
 
     def test_help_has_the_options_of_the_command(self, run: Run) -> None:
         text = run("batch", "remap", "--help").stdout
-        assert all(each in text for each in ("--map", "--values", "--into DIR", "--workers", "SRC...", "batch/1"))
+        assert all(
+            each in text
+            for each in ("--map", "--values", "--into DIR", "--workers", "SRC...", "batch/1")
+        )
         assert "DST" not in text and "--in-place" not in text
 
     def test_options_that_do_not_go_together(self, runs: list[Path], into: Path, run: Run) -> None:
@@ -145,7 +160,10 @@ class TestCommands:
         assert (counts(answer), into.exists()) == ({"planned": 25}, False)
         batch_json(run, "strip-module", "--into", into, *runs[:1])
         done = run("batch", "strip-module", "--dry-run", "--into", into, runs[0], runs[11])
-        assert f"done before 0.pth: from {runs[0]}\nwould write 11.pth: from {runs[11]}\n" in done.stdout
+        assert (
+            f"done before 0.pth: from {runs[0]}\nwould write 11.pth: from {runs[11]}\n"
+            in done.stdout
+        )
 
 
 class TestNames:
@@ -155,7 +173,9 @@ class TestNames:
         assert [job.output for job in jobs_of(runs[3], into)] == ["3.pth"]
 
     def test_suffixes(self, runs: list[Path], into: Path, tmp_path: Path) -> None:
-        assert [job.output for job in jobs_of(runs[0], into, format="safetensors")] == ["0.safetensors"]
+        assert [job.output for job in jobs_of(runs[0], into, format="safetensors")] == [
+            "0.safetensors"
+        ]
         assert [job.output for job in jobs_of(runs[0], into, format="torch-zip")] == ["0.pth"]
         assert [job.output for job in jobs_of(runs[0], into, shards=True)] == ["0"]
         (tmp_path / "run.pth.tar").write_bytes(runs[0].read_bytes())
@@ -166,7 +186,10 @@ class TestNames:
         for step in (1, 2):
             folder = tmp_path / f"steps/step-{step}"
             folder.mkdir(parents=True)
-            save_file({"module.w": torch.full((2,), float(step))}, folder / "model-00001-of-00001.safetensors")
+            save_file(
+                {"module.w": torch.full((2,), float(step))},
+                folder / "model-00001-of-00001.safetensors",
+            )
             places = {"weight_map": {"module.w": "model-00001-of-00001.safetensors"}}
             (folder / "model.safetensors.index.json").write_text(json.dumps(places))
         pattern = tmp_path / "steps/step-*"
@@ -186,10 +209,14 @@ class TestNames:
         assert str(runs[0]) in done.stderr and "more/0.pth" in done.stderr
         (runs[0].parent / "0").mkdir()
         (runs[0].parent / "0/x.pth").write_bytes(runs[0].read_bytes())
-        with pytest.raises(UsageError, match="in each other's way"):  # a folder 0, and a folder x in it
+        with pytest.raises(
+            UsageError, match="in each other's way"
+        ):  # a folder 0, and a folder x in it
             jobs_of(tmp_path / "runs/**/[0x].pth", into, shards=True)
 
-    def test_one_file_named_twice_is_one(self, runs: list[Path], tmp_path: Path, into: Path) -> None:
+    def test_one_file_named_twice_is_one(
+        self, runs: list[Path], tmp_path: Path, into: Path
+    ) -> None:
         assert len(batch.find([str(runs[0]), f"{runs[0].parent}/../0000/0.pth"], str(into))) == 1
 
     def test_outputs_are_no_inputs(self, runs: list[Path], tmp_path: Path, run: Run) -> None:
@@ -210,7 +237,9 @@ class TestNames:
 
 
 class TestSkipping:
-    def test_what_is_done_is_not_done_again(self, runs: list[Path], into: Path, tmp_path: Path, run: Run) -> None:
+    def test_what_is_done_is_not_done_again(
+        self, runs: list[Path], into: Path, tmp_path: Path, run: Run
+    ) -> None:
         args = ("strip-module", "--into", into, tmp_path / "runs/**/*.pth")
         assert counts(batch_json(run, *args)) == {"done": 25}
         assert counts(batch_json(run, *args)) == {"skipped": 25}
@@ -226,7 +255,9 @@ class TestSkipping:
         batch_json(run, "strip-module", *args)
         assert counts(batch_json(run, "add-module", *args)) == {"done": 2}
         assert counts(batch_json(run, "add-module", "--prefix", "x.", *args)) == {"done": 2}
-        assert counts(batch_json(run, "add-module", "--prefix", "x.", "--durable", *args)) == {"skipped": 2}
+        assert counts(batch_json(run, "add-module", "--prefix", "x.", "--durable", *args)) == {
+            "skipped": 2
+        }
         assert "x.module.bias" in without_sum(into / "0.pth")
 
     def test_folders_are_never_replaced(self, runs: list[Path], into: Path, run: Run) -> None:
@@ -238,7 +269,9 @@ class TestSkipping:
         answer = batch_json(run, "add-module", *args, code=2)
         assert "is a folder that is not empty" in answer["jobs"][0]["error"]
 
-    def test_what_somebody_changed_is_not_replaced(self, runs: list[Path], into: Path, run: Run) -> None:
+    def test_what_somebody_changed_is_not_replaced(
+        self, runs: list[Path], into: Path, run: Run
+    ) -> None:
         args = ("strip-module", "--into", into, *runs[:2])
         batch_json(run, *args)
         (into / "0.pth").write_bytes(b"mine")
@@ -260,8 +293,12 @@ class TestSkipping:
         assert counts(batch_json(run, *args, code=2)) == {"found": 2, "failed": 1}
         assert counts(batch_json(run, *args, "--force")) == {"skipped": 2, "done": 1}
 
-    @pytest.mark.parametrize("end", [b'{"output": "0000/1.p', b"\xff\x00", b'{"output": 3}\n[]\nnull\n{}\n'])
-    def test_a_torn_manifest(self, end: bytes, runs: list[Path], into: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "end", [b'{"output": "0000/1.p', b"\xff\x00", b'{"output": 3}\n[]\nnull\n{}\n']
+    )
+    def test_a_torn_manifest(
+        self, end: bytes, runs: list[Path], into: Path, tmp_path: Path
+    ) -> None:
         jobs = jobs_of(tmp_path / "runs/0000/*.pth", into)
         run_all(strip, jobs[:5], into)
         with (into / manifest.NAME).open("ab") as file:
@@ -271,7 +308,10 @@ class TestSkipping:
 
     def test_one_batch_at_a_time(self, runs: list[Path], into: Path, tmp_path: Path) -> None:
         pytest.importorskip("fcntl")
-        with manifest.opened(str(into)), pytest.raises(UsageError, match="another batch is writing there"):
+        with (
+            manifest.opened(str(into)),
+            pytest.raises(UsageError, match="another batch is writing there"),
+        ):
             run_all(strip, jobs_of(runs[0], into), into)
         assert states(run_all(strip, jobs_of(runs[0], into), into)) == {"done": 1}
 
@@ -293,14 +333,22 @@ class TestFailures:
         runs[3].write_bytes(runs[3].read_bytes()[:-100])
         torch.save({"module.w": torch.ones(1), "w": torch.ones(1)}, runs[12])
         runs[20].unlink()
-        done = run("batch", "strip-module", "--into", into, *runs, tmp_path / "gone.pth", "--workers", 2)
-        assert (done.code, f"strip-module into {into}: wrote 22, failed 4" in done.stdout) == (3, True), done
+        done = run(
+            "batch", "strip-module", "--into", into, *runs, tmp_path / "gone.pth", "--workers", 2
+        )
+        assert (done.code, f"strip-module into {into}: wrote 22, failed 4" in done.stdout) == (
+            3,
+            True,
+        ), done
         lines = [line for line in done.stderr.splitlines() if line.startswith("ckptkit: ")]
-        assert [str(path) in line for path, line in zip((runs[3], runs[12], runs[20]), lines, strict=False)] == [
-            True
-        ] * 3
+        assert [
+            str(path) in line
+            for path, line in zip((runs[3], runs[12], runs[20]), lines, strict=False)
+        ] == [True] * 3
         assert set(contents(into)) == {path.name for path in runs} - {"3.pth", "12.pth", "20.pth"}
-        answer = batch_json(run, "strip-module", "--into", into, *[path for path in runs if path.exists()], code=3)
+        answer = batch_json(
+            run, "strip-module", "--into", into, *[path for path in runs if path.exists()], code=3
+        )
         assert counts(answer) == {"skipped": 22, "failed": 2}
 
     def test_warnings_name_their_file(self, tmp_path: Path, into: Path, run: Run) -> None:
@@ -309,10 +357,14 @@ class TestFailures:
         done = run("batch", "strip-module", "--into", into, tmp_path / "*.pth")
         assert done.stderr.startswith("ckptkit: 00.pth: ")
         assert done.stderr.endswith("ckptkit: 10 more files with warnings, which --json lists\n")
-        assert run("batch", "strip-module", "-q", "--into", tmp_path / "quiet", tmp_path / "*.pth")[1:] == ("", "")
+        assert run("batch", "strip-module", "-q", "--into", tmp_path / "quiet", tmp_path / "*.pth")[
+            1:
+        ] == ("", "")
 
     @pytest.mark.parametrize(("shown", "code"), [("b\x1b[2Jad.pth", 3)])
-    def test_names_are_escaped(self, shown: str, code: int, tmp_path: Path, into: Path, run: Run) -> None:
+    def test_names_are_escaped(
+        self, shown: str, code: int, tmp_path: Path, into: Path, run: Run
+    ) -> None:
         (tmp_path / shown).write_bytes(b"text")
         done = run("batch", "strip-module", "--into", into, tmp_path / shown)
         assert done.code == code and "\x1b" not in done.stdout + done.stderr
@@ -328,14 +380,20 @@ class TestKilled:
         with workers.opened(2) as pool:
             found = run_all(deadly, jobs, into, pool=pool)
         assert "its worker was killed, twice" in str(found.pop("0000/killer.pth").error)
-        assert set(states(found)) == {"done", "found"}  # found: made by a worker that died before it could say so
+        assert set(states(found)) == {
+            "done",
+            "found",
+        }  # found: made by a worker that died before it could say so
         assert len(contents(into)) == 39  # and nothing half-written
         assert all(set(without_sum(into / name)) == {"weight", "bias"} for name in contents(into))
 
     def test_from_outside(self, tmp_path: Path, into: Path) -> None:
         runs = make(tmp_path / "runs", 60)
         jobs = jobs_of(tmp_path / "runs/**/*.pth", into)
-        with workers.opened(2) as pool, closing(batch.run(slow, jobs, str(into), pool=pool)) as results:
+        with (
+            workers.opened(2) as pool,
+            closing(batch.run(slow, jobs, str(into), pool=pool)) as results,
+        ):
             assert pool is not None
             found = dict([next(results)])
             os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
@@ -356,7 +414,10 @@ class TestKilled:
         want = expected(runs, tmp_path)
         args = ("strip-module", "--into", into, tmp_path / "runs/**/*.pth")
         client = subprocess.Popen(
-            [*COMMAND, "batch", *map(str, args), "--workers", "2"], env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.PIPE
+            [*COMMAND, "batch", *map(str, args), "--workers", "2"],
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
         )
         deadline = time.monotonic() + 60
         while noted(into) < 60:
@@ -379,12 +440,16 @@ class TestKilled:
 
 def test_thousands_of_small_files(tmp_path: Path, into: Path, run: Run) -> None:
     runs = make(tmp_path / "runs", 10_000)
-    answer = batch_json(run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2)
+    answer = batch_json(
+        run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2
+    )
     assert counts(answer) == {"done": 10_000}
     for path in runs[::997]:
         number = float(path.stem)
         assert without_sum(into / path.relative_to(tmp_path / "runs"))["weight"][0] == number
-    assert counts(batch_json(run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth")) == {"skipped": 10_000}
+    assert counts(batch_json(run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth")) == {
+        "skipped": 10_000
+    }
 
 
 def test_a_package_that_is_not_installed_is_no_bug() -> None:

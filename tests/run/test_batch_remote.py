@@ -1,4 +1,5 @@
-"""Batches of objects in a bucket: moto's S3 server on this machine, for inputs, for outputs, for both."""
+"""Batches of objects in a bucket: moto's S3 server on this machine, for inputs, for outputs, for
+both."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def account() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def store(account: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def store(
+    account: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Any]:
     """The file system, with a bucket of 12 inputs."""
     for name, value in account.items():
         monkeypatch.setenv(name, value)
@@ -53,7 +56,9 @@ def store(account: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     fs = s3fs.S3FileSystem()
     fs.mkdir(BUCKET)
     for path in make(tmp_path / "in", 12):
-        fs.pipe_file(f"{BUCKET}/in/{path.relative_to(tmp_path / 'in').as_posix()}", path.read_bytes())
+        fs.pipe_file(
+            f"{BUCKET}/in/{path.relative_to(tmp_path / 'in').as_posix()}", path.read_bytes()
+        )
     yield fs
     fs.rm(BUCKET, recursive=True)
     s3fs.S3FileSystem.clear_instance_cache()
@@ -82,7 +87,9 @@ def expected(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("options", [(), ("--workers", 2)])
-def test_both_ends(options: tuple[object, ...], store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+def test_both_ends(
+    options: tuple[object, ...], store: Any, account: dict[str, str], run: Run, tmp_path: Path
+) -> None:
     assert batch_json(run, account, "--into", OUT, PATTERN, *options) == {"done": 12}
     assert objects(store) == expected(tmp_path)
     weights = torch.load(io.BytesIO(objects(store)["0001/10.pth"]), weights_only=True)
@@ -94,7 +101,9 @@ def test_on_a_cluster(store: Any, account: dict[str, str], run: Run, tmp_path: P
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
     with dask(tmp_path, workers=2, env=account) as cluster:
         assert isinstance(cluster, Dask)
-        assert batch_json(run, account, "--into", OUT, PATTERN, "--scheduler", cluster.url) == {"done": 12}
+        assert batch_json(run, account, "--into", OUT, PATTERN, "--scheduler", cluster.url) == {
+            "done": 12
+        }
     assert objects(store) == expected(tmp_path)
 
 
@@ -111,7 +120,11 @@ def test_skipping(store: Any, account: dict[str, str], run: Run, tmp_path: Path)
     store.rm(f"{BUCKET}/out/0000/1.pth")
     store.pipe_file(f"{BUCKET}/in/0000/2.pth", (tmp_path / "in/0000/3.pth").read_bytes())
     store.pipe_file(f"{BUCKET}/out/0000/4.pth", b"mine")
-    assert batch_json(run, account, "--into", OUT, PATTERN, code=2) == {"skipped": 9, "done": 2, "failed": 1}
+    assert batch_json(run, account, "--into", OUT, PATTERN, code=2) == {
+        "skipped": 9,
+        "done": 2,
+        "failed": 1,
+    }
     assert objects(store)["0000/4.pth"] == b"mine"
     assert objects(store)["0000/2.pth"] == objects(store)["0000/3.pth"]
     store.rm(f"{BUCKET}/out/{manifest.NAME}")
@@ -119,7 +132,9 @@ def test_skipping(store: Any, account: dict[str, str], run: Run, tmp_path: Path)
     assert batch_json(run, account, "--into", OUT, PATTERN, code=3) == {"found": 10, "failed": 2}
 
 
-def test_the_client_is_killed(store: Any, account: dict[str, str], run: Run, tmp_path: Path) -> None:
+def test_the_client_is_killed(
+    store: Any, account: dict[str, str], run: Run, tmp_path: Path
+) -> None:
     """Its manifest may be behind: what nobody noted is compared, byte for byte."""
     args = ["--into", OUT, PATTERN]
     command = [*COMMAND, "batch", "strip-module", *args]
@@ -135,7 +150,9 @@ def test_the_client_is_killed(store: Any, account: dict[str, str], run: Run, tmp
     assert objects(store) == expected(tmp_path)
 
 
-def test_the_manifest_is_written_on_the_way(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_is_written_on_the_way(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(manifest, "PAUSE", 0.0)
     monkeypatch.setattr(manifest, "SHARE", 0)
     jobs = batch.plan(batch.find([PATTERN], OUT), ["strip"])

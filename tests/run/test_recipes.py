@@ -1,4 +1,5 @@
-"""Recipes: those that come with ckptkit, on checkpoints laid out as frameworks do, and what may go wrong."""
+"""Recipes: those that come with ckptkit, on checkpoints laid out as frameworks do, and what may go
+wrong."""
 
 from __future__ import annotations
 
@@ -23,13 +24,17 @@ Loaded = dict[str, torch.Tensor]
 
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+    )
 
 
 def renamed(prefix: str, shift: float = 0.0) -> Loaded:
     """The state_dict under a prefix; floats moved by `shift`."""
     state = net().state_dict()
-    return OrderedDict((prefix + name, t + shift if t.is_floating_point() else t) for name, t in state.items())
+    return OrderedDict(
+        (prefix + name, t + shift if t.is_floating_point() else t) for name, t in state.items()
+    )
 
 
 def lightning() -> dict[str, Any]:
@@ -57,7 +62,10 @@ def torchvision() -> dict[str, Any]:
 
 
 def fairseq() -> dict[str, Any]:
-    extra = {"encoder.version": torch.tensor([3.0]), "encoder.embed_positions._float_tensor": torch.zeros(1)}
+    extra = {
+        "encoder.version": torch.tensor([3.0]),
+        "encoder.embed_positions._float_tensor": torch.zeros(1),
+    }
     return {
         "args": None,
         "cfg": {"model": {"arch": "transformer"}},
@@ -67,7 +75,13 @@ def fairseq() -> dict[str, Any]:
 
 
 def llama_c() -> dict[str, Any]:
-    return {"model": renamed("_orig_mod."), "optimizer": {}, "model_args": {"dim": 288}, "iter_num": 5, "config": {}}
+    return {
+        "model": renamed("_orig_mod."),
+        "optimizer": {},
+        "model_args": {"dim": 288},
+        "iter_num": 5,
+        "config": {},
+    }
 
 
 MADE: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
@@ -80,7 +94,9 @@ MADE: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_plain_network_comes_out(name: str, tmp_path: Path, run: Run, simulated_cuda: Any) -> None:
+def test_the_plain_network_comes_out(
+    name: str, tmp_path: Path, run: Run, simulated_cuda: Any
+) -> None:
     make, shift = MADE[name]
     with simulated_cuda(1):
         torch.save(make(), tmp_path / "run.ckpt")
@@ -91,17 +107,26 @@ def test_the_plain_network_comes_out(name: str, tmp_path: Path, run: Run, simula
     assert list(found) == list(expected)
     assert all(torch.equal(found[each], expected[each]) for each in expected)
     net().load_state_dict(found)
-    torch.load(tmp_path / "net.pth", weights_only=True, map_location="cpu")  # nothing of the framework is left
+    torch.load(
+        tmp_path / "net.pth", weights_only=True, map_location="cpu"
+    )  # nothing of the framework is left
 
 
 def test_a_zero_folder_for_transformers(tmp_path: Path, run: Run) -> None:
     source = ROOT / "fixtures" / "deepspeed" / "zero3-bf16-3ranks"
     done = run("run", "deepspeed-hf", source, tmp_path / "hf")
     assert done.code == 0, done.stderr
-    expected = {name: tensor.bfloat16() for name, tensor in ckptkit.load(source).items() if tensor.is_floating_point()}
+    expected = {
+        name: tensor.bfloat16()
+        for name, tensor in ckptkit.load(source).items()
+        if tensor.is_floating_point()
+    }
     found = ckptkit.load(tmp_path / "hf")
     assert list(tmp_path.glob("hf/*.safetensors")) and expected
-    assert all(torch.equal(found[name.removeprefix("module.")], tensor) for name, tensor in expected.items())
+    assert all(
+        torch.equal(found[name.removeprefix("module.")], tensor)
+        for name, tensor in expected.items()
+    )
 
 
 def test_each_recipe_is_tested() -> None:
@@ -179,7 +204,9 @@ def test_files_beside(tmp_path: Path) -> None:
     ckptkit.save(average(mean), tmp_path / "mean.pth")
     found = torch.load(tmp_path / "mean.pth", weights_only=True)["module.0.weight"]
     torch.testing.assert_close(found, net().state_dict()["0.weight"] + 0.5)
-    (merge,) = recipes.load(str(write(tmp_path, f"steps: [{{merge: [{json.dumps(str(other))}]}}]"))).steps
+    (merge,) = recipes.load(
+        str(write(tmp_path, f"steps: [{{merge: [{json.dumps(str(other))}]}}]"))
+    ).steps
     with pytest.raises(ckptkit.CkptkitError, match="in more than one of them"):
         merge(ckptkit.open(source(tmp_path)))
 
@@ -189,7 +216,11 @@ def test_files_beside(tmp_path: Path) -> None:
     [
         ("steps: [{strip: 3}]", "step 1 (strip): 3 is no text", None),
         ("steps: [{strop: module.}]", "step 1: 'strop' is no step", "did you mean strip?"),
-        ("steps: [strip]", "step 1 is not one word and what it is given", "e.g. `- strip: module.`"),
+        (
+            "steps: [strip]",
+            "step 1 is not one word and what it is given",
+            "e.g. `- strip: module.`",
+        ),
         ("steps: []", "has no list of steps", None),
         ("about: x", "has no list of steps", None),
         ("stops: []", "'stops': it may have about, output, steps", None),
@@ -200,7 +231,11 @@ def test_files_beside(tmp_path: Path) -> None:
         ("steps: [{weights: true}]\noutput: {all: 3}", "output: all is 3", None),
         ("steps: [{weights: true}]\nabout: [x]", "about is ['x']", None),
         ("steps: [", "is not valid: while parsing a flow node", None),
-        ("steps: !!python/object/apply:os.system [id]", "is not valid: could not determine a constructor", None),
+        (
+            "steps: !!python/object/apply:os.system [id]",
+            "is not valid: could not determine a constructor",
+            None,
+        ),
     ],
 )
 def test_what_is_no_recipe(text: str, said: str, hint: str | None, tmp_path: Path) -> None:

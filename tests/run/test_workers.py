@@ -1,4 +1,5 @@
-"""Processes and a Dask cluster: equal bytes whoever writes them, and what becomes of those that die."""
+"""Processes and a Dask cluster: equal bytes whoever writes them, and what becomes of those that
+die."""
 
 from __future__ import annotations
 
@@ -69,7 +70,12 @@ def big(path: Path) -> Path:
     ],
 )
 def test_one_conversion(
-    source: str, destination: str, step: Step, pool: workers.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    destination: str,
+    step: Step,
+    pool: workers.Pool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cut into tasks and spread, it has the bytes that this process alone would write."""
     monkeypatch.setattr(copying, "TASK", 1 << 20)
@@ -77,9 +83,15 @@ def test_one_conversion(
     (tmp_path / "spread").mkdir()
     counts: list[int] = []
     submitted: list[object] = []
-    monkeypatch.setattr(pool, "submit", lambda *given, call=pool.submit: submitted.append(1) or call(*given))
+    monkeypatch.setattr(
+        pool, "submit", lambda *given, call=pool.submit: submitted.append(1) or call(*given)
+    )
     done = convert(
-        path, tmp_path / "spread" / destination, step, executor=pool, progress=lambda count, _: counts.append(count)
+        path,
+        tmp_path / "spread" / destination,
+        step,
+        executor=pool,
+        progress=lambda count, _: counts.append(count),
     )
     convert(path, tmp_path / destination, step)
     want = (tmp_path / destination).read_bytes()
@@ -91,7 +103,11 @@ def test_one_conversion(
 
 def test_commands(cluster: Dask, tmp_path: Path, run: Run) -> None:
     path = big(tmp_path / "in.safetensors")
-    for name, options in {"one": [], "two": ["--workers", 2], "dask": ["--scheduler", cluster.url]}.items():
+    for name, options in {
+        "one": [],
+        "two": ["--workers", 2],
+        "dask": ["--scheduler", cluster.url],
+    }.items():
         done = run("convert", path, tmp_path / f"{name}.pth", *options)
         assert done.code == 0, done.stderr
     assert len({(tmp_path / f"{name}.pth").read_bytes() for name in ("one", "two", "dask")}) == 1
@@ -101,8 +117,20 @@ def test_a_batch(cluster: Dask, tmp_path: Path, run: Run) -> None:
     runs = make(tmp_path / "runs", 60)
     runs[7].write_bytes(b"text")
     found: dict[str, dict[str, bytes]] = {}
-    for name, options in {"one": [], "two": ["--workers", 2], "dask": ["--scheduler", cluster.url]}.items():
-        done = run("batch", "strip-module", "--json", "--into", tmp_path / name, tmp_path / "runs/**/*.pth", *options)
+    for name, options in {
+        "one": [],
+        "two": ["--workers", 2],
+        "dask": ["--scheduler", cluster.url],
+    }.items():
+        done = run(
+            "batch",
+            "strip-module",
+            "--json",
+            "--into",
+            tmp_path / name,
+            tmp_path / "runs/**/*.pth",
+            *options,
+        )
         assert done.code == 3, done.stderr
         counts = json.loads(done.stdout)["counts"]
         assert (counts["done"], counts["failed"]) == (59, 1)
@@ -136,10 +164,18 @@ def test_a_job_that_kills_workers_of_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
     runs = make(tmp_path / "runs", 20)
     runs[5].rename(runs[5].with_name("killer.pth"))
-    jobs = batch.plan(batch.find([str(tmp_path / "runs/**/*.pth")], str(tmp_path / "out")), "deadly")
+    jobs = batch.plan(
+        batch.find([str(tmp_path / "runs/**/*.pth")], str(tmp_path / "out")), "deadly"
+    )
     env = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
-    with dask(tmp_path, 2, env, ("--nanny",)) as cluster, workers.opened(scheduler=cluster.url) as pool:
-        found = {job.output: outcome for job, outcome in batch.run(deadly, jobs, str(tmp_path / "out"), pool=pool)}
+    with (
+        dask(tmp_path, 2, env, ("--nanny",)) as cluster,
+        workers.opened(scheduler=cluster.url) as pool,
+    ):
+        found = {
+            job.output: outcome
+            for job, outcome in batch.run(deadly, jobs, str(tmp_path / "out"), pool=pool)
+        }
     assert "its worker was killed, twice" in str(found.pop("0000/killer.pth").error)
     assert Counter(outcome.state for outcome in found.values()).keys() <= {"done", "found"}
     assert len(list((tmp_path / "out").rglob("*.pth"))) == 19
@@ -148,9 +184,18 @@ def test_a_job_that_kills_workers_of_a_cluster(tmp_path: Path) -> None:
 def test_the_client_of_a_cluster_is_killed(cluster: Dask, tmp_path: Path, run: Run) -> None:
     """Workers may end what they are at; the next run finds that, and does the rest."""
     make(tmp_path / "runs", 1_000)
-    args = ("batch", "strip-module", "--json", "--into", tmp_path / "out", tmp_path / "runs/**/*.pth")
+    args = (
+        "batch",
+        "strip-module",
+        "--json",
+        "--into",
+        tmp_path / "out",
+        tmp_path / "runs/**/*.pth",
+    )
     command = [*COMMAND, *map(str, args), "--scheduler", cluster.url]
-    client = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
     while noted(tmp_path / "out") < 60:
         assert time.monotonic() < deadline and client.poll() is None
@@ -161,8 +206,13 @@ def test_the_client_of_a_cluster_is_killed(cluster: Dask, tmp_path: Path, run: R
     counts = json.loads(done.stdout)["counts"]
     assert counts["skipped"] > 0
     assert counts["skipped"] + counts["found"] + counts["done"] == 1_000
-    first, last = (tmp_path / "out/0000/0.pth").read_bytes(), (tmp_path / "out/0099/999.pth").read_bytes()
-    strip(str(tmp_path / "runs/0099/999.pth"), str(tmp_path / "alone.pth"), force=True, dry_run=False)
+    first, last = (
+        (tmp_path / "out/0000/0.pth").read_bytes(),
+        (tmp_path / "out/0099/999.pth").read_bytes(),
+    )
+    strip(
+        str(tmp_path / "runs/0099/999.pth"), str(tmp_path / "alone.pth"), force=True, dry_run=False
+    )
     assert first != last == (tmp_path / "alone.pth").read_bytes()
     assert len(list((tmp_path / "out").rglob("*.pth"))) == 1_000
 
@@ -185,7 +235,9 @@ class TestProcesses:
         make(tmp_path / "runs", 4)
         for name in ("multiprocessing", "torch", "numpy", "pickle"):
             (tmp_path / f"{name}.py").write_text("open('executed', 'w')\n")
-        done = run("batch", "strip-module", "--workers", 2, "--into", "out", "runs/**/*.pth", cwd=tmp_path)
+        done = run(
+            "batch", "strip-module", "--workers", 2, "--into", "out", "runs/**/*.pth", cwd=tmp_path
+        )
         assert (done.code, (tmp_path / "executed").exists()) == (0, False), done.stderr
 
     def test_stopping_undoes_what_is_half_done(self, tmp_path: Path) -> None:
@@ -215,7 +267,10 @@ def wait_and_tell(folder: str) -> None:
 
 class TestRefusals:
     def test_both(self) -> None:
-        with pytest.raises(UsageError, match="either --workers or --scheduler"), workers.opened(2, "tcp://x:1"):
+        with (
+            pytest.raises(UsageError, match="either --workers or --scheduler"),
+            workers.opened(2, "tcp://x:1"),
+        ):
             pass
 
     def test_no_dask(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +282,10 @@ class TestRefusals:
     def test_no_scheduler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
         monkeypatch.setattr(workers, "PATIENCE", 1)
-        with pytest.raises(OutputError, match="no scheduler answers"), workers.opened(scheduler="tcp://127.0.0.1:9"):
+        with (
+            pytest.raises(OutputError, match="no scheduler answers"),
+            workers.opened(scheduler="tcp://127.0.0.1:9"),
+        ):
             pass
 
     def test_no_workers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +298,12 @@ class TestRefusals:
         ):
             pass
 
-    @pytest.mark.parametrize("versions", [("0", "has ckptkit"), ("ckptkit.missing", "cannot run ckptkit")])
-    def test_other_versions(self, versions: tuple[str, str], cluster: Dask, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "versions", [("0", "has ckptkit"), ("ckptkit.missing", "cannot run ckptkit")]
+    )
+    def test_other_versions(
+        self, versions: tuple[str, str], cluster: Dask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         version, said = versions
         with monkeypatch.context() as patch:
             if version == "0":

@@ -1,4 +1,5 @@
-"""ckptkit under strace, which ends it, interrupts it or lets it fail at any call of the system that it makes."""
+"""ckptkit under strace, which ends it, interrupts it or lets it fail at any call of the system that
+it makes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CHANGES = (
     "openat", "write", "copy_file_range", "sendfile", "ftruncate", "fsync", "close", "chmod", "fchmod", "mkdir", "link",
     "rename", "unlink", "rmdir",
 )  # fmt: skip
-# The same calls each time: no byte code is written on the way, and a byte more or less of a path changes nothing.
+# The same calls each time: no byte code is written on the way, and a byte more or less of a path
+# changes nothing.
 ALIKE = {**ENVIRONMENT, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
 LEFT = re.compile(r"\.{1,2}[^/]*\.ckptkit-[0-9]+-[0-9a-f]{16}\.tmp")
 
@@ -38,7 +40,13 @@ class Call(NamedTuple):
 @cache
 def has_strace() -> bool:
     program = shutil.which("strace")
-    works = program and subprocess.run([program, "-qq", "-o", os.devnull, "true"], capture_output=True).returncode == 0
+    works = (
+        program
+        and subprocess.run(
+            [program, "-qq", "-o", os.devnull, "true"], capture_output=True
+        ).returncode
+        == 0
+    )
     return bool(works)
 
 
@@ -49,16 +57,19 @@ def needs_strace() -> None:
 
 
 def traced(arguments: Sequence[object], cwd: Path, *options: str) -> Done:
-    """ckptkit in `cwd` under strace with `options`; the code of a process that was killed is minus its signal."""
+    """ckptkit in `cwd` under strace with `options`; the code of a process that was killed is minus
+    its signal."""
     strace = ["strace", "-f", "-qq", *options]  # with --seccomp-bpf it injects no signals
     command = [*strace, *COMMAND, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=ALIKE, capture_output=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(
+        command, cwd=cwd, env=ALIKE, capture_output=True, encoding="utf-8", timeout=120
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 
 def calls(arguments: Sequence[object], cwd: Path, names: Sequence[str] = CHANGES) -> list[Call]:
-    """What ckptkit calls that is about files in `cwd`, where it runs: all reads of the names asked for, and what
-    follows the first change."""
+    """What ckptkit calls that is about files in `cwd`, where it runs: all reads of the names asked
+    for, and what follows the first change."""
     log = cwd.with_name(f"{cwd.name}.log")
     done = traced(arguments, cwd, "-y", "-o", str(log), "-e", f"trace={','.join(names)}")
     assert done.code == 0, done.stderr
@@ -76,7 +87,14 @@ def calls(arguments: Sequence[object], cwd: Path, names: Sequence[str] = CHANGES
 
 def injected(arguments: Sequence[object], cwd: Path, call: Call, what: str) -> Done:
     """ckptkit with `what` (``signal=KILL``, ``error=EIO``) injected at a call."""
-    options = ("-o", os.devnull, "-e", f"trace={call.name}", "-e", f"inject={call.name}:{what}:when={call.number}")
+    options = (
+        "-o",
+        os.devnull,
+        "-e",
+        f"trace={call.name}",
+        "-e",
+        f"inject={call.name}:{what}:when={call.number}",
+    )
     return traced(arguments, cwd, *options)
 
 

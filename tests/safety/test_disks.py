@@ -1,4 +1,5 @@
-"""Disks that fill up, may not be written, or lose their power: small file systems of their own, for root on Linux."""
+"""Disks that fill up, may not be written, or lose their power: small file systems of their own, for
+root on Linux."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Disk:
             image = folder / "image"
             with image.open("wb") as file:
                 file.truncate(8 << 20)
-            permitted("mkfs.ext4", "-q", "-F", "-b", "1024", "-m", "0", "-N", "512", "-J", "size=1", image)
+            permitted(
+                "mkfs.ext4", "-q", "-F", "-b", "1024", "-m", "0", "-N", "512", "-J", "size=1", image
+            )
             self._options = ["-o", "loop", str(image)]
         self.mount()
 
@@ -53,7 +56,9 @@ class Disk:
     def unmount(self) -> None:
         """Whoever looked at the file system may still be leaving it."""
         for _ in range(50):
-            done = subprocess.run(["umount", str(self.place)], capture_output=True, encoding="utf-8")
+            done = subprocess.run(
+                ["umount", str(self.place)], capture_output=True, encoding="utf-8"
+            )
             if not done.returncode:
                 return
             time.sleep(0.1)
@@ -91,7 +96,9 @@ each_disk = pytest.mark.parametrize("disk", ["tmpfs", "ext4"], indirect=True)
 
 @each_disk
 @pytest.mark.parametrize("options", [{}, {"shard_size": 60_000}], ids=["file", "folder"])
-def test_DS_04_somebody_else_fills_the_disk_meanwhile(options: dict[str, int], disk: Disk, small: Path) -> None:
+def test_DS_04_somebody_else_fills_the_disk_meanwhile(
+    options: dict[str, int], disk: Disk, small: Path
+) -> None:
     from ckptkit.formats.format import WriteOptions
 
     out = disk.place / "out.pth"
@@ -101,7 +108,9 @@ def test_DS_04_somebody_else_fills_the_disk_meanwhile(options: dict[str, int], d
     def meanwhile(written: int, of: int) -> None:
         disk.fill()
 
-    with pytest.raises(OutputError, match=r"No space left on device: needs [0-9,]+ bytes, [0-9,]+ are free"):
+    with pytest.raises(
+        OutputError, match=r"No space left on device: needs [0-9,]+ bytes, [0-9,]+ are free"
+    ):
         convert(
             small,
             out,
@@ -123,7 +132,9 @@ def test_DS_04_no_room_for_a_longer_file_in_place(disk: Disk, small: Path, run: 
         before = path.read_bytes()
         done = run("add-module", "--prefix", name, "--in-place", path)
         room = len(name) < 10
-        assert (done.code, path.read_bytes() == before) == ((0, False) if room else (4, True)), done.stderr
+        assert (done.code, path.read_bytes() == before) == ((0, False) if room else (4, True)), (
+            done.stderr
+        )
         assert leftovers(disk.place) == [] and sorted(os.listdir(disk.place))[-2:] in (
             ["ballast", "run.pth"],
             ["lost+found", "run.pth"],
@@ -153,7 +164,9 @@ def test_DS_03_power_cut_after_success(name: str, disk: Disk, small: Path, tmp_p
     expected = outcomes(work, tmp_path / "whole", small)
     folder = work.prepare(disk.place / "files", small)
     os.sync()
-    done = subprocess.run([*COMMAND, *work.arguments], cwd=folder, env=ENVIRONMENT, capture_output=True)
+    done = subprocess.run(
+        [*COMMAND, *work.arguments], cwd=folder, env=ENVIRONMENT, capture_output=True
+    )
     assert done.returncode == 0
     disk.power_cut()
     assert expected.check(folder, killed=False) == "new"
@@ -167,10 +180,14 @@ def test_DS_03_power_cut_at_every_step(name: str, disk: Disk, small: Path, tmp_p
     expected = outcomes(work, tmp_path / "whole", small)
     seen = calls(work.arguments, work.prepare(disk.place / "watched", small))
     found = []
-    for at, call in enumerate(each for each in seen if each.name in ("write", "fsync", "rename", "unlink")):
+    for at, call in enumerate(
+        each for each in seen if each.name in ("write", "fsync", "rename", "unlink")
+    ):
         folder = work.prepare(disk.place / str(at), small)
         os.sync()
         injected(work.arguments, folder, call, "signal=KILL")
         disk.power_cut()
         found.append(expected.check(folder, killed=True))
-    assert found[0] == "old" and ("new" in found) == (name == "patched")  # a new name is on the disk at the very end
+    assert found[0] == "old" and ("new" in found) == (
+        name == "patched"
+    )  # a new name is on the disk at the very end

@@ -1,4 +1,5 @@
-"""The system fails at any call: the output is as it was, nothing is left, and one line says what went wrong."""
+"""The system fails at any call: the output is as it was, nothing is left, and one line says what
+went wrong."""
 
 from __future__ import annotations
 
@@ -31,14 +32,19 @@ def has(shown: str, parts: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("name", ["replaced", "patched"])
 def test_DS_05_DS_06_an_error_of_any_call(name: str, small: Path, tmp_path: Path) -> None:
-    """Only what comes when the new output has its name already leaves the new one, and says so too."""
+    """Only what comes when the new output has its name already leaves the new one, and says so
+    too."""
     needs_strace()
     work = WORKS[name]
     expected = outcomes(work, tmp_path / "whole", small)
     found = []
     watched = work.prepare(tmp_path / "watched", small)
     read_only = f"<{watched}>", f"3<{watched}/run.pth>"
-    seen = [each for each in calls(work.arguments, watched) if each.name != "close" or not has(each.shown, read_only)]
+    seen = [
+        each
+        for each in calls(work.arguments, watched)
+        if each.name != "close" or not has(each.shown, read_only)
+    ]
     for at, call in enumerate(seen):
         folder = work.prepare(tmp_path / str(at), small)
         code = "ENOSPC" if call.name == "fsync" else "EIO"
@@ -46,7 +52,9 @@ def test_DS_05_DS_06_an_error_of_any_call(name: str, small: Path, tmp_path: Path
         assert done.code == FAILED and os.strerror(getattr(errno, code)) in said(done), (call, done)
         found.append(expected.check(folder, killed=call.name == "unlink"))
     assert found == sorted(found, key=["old", "new"].index)
-    assert found.count("new") <= 4  # removing the journal, bringing the folder to the disk, closing the file
+    assert (
+        found.count("new") <= 4
+    )  # removing the journal, bringing the folder to the disk, closing the file
 
 
 @pytest.mark.parametrize("name", ["replaced", "patched"])
@@ -64,13 +72,17 @@ def test_DS_05_a_file_system_that_syncs_no_folders(name: str, small: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["new", "folder"])
-@pytest.mark.parametrize(("code", "says"), [("ENOSPC", "are free"), ("EDQUOT", "are free"), ("EFBIG", "too large")])
+@pytest.mark.parametrize(
+    ("code", "says"), [("ENOSPC", "are free"), ("EDQUOT", "are free"), ("EFBIG", "too large")]
+)
 def test_DS_04_DS_10_no_room(name: str, code: str, says: str, small: Path, tmp_path: Path) -> None:
     needs_strace()
     work = WORKS[name]
     expected = outcomes(work, tmp_path / "whole", small)
     watched = work.prepare(tmp_path / "watched", small)
-    seen = [each for each in calls(work.arguments, watched, FILES) if f"<{watched}>" not in each.shown]
+    seen = [
+        each for each in calls(work.arguments, watched, FILES) if f"<{watched}>" not in each.shown
+    ]
     for at, call in enumerate((seen[0], seen[1], seen[-1])):
         folder = work.prepare(tmp_path / str(at), small)
         done = injected(work.arguments, folder, call, f"error={code}")
@@ -87,12 +99,15 @@ def test_DS_07_an_input_that_cannot_be_read(small: Path, tmp_path: Path) -> None
     for at, call in enumerate([*reads[:: len(reads) // 5], reads[-1]]):
         folder = work.prepare(tmp_path / str(at), small)
         done = injected(work.arguments, folder, call, "error=EIO")
-        assert done.code == UNREADABLE and "run.pth: cannot be read: Input/output error" in said(done)
+        assert done.code == UNREADABLE and "run.pth: cannot be read: Input/output error" in said(
+            done
+        )
         assert expected.check(folder, killed=False) == "old"
 
 
 def test_DS_08_a_write_that_is_said_to_be_shorter_than_it_was(small: Path, tmp_path: Path) -> None:
-    """The lost bytes are missed: by the length of a new file, by reading back what was changed in place."""
+    """The lost bytes are missed: by the length of a new file, by reading back what was changed in
+    place."""
     needs_strace()
     for name, more in (("new", []), ("patched", ["--verify"])):
         work = WORKS[name]
@@ -107,7 +122,9 @@ def test_DS_08_a_write_that_is_said_to_be_shorter_than_it_was(small: Path, tmp_p
             if state == "new":  # it was a byte of what breaks the file, before it is changed
                 assert (name, done.code) == ("patched", 0) and not found
             else:
-                assert done.code == FAILED and re.search("instead of|not written as planned", said(done))
+                assert done.code == FAILED and re.search(
+                    "instead of|not written as planned", said(done)
+                )
                 found.append(call)
         assert len(found) > 2
 
@@ -126,10 +143,14 @@ def test_DS_09_interrupted_calls_are_made_again(small: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "ends"), [("new", "copy_file_range", 0), ("new", "link", 0), ("replaced", "rename", FAILED)]
+    ("name", "call", "ends"),
+    [("new", "copy_file_range", 0), ("new", "link", 0), ("replaced", "rename", FAILED)],
 )
-def test_DS_16_another_file_system(name: str, call: str, ends: int, small: Path, tmp_path: Path) -> None:
-    """The temporary is beside the output, so that a rename is one; where copies or links are refused there is a way."""
+def test_DS_16_another_file_system(
+    name: str, call: str, ends: int, small: Path, tmp_path: Path
+) -> None:
+    """The temporary is beside the output, so that a rename is one; where copies or links are
+    refused there is a way."""
     needs_strace()
     work = WORKS[name]
     expected = outcomes(work, tmp_path / "whole", small)
@@ -140,12 +161,19 @@ def test_DS_16_another_file_system(name: str, call: str, ends: int, small: Path,
 
 
 @pytest.mark.parametrize("name", ["new", "replaced", "durable", "patched"])
-def test_DS_03_the_order_in_which_things_reach_the_disk(name: str, small: Path, tmp_path: Path) -> None:
-    """All of the bytes before the name, the folder after it, and nothing is written after its fsync."""
+def test_DS_03_the_order_in_which_things_reach_the_disk(
+    name: str, small: Path, tmp_path: Path
+) -> None:
+    """All of the bytes before the name, the folder after it, and nothing is written after its
+    fsync."""
     needs_strace()
     work = WORKS[name]
     folder = work.prepare(tmp_path / "watched", small)
-    seen = [each.shown for each in calls(work.arguments, folder) if each.name not in ("openat", "close", "chmod")]
+    seen = [
+        each.shown
+        for each in calls(work.arguments, folder)
+        if each.name not in ("openat", "close", "chmod")
+    ]
     steps = [f"{shown.partition('(')[0]} {kind_of(shown, folder)}" for shown in seen]
     steps = [step for at, step in enumerate(steps) if step != steps[at - 1] or not at]
     temporary = ["copy_file_range temporary", "write temporary"]
@@ -163,7 +191,8 @@ def test_DS_03_the_order_in_which_things_reach_the_disk(name: str, small: Path, 
 
 
 def kind_of(shown: str, folder: Path) -> str:
-    """What a call is about, by the last path that it shows but the input's; for a rename, the first."""
+    """What a call is about, by the last path that it shows but the input's; for a rename, the
+    first."""
     if ".tmp" in shown:
         return "temporary"
     if "ckptkit-journal" in shown:

@@ -1,4 +1,5 @@
-"""Killed at any call and at any moment: the output is the old one or the new one, and the next run tidies up."""
+"""Killed at any call and at any moment: the output is the old one or the new one, and the next run
+tidies up."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from tests.conftest import COMMAND
 from tests.safety.injection import ALIKE, CHANGES, calls, injected, leftovers, needs_strace
 from tests.safety.works import WORKS, Work, outcomes
 
-LETHAL = tuple(name for name in CHANGES if name not in ("openat", "close"))  # to be killed at, once these were tried
+LETHAL = tuple(
+    name for name in CHANGES if name not in ("openat", "close")
+)  # to be killed at, once these were tried
 KILLS = int(os.environ.get("CKPTKIT_KILLS", "20"))  # at random moments, of all works together
 
 
@@ -27,7 +30,9 @@ def test_DS_01_DS_22_killed_at_every_call(name: str, small: Path, tmp_path: Path
     expected = outcomes(work, tmp_path / "whole", small)
     found = []
     names = CHANGES if name in ("new", "patched") else LETHAL
-    for at, call in enumerate(calls(work.arguments, work.prepare(tmp_path / "watched", small), names)):
+    for at, call in enumerate(
+        calls(work.arguments, work.prepare(tmp_path / "watched", small), names)
+    ):
         folder = work.prepare(tmp_path / str(at), small)
         assert injected(work.arguments, folder, call, "signal=KILL").code == -signal.SIGKILL, call
         found.append(expected.check(folder, killed=True))
@@ -51,8 +56,11 @@ def test_DS_02_killed_at_any_moment(name: str, large: Path, tmp_path: Path) -> N
 
 
 def kill(work: Work, folder: Path, usual: float, chance: random.Random) -> int:
-    """End the command while it writes: from when its temporary appears, or anywhere after its first third. Its code."""
-    with subprocess.Popen([*COMMAND, *work.arguments], cwd=folder, env=ALIKE, stdout=subprocess.DEVNULL) as child:
+    """End the command while it writes: from when its temporary appears, or anywhere after its first
+    third. Its code."""
+    with subprocess.Popen(
+        [*COMMAND, *work.arguments], cwd=folder, env=ALIKE, stdout=subprocess.DEVNULL
+    ) as child:
         if chance.random() < 0.5:
             while child.poll() is None and not leftovers(folder):
                 time.sleep(0.001)

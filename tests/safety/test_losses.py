@@ -1,4 +1,5 @@
-"""What another format cannot hold is stored beside it, named in the report, or refused: never lost in silence."""
+"""What another format cannot hold is stored beside it, named in the report, or refused: never lost
+in silence."""
 
 from __future__ import annotations
 
@@ -33,13 +34,19 @@ KEPT: dict[str, Any] = {
     "requires_grad": {"w": torch.nn.Parameter(torch.ones(2))},
 }
 NAMED: dict[str, tuple[Any, str]] = {
-    "an optimizer": ({"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"m": torch.ones(2)}}}}, "optimizer"),
+    "an optimizer": (
+        {"model": {"w": torch.ones(2)}, "optimizer": {"state": {0: {"m": torch.ones(2)}}}},
+        "optimizer",
+    ),
     "an object": ({"model": {"w": torch.ones(2)}, "config": Config()}, "config"),
     "a view": (OrderedDict(w=SHARED, v=SHARED[2:4]), "share memory"),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "a dtype": ({"w": torch.ones(2, dtype=torch.complex128)}, "safetensors cannot hold"),
-    "quantized": ({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "--dequantize"),
+    "quantized": (
+        {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+        "--dequantize",
+    ),
     "names that meet": ({"module.w": torch.ones(2), "w": torch.ones(1)}, "module.w"),
 }
 
@@ -90,7 +97,8 @@ def test_DS_26_what_would_change_is_refused(name: str, tmp_path: Path, run: Run)
 
 
 def test_DS_24_what_is_verified_may_come_from_the_cache(small: Path, tmp_path: Path) -> None:
-    """The output is read back before it is brought to the disk and gets its name; a disk that lies is not found out."""
+    """The output is read back before it is brought to the disk and gets its name; a disk that lies
+    is not found out."""
     needs_strace()
     work = WORKS["durable"]
     folder = work.prepare(tmp_path / "watched", small)

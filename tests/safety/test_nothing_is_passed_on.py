@@ -1,4 +1,5 @@
-"""No command writes a file that `scan` reports, and the tricks that a list of harmless names does not see."""
+"""No command writes a file that `scan` reports, and the tricks that a list of harmless names does
+not see."""
 
 from __future__ import annotations
 
@@ -15,15 +16,30 @@ from ckptkit.cli import main
 from ckptkit.scan.files import scan, scan_all
 from ckptkit.scan.verdict import FileVerdict, counts
 from tests.conftest import ENVIRONMENT
-from tests.scan.hostile_pickles import CALLS, CASES, DISGUISED, STANDARD, UNCLEAR, Case, beside_a_tensor, pickle4
+from tests.scan.hostile_pickles import (
+    CALLS,
+    CASES,
+    DISGUISED,
+    STANDARD,
+    UNCLEAR,
+    Case,
+    beside_a_tensor,
+    pickle4,
+)
 
 # A pickle of hostile_pickles that is nothing but opcodes for one value can stand beside a tensor.
-_BODIES = {name: data[2:-1] for name, data in CALLS.items() if data[:1] == b"\x80" and data[-1:] == b"."}
+_BODIES = {
+    name: data[2:-1] for name, data in CALLS.items() if data[:1] == b"\x80" and data[-1:] == b"."
+}
 REPORTED: dict[str, Case] = {
     **{name: case for name, case in CASES.items() if case.verdict in ("code", "unknown")},
     **{f"disguised-{name}": beside_a_tensor(body) for name, body in DISGUISED.items()},
     **{f"beside-{name}": beside_a_tensor(body) for name, body in _BODIES.items()},
-    **{f"uncalled-{name}": beside_a_tensor(data[2:-1]) for name, data in UNCLEAR.items() if name == "uncalled"},
+    **{
+        f"uncalled-{name}": beside_a_tensor(data[2:-1])
+        for name, data in UNCLEAR.items()
+        if name == "uncalled"
+    },
 }
 FIX, ALL, DROP = "doctor --fix", "convert --all", ("--objects", "drop")
 
@@ -113,5 +129,7 @@ def loaded(path: Path) -> list[float]:
 def test_the_tricks_are_none_that_python_would_refuse(name: str, tmp_path: Path) -> None:
     (tmp_path / "file.pkl").write_bytes(pickle4(STANDARD[name]))
     line = "import pickle; pickle.load(open('file.pkl', 'rb'))"
-    subprocess.run([sys.executable, "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", line], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=60
+    )
     assert (tmp_path / "canary").exists()

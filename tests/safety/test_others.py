@@ -1,4 +1,5 @@
-"""Others at work on the same files: who changes what is read, writes what is written, or reads it meanwhile."""
+"""Others at work on the same files: who changes what is read, writes what is written, or reads it
+meanwhile."""
 
 from __future__ import annotations
 
@@ -52,15 +53,29 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [append, truncate, rewrite, replace])
 @pytest.mark.parametrize("name", ["new", "rewritten"])
-def test_DS_17_an_input_that_changes(change: Callable[[Path], None], name: str, small: Path, tmp_path: Path) -> None:
-    """A running process, held at its first copy. What somebody else has put at the name is never replaced."""
+def test_DS_17_an_input_that_changes(
+    change: Callable[[Path], None], name: str, small: Path, tmp_path: Path
+) -> None:
+    """A running process, held at its first copy. What somebody else has put at the name is never
+    replaced."""
     needs_strace()
     work = WORKS[name]
     expected = outcomes(work, tmp_path / "whole", small)
     folder = work.prepare(tmp_path / "changed", small)
-    hold = ["strace", "-qq", "-o", os.devnull, "-e", "inject=copy_file_range:delay_enter=400000:when=1"]
-    with subprocess.Popen([*hold, *COMMAND, *work.arguments], cwd=folder, env=ALIKE, stderr=subprocess.PIPE) as child:
-        while child.poll() is None and not any(path.stat().st_size for path in map(folder.joinpath, leftovers(folder))):
+    hold = [
+        "strace",
+        "-qq",
+        "-o",
+        os.devnull,
+        "-e",
+        "inject=copy_file_range:delay_enter=400000:when=1",
+    ]
+    with subprocess.Popen(
+        [*hold, *COMMAND, *work.arguments], cwd=folder, env=ALIKE, stderr=subprocess.PIPE
+    ) as child:
+        while child.poll() is None and not any(
+            path.stat().st_size for path in map(folder.joinpath, leftovers(folder))
+        ):
             time.sleep(0.005)
         change(folder / "run.pth")
         theirs = (folder / "run.pth").read_bytes()
@@ -70,12 +85,16 @@ def test_DS_17_an_input_that_changes(change: Callable[[Path], None], name: str, 
     if (name, change) == ("new", replace):  # what was opened is read to its end
         assert child.returncode == 0 and snapshot(folder)["out.pth"] == expected.after["out.pth"]
     else:
-        assert (child.returncode, work.in_place or not (folder / "out.pth").exists()) == (CHANGED, True)
+        assert (child.returncode, work.in_place or not (folder / "out.pth").exists()) == (
+            CHANGED,
+            True,
+        )
         assert b"ckptkit: run.pth: " in said
 
 
 def test_DS_28_the_same_size_and_time(small: Path, tmp_path: Path) -> None:
-    """A rewrite at once is seen by its time; of one that sets the time back only --verify says anything."""
+    """A rewrite at once is seen by its time; of one that sets the time back only --verify says
+    anything."""
     path = Path(shutil.copy(small, tmp_path / "run.pth"))
 
     def meddle(data: bytes, time: int | None = None) -> Callable[[int, int], None]:
@@ -129,9 +148,14 @@ def test_DS_13_the_output_among_the_inputs(small: Path, tmp_path: Path) -> None:
     assert snapshot(shards).items() >= before.items()
 
 
-@pytest.mark.parametrize("spelling", ["run.pth", "./run.pth", "link.pth", "hard.pth", "../run/run.pth"])
-def test_DS_12_nothing_is_read_of_it_but_it_is_the_input(spelling: str, tmp_path: Path, run: Run) -> None:
-    """A checkpoint without tensors is all in memory when it is written, and not to be overwritten all the same."""
+@pytest.mark.parametrize(
+    "spelling", ["run.pth", "./run.pth", "link.pth", "hard.pth", "../run/run.pth"]
+)
+def test_DS_12_nothing_is_read_of_it_but_it_is_the_input(
+    spelling: str, tmp_path: Path, run: Run
+) -> None:
+    """A checkpoint without tensors is all in memory when it is written, and not to be overwritten
+    all the same."""
     folder = tmp_path / "run"
     folder.mkdir()
     torch.save({"epoch": 3, "name": "x"}, folder / "run.pth")
@@ -156,7 +180,10 @@ def test_DS_14_DS_20_processes_that_write_one_file(force: bool, tmp_path: Path) 
         out = tmp_path / str(turn) / "out.pth"
         out.parent.mkdir()
         command = [*COMMAND, "convert", *["--force"] * force]
-        running = [subprocess.Popen([*command, str(each), str(out)], env=ALIKE, **QUIET) for each in sources]
+        running = [
+            subprocess.Popen([*command, str(each), str(out)], env=ALIKE, **QUIET)
+            for each in sources
+        ]
         codes = [child.wait() for child in running]
         assert sorted(codes) == ([0] * 4 if force else [0, 2, 2, 2])
         assert out.read_bytes() in (valid if force else [valid[codes.index(0)]])
@@ -170,7 +197,13 @@ QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 def test_DS_20_processes_that_edit_one_file_in_place(kind: str, tmp_path: Path) -> None:
     """Whoever says that it is done has done it, and no other has undone it."""
     path = make_source(tmp_path / "run.pth", 1 << 14, 6)
-    command = [*COMMAND, "convert" if kind == "rewritten" else "rename", str(path), "--in-place", "--sub"]
+    command = [
+        *COMMAND,
+        "convert" if kind == "rewritten" else "rename",
+        str(path),
+        "--in-place",
+        "--sub",
+    ]
     edits = [f"^module\\.{i}\\.weight$=edited.{i}" for i in range(6)]
     running = [subprocess.Popen([*command, edit], env=ALIKE, **QUIET) for edit in edits]
     done = [i for i, child in enumerate(running) if child.wait() == 0]
@@ -192,7 +225,11 @@ def test_DS_21_readers_see_one_file_or_the_other(tmp_path: Path) -> None:
 
     def read() -> None:
         while not stop.is_set():
-            reads.append(valid.index(out.read_bytes()) if (data := out.read_bytes()) in valid and data else -1)
+            reads.append(
+                valid.index(out.read_bytes())
+                if (data := out.read_bytes()) in valid and data
+                else -1
+            )
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
@@ -232,7 +269,9 @@ def test_DS_29_what_killed_runs_have_left(small: Path, tmp_path: Path) -> None:
     done = convert(small, out)
     assert not ours.exists() and not journal.exists()
     assert {*os.listdir(tmp_path)} == {"out.pth", old.name, *kept.values()}
-    assert done.warnings == (f"{old.name} is beside it: a killed run left it, unless another machine is writing there",)
+    assert done.warnings == (
+        f"{old.name} is beside it: a killed run left it, unless another machine is writing there",
+    )
 
 
 def test_DS_29_a_folder_that_a_killed_run_has_left(small: Path, tmp_path: Path) -> None:
@@ -273,7 +312,8 @@ def gone_process() -> int:
 def test_DS_29_an_edit_that_was_left_unfinished_goes_with_the_file(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its journal could only undo it in the file that has been replaced, and would stand in the way of the new one."""
+    """Its journal could only undo it in the file that has been replaced, and would stand in the way
+    of the new one."""
     path = Path(shutil.copy(small, tmp_path / "run.pth"))
     with monkeypatch.context() as during:
         for name in ("_undo", "_remove"):
@@ -301,9 +341,13 @@ def test_DS_19_no_memory(large: Path, tmp_path: Path) -> None:
         def limited(bytes_: int = limit << 20) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (bytes_, bytes_))
 
-        done = subprocess.run([*COMMAND, *work.arguments], cwd=folder, env=ALIKE, preexec_fn=limited, **QUIET)
+        done = subprocess.run(
+            [*COMMAND, *work.arguments], cwd=folder, env=ALIKE, preexec_fn=limited, **QUIET
+        )
         codes.append(done.returncode)
-        assert expected.check(folder, killed=done.returncode < 0) == ("old" if done.returncode else "new")
+        assert expected.check(folder, killed=done.returncode < 0) == (
+            "old" if done.returncode else "new"
+        )
         if not done.returncode:
             break
     assert codes[-1] == 0
@@ -319,6 +363,11 @@ def test_DS_25_a_report_that_cannot_be_printed(small: Path, tmp_path: Path) -> N
         folder = work.prepare(tmp_path / name, small)
         with open("/dev/full", "w") as full:
             command = [*COMMAND, *work.arguments, "--json"]
-            done = subprocess.run(command, cwd=folder, env=ALIKE, stdout=full, stderr=subprocess.PIPE)
-        assert (done.returncode, done.stderr) == (4, b"ckptkit: standard output: No space left on device\n")
+            done = subprocess.run(
+                command, cwd=folder, env=ALIKE, stdout=full, stderr=subprocess.PIPE
+            )
+        assert (done.returncode, done.stderr) == (
+            4,
+            b"ckptkit: standard output: No space left on device\n",
+        )
         assert expected.check(folder, killed=False) == "new"

@@ -30,7 +30,9 @@ def test_DS_18_interrupted_at_every_call(name: str, small: Path, tmp_path: Path)
         done = injected(work.arguments, folder, call, f"signal={('INT', 'TERM', 'HUP')[at % 3]}")
         found.append(expected.check(folder, killed=False))
         ended = (done.code, done.stderr.strip())
-        assert ended == (INTERRUPTED, "ckptkit: interrupted") or (call is seen[-1] and ended == (0, "")), call
+        assert ended == (INTERRUPTED, "ckptkit: interrupted") or (
+            call is seen[-1] and ended == (0, "")
+        ), call
     assert found[0] == "old" and found == sorted(found, key=["old", "new"].index)
 
 
@@ -39,7 +41,9 @@ def test_DS_18_twice(large: Path, tmp_path: Path) -> None:
     work = WORKS["replaced"]
     expected = outcomes(work, tmp_path / "whole", large)
     folder = work.prepare(tmp_path / "twice", large)
-    with subprocess.Popen([*COMMAND, *work.arguments], cwd=folder, env=ALIKE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [*COMMAND, *work.arguments], cwd=folder, env=ALIKE, stderr=subprocess.PIPE
+    ) as child:
         while child.poll() is None and not leftovers(folder):
             time.sleep(0.001)
         child.send_signal(signal.SIGINT)

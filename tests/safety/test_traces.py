@@ -49,10 +49,14 @@ def test_no_path_user_or_host_is_in_an_output(name: str, small: Path, tmp_path: 
     names = dict.fromkeys(("USER", "LOGNAME", "USERNAME", "HOSTNAME"), f"{SECRET}-user")
     words = [str(folder / "run.pth") if word == "SRC" else word for word in COMMANDS[name]]
     env = {**ENVIRONMENT, **names, "HOME": str(folder), "TMPDIR": str(folder), "PWD": str(folder)}
-    done = subprocess.run(isolated([*COMMAND, *words]), cwd=folder, env=env, capture_output=True, encoding="utf-8")
+    done = subprocess.run(
+        isolated([*COMMAND, *words]), cwd=folder, env=env, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     written = [
-        path for path in folder.rglob("*") if path.is_file() and (path.name != "run.pth" or "--in-place" in words)
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and (path.name != "run.pth" or "--in-place" in words)
     ]
     assert written
     for path in written:
@@ -63,5 +67,8 @@ def test_no_path_user_or_host_is_in_an_output(name: str, small: Path, tmp_path: 
             sys.prefix,
             socket.gethostname() * (len(socket.gethostname()) > 5) or SECRET,
         ):
-            assert secret.encode() not in data and secret.encode("utf-16-le") not in data, (path, secret)
+            assert secret.encode() not in data and secret.encode("utf-16-le") not in data, (
+                path,
+                secret,
+            )
         assert SECRET not in path.name

@@ -23,7 +23,8 @@ OLD = b"what was there before"
 
 @dataclass(frozen=True)
 class Work:
-    """A command that makes `output` of run.pth, which may be that file itself, and whether something is there."""
+    """A command that makes `output` of run.pth, which may be that file itself, and whether
+    something is there."""
 
     arguments: Sequence[str]
     output: str = "out.pth"
@@ -43,12 +44,18 @@ class Work:
 
     def parts(self, folder: Path) -> dict[str, bytes]:
         """The output as it is in `folder`, none if it is not there."""
-        return {name: data for name, data in snapshot(folder).items() if name.split("/")[0] == self.output}
+        return {
+            name: data
+            for name, data in snapshot(folder).items()
+            if name.split("/")[0] == self.output
+        }
 
     def again(self, folder: Path) -> None:
         """The next command that writes the same output, in this process."""
         if self.in_place:
-            done = convert(folder / "run.pth", None, partial(ckptkit.add_prefix, prefix="x."), in_place=True)
+            done = convert(
+                folder / "run.pth", None, partial(ckptkit.add_prefix, prefix="x."), in_place=True
+            )
         elif self.output == "out":
             done = convert(folder / "run.pth", folder / self.output, format="sharded")
         else:
@@ -57,7 +64,8 @@ class Work:
 
 
 def make_source(path: Path, numel: int = 1 << 14, count: int = 2) -> Path:
-    """A checkpoint whose keys begin with ``module.``: `count` weights of `numel` float32, and as many short biases."""
+    """A checkpoint whose keys begin with ``module.``: `count` weights of `numel` float32, and as
+    many short biases."""
     weights = {f"module.{i}.weight": torch.full((numel,), float(i)) for i in range(count)}
     biases = {f"module.{i}.bias": torch.full((8,), float(i)) for i in range(count)}
     torch.save({"model": OrderedDict({**weights, **biases}), "epoch": 3}, path)
@@ -68,9 +76,14 @@ WORKS = {
     "new": Work(["strip-module", "run.pth", "out.pth"]),
     "durable": Work(["strip-module", "run.pth", "out.pth", "--durable", "--verify"]),
     "replaced": Work(["strip-module", "run.pth", "out.pth", "--force"], replaces=True),
-    "folder": Work(["convert", "run.pth", "out", "--format", "sharded", "--shard-size", "60kB", "--durable"], "out"),
+    "folder": Work(
+        ["convert", "run.pth", "out", "--format", "sharded", "--shard-size", "60kB", "--durable"],
+        "out",
+    ),
     "patched": Work(["strip-module", "run.pth", "--in-place"], "run.pth", replaces=True),
-    "rewritten": Work(["convert", "run.pth", "--in-place", "--strip", "module."], "run.pth", replaces=True),
+    "rewritten": Work(
+        ["convert", "run.pth", "--in-place", "--strip", "module."], "run.pth", replaces=True
+    ),
 }
 
 
@@ -83,10 +96,11 @@ class Outcomes:
     after: dict[str, bytes]
 
     def check(self, folder: Path, killed: bool) -> str:
-        """That the output is the old one or the new one, whole, and the source untouched; which of them it is.
+        """That the output is the old one or the new one, whole, and the source untouched; which of
+        them it is.
 
-        A killed run may leave one temporary, which the next one removes, or the journal of an edit in place, which the
-        next edit uses.
+        A killed run may leave one temporary, which the next one removes, or the journal of an edit
+        in place, which the next edit uses.
         """
         left = leftovers(folder)
         journals = [path for path in folder.iterdir() if path.name.endswith(".ckptkit-journal")]
@@ -94,7 +108,9 @@ class Outcomes:
         if journals:
             patching.settle(str(folder / "run.pth"))
             assert not journals[0].exists()
-        found = {name: data for name, data in snapshot(folder).items() if name.split("/")[0] not in left}
+        found = {
+            name: data for name, data in snapshot(folder).items() if name.split("/")[0] not in left
+        }
         assert found in (self.before, self.after), sorted(found)
         state = "old" if found == self.before else "new"
         if left:
@@ -107,6 +123,8 @@ def outcomes(work: Work, folder: Path, source: Path) -> Outcomes:
     """What the command makes when nothing happens to it."""
     before = snapshot(work.prepare(folder, source))
     command = [*COMMAND, *work.arguments]
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8")
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     return Outcomes(work, before, snapshot(folder))

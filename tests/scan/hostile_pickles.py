@@ -1,7 +1,8 @@
-"""Files that say what loading them would run, made by hand and never loaded; and the verdicts that they deserve.
+"""Files that say what loading them would run, made by hand and never loaded; and the verdicts that
+they deserve.
 
-``CASES`` maps a name to the file's suffix, its bytes and its verdict. Whatever a payload would run leaves a file called
-canary in the working directory.
+``CASES`` maps a name to the file's suffix, its bytes and its verdict. Whatever a payload would run
+leaves a file called canary in the working directory.
 """
 
 from __future__ import annotations
@@ -98,10 +99,25 @@ def legacy(*pickles: bytes, storages: bytes = b"") -> bytes:
 
 
 _HOOK = pickle2(  # an instance gets os.system for its own __setstate__, which the next BUILD calls
-    name("collections.Counter") + b")\x81}" + text("__setstate__") + name("os.system") + b"sb" + text(TOUCH) + b"b"
+    name("collections.Counter")
+    + b")\x81}"
+    + text("__setstate__")
+    + name("os.system")
+    + b"sb"
+    + text(TOUCH)
+    + b"b"
 )
 _PARTIAL = call("functools.partial", name("os.system"), text(TOUCH))
-_MEMO = b"\x80\x04" + short("os") + b"\x94" + short("system") + b"\x94" + b"00h\x00h\x01\x93" + short(TOUCH) + b"\x85R."
+_MEMO = (
+    b"\x80\x04"
+    + short("os")
+    + b"\x94"
+    + short("system")
+    + b"\x94"
+    + b"00h\x00h\x01\x93"
+    + short(TOUCH)
+    + b"\x85R."
+)
 _CRC = {"crc": 0x12345678}
 
 # Calls, in every way that a pickle can make one.
@@ -177,7 +193,9 @@ UNCLEAR = {
 
 def built(target: bytes, *pairs: bytes) -> bytes:
     """BUILD with a dict of these, set one by one."""
-    items = b"".join(key + value + b"s" for key, value in zip(pairs[0::2], pairs[1::2], strict=True))
+    items = b"".join(
+        key + value + b"s" for key, value in zip(pairs[0::2], pairs[1::2], strict=True)
+    )
     return target + b"}" + items + b"b"
 
 
@@ -193,12 +211,19 @@ _REACH = call("functools.partial", name("functools.reduce"), name("operator.call
               + name("random._os") + b"l")  # fmt: skip
 _KEYS = built(_BAG, text("keys"), _REACH)
 _RUN = name("torch.utils.collect_env.run")
-_HOOKS = {hook: built(_BAG, text(hook), name("os.system")) for hook in ("__setstate__", "append", "extend")}
+_HOOKS = {
+    hook: built(_BAG, text(hook), name("os.system"))
+    for hook in ("__setstate__", "append", "extend")
+}
 _WRAPPER = name("torch.utils.data.datapipes.datapipe._IterDataPipeSerializationWrapper") + b")\x81("
-_PAIRS = {hook: call("builtins.dict", b"((" + text(hook) + _RUN + b"tl") for hook in ("__setstate__", "append")}
+_PAIRS = {
+    hook: call("builtins.dict", b"((" + text(hook) + _RUN + b"tl")
+    for hook in ("__setstate__", "append")
+}
 _CODE = text("__import__('os').system('touch canary')")
 
-# Values that run code by what harmless callables do with them. Each is the body of a pickle that leaves one value.
+# Values that run code by what harmless callables do with them. Each is the body of a pickle that
+# leaves one value.
 STANDARD = {
     "dict-keys": call("builtins.dict", _KEYS),
     "dict-keys-partial": call("builtins.dict", built(_BAG, text("keys"), call("functools.partial", name("os.system"),
@@ -239,7 +264,9 @@ DISGUISED = {
 
 def beside_a_tensor(body: bytes) -> Case:
     """A checkpoint of one tensor, and a value that some pickle leaves."""
-    storage = b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\2tQ"
+    storage = (
+        b"(" + text("storage") + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\2tQ"
+    )
     tensor = call("torch._utils._rebuild_tensor_v2", storage, b"K\0", b"K\2\x85", b"K\1\x85", b"\x89",
                   call("collections.OrderedDict"))  # fmt: skip
     data = b"\x80\4}" + text("w") + tensor + b"s" + text("extra") + body + b"s."
@@ -300,20 +327,28 @@ def _plain() -> dict[str, Case]:
     thing = name("mine.nets.Net") + b")\x81}" + text("depth") + b"K\x03sb"
     return {
         "plain-dict": Case(".pth", archive(PLAIN), "safe"),
-        "plain-ordered": Case(".pth", archive(pickle2(name("collections.OrderedDict") + b")R")), "safe"),
+        "plain-ordered": Case(
+            ".pth", archive(pickle2(name("collections.OrderedDict") + b")R")), "safe"
+        ),
         "plain-size": Case(".pth", archive(pickle2(call("torch.Size", b"](K\1K\2e"))), "safe"),
         "plain-set": Case(".pth", archive(pickle2(call("__builtin__.set", b"](K\1K\2e"))), "safe"),
         "plain-legacy": Case(".pth", legacy(PLAIN, pickle2(b"]"), storages=EVIL), "safe"),
         "plain-pickle": Case(".pkl", PLAIN, "harmless"),
         "plain-protocol4": Case(".pth", archive(pickle4(b"}" + short("a") + b"K\1s")), "harmless"),
         "plain-text-string": Case(".pkl", pickle2(text("cos\nsystem\n")), "harmless"),
-        "plain-path": Case(".pth", archive(pickle2(call("pathlib.PosixPath", text("/tmp")))), "classes"),
+        "plain-path": Case(
+            ".pth", archive(pickle2(call("pathlib.PosixPath", text("/tmp")))), "classes"
+        ),
         "plain-object": Case(".pth", archive(pickle2(thing)), "classes"),
         "plain-nested-class": Case(
-            ".pkl", pickle2(call("builtins.getattr", name("mine.nets.Net"), text("Inner")) + b")\x81"), "classes"
+            ".pkl",
+            pickle2(call("builtins.getattr", name("mine.nets.Net"), text("Inner")) + b")\x81"),
+            "classes",
         ),
         "plain-old-object": Case(
-            ".pkl", b"ccopyreg\n_reconstructor\n(cmine.nets\nNet\nc__builtin__\nobject\nNtR.", "classes"
+            ".pkl",
+            b"ccopyreg\n_reconstructor\n(cmine.nets\nNet\nc__builtin__\nobject\nNtR.",
+            "classes",
         ),
         "plain-readme": Case(".md", b"cats and dogs\nare read, not run.\n", "none"),
     }

@@ -1,4 +1,5 @@
-"""What no other test comes by of files that are searched for pickles, pruned or salvaged, and refused."""
+"""What no other test comes by of files that are searched for pickles, pruned or salvaged, and
+refused."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from ckptkit.api import open_checkpoint, recover
 from ckptkit.core.bytesource import ByteSource, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, InputError, UnsafeGlobalError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    InputError,
+    UnsafeGlobalError,
+)
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats.common.dropped import refuse_objects
@@ -68,16 +75,23 @@ class Worn(Memory):
 
 def test_a_place_that_cannot_be_read() -> None:
     """What was found before stays, and what is not looked into is said."""
-    data = build(Member("a/0.pkl", pickle_of(b"N")), Member("a/1", b"something"), gap=bytes(1 << 17))
+    data = build(
+        Member("a/0.pkl", pickle_of(b"N")), Member("a/1", b"something"), gap=bytes(1 << 17)
+    )
     found = list(hidden.pickles(Worn(data, data.index(b"something"))))
     assert [each.where for each in found] == ["a/0.pkl", ""]
-    assert isinstance(found[1], Remark) and found[1].reason == f"cannot be read at byte {data.index(b'something'):,}"
+    assert (
+        isinstance(found[1], Remark)
+        and found[1].reason == f"cannot be read at byte {data.index(b'something'):,}"
+    )
 
 
 def test_members_of_a_tar_file_that_are_empty() -> None:
     data = tars.archive(tars.member("a"), tars.member("b.pkl", pickle_of(b"N")), tars.member("c"))
     found = list(hidden_tar.pickles(Memory(data)))
-    assert [(each.where, each.likely) for each in found if isinstance(each, Inner)] == [("b.pkl", True)]
+    assert [(each.where, each.likely) for each in found if isinstance(each, Inner)] == [
+        ("b.pkl", True)
+    ]
     assert len(found) == 1
 
 
@@ -87,16 +101,27 @@ def test_a_tar_file_that_ends_inside_a_member(left: int) -> None:
     remark, *rest = hidden_tar.pickles(Memory(data))
     assert isinstance(remark, Remark) and (remark.where, len(rest)) == ("a.pkl", left > 0)
     assert remark.reason == "the tar file ends inside this member"
-    assert all(isinstance(each, Inner) and (each.source.size, each.open_end) == (left, True) for each in rest)
+    assert all(
+        isinstance(each, Inner) and (each.source.size, each.open_end) == (left, True)
+        for each in rest
+    )
 
 
 def test_an_archive_that_says_its_sizes_in_64_bits() -> None:
-    """Its offsets are too short by what is before it, and only the second of its end records has them."""
-    wide = build(Member("a/data.pkl", pickle_of(b"N")), end={"start": U32, "size": U32, "count": 0xFFFF}, zip64={})
+    """Its offsets are too short by what is before it, and only the second of its end records has
+    them."""
+    wide = build(
+        Member("a/data.pkl", pickle_of(b"N")),
+        end={"start": U32, "size": U32, "count": 0xFFFF},
+        zip64={},
+    )
     found = list(hidden.pickles(Memory(b"#!/bin/sh\n" + wide)))
     assert [each.where for each in found if isinstance(each, Traced)] == ["a/data.pkl at byte 50"]
     narrow = build(Member("a/data.pkl", pickle_of(b"N")), end={"start": U32, "size": U32})
-    assert not any(isinstance(each, Traced) for each in hidden.pickles(Memory(b"#!/bin/sh\n" + bytes(99) + narrow)))
+    assert not any(
+        isinstance(each, Traced)
+        for each in hidden.pickles(Memory(b"#!/bin/sh\n" + bytes(99) + narrow))
+    )
 
 
 # Pruned and salvaged
@@ -128,7 +153,9 @@ def test_an_object_with_items_that_are_lost(tmp_path: Path) -> None:
 def test_two_models_of_which_a_part_is_lost(tmp_path: Path) -> None:
     """Which are the weights does not matter for what is left."""
     model = {"w": torch.ones(3, 4), "v": torch.ones(3)}
-    torch.save({"generator": {**model, "t": told()}, "discriminator": dict(model)}, tmp_path / "a.pth")
+    torch.save(
+        {"generator": {**model, "t": told()}, "discriminator": dict(model)}, tmp_path / "a.pth"
+    )
     damage(tmp_path / "a.pth", TOLD)
     with pytest.raises(AmbiguousError):
         _ = open_checkpoint(tmp_path / "a.pth").selection
@@ -140,10 +167,15 @@ def test_two_models_of_which_a_part_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_memory_is_not_lost(tmp_path: Path) -> None:
-    torch.save({"meta": torch.empty(2, device="meta"), "w": torch.ones(2), "t": told()}, tmp_path / "a.pth")
+    torch.save(
+        {"meta": torch.empty(2, device="meta"), "w": torch.ones(2), "t": told()}, tmp_path / "a.pth"
+    )
     damage(tmp_path / "a.pth", TOLD)
     found = recover(tmp_path / "a.pth")
-    assert [loss.path for loss in found.lost] == ["t"] and list(found.checkpoint.root) == ["meta", "w"]
+    assert [loss.path for loss in found.lost] == ["t"] and list(found.checkpoint.root) == [
+        "meta",
+        "w",
+    ]
 
 
 def test_a_tensor_of_no_storage_is_not_lost() -> None:
@@ -155,7 +187,10 @@ def test_a_tensor_of_no_storage_is_not_lost() -> None:
         "t": Tensor(gone, F32, (2,), (1,)),
     }
     found = salvaged(Checkpoint(root, "made", Memory(b"")), {here: None, gone: "cut"}.get)
-    assert found.lost == (Loss("t", "float32 [2]", "cut"),) and list(found.checkpoint.root) == ["none", "w"]
+    assert found.lost == (Loss("t", "float32 [2]", "cut"),) and list(found.checkpoint.root) == [
+        "none",
+        "w",
+    ]
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
@@ -173,7 +208,9 @@ def test_objects_that_anybody_can_make_are_left_out(tmp_path: Path) -> None:
     torch.save(plain, tmp_path / "a.pth")
     refuse_objects(open_checkpoint(tmp_path / "a.pth"))
     torch.save({**plain, "all": Several([1])}, tmp_path / "a.pth")
-    with pytest.raises(UnsafeGlobalError, match=r"all is an object \(.*Several\) and would be left out"):
+    with pytest.raises(
+        UnsafeGlobalError, match=r"all is an object \(.*Several\) and would be left out"
+    ):
         refuse_objects(open_checkpoint(tmp_path / "a.pth"))
 
 
@@ -223,19 +260,25 @@ class Evil:
 
 @pytest.mark.parametrize("names", [("./", "./model.pt"), (".", "./a/model.pt"), ("model.pt",)])
 @pytest.mark.parametrize("value", [{"a": torch.ones(2)}, {"a": Evil()}])
-def test_ordinary_tar_files_are_looked_into(tmp_path: Path, names: tuple[str, ...], value: object) -> None:
+def test_ordinary_tar_files_are_looked_into(
+    tmp_path: Path, names: tuple[str, ...], value: object
+) -> None:
     """`tar -C FOLDER .`, and a last member that ends as a zip archive does."""
     seen = list(hidden.pickles(tarred(tmp_path, *names, data=saved(value))))
     assert not [each for each in seen if isinstance(each, Remark)]
     found = {str(name) for each in seen if isinstance(each, Traced) for name in each.trace.globals}
-    assert ("posix.system" in found) == (not isinstance(value, dict) or isinstance(value["a"], Evil))
+    assert ("posix.system" in found) == (
+        not isinstance(value, dict) or isinstance(value["a"], Evil)
+    )
 
 
 def test_an_archive_over_the_end_of_a_tar_file_is_a_second_reading(tmp_path: Path) -> None:
     tarred(tmp_path, "a.txt", data=b"text")
     with zipfile.ZipFile(tmp_path / "x.tar", "a") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Evil()))
-    said = [each for each in hidden.pickles(LocalFile(tmp_path / "x.tar")) if isinstance(each, Remark)]
+    said = [
+        each for each in hidden.pickles(LocalFile(tmp_path / "x.tar")) if isinstance(each, Remark)
+    ]
     assert any("zip" in each.reason for each in said)
 
 

@@ -1,5 +1,6 @@
-"""No false alarm: what libraries leave in checkpoints, in their own values where torch and numpy make them, else in
-the opcodes that torchao 0.18, tensordict, lightning, transformers 5 and pandas 2 write."""
+"""No false alarm: what libraries leave in checkpoints, in their own values where torch and numpy
+make them, else in the opcodes that torchao 0.18, tensordict, lightning, transformers 5 and pandas 2
+write."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ OF_PYTHON: dict[str, Callable[[], Any]] = {
         frozenset("ab"),
         {1, 2},
     ],
-    "factories": lambda: collections.defaultdict(functools.partial(collections.defaultdict, float), a=1),
+    "factories": lambda: collections.defaultdict(
+        functools.partial(collections.defaultdict, float), a=1
+    ),
     "partial": lambda: functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "random": lambda: random.Random(0),
     "typing": lambda: [typing.Optional[int], typing.Dict[str, int], typing.Any],  # noqa: UP006, UP045

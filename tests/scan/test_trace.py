@@ -1,4 +1,5 @@
-"""The tracer against CPython's own unpickler, and what it notes of pickles that no machine comes through."""
+"""The tracer against CPython's own unpickler, and what it notes of pickles that no machine comes
+through."""
 
 from __future__ import annotations
 
@@ -19,7 +20,19 @@ from ckptkit.core.tree import Global
 from ckptkit.pickles.streams import Trace
 from ckptkit.scan.trace import trace
 from ckptkit.scan.trace_symbols import WEIGHTS_ONLY_OPCODES
-from tests.scan.hostile_pickles import CALLS, SYSTEM, TOUCH, UNCLEAR, call, name, pickle2, pickle4, raw, short, text
+from tests.scan.hostile_pickles import (
+    CALLS,
+    SYSTEM,
+    TOUCH,
+    UNCLEAR,
+    call,
+    name,
+    pickle2,
+    pickle4,
+    raw,
+    short,
+    text,
+)
 
 
 class Recorder(pickle._Unpickler):
@@ -34,7 +47,9 @@ class Recorder(pickle._Unpickler):
         if self.proto < 3:  # type: ignore[attr-defined]
             names = pickle._compat_pickle.NAME_MAPPING  # type: ignore[attr-defined]
             modules = pickle._compat_pickle.IMPORT_MAPPING  # type: ignore[attr-defined]
-            module, attribute = names.get((module, attribute), (modules.get(module, module), attribute))
+            module, attribute = names.get(
+                (module, attribute), (modules.get(module, module), attribute)
+            )
         self.looked_up.append((module, attribute))
         recorder, full = self, f"{module}.{attribute}"
 
@@ -94,7 +109,9 @@ def test_names_and_end_are_those_of_cpython(value: Any, protocol: int) -> None:
     recorder.load()
     found = traced(data + b"behind")
     assert (found.error, found.doubts, found.stop) == (None, (), len(data))
-    assert [(each.module, each.name) for each in found.globals] == list(dict.fromkeys(recorder.looked_up))
+    assert [(each.module, each.name) for each in found.globals] == list(
+        dict.fromkeys(recorder.looked_up)
+    )
     assert found.opcodes == sum(1 for _ in pickletools.genops(data))
     assert Counter(recorder.called) == Counter({each.name: each.times for each in found.calls})
 
@@ -109,7 +126,9 @@ def test_the_opcodes_of_weights_only_are_torchs_own() -> None:
     import torch._weights_only_unpickler as own
 
     codes = {each.name: each.code.encode("latin-1") for each in pickletools.opcodes}
-    imported = {value for key, value in vars(own).items() if key.isupper() and isinstance(value, bytes)}
+    imported = {
+        value for key, value in vars(own).items() if key.isupper() and isinstance(value, bytes)
+    }
     assert {codes[each] for each in WEIGHTS_ONLY_OPCODES} == imported
 
 
@@ -130,7 +149,11 @@ def test_PK_04_what_cannot_be_told_is_said(case: str) -> None:
 def test_PK_03_extensions_are_not_looked_up(size: int) -> None:
     copyreg.add_extension("os", "system", 1)
     try:
-        found = traced(bytes([0x80, 4, {1: 0x82, 2: 0x83, 4: 0x84}[size]]) + (1).to_bytes(size, "little") + b".")
+        found = traced(
+            bytes([0x80, 4, {1: 0x82, 2: 0x83, 4: 0x84}[size]])
+            + (1).to_bytes(size, "little")
+            + b"."
+        )
     finally:
         copyreg.remove_extension("os", "system", 1)
     assert found.globals == () and "number 1 of copyreg's extensions" in found.doubts[0]
@@ -146,7 +169,9 @@ def test_PK_05_dropped_calls_stay() -> None:
 
 
 def test_PK_06_dotted_names_are_whole() -> None:
-    found = traced(pickle4(short("pathlib") + short("os.system") + b"\x93" + short(TOUCH) + b"\x85R"))
+    found = traced(
+        pickle4(short("pathlib") + short("os.system") + b"\x93" + short(TOUCH) + b"\x85R")
+    )
     assert found.globals == (Global("pathlib", "os.system"),) and found.calls[0].kind == "harmful"
 
 
@@ -157,14 +182,18 @@ def test_PK_07_names_of_python_2() -> None:
 
 def test_PK_11_byte_strings_are_handed_on() -> None:
     inner = pickle2(SYSTEM)
-    assert [each.source.read(0, each.source.size) for each in traced(pickle4(raw(inner))).nested] == [inner]
+    assert [
+        each.source.read(0, each.source.size) for each in traced(pickle4(raw(inner))).nested
+    ] == [inner]
     (nested,) = traced(pickle2(call("torch.storage._load_from_bytes", raw(b"anything")))).nested
     assert nested.loaded
     large = b"\x80\x02" + bytes(70_000)
     assert [each.source.size for each in traced(pickle4(raw(large))).nested] == [len(large)]
 
 
-@pytest.mark.parametrize("tail", [b"", b"\xff", b"0000000.", b"h\x09.", b"X\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "tail", [b"", b"\xff", b"0000000.", b"h\x09.", b"X\xff\xff\xff\x7f", b"\x8b\xff\xff\xff\xff"]
+)
 def test_PK_14_what_ran_before_the_failure_is_noted(tail: bytes) -> None:
     found = traced(b"\x80\x02" + SYSTEM + tail)
     assert found.error is not None and [each.name for each in found.calls] == ["os.system"]
@@ -228,7 +257,13 @@ def test_a_thousand_equal_calls_are_one() -> None:
 
 def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
     rebuild, kind = name("torch._utils._rebuild_parameter"), name("torch.Tensor")
-    good = call("torch._tensor._rebuild_from_type_v2", rebuild, kind, name("torch.Tensor") + b")R\x88N\x87", b"}")
+    good = call(
+        "torch._tensor._rebuild_from_type_v2",
+        rebuild,
+        kind,
+        name("torch.Tensor") + b")R\x88N\x87",
+        b"}",
+    )
     bad = call("torch._tensor._rebuild_from_type_v2", name("os.system"), kind, b")", b"}")
     assert kinds(pickle2(b"](" + good * 1_000 + bad + b"e")) == {"accepted", "harmful"}
 
@@ -244,7 +279,10 @@ def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
         (name("torch.nn.modules.linear.Linear") + b")\x81", "class"),
         (call("torch.nn.modules.linear.Linear", b"K\1", b"K\1"), "harmful"),
         (call("copyreg._reconstructor", name("mine.Net"), name("builtins.object"), b"N"), "class"),
-        (call("copyreg._reconstructor", name("subprocess.Popen"), name("builtins.object"), b"N"), "harmful"),
+        (
+            call("copyreg._reconstructor", name("subprocess.Popen"), name("builtins.object"), b"N"),
+            "harmful",
+        ),
         (call("torch._tensor._rebuild_from_type_v2", name("mine.f"), b"N", b")", b"}"), "unknown"),
         (call("builtins.list", call("builtins.range", b"J\0\0\0\x7f")), "allocates"),
         (call("torch.storage._load_from_bytes", raw(b"x")), "loads"),

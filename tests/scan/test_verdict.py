@@ -1,4 +1,5 @@
-"""Verdicts: on files that were made to do harm, on files that were not, and against what torch itself accepts."""
+"""Verdicts: on files that were made to do harm, on files that were not, and against what torch
+itself accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ import torch
 
 from ckptkit.core.limits import LIMITS
 from ckptkit.scan.files import Failure, scan, scan_all
-from ckptkit.scan.verdict import CLASSES, CODE, HARMLESS, NONE, SAFE, UNKNOWN, FileVerdict, counts, findings
+from ckptkit.scan.verdict import (
+    CLASSES,
+    CODE,
+    HARMLESS,
+    NONE,
+    SAFE,
+    UNKNOWN,
+    FileVerdict,
+    counts,
+    findings,
+)
 from tests.conftest import ENVIRONMENT, Corpus
 from tests.containers.zips import Member, build
 from tests.matrix import FOLDER
@@ -39,9 +50,12 @@ from tests.scan.hostile_pickles import (
     text,
 )
 
-FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+FILES = sorted(
+    path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+)
 
-# Scans all cases in a process that is watched: nothing of them may be imported, opened for writing, or run.
+# Scans all cases in a process that is watched: nothing of them may be imported, opened for writing,
+# or run.
 WATCHED = """
 import sys, os
 from ckptkit.scan.files import scan
@@ -77,7 +91,9 @@ def verdict(folder: Path, data: bytes, suffix: str = ".pth") -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_PK_01_PK_02_PK_13_LG_02_verdicts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_PK_01_PK_02_PK_13_LG_02_verdicts(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     suffix, data, expected = CASES[case]
     assert verdict(tmp_path, data, suffix) == expected
@@ -85,7 +101,8 @@ def test_PK_01_PK_02_PK_13_LG_02_verdicts(case: str, tmp_path: Path, monkeypatch
 
 
 def test_PK_01_nothing_is_run(tmp_path: Path) -> None:
-    """A canary, and an audit hook over every import, call of the system, and file opened for writing."""
+    """A canary, and an audit hook over every import, call of the system, and file opened for
+    writing."""
     cases = tmp_path / "cases"
     cases.mkdir()
     for each, (suffix, data, _) in CASES.items():
@@ -105,7 +122,10 @@ def test_PK_01_nothing_is_run(tmp_path: Path) -> None:
 def test_fixtures_are_no_findings_and_torch_agrees(path: Path) -> None:
     found = scan(path)
     assert not counts(found, strict=False), [str(each) for each in findings(found, strict=True)]
-    if path.suffix in (".pth", ".pt", ".bin", ".ckpt", ".pkl") and path.parent.parent.name != "sharded":
+    if (
+        path.suffix in (".pth", ".pt", ".bin", ".ckpt", ".pkl")
+        and path.parent.parent.name != "sharded"
+    ):
         assert loads(path) == (found.verdict == SAFE)
 
 
@@ -125,11 +145,17 @@ class Own:
 SAVED: dict[str, tuple[Any, str]] = {
     "tensors": ({"a": torch.ones(2), "b": torch.arange(3).byte()}, SAFE),
     "module": (torch.nn.Linear(2, 2), CLASSES),
-    "state": (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict(), SAFE),
+    "state": (
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict(),
+        SAFE,
+    ),
     "optimizer": (torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]).state_dict(), SAFE),
     "parameter": (torch.nn.Parameter(torch.ones(2)), SAFE),
     "sparse": (torch.eye(2).to_sparse(), SAFE),
-    "containers": ((OrderedDict(a=1), Counter("ab"), {1, 2}, [1], (2,), b"x", bytearray(b"y"), 1j), SAFE),
+    "containers": (
+        (OrderedDict(a=1), Counter("ab"), {1, 2}, [1], (2,), b"x", bytearray(b"y"), 1j),
+        SAFE,
+    ),
     "dtype": ([torch.float16, torch.device("cpu"), torch.Size([1])], SAFE),
     "large": ([1 << 70, -(1 << 31), 0.5, None, True, "\u20ac"], SAFE),
     "path": (pathlib.PurePosixPath("a/b"), CLASSES),
@@ -165,13 +191,20 @@ def test_protocols_that_weights_only_does_not_read(protocol: int, tmp_path: Path
 
 
 def test_tensors_in_plain_pickles_are_files_of_their_own(tmp_path: Path) -> None:
-    """Their storages are pickled as bytes that torch loads without weights_only: what these would do is what counts."""
+    """Their storages are pickled as bytes that torch loads without weights_only: what these would
+    do is what counts."""
     data = pickle.dumps({"a": torch.ones(2)})
     found = scan(put(tmp_path, data, ".pkl"))
-    assert found.verdict == HARMLESS and len(found.pickles) > 1 and not any(each.found.nested for each in found.pickles)
+    assert (
+        found.verdict == HARMLESS
+        and len(found.pickles) > 1
+        and not any(each.found.nested for each in found.pickles)
+    )
     evil = pickle2(call("torch.storage._load_from_bytes", raw(legacy(EVIL, pickle2(b"]")))))
     assert verdict(tmp_path, evil, ".pkl") == CODE
-    assert verdict(tmp_path, pickle2(call("torch.storage._load_from_bytes", b"]")), ".pkl") == UNKNOWN
+    assert (
+        verdict(tmp_path, pickle2(call("torch.storage._load_from_bytes", b"]")), ".pkl") == UNKNOWN
+    )
 
 
 def test_trust_lets_calls_of_packages_pass_and_no_others(tmp_path: Path) -> None:
@@ -217,7 +250,9 @@ def test_a_file_that_our_reader_refuses_cannot_be_told(tmp_path: Path) -> None:
 def test_bombs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gzip
 
-    monkeypatch.setattr("ckptkit.scan.find.LIMITS", replace(LIMITS, record_bytes=1 << 16, scan_depth=3))
+    monkeypatch.setattr(
+        "ckptkit.scan.find.LIMITS", replace(LIMITS, record_bytes=1 << 16, scan_depth=3)
+    )
     assert verdict(tmp_path, gzip.compress(bytes(1 << 20)), ".gz") == UNKNOWN
     data = EVIL
     for _ in range(5):
@@ -226,7 +261,9 @@ def test_bombs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(tmp_path, gzip.compress(gzip.compress(EVIL)), ".gz") == CODE
 
 
-@pytest.mark.parametrize("head", [b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07\x00"])
+@pytest.mark.parametrize(
+    "head", [b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c", b"\x04\x22\x4d\x18", b"Rar!\x1a\x07\x00"]
+)
 def test_what_is_not_looked_into_is_said(head: bytes, tmp_path: Path) -> None:
     found = scan(put(tmp_path, head + bytes(100)))
     assert found.verdict == UNKNOWN and "not looked into" in found.remarks[0].reason
@@ -239,7 +276,9 @@ def test_random_tensors_are_no_pickles(tmp_path: Path) -> None:
     found = scan(path)
     assert (found.verdict, len(found.pickles), found.remarks) == (SAFE, 1, ())
     small = tmp_path / "small.pt"
-    torch.save([torch.tensor(number) for number in range(1_024)], small)  # 0x280, 0x178 and others begin like files
+    torch.save(
+        [torch.tensor(number) for number in range(1_024)], small
+    )  # 0x280, 0x178 and others begin like files
     assert scan(small).verdict == SAFE
 
 
@@ -268,10 +307,16 @@ def test_several_files_folders_and_workers(tmp_path: Path) -> None:
     put(tmp_path, archive(PLAIN))
     put(inner, EVIL, ".pkl")
     (tmp_path / "link").symlink_to(inner)
-    expected = [(str(tmp_path / "file.pth"), SAFE), (str(tmp_path / "link"), None), (str(inner / "file.pkl"), CODE)]
+    expected = [
+        (str(tmp_path / "file.pth"), SAFE),
+        (str(tmp_path / "link"), None),
+        (str(inner / "file.pkl"), CODE),
+    ]
     for workers in (None, 1, 3):
         results = list(scan_all([tmp_path, tmp_path / "missing"], workers=workers))
-        shown = [(each.path, each.verdict if isinstance(each, FileVerdict) else None) for each in results]
+        shown = [
+            (each.path, each.verdict if isinstance(each, FileVerdict) else None) for each in results
+        ]
         assert shown == [*expected, (str(tmp_path / "missing"), None)]
         assert all(isinstance(each, Failure) for each in (results[1], results[3]))
 
@@ -298,7 +343,8 @@ def test_findings_of_a_verdict(tmp_path: Path) -> None:
 
 
 def test_corpus(corpus: Corpus) -> None:
-    """Real files are no findings, and torch loads those that are safe. The odd containers hold no pickles."""
+    """Real files are no findings, and torch loads those that are safe. The odd containers hold no
+    pickles."""
     for each in scan_all([corpus.folder]):
         if isinstance(each, FileVerdict) and "containers" not in each.path:
             assert each.verdict in (NONE, SAFE, HARMLESS, CLASSES), each.path

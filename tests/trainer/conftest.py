@@ -1,4 +1,5 @@
-"""What the tests of the trainer share: runs before their first epoch, and replicas on one device."""
+"""What the tests of the trainer share: runs before their first epoch, and replicas on one
+device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Prepare = Callable[..., Run]
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No torchrun around, and no test leaves torch stricter than it was.
 
-    One thread: several that wait for each other on cores that others use are slower by orders of magnitude.
+    One thread: several that wait for each other on cores that others use are slower by orders of
+    magnitude.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -49,7 +51,8 @@ def prepared() -> Iterator[Prepare]:
 class TwoReplicas(parallel.Replicated):
     """What DataParallel does with two GPUs, on one CPU: it does not replicate there.
 
-    The batch is split along dim 0, each half goes through the (one) model, and the outputs are joined, or not.
+    The batch is split along dim 0, each half goes through the (one) model, and the outputs are
+    joined, or not.
     """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

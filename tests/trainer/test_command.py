@@ -21,20 +21,38 @@ SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "
 
 def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     alone = {"OMP_NUM_THREADS": "1"}
-    done = run("train", "run.pth", *SMALL, "--parallel", "dp", "--keep-module-prefix", cwd=tmp_path, env=alone)
+    done = run(
+        "train",
+        "run.pth",
+        *SMALL,
+        "--parallel",
+        "dp",
+        "--keep-module-prefix",
+        cwd=tmp_path,
+        env=alone,
+    )
     assert done.code == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("epoch 1/1  loss 2.")
     assert last == "wrote run.pth"
     accuracy = first.split("accuracy ")[1].split()[0]
-    assert run("train", *SMALL, "--evaluate", "run.pth", cwd=tmp_path, env=alone) == (0, f"accuracy {accuracy}\n", "")
+    assert run("train", *SMALL, "--evaluate", "run.pth", cwd=tmp_path, env=alone) == (
+        0,
+        f"accuracy {accuracy}\n",
+        "",
+    )
     again = run("train", "run.pth", *SMALL, cwd=tmp_path)
-    assert (again.code, again.stderr) == (2, "ckptkit: run.pth: exists already\nhint: --force replaces it\n")
+    assert (again.code, again.stderr) == (
+        2,
+        "ckptkit: run.pth: exists already\nhint: --force replaces it\n",
+    )
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "ckptkit.trainer", "run.pth", *SMALL, "--devices", "cuda:77"]
-    done = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(
+        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=60
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("ckptkit: there is no device cuda:77 here\nhint: --devices cpu")
 
@@ -51,7 +69,14 @@ def test_S02_shapes_on_request(tmp_path: Path) -> None:
 
 
 def test_S03_memory_of_both_kinds_on_request(tmp_path: Path) -> None:
-    done = invoked(tmp_path / "run.pth", *SMALL, "--parallel", "dp", "--memory-report", tmp_path / "memory.jsonl")
+    done = invoked(
+        tmp_path / "run.pth",
+        *SMALL,
+        "--parallel",
+        "dp",
+        "--memory-report",
+        tmp_path / "memory.jsonl",
+    )
     assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["dp", "dp-balanced"]
 
 
@@ -65,10 +90,16 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
     [
         (("--segments", "2"), "cnn has no segments", "--model mlp or generator has"),
         (("--memory-efficient",), "cnn has no bottlenecks to recompute", "--model densenet has"),
-        (("--keep-module-prefix",), "--parallel none gives the keys no prefix to keep", "dp, dp-balanced, ddp do"),
+        (
+            ("--keep-module-prefix",),
+            "--parallel none gives the keys no prefix to keep",
+            "dp, dp-balanced, ddp do",
+        ),
     ],
 )
-def test_options_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...], message: str, hint: str) -> None:
+def test_options_that_do_not_go_together(
+    tmp_path: Path, options: tuple[str, ...], message: str, hint: str
+) -> None:
     assert invoked(tmp_path / "run.pth", *options) == (2, "", f"ckptkit: {message}\nhint: {hint}\n")
 
 
@@ -77,7 +108,11 @@ def test_out_is_checked_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     for out, options, message in (
         ("none/run.pth", (), "there is no folder for it"),
-        ("run.pth", ("--metrics", tmp_path / "none" / "to" / "run.pth"), "there is no folder for it"),
+        (
+            "run.pth",
+            ("--metrics", tmp_path / "none" / "to" / "run.pth"),
+            "there is no folder for it",
+        ),
         ("full", (), "is a folder"),
         ("full", ("--parallel", "fsdp"), "is a folder that is not empty"),
         ("full", ("--parallel", "fsdp", "--force"), "is a folder that is not empty"),

@@ -119,7 +119,9 @@ def test_other_pickles_are_refused(cifar: Path, batch: object) -> None:
 
 def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
     def hint() -> str:
-        with pytest.raises(ckptkit.CkptkitError, match="is not the folder of CIFAR-10: no data_batch_1") as caught:
+        with pytest.raises(
+            ckptkit.CkptkitError, match="is not the folder of CIFAR-10: no data_batch_1"
+        ) as caught:
             data.load(Config(data=f"cifar10:{tmp_path}"), CLASSIFY)
         return caught.value.hint or ""
 
@@ -147,7 +149,9 @@ def test_lines_are_neighbours_side_by_side() -> None:
 
 
 def test_reading_drops_blanks_and_repetitions() -> None:
-    path = torch.tensor([[0, 1, 1, 0, 1, 3], [1, 1, 1, 1, 0, 0]])  # the blank is 0, digit n is n + 1
+    path = torch.tensor(
+        [[0, 1, 1, 0, 1, 3], [1, 1, 1, 1, 0, 0]]
+    )  # the blank is 0, digit n is n + 1
     scores = torch.nn.functional.one_hot(path, 4).float()
     assert READ.correct(scores, torch.tensor([[0, 0, 2], [0, 0, 0]])).tolist() == [1.0, 0.0]
 

@@ -45,7 +45,9 @@ def test_S09_any_order_the_first_holds_the_model(two_gpus: None) -> None:
     assert chosen("cuda:1", "cuda:0", parallel="dp") == ["cuda:1", "cuda:0"]
 
 
-def test_S09_a_missing_device_names_those_that_are_there(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S09_a_missing_device_names_those_that_are_there(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert refusal("cuda:3") == ("there is no device cuda:3 here", "--devices cpu, cuda:0, cuda:1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

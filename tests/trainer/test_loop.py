@@ -34,12 +34,18 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def test_S15_the_defaults_read_digits_and_so_does_what_is_made_of_their_file(tmp_path: Path) -> None:
+def test_S15_the_defaults_read_digits_and_so_does_what_is_made_of_their_file(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("sklearn")
     config = Config(devices=("cpu",))
-    accuracy = loop.train(replace(config, parallel="dp", keep_module_prefix=True), tmp_path / "run.pth", say=silent)
+    accuracy = loop.train(
+        replace(config, parallel="dp", keep_module_prefix=True), tmp_path / "run.pth", say=silent
+    )
     assert accuracy >= 0.95
-    moved = ckptkit.remap(ckptkit.strip_prefix(ckptkit.open(tmp_path / "run.pth"), "module."), "cuda:1")
+    moved = ckptkit.remap(
+        ckptkit.strip_prefix(ckptkit.open(tmp_path / "run.pth"), "module."), "cuda:1"
+    )
     ckptkit.save(moved, tmp_path / "moved.pth")
     ckptkit.save(ckptkit.remap(moved, "cpu"), tmp_path / "moved.safetensors")
     for name in ("run.pth", "moved.pth", "moved.safetensors"):
@@ -75,7 +81,9 @@ def test_S01_accumulated_batches_are_one_big_batch(tmp_path: Path) -> None:
 
 def test_S19_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
     options = {"save_form": "full", "deterministic": True}
-    one, same = (trained(tmp_path, name, **options).read_bytes() for name in ("one.pth", "same.pth"))
+    one, same = (
+        trained(tmp_path, name, **options).read_bytes() for name in ("one.pth", "same.pth")
+    )
     assert one == same
     assert trained(tmp_path, "other.pth", **options, seed=1).read_bytes() != one
 
@@ -153,5 +161,9 @@ def test_metrics_and_picture(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[-1]["accuracy"] == accuracy
-    assert [line.split("  ")[0] for line in said] == ["epoch 1/2", "epoch 2/2", f"wrote {tmp_path / 'run.pth'}"]
+    assert [line.split("  ")[0] for line in said] == [
+        "epoch 1/2",
+        "epoch 2/2",
+        f"wrote {tmp_path / 'run.pth'}",
+    ]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -52,7 +52,9 @@ def test_S05_the_table_of_segments() -> None:
 
 
 @pytest.mark.parametrize(("segments", "figure"), memory.ARTICLE.items())
-def test_S05_the_figures_of_the_article_are_those_of_lost_gradients(segments: int, figure: int) -> None:
+def test_S05_the_figures_of_the_article_are_those_of_lost_gradients(
+    segments: int, figure: int
+) -> None:
     assert memory.broken_tape(segments) == pytest.approx(figure, rel=0.04)
 
 

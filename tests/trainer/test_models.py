@@ -16,16 +16,25 @@ from .conftest import gradients, same
 
 
 def stepped(model: nn.Module, inputs: Tensor) -> tuple[int, dict[str, Tensor], dict[str, Tensor]]:
-    """Bytes kept for the backward pass, gradients, and buffers after one pass; the same chance each time."""
+    """Bytes kept for the backward pass, gradients, and buffers after one pass; the same chance each
+    time."""
     torch.manual_seed(1)
     with Saved(model) as saved:
         outputs = model(inputs)
     outputs.square().mean().backward()
-    return saved.peak, gradients(model), {name: each.clone() for name, each in model.named_buffers()}
+    return (
+        saved.peak,
+        gradients(model),
+        {name: each.clone() for name, each in model.named_buffers()},
+    )
 
 
 def test_S15_the_cnn_is_two_convolutions_and_three_linear_layers() -> None:
-    shapes = {name: tuple(value.shape) for name, value in Cnn((3, 32, 32), 10).named_parameters() if "weight" in name}
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in Cnn((3, 32, 32), 10).named_parameters()
+        if "weight" in name
+    }
     assert shapes == {
         "conv1.weight": (6, 3, 5, 5),
         "conv2.weight": (16, 6, 5, 5),
@@ -38,7 +47,11 @@ def test_S15_the_cnn_is_two_convolutions_and_three_linear_layers() -> None:
 def test_S05_the_mlp_is_72_linear_layers_of_1000() -> None:
     with torch.device("meta"):
         model = Mlp((UNITS,), 100)
-    layers = [(each.in_features, each.out_features) for each in model.layers if isinstance(each, nn.Linear)]
+    layers = [
+        (each.in_features, each.out_features)
+        for each in model.layers
+        if isinstance(each, nn.Linear)
+    ]
     assert layers == [(1000, 1000)] * (LAYERS - 1) + [(1000, 100)]
 
 
@@ -108,7 +121,8 @@ def test_S07_the_generator_uses_both_kinds(segments: int) -> None:
 
 
 def test_S17_crnn_keeps_the_batch_in_front() -> None:
-    """[32, ...] in halves of 16 comes back as [32, 65, 5530]; with the time in front it would be [130, 16, 5530]."""
+    """[32, ...] in halves of 16 comes back as [32, 65, 5530]; with the time in front it would be
+    [130, 16, 5530]."""
     model = Crnn((1, 32, 260), 5529, 0.25).eval()
     lines = torch.randn(32, 1, 32, 260)
     with torch.no_grad():

@@ -46,7 +46,8 @@ def test_S02_the_split_is_shown(prepared: Prepare) -> None:
 
 @pytest.mark.parametrize("batch", [32, 33])
 def test_S03_balanced_gradients_are_those_of_dp(prepared: Prepare, batch: int) -> None:
-    """The replicas are simulated; the loss, and whether outputs are joined, is the code that GPUs use."""
+    """The replicas are simulated; the loss, and whether outputs are joined, is the code that GPUs
+    use."""
     run = prepared(parallel="dp")
     inputs, targets = (part[:batch] for part in run.data.train)
     joined = TwoReplicas(run.model, CPU)
@@ -97,10 +98,30 @@ def test_fsdp_alone_leaves_a_folder(tmp_path: Path) -> None:
 
 def torchrun(folder: Path, out: str, *options: str) -> str:
     """Two processes train together; what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "ckptkit.trainer", out, "--data", "random", "--width", "0.5", "--devices", "cpu", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        "-m",
+        "ckptkit.trainer",
+        out,
+        "--data",
+        "random",
+        "--width",
+        "0.5",
+        "--devices",
+        "cpu",
+        *options,
+    ]
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -108,7 +129,15 @@ def torchrun(folder: Path, out: str, *options: str) -> str:
 @pytest.mark.processes
 def test_S25_two_processes_of_ddp_give_what_one_gives(tmp_path: Path) -> None:
     said = torchrun(
-        tmp_path, "two.pth", "--parallel", "ddp", "--batch-size", "20", "--epochs", "2", "--keep-module-prefix"
+        tmp_path,
+        "two.pth",
+        "--parallel",
+        "ddp",
+        "--batch-size",
+        "20",
+        "--epochs",
+        "2",
+        "--keep-module-prefix",
     )
     assert said.count("wrote two.pth") == 1
     assert sorted(os.listdir(tmp_path)) == ["two.pth"]
@@ -126,7 +155,11 @@ def test_S25_two_processes_of_fsdp_leave_a_folder_of_shards(tmp_path: Path) -> N
     options = ("--parallel", "fsdp", "--batch-size", "20", "--epochs", "2", "--save-form", "full")
     said = torchrun(tmp_path, "shards", *options)
     assert said.count("wrote shards") == 1
-    assert {path.name for path in (tmp_path / "shards").iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert {path.name for path in (tmp_path / "shards").iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
     dcp_to_torch_save(tmp_path / "shards", tmp_path / "whole.pth")
     whole = torch.load(tmp_path / "whole.pth", weights_only=False)
     config = Config(data="random", width=0.5, devices=("cpu",), batch_size=40, epochs=2)

@@ -1,4 +1,5 @@
-"""The README's table of what the trainer shows: each row is tested under its number, and its command is understood."""
+"""The README's table of what the trainer shows: each row is tested under its number, and its
+command is understood."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_a_row_has_a_test_and_a_command(row: str, command: str) -> None:
         assert name is not None
         assert name[1] in ckptkit.__all__
         return
-    words = shlex.split(command.replace("torchrun --nproc-per-node 2 -m ckptkit.trainer", "ckptkit train"))
+    words = shlex.split(
+        command.replace("torchrun --nproc-per-node 2 -m ckptkit.trainer", "ckptkit train")
+    )
     chosen = main.get_command(main.make_context("ckptkit", [], resilient_parsing=True), words[1])
     assert chosen is not None
     chosen.make_context(words[1], words[2:])

@@ -32,7 +32,15 @@ def test_S11_three_forms(tmp_path: Path, parallel: str) -> None:
         for form in ("bare", "wrapped", "full")
     }
     assert list(files["wrapped"]) == ["model", "epoch"]
-    assert list(files["full"]) == ["model", "optimizer", "scheduler", "epoch", "rng", "args", "versions"]
+    assert list(files["full"]) == [
+        "model",
+        "optimizer",
+        "scheduler",
+        "epoch",
+        "rng",
+        "args",
+        "versions",
+    ]
     assert files["wrapped"]["epoch"] == files["full"]["epoch"] == 1
     assert same(files["wrapped"]["model"], files["bare"])
     assert same(files["full"]["model"], files["bare"])
@@ -51,13 +59,20 @@ def test_S12_every_map_location_gives_what_torch_gives(
     with simulated_cuda(1):
         path = trained(tmp_path)
     for where in ("cpu", torch.device("cpu"), {"cuda:1": "cpu"}, lambda storage, tag: storage):
-        found, expected = ckptkit.load(path, map_location=where), torch.load(path, where, weights_only=True)["model"]
+        found, expected = (
+            ckptkit.load(path, map_location=where),
+            torch.load(path, where, weights_only=True)["model"],
+        )
         assert same(found, expected)
         assert {each.device.type for each in found.values()} == {"cpu"}
 
 
 def test_S13_only_the_leading_prefix_goes(tmp_path: Path) -> None:
-    state = {"module.submodule.weight": torch.ones(1), "module.module.bias": torch.ones(2), "plain": torch.ones(3)}
+    state = {
+        "module.submodule.weight": torch.ones(1),
+        "module.module.bias": torch.ones(2),
+        "plain": torch.ones(3),
+    }
     torch.save(state, tmp_path / "run.pth")
     stripped = ckptkit.strip_prefix(ckptkit.open(tmp_path / "run.pth"), "module.")
     assert set(stripped.weights) == {"submodule.weight", "module.bias", "plain"}
@@ -65,12 +80,16 @@ def test_S13_only_the_leading_prefix_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["none", "dp"])
 @pytest.mark.parametrize("model", ["none", "dp", "ddp"])
-def test_S14_S18_one_loader_for_every_pair(tmp_path: Path, prepared: Prepare, file: str, model: str) -> None:
+def test_S14_S18_one_loader_for_every_pair(
+    tmp_path: Path, prepared: Prepare, file: str, model: str
+) -> None:
     """Weights of one device into a wrapped model, and the other way round."""
     path = trained(tmp_path, epochs=1, parallel=file, keep_module_prefix=file == "dp")
     run = prepared(parallel=model)
     saving.fit(run, path)
-    expected = {name.removeprefix("module."): value for name, value in loaded(path)["model"].items()}
+    expected = {
+        name.removeprefix("module."): value for name, value in loaded(path)["model"].items()
+    }
     assert same(run.model.state_dict(), expected)
 
 
@@ -79,7 +98,10 @@ def test_S16_any_part_of_a_wrapped_model_is_reached(tmp_path: Path) -> None:
     part = ckptkit.select(ckptkit.extract(ckptkit.open(path), "model"), ["module.fc1.*"])
     ckptkit.save(part, tmp_path / "fc1.pth")
     whole = loaded(path)["model"]
-    assert same(loaded(tmp_path / "fc1.pth"), {name: whole[name] for name in ("module.fc1.weight", "module.fc1.bias")})
+    assert same(
+        loaded(tmp_path / "fc1.pth"),
+        {name: whole[name] for name in ("module.fc1.weight", "module.fc1.bias")},
+    )
 
 
 def test_S21_S22_dtypes_and_numbers_of_parameters(tmp_path: Path, prepared: Prepare) -> None:
@@ -98,11 +120,15 @@ def changed(path: Path) -> Path:
     stripped = path.with_name("stripped.pth")
     ckptkit.save(ckptkit.strip_prefix(ckptkit.open(path), "module."), stripped)
     ckptkit.save(ckptkit.remap(ckptkit.open(stripped), "cuda:3"), path.with_name("tagged.pth"))
-    ckptkit.save(ckptkit.remap(ckptkit.open(path.with_name("tagged.pth")), "cpu"), path.with_name("back.pth"))
+    ckptkit.save(
+        ckptkit.remap(ckptkit.open(path.with_name("tagged.pth")), "cpu"), path.with_name("back.pth")
+    )
     return path.with_name("back.pth")
 
 
-@pytest.mark.parametrize("how", [lambda path: path, changed], ids=["as it is", "stripped and remapped"])
+@pytest.mark.parametrize(
+    "how", [lambda path: path, changed], ids=["as it is", "stripped and remapped"]
+)
 def test_training_goes_on_bit_for_bit(tmp_path: Path, how: Callable[[Path], Path]) -> None:
     config = replace(FULL, parallel="dp", keep_module_prefix=True)
     loop.train(replace(config, epochs=4), tmp_path / "four.pth", say=silent)
@@ -137,7 +163,11 @@ def test_random_states_come_back() -> None:
 
 def test_files_on_the_way(tmp_path: Path) -> None:
     trained(tmp_path, epochs=5, save_every=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.epoch2.pth", "run.epoch4.pth", "run.pth"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "run.epoch2.pth",
+        "run.epoch4.pth",
+        "run.pth",
+    ]
     assert loaded(tmp_path / "run.epoch2.pth")["epoch"] == 2
 
 
@@ -163,10 +193,18 @@ def test_a_finished_run_is_no_beginning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "asked", "hint"),
     [
-        ({"save_form": "full"}, {"width": 0.25}, "it was made with --model cnn --data random --width 0.5"),
+        (
+            {"save_form": "full"},
+            {"width": 0.25},
+            "it was made with --model cnn --data random --width 0.5",
+        ),
         ({}, {"model": "densenet"}, "it fits --model cnn --data random"),
         ({"model": "mlp", "width": 0.05}, {"width": 0.05}, "it fits --model mlp --data random"),
-        ({"parallel": "dp", "keep_module_prefix": True}, {"model": "crnn"}, "it fits --model cnn --data random"),
+        (
+            {"parallel": "dp", "keep_module_prefix": True},
+            {"model": "crnn"},
+            "it fits --model cnn --data random",
+        ),
         ({}, {"width": 0.25}, "no model of this trainer has these weights at --width 0.25"),
     ],
 )
@@ -179,7 +217,9 @@ def test_a_checkpoint_that_does_not_fit_says_what_would(
     assert caught.value.hint == hint
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = trained(tmp_path, epochs=1)
     before = path.read_bytes()
 

@@ -45,7 +45,9 @@ def saved(folder: Path, *states: Any) -> list[Path]:
     return paths
 
 
-def averaged(paths: list[Path], out: Path, shares: list[float] | None = None) -> dict[str, torch.Tensor]:
+def averaged(
+    paths: list[Path], out: Path, shares: list[float] | None = None
+) -> dict[str, torch.Tensor]:
     convert(ckptkit.average([ckptkit.open(path) for path in paths], shares), out)
     found: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return found
@@ -67,7 +69,9 @@ def test_the_mean_is_that_of_float64(dtype: torch.dtype, tmp_path: Path) -> None
     assert found._metadata == states[-1]._metadata  # type: ignore[attr-defined]
     for name, tensor in found.items():
         row = [each[name] for each in states]
-        expected = mean(row, [1, 1, 1]) if tensor.is_floating_point() or tensor.is_complex() else row[-1]
+        expected = (
+            mean(row, [1, 1, 1]) if tensor.is_floating_point() or tensor.is_complex() else row[-1]
+        )
         assert tensor.dtype == expected.dtype
         assert bits(tensor) == bits(expected), name
 
@@ -94,10 +98,14 @@ def test_as_torch_averages_models(tmp_path: Path) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.floats(0, 10, allow_subnormal=False), min_size=1, max_size=4).filter(lambda given: sum(given) > 0.01),
+    st.lists(st.floats(0, 10, allow_subnormal=False), min_size=1, max_size=4).filter(
+        lambda given: sum(given) > 0.01
+    ),
     st.lists(st.floats(width=32), min_size=1, max_size=9),
 )
-def test_weights(tmp_path_factory: pytest.TempPathFactory, shares: list[float], numbers: list[float]) -> None:
+def test_weights(
+    tmp_path_factory: pytest.TempPathFactory, shares: list[float], numbers: list[float]
+) -> None:
     folder = tmp_path_factory.mktemp("x")
     states = [{"w": torch.tensor(numbers).roll(turn)} for turn in range(len(shares))]
     found = averaged(saved(folder, *states), folder / "out.pth", shares)["w"]
@@ -106,7 +114,8 @@ def test_weights(tmp_path_factory: pytest.TempPathFactory, shares: list[float], 
 
 
 def test_ties_views_and_types(tmp_path: Path) -> None:
-    """What is tied in all stays tied; views, other dtypes and large tensors are read as they are."""
+    """What is tied in all stays tied; views, other dtypes and large tensors are read as they
+    are."""
     big = torch.arange(300_000, dtype=torch.float32).reshape(300, 1000)
     first = {"e": big, "d": big, "t": big.T[:7], "h": torch.ones(3, dtype=torch.bfloat16)}
     second = {"e": big + 1, "t": big.T[3:10], "h": torch.full((3,), 2.0, dtype=torch.float32)}
@@ -122,7 +131,10 @@ def test_only_weights_are_kept_and_it_is_said(tmp_path: Path, run: Run) -> None:
     paths = saved(tmp_path, *({"model": state(n), "epoch": n} for n in range(2)))
     done = run("average", *paths, tmp_path / "out.safetensors")
     assert done.code == 0, done.stderr
-    assert "averaged 4 tensors of 2 checkpoints; took 'a.num_batches_tracked', 'mask' from the last" in done.stdout
+    assert (
+        "averaged 4 tensors of 2 checkpoints; took 'a.num_batches_tracked', 'mask' from the last"
+        in done.stdout
+    )
     assert "leaving 1 other entry" in done.stdout
 
 
@@ -130,7 +142,10 @@ def test_only_weights_are_kept_and_it_is_said(tmp_path: Path, run: Run) -> None:
     ("change", "said"),
     [
         (lambda s: s.pop("scale"), "number 1 and the last differ in names or shapes: 'scale'"),
-        (lambda s: s.update(scale=torch.zeros(2)), "number 1 and the last differ in names or shapes: 'scale'"),
+        (
+            lambda s: s.update(scale=torch.zeros(2)),
+            "number 1 and the last differ in names or shapes: 'scale'",
+        ),
     ],
 )
 def test_what_differs_is_refused(change: Callable[[Any], Any], said: str, tmp_path: Path) -> None:
@@ -141,7 +156,9 @@ def test_what_differs_is_refused(change: Callable[[Any], Any], said: str, tmp_pa
         ckptkit.average(checkpoints)
 
 
-@pytest.mark.parametrize("shares", [[1.0], [0.0, 0.0], [-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0]])
+@pytest.mark.parametrize(
+    "shares", [[1.0], [0.0, 0.0], [-1.0, 2.0], [float("inf"), 1.0], [float("nan"), 1.0]]
+)
 def test_weights_that_make_no_mean(shares: list[float], tmp_path: Path) -> None:
     checkpoints = [ckptkit.open(path) for path in saved(tmp_path, state(1), state(2))]
     with pytest.raises(UsageError, match="need as many weights"):
@@ -149,7 +166,10 @@ def test_weights_that_make_no_mean(shares: list[float], tmp_path: Path) -> None:
 
 
 def test_merge(tmp_path: Path, run: Run) -> None:
-    first, second = state(1), OrderedDict((f"b.{name}", tensor) for name, tensor in state(2).items())
+    first, second = (
+        state(1),
+        OrderedDict((f"b.{name}", tensor) for name, tensor in state(2).items()),
+    )
     second._metadata = OrderedDict([("b", {"version": 3})])  # type: ignore[attr-defined]
     done = run("merge", *saved(tmp_path, {"model": first}, second), tmp_path / "out.pth")
     assert done.code == 0, done.stderr
@@ -183,7 +203,9 @@ def test_ema_without_names(tmp_path: Path, run: Run) -> None:
     weights = OrderedDict((name, parameter) for name, parameter in net.named_parameters())
     weights.update(net.named_buffers())  # type: ignore[arg-type]
     shadow = [torch.full_like(parameter, n) for n, parameter in enumerate(net.parameters())]
-    (path,) = saved(tmp_path, {"state_dict": weights, "ema": {"decay": 0.99, "shadow_params": shadow}})
+    (path,) = saved(
+        tmp_path, {"state_dict": weights, "ema": {"decay": 0.99, "shadow_params": shadow}}
+    )
     done = run("ema", "--json", path, tmp_path / "out.pth")
     assert json.loads(done.stdout)["done"] == [
         "took 4 tensors out of 'ema.shadow_params', under the names of the weights",

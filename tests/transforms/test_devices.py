@@ -41,13 +41,21 @@ def test_mapping_is_exact_and_falls_through() -> None:
 
 
 def test_mapping_is_applied_once() -> None:
-    assert devices(remap(on("cuda:0", "cuda:1"), {"cuda:0": "cuda:1", "cuda:1": "cuda:0"})) == ["cuda:1", "cuda:0"]
+    assert devices(remap(on("cuda:0", "cuda:1"), {"cuda:0": "cuda:1", "cuda:1": "cuda:0"})) == [
+        "cuda:1",
+        "cuda:0",
+    ]
 
 
 def test_bytes_checksums_and_ties_stay() -> None:
     one = storage(bytes(16), "cuda:1")
-    whole, view = Tensor(one, FLOAT32, (4,), (1,)), Tensor(one, FLOAT32, (2,), (1,), 2, kind="parameter")
-    ck = Checkpoint({"whole": whole, "view": view, "raw": [TypedStorage(one, None)], "again": whole})
+    whole, view = (
+        Tensor(one, FLOAT32, (4,), (1,)),
+        Tensor(one, FLOAT32, (2,), (1,), 2, kind="parameter"),
+    )
+    ck = Checkpoint(
+        {"whole": whole, "view": view, "raw": [TypedStorage(one, None)], "again": whole}
+    )
     done = remap(ck, "cpu")
     new = done.root["whole"].storage
     assert new is done.root["view"].storage is done.root["raw"][0].storage
@@ -98,7 +106,21 @@ def test_devices(good: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["gpu", "gpu:0", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cuda:0 ", "cpu:0", "", "cuda:99999", "cuda:١", "Cpu"]
+    "bad",
+    [
+        "gpu",
+        "gpu:0",
+        "CUDA",
+        "cuda:",
+        "cuda:-1",
+        "cuda:x",
+        "cuda:0 ",
+        "cpu:0",
+        "",
+        "cuda:99999",
+        "cuda:١",
+        "Cpu",
+    ],
 )
 def test_nonsense_is_refused(bad: str) -> None:
     for request in (bad, {"cuda:0": bad}, {bad: "cpu"}):
@@ -115,12 +137,20 @@ def test_a_tag_of_the_file_can_always_be_named() -> None:
 
 
 def from_numpy(where: Node) -> Object:
-    return Object(Global("torch._utils", "_rebuild_device_tensor_from_numpy"), (tensor(), "dtype", where, False))
+    return Object(
+        Global("torch._utils", "_rebuild_device_tensor_from_numpy"),
+        (tensor(), "dtype", where, False),
+    )
 
 
 def wrapper(where: Node) -> Object:
     inner = (Global("a", "DTensor"), "dtype", (2,), (1,), 0, "layout", where, False)
-    args = (Global("torch._utils", "_rebuild_wrapper_subclass"), Global("a", "DTensor"), inner, {"state": 1})
+    args = (
+        Global("torch._utils", "_rebuild_wrapper_subclass"),
+        Global("a", "DTensor"),
+        inner,
+        {"state": 1},
+    )
     return Object(Global("torch._tensor", "_rebuild_from_type_v2"), args)
 
 
@@ -161,7 +191,12 @@ def test_device_value_shared_by_an_argument_is_still_the_users() -> None:
 
 
 def test_device_values_are_listed_and_left() -> None:
-    ck = Checkpoint({"w": tensor(device="cuda:1"), "config": {"device": device("cuda", 1), "other": device("cpu")}})
+    ck = Checkpoint(
+        {
+            "w": tensor(device="cuda:1"),
+            "config": {"device": device("cuda", 1), "other": device("cpu")},
+        }
+    )
     done = remap(ck, "cpu")
     assert done.root["config"]["device"].args == ("cuda", 1)
     assert "config.device (cuda:1)" in lines(done)
@@ -189,7 +224,12 @@ def test_device_value_alone_is_no_reason_to_write() -> None:
 def test_device_object_with_odd_arguments() -> None:
     """A file can hold anything: it is shown, not tripped over."""
     ck = Checkpoint(
-        {"w": tensor(device="cuda:1"), "a": device(), "b": device({}), "c": Object(Global("torch", "device"), "cuda")}
+        {
+            "w": tensor(device="cuda:1"),
+            "a": device(),
+            "b": device({}),
+            "c": Object(Global("torch", "device"), "cuda"),
+        }
     )
     assert devices(Checkpoint({"w": remap(ck, "cpu", values=True).root["w"]})) == ["cpu"]
 

@@ -28,12 +28,17 @@ def to_torch(leaf: Tensor) -> torch.Tensor:
     assert leaf.storage is not None
     data = b"".join(bytes(each) for each in stream(leaf.storage.record.locate()))
     values = torch.frombuffer(bytearray(data or b"\0" * 16), dtype=torch.uint8)[: len(data)]
-    return values.view(getattr(torch, leaf.dtype.name)).as_strided(leaf.shape, leaf.stride, leaf.offset)
+    return values.view(getattr(torch, leaf.dtype.name)).as_strided(
+        leaf.shape, leaf.stride, leaf.offset
+    )
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bytes: NaN is itself, and -0.0 is not 0.0."""
-    flat = [torch.empty(each.shape, dtype=each.dtype).copy_(each).view(-1).view(torch.uint8) for each in (a, b)]
+    flat = [
+        torch.empty(each.shape, dtype=each.dtype).copy_(each).view(-1).view(torch.uint8)
+        for each in (a, b)
+    ]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
 
 
@@ -47,7 +52,9 @@ def ck_of(**weights: torch.Tensor) -> Checkpoint:
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
 def test_cast_is_what_torch_does(source: str, target: str) -> None:
-    values = torch.tensor([0.0, -0.0, 1.5, -2.25, 3.1, 1e-7, math.inf, math.nan]).to(getattr(torch, source))
+    values = torch.tensor([0.0, -0.0, 1.5, -2.25, 3.1, 1e-7, math.inf, math.nan]).to(
+        getattr(torch, source)
+    )
     ck = ck_of(w=values.reshape(2, 4))
     done = cast(ck, target)
     made, want = to_torch(done.weights["w"]), values.reshape(2, 4).to(getattr(torch, target))
@@ -63,15 +70,28 @@ def test_cast_is_what_torch_does(source: str, target: str) -> None:
 
 def test_cast_leaves_what_is_no_float() -> None:
     ck = ck_of(
-        w=torch.ones(2), i=torch.ones(2, dtype=torch.int64), b=torch.ones(2, dtype=torch.bool), c=torch.ones(2) + 1j
+        w=torch.ones(2),
+        i=torch.ones(2, dtype=torch.int64),
+        b=torch.ones(2, dtype=torch.bool),
+        c=torch.ones(2) + 1j,
     )
     done = cast(ck, "fp16")
-    assert [each.dtype.name for each in done.weights.values()] == ["float16", "int64", "bool", "complex64"]
+    assert [each.dtype.name for each in done.weights.values()] == [
+        "float16",
+        "int64",
+        "bool",
+        "complex64",
+    ]
     assert done.weights["i"] is ck.weights["i"]
 
 
 def test_cast_touches_only_the_weights() -> None:
-    ck = Checkpoint({"model": {"w": tensor()}, "optimizer": {"state": {0: {"exp_avg": tensor()}}, "param_groups": []}})
+    ck = Checkpoint(
+        {
+            "model": {"w": tensor()},
+            "optimizer": {"state": {0: {"exp_avg": tensor()}}, "param_groups": []},
+        }
+    )
     done = cast(ck, "bfloat16")
     assert done.root["model"]["w"].dtype.name == "bfloat16"
     assert done.root["optimizer"]["state"][0]["exp_avg"].dtype.name == "float32"
@@ -90,8 +110,15 @@ def test_cast_keeps_views_and_ties() -> None:
 def test_cast_by_globs_the_last_one_counts() -> None:
     ck = ck_of(**{"a.w": torch.ones(2), "a.norm": torch.ones(2), "b.w": torch.ones(2).double()})
     done = cast(ck, {"*": "bf16", "*norm*": "float32"})
-    assert [each.dtype.name for each in done.weights.values()] == ["bfloat16", "float32", "bfloat16"]
-    assert sorted(done.notes) == ["cast 1 weight: float32 -> bfloat16", "cast 1 weight: float64 -> bfloat16"]
+    assert [each.dtype.name for each in done.weights.values()] == [
+        "bfloat16",
+        "float32",
+        "bfloat16",
+    ]
+    assert sorted(done.notes) == [
+        "cast 1 weight: float32 -> bfloat16",
+        "cast 1 weight: float64 -> bfloat16",
+    ]
     reverse = cast(ck, {"*norm*": "float32", "*": "bf16"})
     assert {each.dtype.name for each in reverse.weights.values()} == {"bfloat16"}
 
@@ -103,7 +130,9 @@ def test_cast_splits_a_storage_whose_tensors_differ_and_says_so() -> None:
     assert same(to_torch(done.weights["a"]), base[:2].half())
     assert same(to_torch(done.weights["b"]), base[2:])
     assert done.weights["b"].storage is ck.weights["b"].storage
-    assert "no longer share memory with tensors that have another dtype now: 'a', 'b'" in lines(done)
+    assert "no longer share memory with tensors that have another dtype now: 'a', 'b'" in lines(
+        done
+    )
 
 
 def test_cast_says_when_a_tie_to_the_rest_of_the_tree_is_cut() -> None:
@@ -124,7 +153,12 @@ def test_cast_one_tensor_in_two_places_stays_one() -> None:
 def test_cast_keeps_device_parameter_and_grad() -> None:
     ck = Checkpoint({"w": tensor(device="cuda:1", kind="parameter", requires_grad=True)})
     new = cast(ck, "float64").weights["w"]
-    assert (new.device, new.kind, new.requires_grad, new.nbytes) == ("cuda:1", "parameter", True, 16)
+    assert (new.device, new.kind, new.requires_grad, new.nbytes) == (
+        "cuda:1",
+        "parameter",
+        True,
+        16,
+    )
 
 
 def test_cast_of_a_big_endian_storage() -> None:
@@ -143,7 +177,12 @@ def test_cast_of_a_storage_with_bytes_left_over() -> None:
 
 
 def test_cast_of_a_meta_tensor() -> None:
-    assert cast(Checkpoint({"w": Tensor(None, FLOAT32, (2,), (1,))}), "float16").weights["w"].dtype.name == "float16"
+    assert (
+        cast(Checkpoint({"w": Tensor(None, FLOAT32, (2,), (1,))}), "float16")
+        .weights["w"]
+        .dtype.name
+        == "float16"
+    )
 
 
 def sparse(values: Tensor) -> Object:
@@ -167,7 +206,9 @@ def test_cast_of_a_sparse_tensor_is_of_its_values() -> None:
 def test_cast_of_a_parameter_of_a_sparse_tensor() -> None:
     inner = sparse(tensor())
     shown = replace(inner.tensor, kind="parameter", requires_grad=True)
-    made = Object(Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=shown)
+    made = Object(
+        Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=shown
+    )
     done = cast(Checkpoint({"w": made}), "float16")
     call = done.root["w"]
     values = call.args[0].args[1][1]
@@ -177,9 +218,15 @@ def test_cast_of_a_parameter_of_a_sparse_tensor() -> None:
 
 def test_cast_of_a_parameter_of_what_names_its_dtype() -> None:
     leaf = tensor()
-    inner = Object(Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf)
-    made = Object(Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=leaf)
-    assert "not cast, as their dtype is part of how they are made: 'w'" in lines(cast(Checkpoint({"w": made}), "half"))
+    inner = Object(
+        Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf
+    )
+    made = Object(
+        Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=leaf
+    )
+    assert "not cast, as their dtype is part of how they are made: 'w'" in lines(
+        cast(Checkpoint({"w": made}), "half")
+    )
 
 
 def test_cast_to_8_bits_of_what_torch_could_then_not_load() -> None:
@@ -192,7 +239,9 @@ def test_cast_to_8_bits_of_what_torch_could_then_not_load() -> None:
 
 def test_cast_names_what_it_cannot_cast() -> None:
     leaf = tensor()
-    made = Object(Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf)
+    made = Object(
+        Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf
+    )
     float4 = Tensor(storage(b"\0"), dtypes.BY_NAME["float4_e2m1fn_x2"], (1,), (1,))
     done = cast(Checkpoint({"w": made, "x": float4, "v": tensor()}), "float16")
     assert done.root["w"].tensor.dtype.name == "float32"
@@ -200,7 +249,9 @@ def test_cast_names_what_it_cannot_cast() -> None:
     assert done.notes == ("cast 1 weight: float32 -> float16",)
 
 
-@pytest.mark.parametrize("bad", ["float31", "int8", "bool", "complex64", "qint8", "float4_e2m1fn_x2", "float6_e2m3"])
+@pytest.mark.parametrize(
+    "bad", ["float31", "int8", "bool", "complex64", "qint8", "float4_e2m1fn_x2", "float6_e2m3"]
+)
 def test_cast_to_nonsense(bad: str) -> None:
     with pytest.raises(UsageError) as caught:
         cast(ck_of(w=torch.ones(1)), bad)
@@ -241,7 +292,9 @@ def test_compact_keeps_overlaps_and_separates_the_rest() -> None:
     stores = {name: each.storage for name, each in done.weights.items()}
     assert stores["a"] is stores["b"] is stores["a again"] is not stores["c"]
     assert (
-        stores["a"].nbytes + stores["c"].nbytes + (stores["t"].nbytes if stores["t"] is not stores["a"] else 0)
+        stores["a"].nbytes
+        + stores["c"].nbytes
+        + (stores["t"].nbytes if stores["t"] is not stores["a"] else 0)
         <= 4 * 36
     )
 
@@ -265,7 +318,9 @@ def test_compact_sees_the_whole_tree() -> None:
     assert done.root["model"]["w"].storage is not moved.storage
 
 
-@pytest.mark.parametrize("user", [lambda s: TypedStorage(s, FLOAT32), lambda s: TypedStorage(s, None)])
+@pytest.mark.parametrize(
+    "user", [lambda s: TypedStorage(s, FLOAT32), lambda s: TypedStorage(s, None)]
+)
 def test_compact_leaves_a_storage_that_is_referred_to_as_a_whole(user: Node) -> None:
     one = storage(bytes(400))
     ck = Checkpoint({"w": Tensor(one, FLOAT32, (5,), (1,)), "raw": [user(one)]})
@@ -300,11 +355,18 @@ def views(draw: st.DrawFn) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
     dtype = draw(st.sampled_from(["uint8", "int16", "float32", "int64"]))
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
     stride = tuple(draw(st.integers(0, 4)) for _ in shape)
-    return dtype, shape, draw(st.sampled_from([stride, contiguous_stride(shape)])), draw(st.integers(0, 9))
+    return (
+        dtype,
+        shape,
+        draw(st.sampled_from([stride, contiguous_stride(shape)])),
+        draw(st.integers(0, 9)),
+    )
 
 
 @given(st.lists(views(), min_size=1, max_size=5))
-def test_compact_changes_no_value(made: list[tuple[str, tuple[int, ...], tuple[int, ...], int]]) -> None:
+def test_compact_changes_no_value(
+    made: list[tuple[str, tuple[int, ...], tuple[int, ...], int]],
+) -> None:
     one = storage(bytes(n % 251 for n in range(512)))
     root = OrderedDict(
         (str(n), Tensor(one, dtypes.BY_NAME[dtype], shape, stride, offset))
@@ -313,8 +375,17 @@ def test_compact_changes_no_value(made: list[tuple[str, tuple[int, ...], tuple[i
     done = compact(Checkpoint(root))
     for name, leaf in done.weights.items():
         assert same(to_torch(leaf), to_torch(root[name]))
-    used = {place for leaf in root.values() if leaf.numel for place in range(leaf.extent[0], sum(leaf.extent))}
-    kept = sum({id(each.storage): each.storage.nbytes for each in done.weights.values() if each.storage}.values())
+    used = {
+        place
+        for leaf in root.values()
+        if leaf.numel
+        for place in range(leaf.extent[0], sum(leaf.extent))
+    }
+    kept = sum(
+        {
+            id(each.storage): each.storage.nbytes for each in done.weights.values() if each.storage
+        }.values()
+    )
     assert len(used) <= kept <= len(used) + 8 * 2 * len(made)
     for a in root:
         for b in root:

@@ -16,7 +16,10 @@ from tests.transforms.trees import checkpoint, from_torch, lines, metadata, modu
 def net() -> nn.Module:
     """Submodules with and without parameters, buffers, a tie."""
     model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.ReLU(),
+        nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2)),
     )
     model[3][1].weight = model[3][0].weight
     return model
@@ -47,9 +50,14 @@ def test_strip_is_the_state_dict_of_the_module_inside() -> None:
 def test_strip_takes_two_prefixes_in_either_nesting(prefixes: tuple[str, str], outer: str) -> None:
     model = net()
     inner = "_orig_mod." if outer == "module." else "module."
-    wrapped = OrderedDict((outer + inner + name, value) for name, value in from_torch(model.state_dict()).items())
+    wrapped = OrderedDict(
+        (outer + inner + name, value) for name, value in from_torch(model.state_dict()).items()
+    )
     versions = {"": {"version": 7}, outer[:-1]: {"version": 8}}
-    inside = {(outer + inner + path).rstrip("."): value for path, value in model.state_dict()._metadata.items()}
+    inside = {
+        (outer + inner + path).rstrip("."): value
+        for path, value in model.state_dict()._metadata.items()
+    }
     wrapped.state = {"_metadata": OrderedDict({**versions, **inside})}
     done = strip_prefix(Checkpoint(wrapped), *prefixes)
     assert names(done) == list(model.state_dict())
@@ -115,14 +123,20 @@ def test_strip_empty_prefix() -> None:
 
 def test_strip_prefix_of_two_components() -> None:
     root = OrderedDict(named("a.b.w", "a.b.c.w"))
-    root.state = {"_metadata": OrderedDict({path: {"version": n} for n, path in enumerate(["", "a", "a.b", "a.b.c"])})}
+    root.state = {
+        "_metadata": OrderedDict(
+            {path: {"version": n} for n, path in enumerate(["", "a", "a.b", "a.b.c"])}
+        )
+    }
     done = strip_prefix(Checkpoint(root), "a.b.")
     assert list(metadata(done).items()) == [("", {"version": 2}), ("c", {"version": 3})]
 
 
 def test_strip_prefix_of_two_components_keeps_paths_of_others() -> None:
     root = OrderedDict(named("a.b.w", "a.x"))
-    root.state = {"_metadata": OrderedDict({path: {"version": n} for n, path in enumerate(["", "a", "a.b"])})}
+    root.state = {
+        "_metadata": OrderedDict({path: {"version": n} for n, path in enumerate(["", "a", "a.b"])})
+    }
     done = strip_prefix(Checkpoint(root), "a.b.")
     assert dict(metadata(done)) == {"": {"version": 2}, "a": {"version": 1}}
 
@@ -153,7 +167,10 @@ def test_strip_keys_are_exactly_those() -> None:
 
 
 def test_strip_key_of_an_optimizer_state_by_name() -> None:
-    root = {"model": named("module.w"), "optimizer": {"state": {"module.w": {"step": 1}, 3: {}}, "param_groups": []}}
+    root = {
+        "model": named("module.w"),
+        "optimizer": {"state": {"module.w": {"step": 1}, 3: {}}, "param_groups": []},
+    }
     done = strip_prefix(Checkpoint(root), keys=["model", "optimizer.state"])
     assert list(done.root["optimizer"]["state"]) == ["w", 3]
 
@@ -174,13 +191,22 @@ def test_strip_one_mapping_in_two_places_stays_one() -> None:
 def test_strip_of_a_pickled_module_gives_its_plain_state_dict() -> None:
     weight = tensor(kind="parameter", requires_grad=True)
     inner = module({"w": weight, "none": None}, buffers=[("mean", tensor())])
-    ck = Checkpoint({"net": module(submodules={"module": inner}, callable=Global("torch.nn.parallel", "DataParallel"))})
+    ck = Checkpoint(
+        {
+            "net": module(
+                submodules={"module": inner}, callable=Global("torch.nn.parallel", "DataParallel")
+            )
+        }
+    )
     done = strip_prefix(ck)
     assert isinstance(done.root["net"], OrderedDict)
     assert list(done.root["net"]) == ["w", "mean"]
     plain = done.weights["w"]
     assert (plain.kind, plain.requires_grad, plain.storage) == ("tensor", False, weight.storage)
-    assert "the pickled module of net (torch.nn.parallel.DataParallel) is now its plain state_dict" in done.notes
+    assert (
+        "the pickled module of net (torch.nn.parallel.DataParallel) is now its plain state_dict"
+        in done.notes
+    )
 
 
 def test_strip_leaves_a_pickled_module_without_the_prefix() -> None:
@@ -259,7 +285,9 @@ def test_rename_exchanges_two_names() -> None:
 
 def test_rename_map_first_then_substitutions_in_order() -> None:
     done = rename(
-        checkpoint("x.gamma", "x.beta"), {"x.beta": "x.gamma"}, [("gamma", "weight"), (r"^(\w+)\.w", r"\1.W")]
+        checkpoint("x.gamma", "x.beta"),
+        {"x.beta": "x.gamma"},
+        [("gamma", "weight"), (r"^(\w+)\.w", r"\1.W")],
     )
     assert names(done) == ["x.Weight", "x.gamma"]
 
@@ -271,7 +299,9 @@ def test_rename_absent_name_is_refused_with_the_nearest() -> None:
     assert "'layer1.weight'" in caught.value.hint
 
 
-@pytest.mark.parametrize("substitution", [("(", ""), ("a", r"\1"), ("(?P<n>a)", r"\g<m>"), ("a", "\\")])
+@pytest.mark.parametrize(
+    "substitution", [("(", ""), ("a", r"\1"), ("(?P<n>a)", r"\g<m>"), ("a", "\\")]
+)
 def test_rename_bad_substitution(substitution: tuple[str, str]) -> None:
     with pytest.raises(UsageError, match="bad substitution"):
         rename(checkpoint("no match"), substitutions=[substitution])
@@ -281,7 +311,9 @@ def test_rename_flags_in_the_expression() -> None:
     assert names(rename(checkpoint("A.w"), substitutions=[("(?i)^a", "b")])) == ["b.w"]
 
 
-@pytest.mark.parametrize(("mapping", "substitutions"), [({"a": ""}, []), ({}, [("a", "")]), ({"a": 1}, [])])
+@pytest.mark.parametrize(
+    ("mapping", "substitutions"), [({"a": ""}, []), ({}, [("a", "")]), ({"a": 1}, [])]
+)
 def test_rename_to_nothing(mapping: dict[str, str], substitutions: list[tuple[str, str]]) -> None:
     with pytest.raises(UsageError):
         rename(checkpoint("a"), mapping, substitutions)
@@ -303,7 +335,10 @@ def test_rename_metadata_follows() -> None:
     """Against torch: the same modules under other names."""
     old = nn.ModuleDict({"enc": net(), "head": nn.Linear(2, 2)})
     new = nn.ModuleDict({"encoder": old["enc"], "top": old["head"]})
-    done = rename(Checkpoint(from_torch(old.state_dict())), substitutions=[("^enc", "encoder"), ("^head", "top")])
+    done = rename(
+        Checkpoint(from_torch(old.state_dict())),
+        substitutions=[("^enc", "encoder"), ("^head", "top")],
+    )
     assert list(metadata(done).items()) == list(new.state_dict()._metadata.items())
     assert names(done) == list(new.state_dict())
     assert not done.warnings
@@ -365,7 +400,9 @@ def test_select_keeps_what_is_no_weight() -> None:
 
 
 def test_select_drops_extra_state_by_name() -> None:
-    root = OrderedDict({"a.w": tensor(), "a._extra_state": {}, "b.w": tensor(), "b._extra_state": {}})
+    root = OrderedDict(
+        {"a.w": tensor(), "a._extra_state": {}, "b.w": tensor(), "b._extra_state": {}}
+    )
     assert list(select(Checkpoint(root), drop=["b.*"]).root) == ["a.w", "a._extra_state"]
 
 
@@ -388,13 +425,17 @@ def test_order_types_and_the_rest_of_the_tree_stay(seed: int) -> None:
     random.Random(seed).shuffle(some)
     weights = OrderedDict(named(*some), {"other attribute": 1})
     moments = [weights[name] for name in some]
-    ck = Checkpoint({"state_dict": weights, "moments": moments, "args": (1, "module.a", {"b": {1: None}})})
+    ck = Checkpoint(
+        {"state_dict": weights, "moments": moments, "args": (1, "module.a", {"b": {1: None}})}
+    )
     done = rename(add_prefix(strip_prefix(ck)), substitutions=[("a", "A")])
     assert names(done) == [name.replace("a", "A") for name in some]
     assert list(done.root) == ["state_dict", "moments", "args"]
     assert done.root["state_dict"].state == {"other attribute": 1}
     assert done.root["args"] == (1, "module.a", {"b": {1: None}})
-    assert [id(each) for each in done.weights.values()] == [id(each) for each in done.root["moments"]]
+    assert [id(each) for each in done.weights.values()] == [
+        id(each) for each in done.root["moments"]
+    ]
 
 
 def test_the_result_loads_into_the_module_inside() -> None:

@@ -1,4 +1,5 @@
-"""Quantised weights become what torch's ``dequantize`` makes of them, and get back the names that they had."""
+"""Quantised weights become what torch's ``dequantize`` makes of them, and get back the names that
+they had."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def check_floats(ck: Checkpoint, want: dict[str, torch.Tensor]) -> None:
     assert list(ck.weights) == list(want)
     for name, each in want.items():
         ours, expected = ck.weights[name], each.dequantize() if each.is_quantized else each.detach()
-        assert (ours.dtype.name, ours.shape) == (str(expected.dtype).removeprefix("torch."), tuple(expected.shape))
+        assert (ours.dtype.name, ours.shape) == (
+            str(expected.dtype).removeprefix("torch."),
+            tuple(expected.shape),
+        )
         assert elements_of(ours) == elements(expected), name
 
 
@@ -105,7 +109,9 @@ def test_an_eager_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
 def test_dynamic_layers(tmp_path: Path, dtype: torch.dtype) -> None:
     """Those of half precision pack plain floats, which torch gives back as float32."""
-    module: Any = quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, dtype=dtype)
+    module: Any = quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, dtype=dtype
+    )
     ck = dequantize(ckptkit.open(script(module, tmp_path / "made.pt")))
     check_floats(ck, {"0.weight": module[0].weight(), "0.bias": module[0].bias()})
 
@@ -115,7 +121,9 @@ def test_layers_in_one_place_keep_their_numbers(tmp_path: Path) -> None:
     module: Any = quantization.quantize_dynamic(nn.Sequential(nn.LSTM(3, 2)), {nn.LSTM})
     ck = dequantize(ckptkit.open(script(module[0], tmp_path / "made.pt")))
     place = "_all_weight_values.0.param.4"
-    assert list(ck.weights) == [f"{place}.{number}.{name}" for number in (0, 1) for name in ("weight", "bias")]
+    assert list(ck.weights) == [
+        f"{place}.{number}.{name}" for number in (0, 1) for name in ("weight", "bias")
+    ]
     assert [ck.weights[f"{place}.{number}.weight"].shape for number in (0, 1)] == [(8, 3), (8, 2)]
 
 
@@ -161,7 +169,10 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
 def test_other_tuples_stay(tmp_path: Path) -> None:
     root = {"w": torch.ones(1), "pair": (INT8, torch.ones(1)), "x._packed_params": (INT8, INT8)}
     ck = dequantize(saved(root, tmp_path / "made.pth"))
-    assert list(ck.weights) == ["w"] and [each.dtype.name for each in ck.root["pair"]] == ["float32"] * 2
+    assert (
+        list(ck.weights) == ["w"]
+        and [each.dtype.name for each in ck.root["pair"]] == ["float32"] * 2
+    )
     assert len(ck.root["x._packed_params"]) == 2
 
 
@@ -176,7 +187,9 @@ def quantised(*scheme: Any) -> Object:
 
 def test_other_schemes_stay() -> None:
     odd = quantised(Global("torch", "per_tensor_symmetric"), 0.5)
-    ck = dequantize(Checkpoint({"odd": odd, "even": quantised(Global("torch", "per_tensor_affine"), 0.5, 0)}))
+    ck = dequantize(
+        Checkpoint({"odd": odd, "even": quantised(Global("torch", "per_tensor_affine"), 0.5, 0)})
+    )
     assert [each.dtype.name for each in ck.weights.values()] == ["qint8", "float32"]
     assert "no affine scheme: 1 quantized tensor" in lines(ck)
 
@@ -189,7 +202,11 @@ def test_hostile_schemes_are_refused(scheme: tuple[Any, ...]) -> None:
 
 def test_hostile_channels_are_refused() -> None:
     affine = Global("torch", "per_channel_affine")
-    for scales, zeros, axis in ((tensor(3), tensor(3), 0), (tensor(2), tensor(2), 1), (tensor(2), tensor(2), "0")):
+    for scales, zeros, axis in (
+        (tensor(3), tensor(3), 0),
+        (tensor(2), tensor(2), 1),
+        (tensor(2), tensor(2), "0"),
+    ):
         with pytest.raises(TensorError):
             dequantize(Checkpoint({"w": quantised(affine, scales, zeros, axis)}))
 

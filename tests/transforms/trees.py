@@ -23,7 +23,8 @@ def tensor(n: int = 2, device: str = "cpu", **more: object) -> Tensor:
 
 
 def from_torch(state_dict: Mapping[str, torch.Tensor]) -> OrderedDict:
-    """A state_dict as a reader gives it: one Storage per torch storage, ``_metadata`` as the attribute."""
+    """A state_dict as a reader gives it: one Storage per torch storage, ``_metadata`` as the
+    attribute."""
     storages: dict[int, Storage] = {}
     new = OrderedDict()
     for name, value in state_dict.items():
@@ -32,7 +33,11 @@ def from_torch(state_dict: Mapping[str, torch.Tensor]) -> OrderedDict:
             storages[memory.data_ptr()] = storage(bytes(memory.tolist()))
         dtype = dtypes.parse(str(value.dtype))
         new[name] = Tensor(
-            storages[memory.data_ptr()], dtype, tuple(value.shape), value.stride(), int(value.storage_offset())
+            storages[memory.data_ptr()],
+            dtype,
+            tuple(value.shape),
+            value.stride(),
+            int(value.storage_offset()),
         )
     if hasattr(state_dict, "_metadata"):
         new.state = {"_metadata": OrderedDict(state_dict._metadata)}

@@ -93,7 +93,9 @@ def test_html_is_folded_and_reads_headers_only(path: Path, lengths_read: list[in
 
 
 def test_hostile_names_and_values(tmp_path: Path) -> None:
-    torch.save({"model": {name: torch.ones(1) for name in HOSTILE[:6] + HOSTILE[7:]}}, tmp_path / "run.pth")
+    torch.save(
+        {"model": {name: torch.ones(1) for name in HOSTILE[:6] + HOSTILE[7:]}}, tmp_path / "run.pth"
+    )
     plain = {name: name for name in HOSTILE if name.isprintable()}
     root = {"model": ckptkit.open(tmp_path / "run.pth").root["model"], **plain, "big": 10**5000}  # type: ignore[index, call-overload]
     found = seen(ckptkit.Checkpoint(root))
@@ -103,18 +105,31 @@ def test_hostile_names_and_values(tmp_path: Path) -> None:
 
 
 def test_very_many_rows(tmp_path: Path) -> None:
-    torch.save({f"{chr(97 + n % 26)}{n}x": torch.ones(n % 7 + 1) for n in range(1000)}, tmp_path / "run.pth")
+    torch.save(
+        {f"{chr(97 + n % 26)}{n}x": torch.ones(n % 7 + 1) for n in range(1000)},
+        tmp_path / "run.pth",
+    )
     found = seen(ckptkit.open(tmp_path / "run.pth"))
     assert found.tags.count("tr") == notebook.ROWS + 1 and "and 800 more" in found.text
 
 
 def test_diff(path: Path, tmp_path: Path) -> None:
-    other = {f"layers.{n}.w": torch.ones(2, 3) for n in range(10)} | {"head": torch.ones(1), "<b>": torch.ones(2)}
+    other = {f"layers.{n}.w": torch.ones(2, 3) for n in range(10)} | {
+        "head": torch.ones(1),
+        "<b>": torch.ones(2),
+    }
     torch.save(other | {"layers.0.w": torch.ones(4)}, tmp_path / "b.pth")
     torch.save({"a\x1b[2Jb": torch.ones(1)}, tmp_path / "c.pth")
     difference = ckptkit.diff(path, tmp_path / "b.pth")
     found = seen(difference)
-    for said in ("2 missing", "2 unexpected", "1 mismatched", "layers.{10..11}.w", "<b>", "float32 [4]"):
+    for said in (
+        "2 missing",
+        "2 unexpected",
+        "1 mismatched",
+        "layers.{10..11}.w",
+        "<b>",
+        "float32 [4]",
+    ):
         assert said in found.text
     said = str(difference)
     assert str(ckptkit.diff(path, tmp_path / "c.pth")).splitlines()[1] == r"missing: a\x1b[2Jb"

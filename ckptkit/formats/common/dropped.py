@@ -1,4 +1,5 @@
-"""What a format of weights alone leaves out of a checkpoint, and what of it is plain enough to be kept as text."""
+"""What a format of weights alone leaves out of a checkpoint, and what of it is plain enough to be
+kept as text."""
 
 from __future__ import annotations
 
@@ -9,19 +10,36 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.text import and_more, shown, some
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Pairs, Path, SetNode, children, join, walk
+from ckptkit.core.tree import (
+    Blob,
+    ByteString,
+    Global,
+    Node,
+    Object,
+    Pairs,
+    Path,
+    SetNode,
+    children,
+    join,
+    walk,
+)
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats.common.plain_json import encode, is_plain, is_utf8
 from ckptkit.pickles.trust import refused_by_weights_only
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
-_NO_STATE: tuple[Node, ...] = (None, {}, {"_has_been_cloned": True})  # the last marks what FSDP1 gathered
+_NO_STATE: tuple[Node, ...] = (
+    None,
+    {},
+    {"_has_been_cloned": True},
+)  # the last marks what FSDP1 gathered
 _KINDS = {SetNode: "set", Pairs: "dict", Blob: "bytes", ByteString: "str", TypedStorage: "storage"}
 
 
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Plain values beside the weights, as JSON by dotted path, and a line for each other entry that stays behind.
+    """Plain values beside the weights, as JSON by dotted path, and a line for each other entry that
+    stays behind.
 
     `inside`: the same for entries of the weights that are no tensors.
     """
@@ -40,28 +58,36 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
         left.append(f"left out: {states:,} entries of the weights called {_EXTRA_STATE}")
     left += _more_than_elements(weights)
     if isinstance(weights.node, Object):
-        left.append(f"left out: the module itself ({_kind(weights.node)}); written as its state_dict")
+        left.append(
+            f"left out: the module itself ({_kind(weights.node)}); written as its state_dict"
+        )
         left += weights.module.unread if weights.module is not None else ()
     return values, left
 
 
 def _more_than_elements(weights: Weights) -> Iterator[str]:
-    """A line on tensors that Python gave a class or attributes, of which a format of weights has the elements alone."""
-    names = [name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)]
+    """A line on tensors that Python gave a class or attributes, of which a format of weights has
+    the elements alone."""
+    names = [
+        name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)
+    ]
     if names:
         named = some(map(shown, names))
         yield f"left out: what Python adds to the elements of tensors (a class, attributes): {named}"
 
 
 def _has_more(node: Object) -> bool:
-    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` with a class that is not
-    torch's or with state, or by ``_rebuild_parameter_with_state(tensor, requires_grad, hooks, state)``."""
+    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` with a
+    class that is not torch's or with state, or by ``_rebuild_parameter_with_state(tensor,
+    requires_grad, hooks, state)``."""
     made, args = node.global_, node.args
     if made is None or not isinstance(args, tuple) or len(args) != 4:
         return False
     if made.name == "_rebuild_parameter_with_state":
         return bool(args[3])
-    return made.name == "_rebuild_from_type_v2" and (args[3] not in _NO_STATE or args[1] not in _PLAIN)
+    return made.name == "_rebuild_from_type_v2" and (
+        args[3] not in _NO_STATE or args[1] not in _PLAIN
+    )
 
 
 def refuse_objects(checkpoint: Checkpoint) -> None:
@@ -77,7 +103,8 @@ def refuse_objects(checkpoint: Checkpoint) -> None:
 
 
 def refuse_pieces(nodes: Mapping[str, Node]) -> None:
-    """Raise UnsupportedError for tensors of which each rank saved a piece: in one file there is but one of these."""
+    """Raise UnsupportedError for tensors of which each rank saved a piece: in one file there is but
+    one of these."""
     names = [name for name, node in nodes.items() if isinstance(node, Object) and _is_piece(node)]
     if names:
         more = and_more(len(names) - 1)
@@ -89,8 +116,13 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
 
 
 def _is_piece(node: Object) -> bool:
-    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` and of one of two classes."""
-    made = node.args[1] if node.tensor is not None and isinstance(node.args, tuple) and len(node.args) > 1 else None
+    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` and of one
+    of two classes."""
+    made = (
+        node.args[1]
+        if node.tensor is not None and isinstance(node.args, tuple) and len(node.args) > 1
+        else None
+    )
     if not isinstance(made, Global) or not made.module.startswith("torch.distributed."):
         return False
     return made.name in ("DTensor", "ShardedTensor")
@@ -104,10 +136,16 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
     count = 0
     for sharing in by_storage.values():
         reached = 0
-        for start, length in sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else ():
+        for start, length in (
+            sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else ()
+        ):
             count += start < reached
             reached = max(reached, start + length)
-    return [f"tensors that share memory with others: {count:,}; their bytes are written for each"] if count else []
+    return (
+        [f"tensors that share memory with others: {count:,}; their bytes are written for each"]
+        if count
+        else []
+    )
 
 
 def _beside(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
@@ -122,11 +160,17 @@ def _beside(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, 
                 yield (*weights.path[:depth], other), child
         node = inner
     if inside and not weights.is_module:
-        yield from (((*weights.path, key), child) for key, child in children(node) if key not in weights.nodes)
+        yield from (
+            ((*weights.path, key), child)
+            for key, child in children(node)
+            if key not in weights.nodes
+        )
 
 
 def _size(node: Node) -> str:
-    tensors = {id(tensor): tensor for _, each in walk(node) if (tensor := as_tensor(each)) is not None}
+    tensors = {
+        id(tensor): tensor for _, each in walk(node) if (tensor := as_tensor(each)) is not None
+    }
     if not tensors:
         return _kind(node)
     plural = "" if len(tensors) == 1 else "s"

@@ -31,19 +31,42 @@ _FLAX = "load it with flax.serialization, flatten it, and save it with numpy.sav
 _DEPLOYED = "it is made to run, not to be trained: look for the checkpoint that it was made of"
 
 SIGNATURES = (
-    Signature(0, b"version https://git-lfs", "a Git LFS pointer, not the file it stands for", "run `git lfs pull`"),
     Signature(
-        0, b"\x1f\x8b", "a gzip file", "unpack it first: gunzip -c FILE > UNPACKED (tar -xzf if it is a .tar.gz)"
+        0,
+        b"version https://git-lfs",
+        "a Git LFS pointer, not the file it stands for",
+        "run `git lfs pull`",
     ),
-    Signature(0, b"BZh", "a bzip2 file", "unpack it first: bunzip2 -c FILE > UNPACKED (tar -xjf if it is a .tar.bz2)"),
-    Signature(0, b"\xfd7zXZ\0", "an xz file", "unpack it first: unxz -c FILE > UNPACKED (tar -xJf if it is a .tar.xz)"),
+    Signature(
+        0,
+        b"\x1f\x8b",
+        "a gzip file",
+        "unpack it first: gunzip -c FILE > UNPACKED (tar -xzf if it is a .tar.gz)",
+    ),
+    Signature(
+        0,
+        b"BZh",
+        "a bzip2 file",
+        "unpack it first: bunzip2 -c FILE > UNPACKED (tar -xjf if it is a .tar.bz2)",
+    ),
+    Signature(
+        0,
+        b"\xfd7zXZ\0",
+        "an xz file",
+        "unpack it first: unxz -c FILE > UNPACKED (tar -xJf if it is a .tar.xz)",
+    ),
     Signature(0, b"\x5d\0\0\x80\0", "an lzma file", "unpack it first: unlzma -c FILE > UNPACKED"),
     Signature(0, b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it first: unzstd -c FILE > UNPACKED"),
     Signature(0, b"\x04\x22\x4d\x18", "an lz4 file", "unpack it first: unlz4 -c FILE > UNPACKED"),
-    Signature(0, b"\x1f\x9d", "a compressed file (.Z)", "unpack it first: uncompress -c FILE > UNPACKED"),
+    Signature(
+        0, b"\x1f\x9d", "a compressed file (.Z)", "unpack it first: uncompress -c FILE > UNPACKED"
+    ),
     *(
         Signature(
-            0, magic, "a zlib stream, such as a compressed joblib file", "unpack it with Python's zlib, or joblib"
+            0,
+            magic,
+            "a zlib stream, such as a compressed joblib file",
+            "unpack it with Python's zlib, or joblib",
         )
         for magic in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
     ),
@@ -51,18 +74,36 @@ SIGNATURES = (
     Signature(0, b"Rar!", "a RAR archive", _UNPACK),
     Signature(0, b"PK\x05\x06", "an empty zip archive", _AGAIN),
     Signature(0, b"PK00PK", "a spanned zip archive", "join its parts first"),
-    Signature(0, b"GGUF", "a GGUF model (llama.cpp)", "ckptkit reads PyTorch checkpoints; see the gguf package"),
+    Signature(
+        0,
+        b"GGUF",
+        "a GGUF model (llama.cpp)",
+        "ckptkit reads PyTorch checkpoints; see the gguf package",
+    ),
     *(
-        Signature(0, magic, "a GGML model (llama.cpp before GGUF)", "look for the checkpoint that it was made of")
+        Signature(
+            0,
+            magic,
+            "a GGML model (llama.cpp before GGUF)",
+            "look for the checkpoint that it was made of",
+        )
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
     Signature(0, b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras)", _KERAS),
     Signature(4, b"TFL3", "a TensorFlow Lite model", _DEPLOYED),
     Signature(4, b"PTMF", "a model for PyTorch mobile", _DEPLOYED),
     Signature(4, b"ET12", "an ExecuTorch program", _DEPLOYED),
-    Signature(0, b"\0\0\0\0\2\0\0\0\5\0\0\0", "the weights of a Darknet model (YOLO)", "they have no names or shapes"),
     Signature(
-        0, b"MATLAB 5.0 MAT-file", "a MATLAB file", "read it with scipy.io.loadmat, save it with numpy.savez" + _NUMPY
+        0,
+        b"\0\0\0\0\2\0\0\0\5\0\0\0",
+        "the weights of a Darknet model (YOLO)",
+        "they have no names or shapes",
+    ),
+    Signature(
+        0,
+        b"MATLAB 5.0 MAT-file",
+        "a MATLAB file",
+        "read it with scipy.io.loadmat, save it with numpy.savez" + _NUMPY,
     ),
     Signature(0, b"PAR1", "a Parquet table", _AGAIN),
     Signature(0, b"ARROW1", "an Arrow table", _AGAIN),
@@ -78,13 +119,21 @@ SIGNATURES = (
 )
 # Protocol buffers have no signature: by the name of the file, where its bytes can be one.
 _PROTOBUF = {
-    ".onnx": Signature(0, b"", "an ONNX model", "it is made to run; onnx.numpy_helper gives its arrays"),
+    ".onnx": Signature(
+        0, b"", "an ONNX model", "it is made to run; onnx.numpy_helper gives its arrays"
+    ),
     ".pb": Signature(0, b"", "a TensorFlow graph", _TENSORFLOW),
     ".mlmodel": Signature(0, b"", "a Core ML model", _DEPLOYED),
-    ".caffemodel": Signature(0, b"", "a Caffe model", "load it with Caffe, and save it with numpy.savez" + _NUMPY),
+    ".caffemodel": Signature(
+        0, b"", "a Caffe model", "load it with Caffe, and save it with numpy.savez" + _NUMPY
+    ),
 }
-_ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)  # ir_version, producer_name
-_FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a key that is a text
+_ONNX = re.compile(
+    rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL
+)  # ir_version, producer_name
+_FLAX_MAP = re.compile(
+    rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL
+)  # a key that is a text
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of the index of a TensorFlow checkpoint
 _SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".ckpt")
 _TF_DATA = re.compile(r"\.data-[0-9]{5}-of-[0-9]{5}$")
@@ -97,24 +146,33 @@ def refusal(probe: Probe) -> InputError:
         return _folder(probe)
     head = probe.head
     if not head:
-        return TruncatedError("is empty", hint="the download or save did not finish; get the file again")
+        return TruncatedError(
+            "is empty", hint="the download or save did not finish; get the file again"
+        )
     found = _signature(probe)
     if found is not None:
         return FormatError(f"is {found.what}", hint=found.hint)
     if probe.zip is not None:
         return _zip(probe.zip)
     if head[257:262] == b"ustar":  # the others are torch-tar's business
-        return FormatError("is a tar archive whose first header is damaged", hint="download or copy it again")
+        return FormatError(
+            "is a tar archive whose first header is damaged", hint="download or copy it again"
+        )
     if not head.strip(b"\0"):
-        return FormatError("begins with zeros only: the save or copy did not finish", hint="get the file again")
+        return FormatError(
+            "begins with zeros only: the save or copy did not finish", hint="get the file again"
+        )
     if _is_text(head) or head.lstrip().lower().startswith(_HTML):
         return _text(head)
     if _are_floats(head):
         return FormatError(
             "has no header, its bytes look like plain float32 numbers",
-            hint="who knows their shape reads them with numpy.fromfile and saves them with numpy.savez" + _NUMPY,
+            hint="who knows their shape reads them with numpy.fromfile and saves them with numpy.savez"
+            + _NUMPY,
         )
-    return FormatError("is in no format that ckptkit knows", hint="`ckptkit formats` lists what it reads")
+    return FormatError(
+        "is in no format that ckptkit knows", hint="`ckptkit formats` lists what it reads"
+    )
 
 
 def _signature(probe: Probe) -> Signature | None:
@@ -123,13 +181,19 @@ def _signature(probe: Probe) -> Signature | None:
         if head[signature.offset :].startswith(signature.magic):
             return signature
     protobuf = _PROTOBUF.get("." + probe.name.lower().rpartition(".")[2])
-    if protobuf is not None and head[0] in (0x08, 0x0A):  # the tag of field 1, a number or a message
+    if protobuf is not None and head[0] in (
+        0x08,
+        0x0A,
+    ):  # the tag of field 1, a number or a message
         return protobuf
     if _ONNX.match(head):
         return _PROTOBUF[".onnx"]
     if _FLAX_MAP.match(head):
         return Signature(0, b"", "a msgpack file (Flax)", _FLAX)
-    if source.size >= 48 and source.read(source.size - len(_TABLE_END), len(_TABLE_END)) == _TABLE_END:
+    if (
+        source.size >= 48
+        and source.read(source.size - len(_TABLE_END), len(_TABLE_END)) == _TABLE_END
+    ):
         return Signature(0, b"", "the index of a TensorFlow checkpoint", _TENSORFLOW)
     return None
 
@@ -141,13 +205,20 @@ def _text(head: bytes) -> InputError:
     if text.startswith((b"<?xml", b"<error", b"<net")):
         if b"<net " in text:
             return FormatError("is an OpenVINO model", hint=_DEPLOYED)
-        return FormatError("is an XML document, not a checkpoint", hint="servers send such when a download fails")
+        return FormatError(
+            "is an XML document, not a checkpoint", hint="servers send such when a download fails"
+        )
     if text.startswith(b"model_checkpoint_path:"):
         return FormatError("says which checkpoint of TensorFlow is the latest", hint=_TENSORFLOW)
     if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
-        return FormatError("is the configuration of a model, not its weights", hint="they are in a file beside it")
+        return FormatError(
+            "is the configuration of a model, not its weights", hint="they are in a file beside it"
+        )
     if text[:1] in (b"{", b"["):
-        return FormatError("is JSON text, not a checkpoint", hint="for shards, give their folder or their index file")
+        return FormatError(
+            "is JSON text, not a checkpoint",
+            hint="for shards, give their folder or their index file",
+        )
     return FormatError("is text, not a checkpoint", hint=f"it begins with {_start(head)}")
 
 
@@ -161,7 +232,9 @@ def _are_floats(head: bytes) -> bool:
 def _is_text(head: bytes) -> bool:
     """Whether it is UTF-8 without control characters, the last character perhaps cut."""
     try:
-        return all(c.isprintable() or c in "\r\n\t" for c in getincrementaldecoder("utf-8")().decode(head))
+        return all(
+            c.isprintable() or c in "\r\n\t" for c in getincrementaldecoder("utf-8")().decode(head)
+        )
     except UnicodeDecodeError:
         return False
 
@@ -191,7 +264,9 @@ def _zip(archive: ZipDirectory) -> InputError:
             hint="look at what it raised, and save again",
         )
     if inside:
-        return FormatError("is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}")
+        return FormatError(
+            "is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}"
+        )
     return FormatError("is a zip archive without a data.pkl, not a checkpoint", hint=_AGAIN)
 
 
@@ -211,10 +286,16 @@ def _folder(probe: Probe) -> InputError:
         return FormatError("is a folder of TensorFlow checkpoints", hint=_TENSORFLOW)
     if names & {"manifest.ocdbt", "_CHECKPOINT_METADATA", "_METADATA"}:
         return FormatError(
-            "is an Orbax checkpoint (JAX)", hint="restore it with Orbax, and save it with numpy.savez" + _NUMPY
+            "is an Orbax checkpoint (JAX)",
+            hint="restore it with Orbax, and save it with numpy.savez" + _NUMPY,
         )
     if "model_index.json" in names:
-        return FormatError("is a pipeline of several models (diffusers)", hint="name the folder of one, e.g. its unet")
+        return FormatError(
+            "is a pipeline of several models (diffusers)",
+            hint="name the folder of one, e.g. its unet",
+        )
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
         return FormatError("is a Core ML model", hint=_DEPLOYED)
-    return FormatError("is a folder that holds no checkpoint", hint="name a file, or the folder that holds it")
+    return FormatError(
+        "is a folder that holds no checkpoint", hint="name a file, or the folder that holds it"
+    )

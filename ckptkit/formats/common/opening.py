@@ -1,4 +1,5 @@
-"""Open files and folders that may be edited in place meanwhile, and say so where that is why reading fails."""
+"""Open files and folders that may be edited in place meanwhile, and say so where that is why
+reading fails."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ PathLike = str | os.PathLike[str]
 
 
 def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
-    """The file or folder at `path`, which must be whole: an edit in place may have been interrupted there.
+    """The file or folder at `path`, which must be whole: an edit in place may have been interrupted
+    there.
 
     With `settle` it is undone; else, that is an error. Raises PathError, InputError.
     """
@@ -29,9 +31,11 @@ def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
 
 @contextmanager
 def steady(place: ByteSource | Folder) -> Iterator[None]:
-    """Say that files are being changed, where that is why something failed, or where it would go unnoticed.
+    """Say that files are being changed, where that is why something failed, or where it would go
+    unnoticed.
 
-    Nobody else is asked to wait for a reader: bytes of before and after may have been read together.
+    Nobody else is asked to wait for a reader: bytes of before and after may have been read
+    together.
     """
     try:
         yield
@@ -45,7 +49,9 @@ def steady(place: ByteSource | Folder) -> Iterator[None]:
 
 def _changing(place: ByteSource | Folder) -> CkptkitError | None:
     files = [
-        each for each in (place.opened() if isinstance(place, Folder) else (place,)) if isinstance(each, LocalFile)
+        each
+        for each in (place.opened() if isinstance(place, Folder) else (place,))
+        if isinstance(each, LocalFile)
     ]
     for each in files:
         try:

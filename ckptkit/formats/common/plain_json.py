@@ -1,7 +1,7 @@
 """Plain values as JSON, and back: what stands beside the weights and can be kept as text.
 
-Null, booleans, integers of up to 19 digits, finite floats, texts, lists, and dicts whose keys are texts that do not
-begin with ``$`` are themselves. Otherwise a value is an object with one key:
+Null, booleans, integers of up to 19 digits, finite floats, texts, lists, and dicts whose keys are
+texts that do not begin with ``$`` are themselves. Otherwise a value is an object with one key:
 
     {"$float": "nan" | "inf" | "-inf"}    {"$tuple": [...]}    {"$dict": [[key, value], ...]}
 """
@@ -23,7 +23,8 @@ _INT = 10**19
 
 
 def is_plain(root: Node, room: int = _ROOM) -> bool:
-    """Whether `root` is made of scalars, lists, tuples and dicts alone: at most `room` values and characters.
+    """Whether `root` is made of scalars, lists, tuples and dicts alone: at most `room` values and
+    characters.
 
     A value counts on every path that leads to it, so that a cycle runs into the limits.
     """
@@ -85,7 +86,8 @@ def encode(node: Node) -> Any:
 
 
 def decode(value: Any) -> Node:
-    """The plain value that `encode` wrote. Raises FormatError. Recursive: strict JSON is at most 128 deep."""
+    """The plain value that `encode` wrote. Raises FormatError. Recursive: strict JSON is at most
+    128 deep."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

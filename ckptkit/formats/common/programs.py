@@ -1,4 +1,5 @@
-"""What becomes of a program whose weights are written elsewhere: it stays behind, its state_dict takes its place."""
+"""What becomes of a program whose weights are written elsewhere: it stays behind, its state_dict
+takes its place."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
     if after is before:
         return ["left out: the program"]
     lost = _quantized(before.root) - _quantized(after.root)
-    packed = [f"left out: {len(lost):,} packed quantized tensors; --dequantize makes weights of them"] if lost else []
+    packed = (
+        [f"left out: {len(lost):,} packed quantized tensors; --dequantize makes weights of them"]
+        if lost
+        else []
+    )
     return ["left out: the program, and what it has besides its state_dict", *packed]
 
 
 def _quantized(root: Node) -> set[int]:
     """The ids of the storages of quantised tensors."""
     tensors = (as_tensor(node) for _, node in walk(root))
-    return {id(each.storage) for each in tensors if each is not None and each.dtype.kind == "quantized"}
+    return {
+        id(each.storage) for each in tensors if each is not None and each.dtype.kind == "quantized"
+    }
 
 
 def _holder(root: Node, path: Path) -> tuple[Path, Object | None]:

@@ -1,4 +1,5 @@
-"""What is whole of a damaged checkpoint: the tree without the tensors whose bytes are gone, and a list of these."""
+"""What is whole of a damaged checkpoint: the tree without the tensors whose bytes are gone, and a
+list of these."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ckptkit.formats.format import Loss, Salvaged
 from ckptkit.pickles.pruning import parts, without
 
 AGAIN = "fetch it again from where it came from"
-UNVERIFIED = f"{AGAIN}; `ckptkit recover --unverified` keeps what lies inside the file, shifted or not"
+UNVERIFIED = (
+    f"{AGAIN}; `ckptkit recover --unverified` keeps what lies inside the file, shifted or not"
+)
 _ZEROS = 512  # bytes at the end of a file that look as if they were never written
 _STEP = 1 << 20
 
@@ -25,8 +28,9 @@ Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; No
 def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
     """The checkpoint without what refers to lost storages.
 
-    An entry of a mapping goes with its key; elsewhere None takes the place. A pickled module that has lost a part
-    becomes the state_dict of what it has left. Raises CorruptError if no tensor is left, with `hint`.
+    An entry of a mapping goes with its key; elsewhere None takes the place. A pickled module that
+    has lost a part becomes the state_dict of what it has left. Raises CorruptError if no tensor is
+    left, with `hint`.
     """
     verdicts = _Verdicts(why)
     root, found = without(checkpoint.root, verdicts.is_lost)
@@ -54,7 +58,8 @@ def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
 
 
 def zeros_from(source: ByteSource) -> int:
-    """Find where the zeros at the end of a file begin, if there are so many that it may not be written to its end."""
+    """Find where the zeros at the end of a file begin, if there are so many that it may not be
+    written to its end."""
     stop, step = source.size, _ZEROS
     while stop > 0:
         start = max(0, stop - step)
@@ -72,7 +77,9 @@ def _weights(checkpoint: Checkpoint) -> Weights | None:
         return None
 
 
-def _of_module(checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts, hint: str) -> Salvaged:
+def _of_module(
+    checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts, hint: str
+) -> Salvaged:
     entries = plain_state_dict(weights.nodes)
     root, found = without(entries, verdicts.is_lost)
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
@@ -104,8 +111,12 @@ class _Verdicts:
         return self._nodes[id(root)]
 
     def _look(self, root: Node) -> str | None:
-        storages = (node.storage for node in parts(root) if isinstance(node, (Tensor, TypedStorage)))
-        return next((why for storage in storages if (why := self._verdict(storage)) is not None), None)
+        storages = (
+            node.storage for node in parts(root) if isinstance(node, (Tensor, TypedStorage))
+        )
+        return next(
+            (why for storage in storages if (why := self._verdict(storage)) is not None), None
+        )
 
     def _verdict(self, storage: Storage | None) -> str | None:
         if storage is None:

@@ -1,6 +1,8 @@
-"""The pickles of a zip archive: of torch.save, of TorchScript, of torch.export, of numpy, or of anybody.
+"""The pickles of a zip archive: of torch.save, of TorchScript, of torch.export, of numpy, or of
+anybody.
 
-Every member is looked at, whether its loader does so or not, and by its content: the name only tells who loads it.
+Every member is looked at, whether its loader does so or not, and by its content: the name only
+tells who loads it.
 """
 
 from __future__ import annotations
@@ -63,15 +65,25 @@ def _members(directory: ZipDirectory) -> Iterator[Found]:
 
 
 def member(
-    name: str, source: ByteSource, top: str, script: bool, packed: str | None, open_end: bool = False
+    name: str,
+    source: ByteSource,
+    top: str,
+    script: bool,
+    packed: str | None,
+    open_end: bool = False,
 ) -> PickleStream | Inner:
-    """A member by its name: the pickle that torch.load or torch.jit.load reads, or whatever else."""
+    """A member by its name: the pickle that torch.load or torch.jit.load reads, or whatever
+    else."""
     inner = name.removeprefix(f"{top}/")
     size = source.size
     if not script and inner == "data.pkl":
-        return PickleStream(name, source, 0, size, TORCH_LOAD, None, packed=packed, open_end=open_end)
+        return PickleStream(
+            name, source, 0, size, TORCH_LOAD, None, packed=packed, open_end=open_end
+        )
     if script and inner.endswith(".pkl") and "/" not in inner:
-        return PickleStream(name, source, 0, size, TORCHSCRIPT, NO_PROGRAMS, packed=packed, open_end=open_end)
+        return PickleStream(
+            name, source, 0, size, TORCHSCRIPT, NO_PROGRAMS, packed=packed, open_end=open_end
+        )
     if name.lower().endswith(PICKLES) and not open_end:
         return PickleStream(name, source, 0, size, PICKLE, NOT_TORCH, packed=packed)
     return Inner(name, source, False, packed, open_end)

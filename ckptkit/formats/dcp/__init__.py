@@ -1,15 +1,17 @@
-"""torch.distributed.checkpoint (DCP): a folder that several processes write, each its part of the tensors.
+"""torch.distributed.checkpoint (DCP): a folder that several processes write, each its part of the
+tensors.
 
     .metadata                  what there is, in which chunks, and where they are: :mod:`metadata`
     __<rank>_<n>.distcp        the chunks and values: :mod:`items`
     meta.pt                    beside them where Lightning saved it: a file of torch with everything else
 
-Without collectives each rank writes a ``__<rank>.metadata`` of its own instead. HuggingFaceStorageWriter writes nothing
-but ``shard-<rank>-model-<file>-of-<files>.safetensors``: :mod:`hub`. A ``.metadata.tmp`` is what an interrupted save
-leaves behind.
+Without collectives each rank writes a ``__<rank>.metadata`` of its own instead.
+HuggingFaceStorageWriter writes nothing but ``shard-<rank>-model-<file>-of-<files>.safetensors``:
+:mod:`hub`. A ``.metadata.tmp`` is what an interrupted save leaves behind.
 
-A state_dict is flattened to be saved: :mod:`nesting`. Read back, it is what torch's `dcp_to_torch_save` gives: dicts
-and lists, and tensors on the CPU, put together from their chunks. Values that are not tensors are as they were saved.
+A state_dict is flattened to be saved: :mod:`nesting`. Read back, it is what torch's
+`dcp_to_torch_save` gives: dicts and lists, and tensors on the CPU, put together from their chunks.
+Values that are not tensors are as they were saved.
 """
 
 from __future__ import annotations

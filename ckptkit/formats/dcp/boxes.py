@@ -15,10 +15,12 @@ Region = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
 
 def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
-    """Raise CorruptError unless the boxes tile an array of `shape`; those without elements count for nothing.
+    """Raise CorruptError unless the boxes tile an array of `shape`; those without elements count
+    for nothing.
 
-    The array is cut along planes that no box crosses, dimension by dimension, until one box is left of each part:
-    what a mesh of devices gives is cut up in a few steps. Raises LimitError where it is not.
+    The array is cut along planes that no box crosses, dimension by dimension, until one box is left
+    of each part: what a mesh of devices gives is cut up in a few steps. Raises LimitError where it
+    is not.
     """
     whole = tuple((0, n) for n in shape)
     inside = []
@@ -71,7 +73,8 @@ def _cut_along(axis: int, region: Region, held: list[Region]) -> list[tuple[Regi
 
 
 def _check_uncut(region: Region, held: list[Region]) -> None:
-    """Boxes that no plane separates: they overlap, leave a hole, or lie like the blades of a pinwheel."""
+    """Boxes that no plane separates: they overlap, leave a hole, or lie like the blades of a
+    pinwheel."""
     check("chunk_visits", len(held) ** 2, "looks at the chunks of one tensor")
     for one, other in combinations(held, 2):
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))

@@ -1,6 +1,8 @@
-"""Checks a torch.distributed.checkpoint folder: is every item what the metadata say, and what of it has a checksum.
+"""Checks a torch.distributed.checkpoint folder: is every item what the metadata say, and what of it
+has a checksum.
 
-Items are archives of torch.save, with a CRC-32 for each record, or lie in a safetensors file, which has none.
+Items are archives of torch.save, with a CRC-32 for each record, or lie in a safetensors file, which
+has none.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ def _chunks(files: Files, name: str, entry: Whole, there: set[Place]) -> Iterato
     """What chunks of a tensor say of themselves that the metadata do not."""
     for chunk in entry.chunks:
         if chunk.place in there and (why := _contradiction(files, name, entry, chunk)) is not None:
-            yield Finding(f"{shown(name)}, at byte {chunk.place.offset:,}: {why.message}", _file(why, chunk), (name,))
+            yield Finding(
+                f"{shown(name)}, at byte {chunk.place.offset:,}: {why.message}",
+                _file(why, chunk),
+                (name,),
+            )
 
 
 def _contradiction(files: Files, name: str, entry: Whole, chunk: Chunk) -> CkptkitError | None:

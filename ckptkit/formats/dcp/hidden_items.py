@@ -1,4 +1,5 @@
-"""The pickles of a DCP folder, file by file: the metadata, and the archives that the metadata say where to find.
+"""The pickles of a DCP folder, file by file: the metadata, and the archives that the metadata say
+where to find.
 
 A data file is one archive after another: without the metadata only the last one would be found.
 """
@@ -34,7 +35,10 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
         folder, name = beside
         wanted = {(each.offset, each.length) for each in places(described(Files(folder), frozenset(folder.list())))
                   if each.file == name}  # fmt: skip
-        parts = [Inner(f"item at byte {at:,}", Section(probe.source, at, length)) for at, length in sorted(wanted)]
+        parts = [
+            Inner(f"item at byte {at:,}", Section(probe.source, at, length))
+            for at, length in sorted(wanted)
+        ]
     except CkptkitError:
         return None
     return iter(parts) if parts else None

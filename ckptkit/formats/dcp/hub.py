@@ -1,9 +1,11 @@
-"""What HuggingFaceStorageWriter of torch.distributed.checkpoint leaves if it does not put the shards together.
+"""What HuggingFaceStorageWriter of torch.distributed.checkpoint leaves if it does not put the
+shards together.
 
     shard-<rank>-model-<file>-of-<files>.safetensors        five digits each, ranks from 1
 
-Each is a safetensors file whose ``__metadata__`` say where its chunks belong (:mod:`items`). Names are flat. How large
-a tensor is stands nowhere: it reaches as far as its chunks do. (torch/distributed/checkpoint/hf_storage.py)
+Each is a safetensors file whose ``__metadata__`` say where its chunks belong (:mod:`items`). Names
+are flat. How large a tensor is stands nowhere: it reaches as far as its chunks do.
+(torch/distributed/checkpoint/hf_storage.py)
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def describe(files: Files, names: Iterable[str]) -> Described:
             raise error.at(files.folder.open(file).name) from error.__cause__
     entries: dict[str, Entry] = {}
     for name, (dtype, chunks) in found.items():
-        entries[name] = Whole(dtype, _shape(chunks), tuple(chunk for chunk in chunks if 0 not in chunk.sizes))
+        entries[name] = Whole(
+            dtype, _shape(chunks), tuple(chunk for chunk in chunks if 0 not in chunk.sizes)
+        )
     return Described(entries, {}, (_OPEN,))
 
 
@@ -48,7 +52,9 @@ def _add_shard(found: dict[str, tuple[DType, list[Chunk]]], files: Files, file: 
         if dtype != tensor.dtype or any(len(each.sizes) != len(tensor.shape) for each in chunks):
             raise CorruptError(f"holds another {shown(name)} than the shards before")
         if len(offsets) != len(tensor.shape):
-            raise CorruptError(f"holds {shown(name)} of {len(tensor.shape)} dimensions at {offsets}")
+            raise CorruptError(
+                f"holds {shown(name)} of {len(tensor.shape)} dimensions at {offsets}"
+            )
         chunks.append(Chunk(offsets, tensor.shape, Place(file, 0, tensor.nbytes)))
 
 

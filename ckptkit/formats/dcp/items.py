@@ -3,9 +3,10 @@
     __<rank>_<n>.distcp        items one after another, values first; each item is a whole archive of torch.save of one
                                tensor (a chunk of one) or value, its offsets relative to its own first byte
 
-With safetensors as the serialization, values are followed by one safetensors file with all tensors instead, each under
-its name in the state_dict. `.metadata` then gives the offset of that file for each of them and not their own, which its
-header has; where a chunk belongs stands in ``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
+With safetensors as the serialization, values are followed by one safetensors file with all tensors
+instead, each under its name in the state_dict. `.metadata` then gives the offset of that file for
+each of them and not their own, which its header has; where a chunk belongs stands in
+``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
 (torch/distributed/checkpoint/filesystem.py, `_write_item`)
 """
 
@@ -37,7 +38,8 @@ _SAVED = "saved_offsets"
 
 
 class Header(NamedTuple):
-    """The tensors of a safetensors file, and where they belong in the whole as far as the file says it."""
+    """The tensors of a safetensors file, and where they belong in the whole as far as the file says
+    it."""
 
     tensors: Mapping[str, Node]
     offsets: Mapping[str, Shape]
@@ -48,7 +50,9 @@ class Files:
     """The data files of a folder, opened when they are needed."""
 
     folder: Folder
-    _headers: dict[tuple[str, int], Header] = field(default_factory=dict)  # of safetensors files, by place
+    _headers: dict[tuple[str, int], Header] = field(
+        default_factory=dict
+    )  # of safetensors files, by place
 
     def check(self, places: Iterable[Place]) -> None:
         """Raise CorruptError unless every item lies inside its file and overlaps no other."""
@@ -69,9 +73,13 @@ class Files:
         end = start = -1
         for place in places:
             Section(file, place.offset, place.length)  # which must be there
-            shared = place.offset == start and not self.is_archive(place)  # the tensors of a safetensors file
+            shared = place.offset == start and not self.is_archive(
+                place
+            )  # the tensors of a safetensors file
             if place.offset < end and not shared:
-                raise CorruptError(f"two of its items overlap at byte {place.offset:,}", where=file.name)
+                raise CorruptError(
+                    f"two of its items overlap at byte {place.offset:,}", where=file.name
+                )
             start, end = place.offset, max(end, place.offset + place.length)
 
     def is_archive(self, place: Place) -> bool:
@@ -95,20 +103,26 @@ class Files:
         return zip_archive.read(probe)
 
     def chunk(self, name: str, dtype: DType, chunk: Chunk) -> Tensor:
-        """The tensor that holds a chunk. Raises CorruptError where it is not what the metadata say."""
+        """The tensor that holds a chunk. Raises CorruptError where it is not what the metadata
+        say."""
         place = chunk.place
         archive = self.is_archive(place)
-        tensor = as_tensor(self.value(place).root if archive else self._named(place, name, chunk.offsets))
+        tensor = as_tensor(
+            self.value(place).root if archive else self._named(place, name, chunk.offsets)
+        )
         if tensor is None:
             raise CorruptError("there is no tensor in its place")
         if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
-            raise CorruptError(f"it is {tensor.dtype} {tensor.shape}, not {dtype} {chunk.sizes} as the .metadata say")
+            raise CorruptError(
+                f"it is {tensor.dtype} {tensor.shape}, not {dtype} {chunk.sizes} as the .metadata say"
+            )
         if tensor.storage is None or tensor.layout != "strided":
             raise UnsupportedError(f"it is a {tensor.layout} tensor without bytes of its own")
         return tensor
 
     def _named(self, place: Place, name: str, offsets: Shape) -> Node:
-        """What the safetensors file at a place has under a name, which must be the chunk at `offsets`."""
+        """What the safetensors file at a place has under a name, which must be the chunk at
+        `offsets`."""
         held = self.header(place.file, place.offset)
         if held.offsets.get(name, offsets) != offsets:
             raise CorruptError("the file holds another chunk of it")
@@ -155,22 +169,29 @@ class Assembled:
     order: Shape
 
     def locate(self) -> Extent:
-        """Copied from the files, one range after another, where the chunks follow each other; else computed."""
+        """Copied from the files, one range after another, where the chunks follow each other; else
+        computed."""
         held = [(self._in_order(chunk), self._tensor(chunk)) for chunk in self.chunks]
         held.sort(key=_chunk)
         shape = self._permuted(self.shape)
         if not _is_row(shape, [chunk for chunk, _ in held]):
             return self._arranged(shape, held)
         extents = [_outside(compute.contiguous(tensor).locate()) for _, tensor in held]
-        return extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
+        return (
+            extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
+        )
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         with self.files.reading(self.name, chunk.place):
             found = self.files.chunk(self.name, self.dtype, chunk)
-        return replace(found, shape=self._permuted(found.shape), stride=self._permuted(found.stride))
+        return replace(
+            found, shape=self._permuted(found.shape), stride=self._permuted(found.stride)
+        )
 
     def _in_order(self, chunk: Chunk) -> Chunk:
-        return chunk._replace(offsets=self._permuted(chunk.offsets), sizes=self._permuted(chunk.sizes))
+        return chunk._replace(
+            offsets=self._permuted(chunk.offsets), sizes=self._permuted(chunk.sizes)
+        )
 
     def _permuted(self, sizes: Shape) -> Shape:
         return tuple(sizes[axis] for axis in self.order)
@@ -181,7 +202,9 @@ class Assembled:
             extent, stride, start = _view(tensor)
             inputs.append(_outside(extent))
             boxes.append((chunk.offsets, chunk.sizes, stride, start))
-        return Derived("chunks", tuple(inputs), (self.dtype.itemsize, shape, tuple(boxes)), self.length)
+        return Derived(
+            "chunks", tuple(inputs), (self.dtype.itemsize, shape, tuple(boxes)), self.length
+        )
 
 
 def _chunk(held: tuple[Chunk, Tensor]) -> Chunk:
@@ -198,7 +221,10 @@ def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
     if stride is not None and 0 not in shape:
         order = tuple(sorted(axes, key=lambda axis: -stride[axis]))
         dense = contiguous_stride(tuple(shape[axis] for axis in order))
-        if all(shape[axis] == 1 or stride[axis] == step for axis, step in zip(order, dense, strict=True)):
+        if all(
+            shape[axis] == 1 or stride[axis] == step
+            for axis, step in zip(order, dense, strict=True)
+        ):
             return order, stride
     return axes, contiguous_stride(shape)
 
@@ -208,11 +234,16 @@ def _outside(extent: Extent) -> Extent:
     if isinstance(extent, Derived):
         return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
     source, offset, length = extent
-    return Range(source.whole, source.offset + offset, length) if isinstance(source, Section) else extent
+    return (
+        Range(source.whole, source.offset + offset, length)
+        if isinstance(source, Section)
+        else extent
+    )
 
 
 def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
-    """Bytes that hold the elements as they are meant, strides in elements, and the byte of the first element."""
+    """Bytes that hold the elements as they are meant, strides in elements, and the byte of the
+    first element."""
     storage = tensor.storage
     if storage is None or tensor.conj or tensor.neg or storage.big_endian:
         return compute.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
@@ -220,6 +251,7 @@ def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
 
 
 def _is_row(shape: Shape, chunks: Sequence[Chunk]) -> bool:
-    """Whether the chunks, one after another, are the whole: they cut its first dimension of more than one index."""
+    """Whether the chunks, one after another, are the whole: they cut its first dimension of more
+    than one index."""
     axis = next((axis for axis, n in enumerate(shape) if n > 1), len(shape))
     return all(chunk.sizes[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)

@@ -1,4 +1,5 @@
-"""The `.metadata` of a torch.distributed.checkpoint folder: a pickle of dataclasses, read by our own machine.
+"""The `.metadata` of a torch.distributed.checkpoint folder: a pickle of dataclasses, read by our
+own machine.
 
     Metadata.state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks) | BytesStorageMetadata()}
     Metadata.storage_data         {MetadataIndex(name, offset, index): _StorageInfo(relative_path, offset, length)}
@@ -9,8 +10,9 @@
                                   since torch 2.15 followed by strides, a tuple or None
     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
 
-Objects are made by ``__new__`` and filled from a dict, from which attributes that are None may be missing. The offset
-of a MetadataIndex is that of the chunk, None for a value. (torch/distributed/checkpoint/metadata.py, filesystem.py)
+Objects are made by ``__new__`` and filled from a dict, from which attributes that are None may be
+missing. The offset of a MetadataIndex is that of the chunk, None for a value.
+(torch/distributed/checkpoint/metadata.py, filesystem.py)
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ Entry = Whole | Place  # a Place is that of a value
 
 
 class Described(NamedTuple):
-    """What a `.metadata` says: entries by their flat names, and where those names stand in the nested tree."""
+    """What a `.metadata` says: entries by their flat names, and where those names stand in the
+    nested tree."""
 
     entries: dict[str, Entry]
     paths: dict[str, Path]
@@ -100,19 +103,23 @@ class Described(NamedTuple):
 def read_metadata(source: ByteSource) -> Described:
     """What the file says.
 
-    Raises UnsafeGlobalError for a name that has no business there; AmbiguousError, CorruptError, FormatError,
-    UnsupportedError, LimitError, and what the pickle machine raises.
+    Raises UnsafeGlobalError for a name that has no business there; AmbiguousError, CorruptError,
+    FormatError, UnsupportedError, LimitError, and what the pickle machine raises.
     """
     pickled = unpickle(source)
     if pickled.stop != source.size:
-        raise AmbiguousError(f"goes on for {source.size - pickled.stop:,} bytes after its pickle has ended")
+        raise AmbiguousError(
+            f"goes on for {source.size - pickled.stop:,} bytes after its pickle has ended"
+        )
     warnings = (*pickled.warnings, *_check_names(pickled.globals))
     fields = _fields(pickled.root, None)
     described, stored = _mapping(fields, "state_dict_metadata"), _mapping(fields, "storage_data")
     places = _places(stored)
     entries: dict[str, Entry] = {}
     for name, node in described.items():
-        check("name_bytes", len(name) if isinstance(name, str) else 0, "characters of a tensor's name")
+        check(
+            "name_bytes", len(name) if isinstance(name, str) else 0, "characters of a tensor's name"
+        )
         try:
             entries[_text(name, "a name")] = _entry(name, node, places)
         except CkptkitError as error:
@@ -123,19 +130,23 @@ def read_metadata(source: ByteSource) -> Described:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse names of functions and of Python itself; warn of classes that others may have put there."""
+    """Refuse names of functions and of Python itself; warn of classes that others may have put
+    there."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:
             continue
         if is_foreign(name):
             raise UnsafeGlobalError(
-                f"names {name}, which has no business there", hint="torch would call it: do not load this folder"
+                f"names {name}, which has no business there",
+                hint="torch would call it: do not load this folder",
             )
         if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
             unknown.append(str(name))
     some = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
-    return [f"the .metadata name classes of others, which are passed over: {some}"] if unknown else []
+    return (
+        [f"the .metadata name classes of others, which are passed over: {some}"] if unknown else []
+    )
 
 
 # Objects and their fields
@@ -144,7 +155,9 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
 def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
     """The attributes of an object of the class called `name`; of any class for None."""
     made = node.global_ if isinstance(node, Object) and node.new else None
-    if made is None or (name is not None and ((made.module, made.name) not in _CLASSES or made.name != name)):
+    if made is None or (
+        name is not None and ((made.module, made.name) not in _CLASSES or made.name != name)
+    ):
         raise FormatError(f"holds something other than {name or 'a Metadata object'}")
     state = node.state
     if not isinstance(state, dict):
@@ -196,7 +209,9 @@ def _places(stored: Mapping[Node, Node]) -> Places:
     for key, info in stored.items():
         index, fields = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
         name = _text(index.get("fqn"), "the name of an item")
-        offset = None if index.get("offset") is None else _size(index["offset"], "the offset of a chunk")
+        offset = (
+            None if index.get("offset") is None else _size(index["offset"], "the offset of a chunk")
+        )
         if (name, offset) in found:
             raise AmbiguousError(f"{shown(name)} is stored twice")
         if fields.get("transform_descriptors"):
@@ -239,7 +254,9 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
 
 def _box(node: Node) -> tuple[Shape, Shape]:
     fields = _fields(node, "ChunkStorageMetadata")
-    return _size(fields.get("offsets"), "the offset of a chunk"), _size(fields.get("sizes"), "the size of a chunk")
+    return _size(fields.get("offsets"), "the offset of a chunk"), _size(
+        fields.get("sizes"), "the size of a chunk"
+    )
 
 
 def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
@@ -263,10 +280,18 @@ def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
     if planned is None:
         return {}, []
     if not isinstance(planned, dict):
-        return {}, ["how the state_dict was nested is not said in the way of torch's own planner: names are flat"]
+        return {}, [
+            "how the state_dict was nested is not said in the way of torch's own planner: names are flat"
+        ]
     for name, path in planned.items():
-        if not isinstance(path, tuple) or not path or any(type(key) not in (str, int) for key in path):
-            raise FormatError(f"the path of {shown(key_text(name))} is not made of texts and numbers")
+        if (
+            not isinstance(path, tuple)
+            or not path
+            or any(type(key) not in (str, int) for key in path)
+        ):
+            raise FormatError(
+                f"the path of {shown(key_text(name))} is not made of texts and numbers"
+            )
         check("depth", len(path), "levels of values")
     return planned, []
 
@@ -277,8 +302,8 @@ def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
 def merged(ranks: Sequence[Described]) -> Described:
     """One description of what several ranks saved without telling each other: the chunks of all.
 
-    What more than one has is taken from the first: it is the same for replicated tensors, and need not be for values.
-    Raises AmbiguousError where they contradict each other.
+    What more than one has is taken from the first: it is the same for replicated tensors, and need
+    not be for values. Raises AmbiguousError where they contradict each other.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -295,8 +320,14 @@ def merged(ranks: Sequence[Described]) -> Described:
                 raise _contradicted(name)
     warnings = [warning for rank in ranks for warning in rank.warnings]
     if own:
-        warnings.append(f"each rank has saved values of its own; of {len(own):,} those of the first are taken")
-    return Described(entries, {name: path for rank in ranks for name, path in rank.paths.items()}, tuple(warnings))
+        warnings.append(
+            f"each rank has saved values of its own; of {len(own):,} those of the first are taken"
+        )
+    return Described(
+        entries,
+        {name: path for rank in ranks for name, path in rank.paths.items()},
+        tuple(warnings),
+    )
 
 
 def _joined(name: str, known: Whole, entry: Entry) -> Whole:
@@ -311,7 +342,8 @@ def _contradicted(name: str) -> AmbiguousError:
 
 
 def covered(described: Described) -> Described:
-    """The same with the proof that each element of each tensor is in one chunk; chunks in order of their offsets.
+    """The same with the proof that each element of each tensor is in one chunk; chunks in order of
+    their offsets.
 
     Raises CorruptError for a hole or an overlap.
     """

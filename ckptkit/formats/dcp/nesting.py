@@ -1,8 +1,9 @@
 """Nested state_dicts as flat names, and back, as torch does it.
 
-Dicts are taken apart, and lists that hold a tensor or a dict, also inside a list; anything else is one entry. The name
-of an entry is its path joined by dots, with keys as text; the path has texts for keys and numbers for places in lists.
-Dicts without entries leave nothing behind. (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
+Dicts are taken apart, and lists that hold a tensor or a dict, also inside a list; anything else is
+one entry. The name of an entry is its path joined by dots, with keys as text; the path has texts
+for keys and numbers for places in lists. Dicts without entries leave nothing behind.
+(torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ class Nest:
 
     def __init__(self) -> None:
         self.root: dict[Node, Node] = {}
-        self._open: dict[int, dict[Node, Node]] = {id(self.root): self.root}  # by id of each dict and list made here
+        self._open: dict[int, dict[Node, Node]] = {
+            id(self.root): self.root
+        }  # by id of each dict and list made here
         self._lists: list[tuple[list[Node], _Places]] = []
 
     def put(self, path: Path, node: Node) -> None:
-        """Set one entry. Raises AmbiguousError where something is already, FormatError for a path through a leaf."""
+        """Set one entry. Raises AmbiguousError where something is already, FormatError for a path
+        through a leaf."""
         held = self.root
         for depth, (key, following) in enumerate(pairwise(path)):
             _check_key(held, key, path)
@@ -70,11 +74,12 @@ def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
 
 
 class Flat:
-    """A tree taken apart: entries by flat name, each with its path, and the paths of what does not come back.
+    """A tree taken apart: entries by flat name, each with its path, and the paths of what does not
+    come back.
 
-    ``empty``: dicts without entries, which torch passes over; ``texts``: keys that are text now and were not before;
-    ``attributes``: state_dicts with attributes such as ``_metadata``. Raises CollisionError for two entries of one
-    name, LimitError for a tree that does not end.
+    ``empty``: dicts without entries, which torch passes over; ``texts``: keys that are text now and
+    were not before; ``attributes``: state_dicts with attributes such as ``_metadata``. Raises
+    CollisionError for two entries of one name, LimitError for a tree that does not end.
     """
 
     def __init__(self, root: dict[Node, Node]) -> None:

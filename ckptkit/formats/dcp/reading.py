@@ -1,4 +1,5 @@
-"""Reads a torch.distributed.checkpoint folder: the nested state_dict, its tensors put together when they are needed."""
+"""Reads a torch.distributed.checkpoint folder: the nested state_dict, its tensors put together when
+they are needed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.dcp import hub
 from ckptkit.formats.dcp.items import Assembled, Files, memory_order
-from ckptkit.formats.dcp.metadata import NAME, Described, Place, Whole, covered, merged, read_metadata
+from ckptkit.formats.dcp.metadata import (
+    NAME,
+    Described,
+    Place,
+    Whole,
+    covered,
+    merged,
+    read_metadata,
+)
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import DCP, TORCH_LEGACY, TORCH_ZIP
@@ -35,7 +44,9 @@ def read(probe: Probe) -> Checkpoint:
     if EXTRA in names:
         tree.add(_read_extra(folder))
     warnings = (*found.warnings, *tree.warnings, *_noticed(found, names))
-    return Checkpoint(tree.nest.finished(), DCP.name, folder, globals=tuple(tree.globals), warnings=warnings)
+    return Checkpoint(
+        tree.nest.finished(), DCP.name, folder, globals=tuple(tree.globals), warnings=warnings
+    )
 
 
 def folder_of(probe: Probe) -> Folder:
@@ -48,7 +59,8 @@ def folder_of(probe: Probe) -> Folder:
 
 
 def described(files: Files, names: frozenset[str]) -> Described:
-    """What the metadata say: the one `.metadata`, those of all ranks, or the headers of safetensors files."""
+    """What the metadata say: the one `.metadata`, those of all ranks, or the headers of safetensors
+    files."""
     ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
     if NAME in names and ranks:
         raise AmbiguousError(f"has a {NAME} and a {ranks[0][1]}: two saves in one folder")
@@ -82,10 +94,13 @@ class _Tree:
         self._storages: dict[Whole, Storage] = {}
 
     def build(self, described: Described) -> None:
-        """Every entry in its place. Two tensors that are the same bytes of the files share a storage."""
+        """Every entry in its place. Two tensors that are the same bytes of the files share a
+        storage."""
         self.files.check(places(described))
         for name, entry in described.entries.items():
-            node = self._tensor(name, entry) if isinstance(entry, Whole) else self._value(name, entry)
+            node = (
+                self._tensor(name, entry) if isinstance(entry, Whole) else self._value(name, entry)
+            )
             self.nest.put(described.paths.get(name, (name,)), node)
 
     def _tensor(self, name: str, entry: Whole) -> Tensor:
@@ -93,9 +108,15 @@ class _Tree:
             return Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
         order, stride = memory_order(entry.shape, entry.stride)
         length = entry.dtype.nbytes(prod(entry.shape))
-        storage = Storage(Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length, order))
+        storage = Storage(
+            Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length, order)
+        )
         known = self._storages.setdefault(entry, storage)
-        if known is not storage and entry.chunks and all(self.files.is_archive(chunk.place) for chunk in entry.chunks):
+        if (
+            known is not storage
+            and entry.chunks
+            and all(self.files.is_archive(chunk.place) for chunk in entry.chunks)
+        ):
             storage = known
         return Tensor(storage, entry.dtype, entry.shape, stride)
 
@@ -110,7 +131,8 @@ class _Tree:
         return item.root
 
     def add(self, extra: Checkpoint) -> None:
-        """The entries of the file that Lightning keeps beside the data, at the top level as Lightning has it."""
+        """The entries of the file that Lightning keeps beside the data, at the top level as
+        Lightning has it."""
         root = self._root(EXTRA, extra)
         if not isinstance(root, dict):
             raise FormatError("holds no dict", where=extra.name)

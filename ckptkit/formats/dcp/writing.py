@@ -1,4 +1,5 @@
-"""Lays a checkpoint out as a folder that torch.distributed.checkpoint loads, in any number of processes.
+"""Lays a checkpoint out as a folder that torch.distributed.checkpoint loads, in any number of
+processes.
 
     .metadata         protocol 2; every tensor is one chunk
     __0_0.distcp      archives of torch.save, one for each entry: values first, then tensors, contiguous and on the CPU
@@ -32,8 +33,9 @@ _SHOWN = 4  # names in a note
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """A folder with the whole tree, nested as it is.
 
-    Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a root that is no
-    dict and holds no weights; UnsupportedError for pieces of ranks; and what the pickle writer raises.
+    Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a
+    root that is no dict and holds no weights; UnsupportedError for pieces of ranks; and what the
+    pickle writer raises.
     """
     root, notes = _root(checkpoint)
     if options.objects == "drop":
@@ -41,7 +43,11 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         notes += dropped
     flat = Flat(root)
     refuse_pieces({name: node for name, (_, node) in flat.entries.items()})
-    tensors = {name: tensor for name, (_, node) in flat.entries.items() if (tensor := _tensor(node)) is not None}
+    tensors = {
+        name: tensor
+        for name, (_, node) in flat.entries.items()
+        if (tensor := _tensor(node)) is not None
+    }
     data = _Data(options)
     for name, (_, node) in flat.entries.items():
         if name not in tensors:
@@ -62,9 +68,15 @@ def _root(checkpoint: Checkpoint) -> tuple[dict[Node, Node], list[str]]:
 
 
 def _tensor(node: Node) -> Tensor | None:
-    """The tensor that torch would save as one; others, whose bytes do not say everything, are values."""
+    """The tensor that torch would save as one; others, whose bytes do not say everything, are
+    values."""
     tensor = as_tensor(node)
-    if tensor is None or tensor.storage is None or tensor.layout != "strided" or tensor.kind == "ndarray":
+    if (
+        tensor is None
+        or tensor.storage is None
+        or tensor.layout != "strided"
+        or tensor.kind == "ndarray"
+    ):
         return None
     return None if tensor.dtype.kind == "quantized" or tensor.dtype.bits % 8 else tensor
 
@@ -83,7 +95,15 @@ class _Data:
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """A tensor as torch writes it, unless its elements are there already."""
-        same = (id(tensor.storage), tensor.dtype, tensor.shape, tensor.stride, tensor.offset, tensor.conj, tensor.neg)
+        same = (
+            id(tensor.storage),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride,
+            tensor.offset,
+            tensor.conj,
+            tensor.neg,
+        )
         if same in self._stored and self.options.ties == "alias":
             self.places[name] = self._stored[same]
             return
@@ -95,7 +115,9 @@ class _Data:
         plan = zip_layout.layout(Checkpoint(node), self.options)
         (file,) = plan.files
         self.segments += _renumbered(file.segments, self._sums)
-        self._sums += 1 + max((each.number for each in file.segments if isinstance(each, Summed)), default=-1)
+        self._sums += 1 + max(
+            (each.number for each in file.segments if isinstance(each, Summed)), default=-1
+        )
         self.places[name] = Place(DATA, self._size, file.size)
         self._size += file.size
         self.notes += plan.notes
@@ -105,16 +127,22 @@ def _plain(tensor: Tensor) -> Tensor:
     """The elements in row-major order, in a storage of their own on the CPU."""
     record, storage = compute.contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
-    return Tensor(Storage(record, crc32=crc), tensor.dtype, tensor.shape, contiguous_stride(tensor.shape))
+    return Tensor(
+        Storage(record, crc32=crc), tensor.dtype, tensor.shape, contiguous_stride(tensor.shape)
+    )
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """The segments of one archive among others: numbers of checksums are those of the whole file."""
+    """The segments of one archive among others: numbers of checksums are those of the whole
+    file."""
     for segment in segments:
         if isinstance(segment, Summed):
             yield Summed(segment.extent, segment.number + by)
         elif isinstance(segment, Deferred):
-            yield Deferred(segment.template, tuple((position, number + by) for position, number in segment.holes))
+            yield Deferred(
+                segment.template,
+                tuple((position, number + by) for position, number in segment.holes),
+            )
         else:
             yield segment
 
@@ -132,7 +160,9 @@ def _lost(checkpoint: Checkpoint, flat: Flat) -> Iterator[str]:
 
 
 def _some(paths: list[Path]) -> str:
-    return ", ".join(join(path) or "the root" for path in paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
+    return ", ".join(join(path) or "the root" for path in paths[:_SHOWN]) + (
+        ", ..." if len(paths) > _SHOWN else ""
+    )
 
 
 # The .metadata
@@ -143,7 +173,9 @@ def _metadata(flat: Flat, tensors: Mapping[str, Tensor], places: Mapping[str, Pl
     stored: dict[Node, Node] = {}
     for name in flat.entries:
         tensor = tensors.get(name)
-        index = {"fqn": name} if tensor is None else {"fqn": name, "offset": _start(tensor), "index": 0}
+        index = (
+            {"fqn": name} if tensor is None else {"fqn": name, "offset": _start(tensor), "index": 0}
+        )
         info = dict(zip(("relative_path", "offset", "length"), places[name], strict=True))
         described[name] = _object("BytesStorageMetadata") if tensor is None else _whole(tensor)
         stored[_object("MetadataIndex", index)] = _object("_StorageInfo", info, STORAGE)
@@ -165,7 +197,9 @@ def _whole(tensor: Tensor) -> Object:
     size = _size(tensor.shape)
     chunk = _object("ChunkStorageMetadata", {"offsets": _start(tensor), "sizes": size})
     properties = _object("TensorProperties", state)
-    return _object("TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]})
+    return _object(
+        "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]}
+    )
 
 
 def _start(tensor: Tensor) -> Object:

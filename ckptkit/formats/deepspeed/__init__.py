@@ -1,4 +1,5 @@
-"""DeepSpeed's folders: a training state of which every process wrote its part (ZeRO stages 0 to 3, universal).
+"""DeepSpeed's folders: a training state of which every process wrote its part (ZeRO stages 0 to 3,
+universal).
 
     latest, latest_universal                               the name of the folder <tag>, e.g. global_step2
     <tag>/mp_rank_00_model_states.pt                       stages 0 to 2: the model of rank 0
@@ -7,8 +8,8 @@
     <tag>/zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt  universal: those of one parameter, put together
     <tag>/zero/optimizer_state.pt
 
-All are files of torch.save. Other names (``mp_rank_01``, ``layer_*``, ``expert_*``) come from model, pipeline and
-expert parallelism. What is in them:
+All are files of torch.save. Other names (``mp_rank_01``, ``layer_*``, ``expert_*``) come from
+model, pipeline and expert parallelism. What is in them:
 
     model_states   module           state_dict: in 16 bits if the run was; in stage 3 of empty tensors, buffers aside
                    buffer_names     names in module
@@ -30,8 +31,9 @@ Of W ranks, with c = ceil(elements / W):
 - stage 3: the tensors of one rank, joined over the groups, hold c elements of each parameter in order; a parameter is
   its elements joined over the ranks, cut to its size. Frozen ones are fragments of the same kind, by name.
 
-The optimizer's tensors are laid out in the same way, padded or not. (deepspeed/utils/zero_to_fp32.py,
-runtime/zero/stage_1_and_2.py, stage3.py, checkpoint/ds_to_universal.py of 0.19.8)
+The optimizer's tensors are laid out in the same way, padded or not.
+(deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py,
+checkpoint/ds_to_universal.py of 0.19.8)
 
 :mod:`places` finds the files, :mod:`states` reads them, :mod:`partitions` is the arithmetic above, :mod:`ranks` and
 :mod:`universal` apply it, :mod:`module` puts the state_dict together, :mod:`reader` is the format.

@@ -1,4 +1,5 @@
-"""The state_dict of a model, in full precision: what the ranks hold, with the buffers, frozen parameters and ties."""
+"""The state_dict of a model, in full precision: what the ranks hold, with the buffers, frozen
+parameters and ties."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 
 
 class Model:
-    """The model_states of rank 0: what it says of the parameters, and the `module` that they go into."""
+    """The model_states of rank 0: what it says of the parameters, and the `module` that they go
+    into."""
 
     def __init__(self, states: Fields) -> None:
         self.states = states
@@ -36,7 +38,8 @@ class Model:
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
     ) -> OrderedDict:
-        """Everything by name, in the order of the model. In stage 3 empty tensors are `placeholders`."""
+        """Everything by name, in the order of the model. In stage 3 empty tensors are
+        `placeholders`."""
         self._check_shapes(parameters)
         found: dict[str, Node] = {**self._buffers(), **frozen, **parameters}
         for name, same in self.states.names(SHARED).items():
@@ -59,7 +62,10 @@ class Model:
         """In 32 bits where they have 16, as DeepSpeed's own script does it."""
         held = {name: self.module[name] for name in self.buffer_names if name in self.module}
         tensors = {name: as_tensor(node) for name, node in held.items()}
-        return {name: held[name] if tensor is None else self._wide(tensor) for name, tensor in tensors.items()}
+        return {
+            name: held[name] if tensor is None else self._wide(tensor)
+            for name, tensor in tensors.items()
+        }
 
     def _wide(self, tensor: Tensor) -> Tensor:
         storage, half = tensor.storage, tensor.dtype.kind == "float" and tensor.dtype.bits == 16
@@ -68,11 +74,14 @@ class Model:
         single = dtypes.BY_NAME["float32"]
         key = (id(storage), tensor.dtype.name)
         if key not in self._cpu:
-            self._cpu[key] = Storage(cast_record(storage.record, tensor.dtype, single, big_endian=storage.big_endian))
+            self._cpu[key] = Storage(
+                cast_record(storage.record, tensor.dtype, single, big_endian=storage.big_endian)
+            )
         return Tensor(self._cpu[key], single, tensor.shape, tensor.stride, tensor.offset)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """The same tensor, tagged like those that were put together: they have been on no device."""
+        """The same tensor, tagged like those that were put together: they have been on no
+        device."""
         storage = tensor.storage
         if storage is None or storage.device == "cpu" or tensor.layout != "strided":
             return tensor
@@ -80,12 +89,23 @@ class Model:
         if key not in self._cpu:
             self._cpu[key] = Storage(storage.record, "cpu", storage.crc32, storage.big_endian)
         return Tensor(
-            self._cpu[key], tensor.dtype, tensor.shape, tensor.stride, tensor.offset, conj=tensor.conj, neg=tensor.neg
+            self._cpu[key],
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride,
+            tensor.offset,
+            conj=tensor.conj,
+            neg=tensor.neg,
         )
 
     def _add_others(self, found: dict[str, Node], placeholders: bool) -> None:
-        """What is in `module` alone: other names of a parameter, frozen ones of stage 1, values that are no tensors."""
-        known = {_place(tensor): name for name in found if (tensor := as_tensor(self.module.get(name))) is not None}
+        """What is in `module` alone: other names of a parameter, frozen ones of stage 1, values
+        that are no tensors."""
+        known = {
+            _place(tensor): name
+            for name in found
+            if (tensor := as_tensor(self.module.get(name))) is not None
+        }
         taken, missing = [], []
         for name in [name for name in self.module if name not in found]:
             tensor = as_tensor(self.module[name])
@@ -99,7 +119,9 @@ class Model:
                 found[name] = self.on_cpu(tensor)
                 taken.append(name)
         if taken:
-            self.warnings.append(f"not among the fp32 weights, taken as they are in {MODULE}: {listed(taken)}")
+            self.warnings.append(
+                f"not among the fp32 weights, taken as they are in {MODULE}: {listed(taken)}"
+            )
         if missing:
             self.warnings.append(
                 f"left out, as they are nowhere but for their name in {MODULE} (perhaps other names of a weight): "
@@ -107,26 +129,40 @@ class Model:
             )
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
-        """The parameters that are not trained: whole in stage 2 (`ranks` 0), else a fragment in each rank."""
+        """The parameters that are not trained: whole in stage 2 (`ranks` 0), else a fragment in
+        each rank."""
         parts = list(fragments)
         made = {}
         for name, shape in self.frozen_shapes.items():
             held = [as_tensor(each.get(name)) for each in parts]
             tensors = [tensor for tensor in held if tensor is not None]
             if len(tensors) < len(held):
-                raise CorruptError(f"the frozen parameter {name[:80]!r} is not in {FROZEN} of every rank")
-            made[name] = _joined(name, shape, tensors, ranks) if ranks else self._whole(name, shape, tensors[0])
+                raise CorruptError(
+                    f"the frozen parameter {name[:80]!r} is not in {FROZEN} of every rank"
+                )
+            made[name] = (
+                _joined(name, shape, tensors, ranks)
+                if ranks
+                else self._whole(name, shape, tensors[0])
+            )
         return made
 
     def _whole(self, name: str, shape: Shape, tensor: Tensor) -> Tensor:
         if tensor.shape != shape:
-            raise CorruptError(f"the frozen parameter {name[:80]!r} is of shape {tensor.shape}, not {shape}")
+            raise CorruptError(
+                f"the frozen parameter {name[:80]!r} is of shape {tensor.shape}, not {shape}"
+            )
         return self.on_cpu(tensor)
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
-        """`module` as it is, under a name that says its type, where its parameters are not the same as these."""
+        """`module` as it is, under a name that says its type, where its parameters are not the same
+        as these."""
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
-        other = {old.dtype.name for old, new in held if old is not None and old.numel and old.dtype != new.dtype}
+        other = {
+            old.dtype.name
+            for old, new in held
+            if old is not None and old.numel and old.dtype != new.dtype
+        }
         key = f"{MODULE}_{'_'.join(sorted(other))}"
         return {key: self.states.node[MODULE]} if other and key not in self.states.node else {}
 
@@ -134,7 +170,9 @@ class Model:
 def _joined(name: str, shape: Shape, fragments: list[Tensor], ranks: int) -> Tensor:
     share = -(-prod(shape) // ranks)
     if not all(is_flat(tensor) and tensor.numel == share for tensor in fragments):
-        raise CorruptError(f"the frozen parameter {name[:80]!r} is not {share:,} elements in each of {ranks:,} ranks")
+        raise CorruptError(
+            f"the frozen parameter {name[:80]!r} is not {share:,} elements in each of {ranks:,} ranks"
+        )
     rows = tuple(Row([fragment]) for fragment in fragments)
     return Slot(shape, 0, 0, share).tensor(rows)
 

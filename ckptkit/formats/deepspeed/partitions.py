@@ -1,4 +1,5 @@
-"""Parameters that lie in pieces in the flat tensors of the ranks: where, and the record of their bytes."""
+"""Parameters that lie in pieces in the flat tensors of the ranks: where, and the record of their
+bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Row:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         dtypes = {tensor.dtype.name for tensor in tensors}
         if len(dtypes) != 1:
-            raise CorruptError(f"the parts of one flat tensor are of different types: {', '.join(sorted(dtypes))}")
+            raise CorruptError(
+                f"the parts of one flat tensor are of different types: {', '.join(sorted(dtypes))}"
+            )
         held = [tensor for tensor in tensors if tensor.numel]
         self.dtype: DType = tensors[0].dtype
         self.numel = sum(tensor.numel for tensor in held)
@@ -44,8 +47,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """A record: `share` elements from `start` of each of the rows, joined and cut to `numel`. Pieces are made late:
-    there may be thousands of ranks."""
+    """A record: `share` elements from `start` of each of the rows, joined and cut to `numel`.
+    Pieces are made late: there may be thousands of ranks."""
 
     rows: tuple[Row, ...]
     start: int
@@ -58,7 +61,11 @@ class Shares:
 
     def locate(self) -> Range | Derived:
         pieces = tuple(self._pieces())
-        return pieces[0].locate() if len(pieces) == 1 else Pending("concat", pieces, (), self.length).locate()
+        return (
+            pieces[0].locate()
+            if len(pieces) == 1
+            else Pending("concat", pieces, (), self.length).locate()
+        )
 
     def _pieces(self) -> Iterator[Record]:
         left = self.numel
@@ -71,7 +78,8 @@ class Shares:
 
 
 class Slot(NamedTuple):
-    """Where a parameter lies: `share` elements from `start` of each row that its group is cut from."""
+    """Where a parameter lies: `share` elements from `start` of each row that its group is cut
+    from."""
 
     shape: Shape
     group: int
@@ -85,7 +93,8 @@ class Slot(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where every parameter lies, the number of groups, and how many elements of each row they take."""
+    """Where every parameter lies, the number of groups, and how many elements of each row they
+    take."""
 
     slots: dict[str, Slot]
     groups: int
@@ -94,18 +103,25 @@ class Layout(NamedTuple):
     def check(self, rows: Sequence[Row], unit: int) -> None:
         """Raise CorruptError unless the rows hold what is taken, rounded up to `unit` at most."""
         if len(rows) != len(self.taken):
-            raise CorruptError(f"the parameters lie in {len(self.taken):,} flat tensors, there are {len(rows):,}")
+            raise CorruptError(
+                f"the parameters lie in {len(self.taken):,} flat tensors, there are {len(rows):,}"
+            )
         for number, (row, taken) in enumerate(zip(rows, self.taken, strict=True)):
             if not taken <= row.numel <= -(-taken // unit) * unit:
-                raise CorruptError(f"the parameters take {taken:,} elements, flat tensor {number} has {row.numel:,}")
+                raise CorruptError(
+                    f"the parameters take {taken:,} elements, flat tensor {number} has {row.numel:,}"
+                )
 
 
 def by_group(groups: Sequence[Shapes], gaps: Sequence[Sequence[int]]) -> Layout:
-    """Stages 1 and 2: a row is a group, whose parameters follow each other, each with a gap behind it."""
+    """Stages 1 and 2: a row is a group, whose parameters follow each other, each with a gap behind
+    it."""
     layout = Layout({}, len(groups), [])
     for group, (shapes, behind) in enumerate(zip(groups, gaps, strict=True)):
         if len(behind) != len(shapes):
-            raise CorruptError(f"group {group} has {len(shapes):,} parameters and {len(behind):,} gaps between them")
+            raise CorruptError(
+                f"group {group} has {len(shapes):,} parameters and {len(behind):,} gaps between them"
+            )
         start = end = 0
         for (name, shape), gap in zip(shapes.items(), behind, strict=True):
             _add(layout, name, Slot(shape, group, start, prod(shape)))
@@ -130,5 +146,7 @@ def by_rank(groups: Sequence[Shapes], ranks: int) -> Layout:
 
 def _add(layout: Layout, name: str, slot: Slot) -> None:
     if name in layout.slots:
-        raise AmbiguousError(f"{name[:80]!r} is in groups {layout.slots[name].group} and {slot.group}")
+        raise AmbiguousError(
+            f"{name[:80]!r} is in groups {layout.slots[name].group} and {slot.group}"
+        )
     layout.slots[name] = slot

@@ -14,11 +14,17 @@ POINTERS = ("latest", "latest_universal")
 UNIVERSAL = "zero"
 _POINTER_BYTES = 1 << 10
 _STATES = re.compile(r".+_(model|optim)_states\.pt|layer_.*-model_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]{1,9})_)?mp_rank_(?P<mp>[0-9]{1,9})_model_states\.pt")
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{1,9})_optim_states\.pt")
+_MODEL = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>[0-9]{1,9})_)?mp_rank_(?P<mp>[0-9]{1,9})_model_states\.pt"
+)
+_OPTIM = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{1,9})_optim_states\.pt"
+)
 _EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
 _LAYER = re.compile(r"layer_.*")
-_MODEL_NAME, _OPTIM_NAME = (f"zero_pp_rank_{{}}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim"))
+_MODEL_NAME, _OPTIM_NAME = (
+    f"zero_pp_rank_{{}}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")
+)
 _BESIDE = re.compile(r"(.*\.index\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin)")
 _MERGE = "DeepSpeed's ds_to_universal.py merges the ranks, and ckptkit reads what it makes"
 _SHOWN = 4  # names in a message
@@ -42,7 +48,8 @@ def _holds_states(folder: Folder, name: str) -> bool:
 
 
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
-    """The file that says which tag is meant, and what it says; None where there is none that does."""
+    """The file that says which tag is meant, and what it says; None where there is none that
+    does."""
     for name in POINTERS:
         if name in names and (tag := _word(folder, name)):
             return name, tag
@@ -61,7 +68,8 @@ def _word(folder: Folder, name: str) -> str:
 
 
 def find(folder: Folder, names: Collection[str]) -> Folder:
-    """The folder with the files: `folder` itself, the tag that ``latest`` names, or the only one."""
+    """The folder with the files: `folder` itself, the tag that ``latest`` names, or the only
+    one."""
     if is_tag(names):
         return folder
     said = pointer(folder, names)
@@ -73,8 +81,14 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
         )
     if said and not _holds_states(folder, said[1]):
         others = tag_folders(folder)
-        hint = f"it holds {listed(others)}: name the folder that is meant" if others else "fetch the whole folder again"
-        raise CorruptError(f"{said[0]} names {said[1][:80]!r}, which is no folder of a training state", hint=hint)
+        hint = (
+            f"it holds {listed(others)}: name the folder that is meant"
+            if others
+            else "fetch the whole folder again"
+        )
+        raise CorruptError(
+            f"{said[0]} names {said[1][:80]!r}, which is no folder of a training state", hint=hint
+        )
     _check_alone(folder, names, tags[0])
     return folder.sub(tags[0])
 
@@ -97,16 +111,18 @@ def listed(names: Collection[str]) -> str:
 class RankFiles:
     """The files of a training state by rank, those of other parallelism refused.
 
-    ``models`` holds the one of stages 0 to 2 as that of rank -1, or those of stage 3; ``optims`` those with weights and
-    optimizer. Where the model-parallel ranks are `merged` elsewhere, the files of the first are taken, and ``parallel``
-    says that there are others.
+    ``models`` holds the one of stages 0 to 2 as that of rank -1, or those of stage 3; ``optims``
+    those with weights and optimizer. Where the model-parallel ranks are `merged` elsewhere, the
+    files of the first are taken, and ``parallel`` says that there are others.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
         states = sorted(filter(_STATES.fullmatch, names))
         others = _others(states)
         if others and not merged:
-            raise UnsupportedError(f"is of several model-parallel ranks ({listed(others)})", hint=_MERGE)
+            raise UnsupportedError(
+                f"is of several model-parallel ranks ({listed(others)})", hint=_MERGE
+            )
         self.parallel = bool(others)
         left = [name for name in states if name not in set(others)]
         self.models, self.optims = _by_rank(left, _MODEL), _by_rank(left, _OPTIM)
@@ -121,11 +137,14 @@ class RankFiles:
         """The file with the model of rank 0. Raises CorruptError if it is missing."""
         found = self.models.get(-1) or self.models.get(0)
         if found is None:
-            raise _incomplete([_MODEL_NAME.format(0)] if self.models else ["mp_rank_00_model_states.pt"])
+            raise _incomplete(
+                [_MODEL_NAME.format(0)] if self.models else ["mp_rank_00_model_states.pt"]
+            )
         return found
 
     def check_complete(self, ranks: int) -> None:
-        """Raise CorruptError unless there is one file of each kind for each of so many ranks, and no more."""
+        """Raise CorruptError unless there is one file of each kind for each of so many ranks, and
+        no more."""
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optims.values()) else ""
         _check(self.optims, ranks, prefix + _OPTIM_NAME)
         if -1 not in self.models:
@@ -137,15 +156,22 @@ class RankFiles:
 
 
 def _others(names: Iterable[str]) -> list[str]:
-    """The files of other model-parallel ranks than the first. Raises UnsupportedError for other parallelism."""
+    """The files of other model-parallel ranks than the first. Raises UnsupportedError for other
+    parallelism."""
     others = []
     for name in names:
         if _EXPERT.fullmatch(name):
             hint = "load it with DeepSpeed and save engine.module_state_dict()"
-            raise UnsupportedError(f"has files of single experts, e.g. {name}, that ckptkit does not join", hint=hint)
+            raise UnsupportedError(
+                f"has files of single experts, e.g. {name}, that ckptkit does not join", hint=hint
+            )
         match = _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
         if match is None:
-            what = "single pipeline layers" if _LAYER.fullmatch(name) else "a kind that ckptkit does not know"
+            what = (
+                "single pipeline layers"
+                if _LAYER.fullmatch(name)
+                else "a kind that ckptkit does not know"
+            )
             raise UnsupportedError(f"has files of {what}, e.g. {name}", hint=_MERGE)
         if int(match["mp"]):
             others.append(name)

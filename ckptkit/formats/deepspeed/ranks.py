@@ -1,4 +1,5 @@
-"""The optim_states files of all ranks: the weights in full precision, and the optimizer's state, put together."""
+"""The optim_states files of all ranks: the weights in full precision, and the optimizer's state,
+put together."""
 
 from __future__ import annotations
 
@@ -18,16 +19,24 @@ from ckptkit.formats.deepspeed.states import Fields, Reader, is_flat, own
 FLATS = "single_partition_of_fp32_groups"  # of stages 1 and 2
 FLATS_3 = "fp32_flat_groups"
 STATE, STATE_3 = "base_optimizer_state", "optimizer_state_dict"
-COUNT, STAGE, GAPS, TRIMMED = "partition_count", "zero_stage", "param_alignment_paddings", "group_paddings"
+COUNT, STAGE, GAPS, TRIMMED = (
+    "partition_count",
+    "zero_stage",
+    "param_alignment_paddings",
+    "group_paddings",
+)
 # What says how the state was cut, and is of no use once it is put together.
-CUT = frozenset({FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"})
+CUT = frozenset(
+    {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
+)
 _PARTITIONS = "ds_zero_partition_groups"
 
 Named = dict[str, dict[Node, Node]]  # the state of the optimizer by name of the parameter
 
 
 class Rank(NamedTuple):
-    """One rank: of each group its flat tensor, how many elements may be cut off that, and the optimizer's state."""
+    """One rank: of each group its flat tensor, how many elements may be cut off that, and the
+    optimizer's state."""
 
     flats: list[Tensor]
     cut: list[int]
@@ -49,7 +58,10 @@ class Zero:
             )
         self.count = max(counts, default=0)
         files.check_complete(self.count)
-        self.ranks = [self._rank(each) for each in (self.first, *(_fields(reader, name) for name in names[1:]))]
+        self.ranks = [
+            self._rank(each)
+            for each in (self.first, *(_fields(reader, name) for name in names[1:]))
+        ]
         if not self.stage_3:
             for group in range(len(self.ranks[0].flats)):
                 _check_parts(self.ranks, group)
@@ -68,9 +80,13 @@ class Zero:
 
     def _check(self, fields: Fields, key: str) -> None:
         if key not in fields:
-            raise FormatError(f"{fields.place} has no {key}: another stage than the first file, or an old DeepSpeed")
+            raise FormatError(
+                f"{fields.place} has no {key}: another stage than the first file, or an old DeepSpeed"
+            )
         if set(fields.integers(COUNT)) != {self.count}:
-            raise CorruptError(f"{fields.place}: {COUNT} is not {self.count:,} as in the first file")
+            raise CorruptError(
+                f"{fields.place}: {COUNT} is not {self.count:,} as in the first file"
+            )
         stages = fields.integers(STAGE) if STAGE in fields else []  # bf16_optimizer.py writes none
         if any((stage == 3) != self.stage_3 for stage in stages):
             raise CorruptError(f"{fields.place}: {STAGE} is {stages[0]}, but there are {key}")
@@ -80,26 +96,43 @@ class Zero:
         return STATE_3 if self.stage_3 else STATE
 
     def _kept(self, fields: Fields, groups: int) -> list[Mapping[Node, Node]]:
-        """What the optimizer keeps for each group; nothing where it has not made a step, or was left out."""
+        """What the optimizer keeps for each group; nothing where it has not made a step, or was
+        left out."""
         key = self.state_key
         place = f"{fields.place}: {key}"
         if isinstance(fields.node.get(key), (list, tuple)):  # elastic_checkpoint
             states = dict(enumerate(fields.items(key)))
         else:
-            states = Fields(fields.fields(key).node.get("state", {}), place).node if key in fields else {}
+            states = (
+                Fields(fields.fields(key).node.get("state", {}), place).node
+                if key in fields
+                else {}
+            )
         found = [Fields(states.get(group, {}), place).node for group in range(groups)]
-        check("optimizer_values", max(map(len, found), default=0), f"values for a parameter in {place}")
+        check(
+            "optimizer_values",
+            max(map(len, found), default=0),
+            f"values for a parameter in {place}",
+        )
         return list(found)
 
     def layout(self, groups: Sequence[Shapes]) -> Layout:
         """Where the parameters of `groups` lie in rows of flat tensors."""
         if self.stage_3:
             return by_rank(groups, self.count)
-        gaps = self.first.items(GAPS) if GAPS in self.first else [[0] * len(shapes) for shapes in groups]
+        gaps = (
+            self.first.items(GAPS)
+            if GAPS in self.first
+            else [[0] * len(shapes) for shapes in groups]
+        )
         flats = len(self.ranks[0].flats)
         if not len(gaps) == len(groups) == flats:
-            raise CorruptError(f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, {flats:,} in {FLATS}")
-        return by_group(groups, [Fields({GAPS: each}, self.first.place).integers(GAPS) for each in gaps])
+            raise CorruptError(
+                f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, {flats:,} in {FLATS}"
+            )
+        return by_group(
+            groups, [Fields({GAPS: each}, self.first.place).integers(GAPS) for each in gaps]
+        )
 
     def parameters(self, layout: Layout) -> dict[str, Tensor]:
         """The weights. Raises CorruptError unless there are as many elements as `layout` says."""
@@ -108,11 +141,17 @@ class Zero:
         layout.check(list(every.values()), 1 if self.stage_3 else 2 * self.count)
         return {name: slot.tensor(rows[slot.group]) for name, slot in layout.slots.items()}
 
-    def _rows(self, parts: Sequence[Sequence[Tensor | None]], layout: Layout) -> dict[int, tuple[Row, ...]]:
-        """The rows that each group is cut from, of tensors by rank and group; none where one is missing."""
+    def _rows(
+        self, parts: Sequence[Sequence[Tensor | None]], layout: Layout
+    ) -> dict[int, tuple[Row, ...]]:
+        """The rows that each group is cut from, of tensors by rank and group; none where one is
+        missing."""
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         whole = [[part for part in line if part is not None] for line in lines]
-        rows = [Row(some) if len(some) == len(line) else None for some, line in zip(whole, lines, strict=True)]
+        rows = [
+            Row(some) if len(some) == len(line) else None
+            for some, line in zip(whole, lines, strict=True)
+        ]
         if not self.stage_3:
             return {group: (row,) for group, row in enumerate(rows) if row is not None}
         every = tuple(row for row in rows if row is not None)
@@ -121,11 +160,14 @@ class Zero:
     def optimizer(self, layout: Layout) -> tuple[Named, list[str]]:
         """The optimizer's state, and warnings.
 
-        What it keeps for each element is put together as the weights are; a value for a whole group, such as the
-        step, is that of rank 0.
+        What it keeps for each element is put together as the weights are; a value for a whole
+        group, such as the step, is that of rank 0.
         """
         states = dict(enumerate(self.ranks[0].state))
-        rows = {key: self._rows(self._state(key), layout) for key in dict.fromkeys(chain(*states.values()))}
+        rows = {
+            key: self._rows(self._state(key), layout)
+            for key in dict.fromkeys(chain(*states.values()))
+        }
         made: Named = {name: {} for name in layout.slots}
         left: dict[str, None] = {}
         for name, slot in layout.slots.items():
@@ -138,11 +180,16 @@ class Zero:
                     made[name][key] = kept[key] if tensor is None else own(tensor)
                 elif key in kept:
                     left[key_text(key)[:80]] = None
-        return made, [f"not one value per weight, so left out of the optimizer: {', '.join(left)}"] if left else []
+        return made, [
+            f"not one value per weight, so left out of the optimizer: {', '.join(left)}"
+        ] if left else []
 
     def _state(self, key: Node) -> list[list[Tensor | None]]:
         """One of the optimizer's values by rank and group, None where it is not one per element."""
-        return [[_per_element(rank, group, key) for group in range(len(rank.flats))] for rank in self.ranks]
+        return [
+            [_per_element(rank, group, key) for group in range(len(rank.flats))]
+            for rank in self.ranks
+        ]
 
 
 def _fields(reader: Reader, name: str) -> Fields:
@@ -150,7 +197,8 @@ def _fields(reader: Reader, name: str) -> Fields:
 
 
 def _check_parts(ranks: Sequence[Rank], group: int) -> None:
-    """The parts of a group are of one size, as they are or with what was cut off the end of the group."""
+    """The parts of a group are of one size, as they are or with what was cut off the end of the
+    group."""
     sizes = [rank.flats[group].numel for rank in ranks]
     cut = [rank.cut[group] for rank in ranks]
     whole = {size + less for size, less in zip(sizes, cut, strict=True)}
@@ -158,7 +206,9 @@ def _check_parts(ranks: Sequence[Rank], group: int) -> None:
     if len(whole) == 1 and not any(sizes[last + 1 :]):
         return
     if len(set(sizes)) > 1:
-        raise CorruptError(f"the ranks have parts of different sizes of group {group}: {sizes[:8]}, cut by {cut[:8]}")
+        raise CorruptError(
+            f"the ranks have parts of different sizes of group {group}: {sizes[:8]}, cut by {cut[:8]}"
+        )
     for rank in ranks:
         rank.cut[group] = 0  # not carried out: bf16_optimizer.py
 
@@ -166,4 +216,8 @@ def _check_parts(ranks: Sequence[Rank], group: int) -> None:
 def _per_element(rank: Rank, group: int, key: Node) -> Tensor | None:
     tensor = as_tensor(rank.state[group].get(key))
     size, cut = rank.flats[group].numel, rank.cut[group]
-    return tensor if tensor is not None and is_flat(tensor) and tensor.numel in (size, size + cut) else None
+    return (
+        tensor
+        if tensor is not None and is_flat(tensor) and tensor.numel in (size, size + cut)
+        else None
+    )

@@ -6,7 +6,8 @@ The root is what rank 0 keeps of the model, with
     module_<dtype>     that of the run, if it was in 16 bits and the folder has it (stages 1 and 2)
     optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups", settings}
 
-What says how these were cut (param_shapes, paddings, slices) is left out. Nothing of a tensor is read.
+What says how these were cut (param_shapes, paddings, slices) is left out. Nothing of a tensor is
+read.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The training state that ``latest`` names, or the only one. Opens every file and reads its headers.
+    """The training state that ``latest`` names, or the only one. Opens every file and reads its
+    headers.
 
-    Raises AmbiguousError where several could be meant, UnsupportedError for other than data parallelism, CorruptError
-    for a folder that is not complete and for files that contradict each other.
+    Raises AmbiguousError where several could be meant, UnsupportedError for other than data
+    parallelism, CorruptError for a folder that is not complete and for files that contradict each
+    other.
     """
     folder = places.find(probe.folder, probe.names)
     try:
@@ -82,7 +85,10 @@ class _Reading:
         if self.universal or SHAPES in states or self.files.optims:
             model = Model(states)
             parts = self._merged(model) if self.universal else self._ranks(model)
-            root, warnings = _root(model, parts, -1 not in self.files.models), [*model.warnings, *parts.warnings]
+            root, warnings = (
+                _root(model, parts, -1 not in self.files.models),
+                [*model.warnings, *parts.warnings],
+            )
         return Checkpoint(
             root, table.DEEPSPEED.name, self.top, globals=tuple(self.reader.globals),
             warnings=(*warnings, *self.reader.warnings), key=MODULE,
@@ -91,7 +97,9 @@ class _Reading:
     def _ranks(self, model: Model) -> Parts:
         """Stages 1 to 3."""
         if not self.files.optims:
-            self.files.check_complete(max(1, *model.states.integers(_RANKS)) if _RANKS in model.states else 1)
+            self.files.check_complete(
+                max(1, *model.states.integers(_RANKS)) if _RANKS in model.states else 1
+            )
         zero = Zero(self.reader, self.files)
         if zero.stage_3 != (-1 not in self.files.models):
             raise CorruptError(f"{zero.first.place} and {model.states.place} are not of one stage")
@@ -101,16 +109,30 @@ class _Reading:
         settings = {key: node for key, node in zero.first.node.items() if key not in CUT}
         inner = zero.first.node.get(zero.state_key)
         groups = inner.get(_GROUPS) if isinstance(inner, dict) else None
-        return Parts(parameters, self._frozen(model, zero.count), state, {_GROUPS: groups, **settings}, warnings)
+        return Parts(
+            parameters,
+            self._frozen(model, zero.count),
+            state,
+            {_GROUPS: groups, **settings},
+            warnings,
+        )
 
     def _merged(self, model: Model) -> Parts:
         """A universal checkpoint, whose parameters are whole."""
-        shapes = {} if self.files.parallel else {name: s for group in model.groups for name, s in group.items()}
+        shapes = (
+            {}
+            if self.files.parallel
+            else {name: s for group in model.groups for name, s in group.items()}
+        )
         zero = self.folder.sub(places.UNIVERSAL)
         universal = Universal(self.reader, zero, shapes)
-        universal.read(skip={*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes})
+        universal.read(
+            skip={*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
+        )
         settings = self.reader.read(SETTINGS, zero).root if SETTINGS in zero else {}
-        kept = {key: node for key, node in Fields(settings, SETTINGS).node.items() if key not in CUT}
+        kept = {
+            key: node for key, node in Fields(settings, SETTINGS).node.items() if key not in CUT
+        }
         frozen = self._frozen(model, len(self.files.models))
         return Parts(universal.parameters, frozen, universal.state, {_GROUPS: None, **kept}, [])
 
@@ -148,7 +170,8 @@ def _root(model: Model, parts: Parts, stage_3: bool) -> dict[Node, Node]:
 
 
 def _groups(groups: Node, model: Model) -> list[Node]:
-    """The groups of the optimizer with the names of their parameters; they hold the numbers of flat tensors."""
+    """The groups of the optimizer with the names of their parameters; they hold the numbers of flat
+    tensors."""
     names = [list(shapes) for shapes in model.groups]
     if not isinstance(groups, list):
         return [{_PARAMS: each} for each in names]
@@ -157,7 +180,9 @@ def _groups(groups: Node, model: Model) -> list[Node]:
 
 def _named(group: Node, names: list[list[str]]) -> Node:
     numbers = group.get(_PARAMS) if isinstance(group, dict) else None
-    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < len(names) for n in numbers):
+    if not isinstance(numbers, list) or not all(
+        type(n) is int and 0 <= n < len(names) for n in numbers
+    ):
         return group
     return {**group, _PARAMS: [name for number in dict.fromkeys(numbers) for name in names[number]]}
 
@@ -174,7 +199,8 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
 
 
 def _records(folder: Folder, path: str) -> Iterator[Part | Finding]:
-    """Those of the files of torch.save in a folder, which is at `path` in that of the training state."""
+    """Those of the files of torch.save in a folder, which is at `path` in that of the training
+    state."""
     for name in folder.list():
         if not name.endswith(".pt"):
             continue

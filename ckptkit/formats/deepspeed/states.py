@@ -96,15 +96,23 @@ class Fields:
 
     def shape(self, name: str, node: Node) -> Shape:
         """A torch.Size, or a list or tuple of integers."""
-        if isinstance(node, Object) and node.global_ == _SIZE and isinstance(node.args, tuple) and len(node.args) == 1:
+        if (
+            isinstance(node, Object)
+            and node.global_ == _SIZE
+            and isinstance(node.args, tuple)
+            and len(node.args) == 1
+        ):
             node = node.args[0]
-        if not isinstance(node, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 63 for n in node):
+        if not isinstance(node, (tuple, list)) or not all(
+            type(n) is int and 0 <= n < 1 << 63 for n in node
+        ):
             raise FormatError(f"{self.place}: the shape of {name[:80]!r} is no list of sizes")
         check("rank", len(node), f"dimensions of {name[:80]!r}")
         return tuple(node)
 
     def tensors(self, key: str) -> list[Tensor]:
-        """An entry that is a list of one-dimensional tensors whose elements lie one after another."""
+        """An entry that is a list of one-dimensional tensors whose elements lie one after
+        another."""
         return [self._flat(key, node) for node in self.items(key)]
 
     def _flat(self, key: str, node: Node) -> Tensor:
@@ -116,10 +124,15 @@ class Fields:
     def integers(self, key: str) -> list[int]:
         """An entry that is a list of counts, or one count."""
         node = self.get(key)
-        return [self._count(key, each) for each in (node if isinstance(node, (list, tuple)) else (node,))]
+        return [
+            self._count(key, each)
+            for each in (node if isinstance(node, (list, tuple)) else (node,))
+        ]
 
     def _count(self, key: str, node: Node) -> int:
-        if isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1:  # an enum, ZeroStageEnum
+        if (
+            isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
+        ):  # an enum, ZeroStageEnum
             node = node.args[0]
         if type(node) is not int or not 0 <= node < 1 << 63:
             raise FormatError(f"{self.place}: {key} holds something else than counts")
@@ -129,7 +142,12 @@ class Fields:
 def is_flat(tensor: Tensor) -> bool:
     """Whether it is a row of elements in memory."""
     plain = tensor.layout == "strided" and tensor.storage is not None and tensor.dtype.bits % 8 == 0
-    return plain and len(tensor.shape) == 1 and tensor.is_contiguous and not (tensor.conj or tensor.neg)
+    return (
+        plain
+        and len(tensor.shape) == 1
+        and tensor.is_contiguous
+        and not (tensor.conj or tensor.neg)
+    )
 
 
 def own(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""A universal checkpoint: a folder for each parameter, whatever the ranks were that it was made from."""
+"""A universal checkpoint: a folder for each parameter, whatever the ranks were that it was made
+from."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _SUFFIX = ".pt"
 
 
 class Universal:
-    """The folder ``zero``. `shapes` are those of the parameters where the ranks were not merged from several."""
+    """The folder ``zero``. `shapes` are those of the parameters where the ranks were not merged
+    from several."""
 
     def __init__(self, reader: Reader, folder: Folder, shapes: Mapping[str, Shape]) -> None:
         self._reader = reader
@@ -33,7 +35,9 @@ class Universal:
         there = self._folder.folders()
         missing = [name for name in self._shapes if name not in there]
         if missing:
-            raise CorruptError(f"has no folder for the parameter {missing[0][:80]!r} ({len(missing):,} are missing)")
+            raise CorruptError(
+                f"has no folder for the parameter {missing[0][:80]!r} ({len(missing):,} are missing)"
+            )
         for name in dict.fromkeys([*self._shapes, *there]):
             if name not in skip:
                 self._read(name, self._folder.sub(name))
@@ -46,18 +50,24 @@ class Universal:
         weights = self._tensor(name, values.pop(_WEIGHTS), folder)
         self.parameters[name] = weights
         self.state[name] = {
-            each.removesuffix(_SUFFIX): self._of_element(_value(node), weights.shape) for each, node in values.items()
+            each.removesuffix(_SUFFIX): self._of_element(_value(node), weights.shape)
+            for each, node in values.items()
         }
 
     def _tensor(self, name: str, node: Node, folder: Folder) -> Tensor:
         tensor = as_tensor(_value(node))
         if tensor is None:
             raise FormatError(f"{_WEIGHTS} holds no tensor", where=folder.name)
-        cut = isinstance(node, dict) and node.get("vocab_tensor") is True  # rows that fill up the vocabulary
+        cut = (
+            isinstance(node, dict) and node.get("vocab_tensor") is True
+        )  # rows that fill up the vocabulary
         shape = tensor.shape if cut else self._shapes.get(name, tensor.shape)
         shaped = _shaped(tensor, shape)
         if shaped is None:
-            raise CorruptError(f"{_WEIGHTS} is of shape {tensor.shape}, the parameter of {shape}", where=folder.name)
+            raise CorruptError(
+                f"{_WEIGHTS} is of shape {tensor.shape}, the parameter of {shape}",
+                where=folder.name,
+            )
         return shaped
 
     def _of_element(self, node: Node, shape: Shape) -> Node:
@@ -70,7 +80,8 @@ def _value(node: Node) -> Node:
 
 
 def _shaped(tensor: Tensor, shape: Shape) -> Tensor | None:
-    """The tensor in that shape, which a flat one may be given; None if its elements are not as many."""
+    """The tensor in that shape, which a flat one may be given; None if its elements are not as
+    many."""
     if tensor.shape == shape:
         return tensor
     if not is_flat(tensor) or tensor.numel != prod(shape):

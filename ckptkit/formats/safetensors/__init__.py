@@ -5,13 +5,15 @@
     {"__metadata__": {text: text},
      "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
 
-Offsets count from 8 + N. The ranges of all tensors tile the buffer from its first byte to the end of the file: no hole,
-no overlap, no range with two names. N is at most 100,000,000; the header begins with ``{`` and may be padded with
-white space. Two elements of F4 are one of torch's float4_e2m1fn_x2: the last dimension is half as long there.
-Source: https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
+Offsets count from 8 + N. The ranges of all tensors tile the buffer from its first byte to the end
+of the file: no hole, no overlap, no range with two names. N is at most 100,000,000; the header
+begins with ``{`` and may be padded with white space. Two elements of F4 are one of torch's
+float4_e2m1fn_x2: the last dimension is half as long there. Source:
+https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
-Read more strictly than there: a repeated name, a field that the format does not have, more than 64 dimensions and
-the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is refused, also beside a size of 0.
+Read more strictly than there: a repeated name, a field that the format does not have, more than 64
+dimensions and the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is refused,
+also beside a size of 0.
 
 Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned; but the header lists
 the tensors in the order of the state_dict. What else a header cannot say stands in ``__metadata__``: see
@@ -28,7 +30,8 @@ from ckptkit.formats.safetensors.record import WHOLE, restore
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The tensors in the order of the header; then what ckptkit or the hub's convention left in the metadata."""
+    """The tensors in the order of the header; then what ckptkit or the hub's convention left in the
+    metadata."""
     source = probe.source
     text, header, metadata = read_header(source)
     restored = restore(read_tensors(header, source, 8 + len(text)), metadata)

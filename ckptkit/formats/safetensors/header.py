@@ -1,4 +1,5 @@
-"""The header of a safetensors file: JSON that says where the tensors are. The layout is in :mod:`safetensors`."""
+"""The header of a safetensors file: JSON that says where the tensors are. The layout is in
+:mod:`safetensors`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.dtypes import BY_SAFETENSORS, FLOAT4, DType
-from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TruncatedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TruncatedError,
+)
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown
@@ -20,7 +27,8 @@ METADATA = "__metadata__"
 
 
 def matches(probe: Probe) -> bool:
-    """A length, then an object. A length that cannot be is damage where the name says safetensors."""
+    """A length, then an object. A length that cannot be is damage where the name says
+    safetensors."""
     if probe.head[8:].lstrip(_WHITE)[:1] != b"{":
         return False
     length = int.from_bytes(probe.head[:8], "little")
@@ -38,13 +46,16 @@ def read_header(source: ByteSource) -> tuple[bytes, dict[str, Any], dict[str, st
     metadata = header.pop(METADATA, None)
     if metadata is None:
         return text, header, {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise FormatError(f"{METADATA} is not an object of texts")
     return text, header, metadata
 
 
 def read_tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict[str, Tensor]:
-    """The header with each entry replaced by its tensor: a copy of a large one would be a second hundred megabytes."""
+    """The header with each entry replaced by its tensor: a copy of a large one would be a second
+    hundred megabytes."""
     check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
     spans: list[tuple[int, int, str]] = []
     strides: dict[Shape, Shape] = {}  # most tensors share a few shapes
@@ -53,7 +64,9 @@ def read_tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict
             dtype, shape, begin, end = read_entry(entry)
             if shape not in strides:
                 strides[shape] = contiguous_stride(shape)
-            header[name] = Tensor(Storage(Range(source, start + begin, end - begin)), dtype, shape, strides[shape])
+            header[name] = Tensor(
+                Storage(Range(source, start + begin, end - begin)), dtype, shape, strides[shape]
+            )
         except CkptkitError as error:
             error.message = f"tensor {shown(name)}: {error.message}"
             raise
@@ -69,7 +82,9 @@ def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
     except (KeyError, TypeError) as error:
         raise FormatError("its entry lacks one of dtype, shape and data_offsets") from error
     if len(entry) > len(_FIELDS):
-        raise AmbiguousError(f"its entry has the unknown field {shown(min(entry.keys() - _FIELDS))}")
+        raise AmbiguousError(
+            f"its entry has the unknown field {shown(min(entry.keys() - _FIELDS))}"
+        )
     dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise FormatError(f"unknown dtype {shown(code)}")
@@ -81,7 +96,9 @@ def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
     elements = math.prod(shape)
     bits = dtype.bits // dtype.packed
     if elements * bits != (offsets[1] - offsets[0]) * 8:
-        raise FormatError(f"shape {shown(shape)} of {dtype} does not fill {offsets[1] - offsets[0]:,} bytes")
+        raise FormatError(
+            f"shape {shown(shape)} of {dtype} does not fill {offsets[1] - offsets[0]:,} bytes"
+        )
     if dtype.packed > 1:
         dtype, shape = _packed(dtype, shape)
     return dtype, shape, offsets[0], offsets[1]
@@ -109,7 +126,9 @@ def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
     for begin, end, name in sorted(spans):
         if begin != reached:
             wrong = "a hole before it" if begin > reached else "it overlaps another tensor"
-            raise FormatError(f"tensor {shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}")
+            raise FormatError(
+                f"tensor {shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}"
+            )
         reached = end
     if reached > size:
         raise TruncatedError(

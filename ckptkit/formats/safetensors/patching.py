@@ -1,7 +1,8 @@
 """Changes a safetensors file where it lies: another header over the same tensors.
 
-A header that is no longer than the old one is padded to its length, and nothing else changes. A longer one grows over
-the first tensors of the buffer, as few as will do; these move to the end of the file:
+A header that is no longer than the old one is padded to its length, and nothing else changes. A
+longer one grows over the first tensors of the buffer, as few as will do; these move to the end of
+the file:
 
     N | old header     | a | b | c | d            N' = N + bytes of a and b
     N'| new header, spaces     | c | d | a | b
@@ -21,13 +22,16 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.safetensors.writing import Contents, contents, header_text
 
-_MOVED = 16 << 20  # bytes of tensors that may move; a copy of the file is the better way to move more
+_MOVED = (
+    16 << 20
+)  # bytes of tensors that may move; a copy of the file is the better way to move more
 _ALIGNMENT = 8  # bytes
 _BREAKS = Edit(0, b"\xff" * 8)  # a length that no file has
 
 
 class _Buffer(NamedTuple):
-    """Where in the file the tensors are: the bytes from `start` to `stop`, each tensor at its place in the file."""
+    """Where in the file the tensors are: the bytes from `start` to `stop`, each tensor at its place
+    in the file."""
 
     start: int
     stop: int
@@ -35,7 +39,8 @@ class _Buffer(NamedTuple):
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
-    """The file of `before` made to hold `after`; None where its tensors are others, or too much of them would move.
+    """The file of `before` made to hold `after`; None where its tensors are others, or too much of
+    them would move.
 
     Raises what writing `after` raises.
     """
@@ -70,7 +75,8 @@ def _header(said: Contents, buffer: _Buffer) -> bytes:
 
 
 def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
-    """Where in `source` the bytes of each tensor begin; None if some are elsewhere, or must be computed."""
+    """Where in `source` the bytes of each tensor begin; None if some are elsewhere, or must be
+    computed."""
     places = {}
     for name, tensor in tensors.items():
         extent = compute.contiguous(tensor).locate()
@@ -89,8 +95,11 @@ def _tile(tensors: Mapping[str, Tensor], places: Mapping[str, int], start: int, 
     return start == stop
 
 
-def _grown(source: LocalFile, tensors: Mapping[str, Tensor], buffer: _Buffer, need: int) -> tuple[Edit, _Buffer] | None:
-    """The first tensors moved to the end, so that `need` more bytes are free before the others; None if that is much.
+def _grown(
+    source: LocalFile, tensors: Mapping[str, Tensor], buffer: _Buffer, need: int
+) -> tuple[Edit, _Buffer] | None:
+    """The first tensors moved to the end, so that `need` more bytes are free before the others;
+    None if that is much.
 
     The others stay where they are, and those that move aligned as they were.
     """

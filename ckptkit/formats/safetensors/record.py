@@ -1,9 +1,10 @@
 """What a safetensors header cannot say, as text in its ``__metadata__``, and back.
 
-Ties follow the convention of the hub: ``metadata[dropped name] = kept name`` (safetensors.torch.save_model); files
-made by others are read by it too, where the entry can be nothing else: tied parameters are
-attributes of one name in several modules (``head.weight``, ``embed.weight``). Everything else is one
-JSON text under the key ``ckptkit``. What is absent is empty:
+Ties follow the convention of the hub: ``metadata[dropped name] = kept name``
+(safetensors.torch.save_model); files made by others are read by it too, where the entry can be
+nothing else: tied parameters are attributes of one name in several modules (``head.weight``,
+``embed.weight``). Everything else is one JSON text under the key ``ckptkit``. What is absent is
+empty:
 
     version               1
     ordered               true: the state_dict was an OrderedDict
@@ -14,7 +15,8 @@ JSON text under the key ``ckptkit``. What is absent is empty:
     values                {dotted path: what stood beside the weights (`epoch`)}; not part of what is read back
     root, tree            the whole checkpoint instead of all that: :mod:`whole`
 
-Values are spelled as in :mod:`plain_json`. A record of a later version is to this reader what it is to others: a text.
+Values are spelled as in :mod:`plain_json`. A record of a later version is to this reader what it is
+to others: a text.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Restored(NamedTuple):
     is_whole: bool = False  # a whole tree
 
 
-def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: bool = False) -> Restored:
+def restore(
+    tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: bool = False
+) -> Restored:
     """The state_dict, or whole tree, that `tensors` and `metadata` stand for.
 
     The metadata are those of an `index` of shards, or of a file. The values of a record stay in
@@ -76,14 +80,18 @@ def restore(tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: b
         if "tree" in said:
             return _whole(said, tensors, metadata)
         known = _read(said, tensors, metadata)
-        return Restored(_restored(known, tensors, metadata), _rest(known.values, known.ties, metadata))
+        return Restored(
+            _restored(known, tensors, metadata), _rest(known.values, known.ties, metadata)
+        )
     except CkptkitError as error:
         plain = restore_ties(tensors, metadata, index=index)
         why = f"the metadata entry {RESERVED!r} is not understood: {error.message}"
         return plain._replace(warnings=(why, *plain.warnings))
 
 
-def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Restored:
+def _whole(
+    said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Restored:
     from ckptkit.formats.safetensors import whole  # only such files pay for it
 
     ties, known = _typed(said, "ties", list), _typed(said, "values", dict)
@@ -93,7 +101,9 @@ def _whole(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mappin
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
 
-def restore_ties(nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False) -> Restored:
+def restore_ties(
+    nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False
+) -> Restored:
     """The same by the convention of the hub alone: tied names follow the others.
 
     People put notes of their own into the metadata of a file; those of an `index` are the hub's.
@@ -124,7 +134,11 @@ def values(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
-    return isinstance(tensors.get(kept), Tensor) and name not in tensors and name not in (RESERVED, FRAMEWORK)
+    return (
+        isinstance(tensors.get(kept), Tensor)
+        and name not in tensors
+        and name not in (RESERVED, FRAMEWORK)
+    )
 
 
 def _is_parameter(name: str, kept: str) -> bool:
@@ -142,7 +156,9 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     return said
 
 
-def _read(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Record:
+def _read(
+    said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Record:
     paths = decode(said.get("state_dict_metadata"))
     if not isinstance(paths, (dict, type(None))):
         raise FormatError("its state_dict_metadata are not a dict")
@@ -159,7 +175,9 @@ def _read(said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping
     )
 
 
-def _check_ties(ties: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def _check_ties(
+    ties: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
     places = range(len(tensors) + len(ties))
     for name, place in ties.items():
         if type(place) is not int or place not in places:
@@ -186,7 +204,9 @@ def _names(said: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[st
     return frozenset(named)
 
 
-def _restored(known: Record, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[Node, Node]:
+def _restored(
+    known: Record, tensors: dict[str, Tensor], metadata: Mapping[str, str]
+) -> dict[Node, Node]:
     at = {place: name for name, place in known.ties.items()}
     rest = iter(tensors)
     root: dict[Node, Node] = OrderedDict() if known.ordered else {}
@@ -203,7 +223,9 @@ def _restored(known: Record, tensors: dict[str, Tensor], metadata: Mapping[str, 
     return root
 
 
-def _rest(values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str, str]) -> dict[str, str]:
+def _rest(
+    values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str, str]
+) -> dict[str, str]:
     known = {RESERVED, *ties}
     rest = {key: text for key, text in metadata.items() if key not in known}
     return {**rest, **of_values(values)}
@@ -213,7 +235,8 @@ def _rest(values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str,
 
 
 def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
-    """The JSON text for these weights, of whose names the file leaves out `ties`, and for values beside them as JSON.
+    """The JSON text for these weights, of whose names the file leaves out `ties`, and for values
+    beside them as JSON.
 
     None if there is nothing to say.
     """
@@ -258,5 +281,7 @@ def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     requires_grad = [name for name, tensor in tensors.items() if tensor.requires_grad]
     return {
         "parameters": parameters if len(parameters) < len(tensors) else bool(parameters),
-        "requires_grad": requires_grad if len(requires_grad) < len(tensors) else bool(requires_grad),
+        "requires_grad": requires_grad
+        if len(requires_grad) < len(tensors)
+        else bool(requires_grad),
     }

@@ -16,11 +16,13 @@ from ckptkit.formats.safetensors.record import restore
 
 
 def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """The tensors of a file that is as long as its header says; with `unverified`, of any that lie inside it.
+    """The tensors of a file that is as long as its header says; with `unverified`, of any that lie
+    inside it.
 
-    The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as nothing says where
-    that begins; and a file that ends in zeros may not be written to its end. What is beside the tensors (ties,
-    ``_metadata``, a whole tree) comes back only if all tensors do. Raises what is wrong with the header.
+    The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as
+    nothing says where that begins; and a file that ends in zeros may not be written to its end.
+    What is beside the tensors (ties, ``_metadata``, a whole tree) comes back only if all tensors
+    do. Raises what is wrong with the header.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -42,7 +44,9 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
     if not any(tensor.nbytes for tensor in whole.values()) and lost:
         raise nothing(lost, UNVERIFIED if shifted or zeros < source.size else AGAIN)
     found = restore(whole, metadata)
-    checkpoint = Checkpoint(found.root, "safetensors", source, found.metadata, found.globals, found.warnings)
+    checkpoint = Checkpoint(
+        found.root, "safetensors", source, found.metadata, found.globals, found.warnings
+    )
     return Salvaged(checkpoint, tuple(lost))
 
 
@@ -54,7 +58,9 @@ def salvageable(probe: Probe) -> str:
         text, header, _ = read_header(probe.source)
     except CkptkitError:
         return ""
-    return format.UNVERIFIED if _shifted(header, probe.source.size - 8 - len(text)) else format.RECOVER
+    return (
+        format.UNVERIFIED if _shifted(header, probe.source.size - 8 - len(text)) else format.RECOVER
+    )
 
 
 def _shifted(header: dict[str, Any], size: int) -> str:
@@ -67,7 +73,9 @@ def _shifted(header: dict[str, Any], size: int) -> str:
             continue
     if end == size:
         return ""
-    which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} bytes are too many"
+    which = (
+        f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} bytes are too many"
+    )
     return f"its bytes may be shifted: {which} in the file, and nothing says where"
 
 
@@ -77,7 +85,9 @@ def _doubt(tensor: Tensor, shifted: str, zeros: int) -> str:
     if not isinstance(record, Range) or not record.length:
         return ""
     if not shifted and record.offset + record.length > zeros:
-        return f"the file ends in {record.source.size - zeros:,} zeros: it was not written to its end"
+        return (
+            f"the file ends in {record.source.size - zeros:,} zeros: it was not written to its end"
+        )
     return shifted
 
 
@@ -85,7 +95,9 @@ def _tensor(entry: object, source: ByteSource, start: int) -> Tensor:
     dtype, shape, begin, end = read_entry(entry)
     if start + end > source.size:
         raise TruncatedError(f"the file is cut {start + end - source.size:,} bytes before its end")
-    return Tensor(Storage(Range(source, start + begin, end - begin)), dtype, shape, contiguous_stride(shape))
+    return Tensor(
+        Storage(Range(source, start + begin, end - begin)), dtype, shape, contiguous_stride(shape)
+    )
 
 
 def _said(entry: object) -> str:

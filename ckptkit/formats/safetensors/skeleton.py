@@ -1,6 +1,7 @@
 """A whole tree as JSON, and back: what ``--all`` writes beside the tensors of a safetensors file.
 
-A list of statements. Each makes a node, numbered from 0 in the order of the list, or fills one that was made before:
+A list of statements. Each makes a node, numbered from 0 in the order of the list, or fills one that
+was made before:
 
     ["dict"] ["ordered"] ["list"]                           empty, an OrderedDict among them
     ["tuple", value...] ["set", value...] ["frozenset", value...]
@@ -18,9 +19,10 @@ A list of statements. Each makes a node, numbered from 0 in the order of the lis
     ["fill", n, "append" | "add", value...]                 items of a list, or of an object
     ["fill", n, "build", value]                             the state of an object, the attributes of an OrderedDict
 
-A value is null, a boolean, an integer of up to 19 digits, a finite float, a text; or ``[n]``, a node that was made.
-Fields of a tensor: dtype, shape, stride, offset, kind, layout, requires_grad, conj, neg. Without them a tensor is what
-its entry is: that dtype and shape, row-major, from the first element.
+A value is null, a boolean, an integer of up to 19 digits, a finite float, a text; or ``[n]``, a
+node that was made. Fields of a tensor: dtype, shape, stride, offset, kind, layout, requires_grad,
+conj, neg. Without them a tensor is what its entry is: that dtype and shape, row-major, from the
+first element.
 
 :mod:`skeleton_reader` makes what the statements say by the rules of the pickle machine, which also decides what an
 object reads as.
@@ -54,7 +56,8 @@ class Skeleton(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a header says of the bytes of a storage: a tensor of its own, or plain bytes (dtype uint8)."""
+    """What a header says of the bytes of a storage: a tensor of its own, or plain bytes (dtype
+    uint8)."""
 
     name: str
     dtype: DType
@@ -98,7 +101,9 @@ class Writer:
         return [self._value(node) for node in nodes]
 
     def _say(self, node: Node, *statement: Any) -> int:
-        self._numbers[(node.module, node.name) if isinstance(node, Global) else id(node)] = number = self._count
+        self._numbers[(node.module, node.name) if isinstance(node, Global) else id(node)] = (
+            number
+        ) = self._count
         self._keep.append(node)
         self._count += 1
         self._statements.append(list(statement))
@@ -156,7 +161,11 @@ class Writer:
         number = self._say(node, "object", *made, node.new)
         for step, value in node.steps:
             items = (
-                [value] if step == "build" else value if step != "set" else [each for pair in value for each in pair]
+                [value]
+                if step == "build"
+                else value
+                if step != "set"
+                else [each for pair in value for each in pair]
             )
             yield from items
             self._fill(number, step, self._values(items))
@@ -174,16 +183,26 @@ class Writer:
             check_name(node)
             self._say(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
-            raise AmbiguousError("a mapping has repeated or unhashable keys, which no output can keep")
+            raise AmbiguousError(
+                "a mapping has repeated or unhashable keys, which no output can keep"
+            )
         else:
             self._say(node, *_spelt(node))
 
     def _storage(self, storage: Storage) -> list[int]:
         if id(storage) not in self._numbers:
             if not is_utf8(storage.device):
-                raise UnsupportedError("the name of a device is not UTF-8, which no output of text can hold")
+                raise UnsupportedError(
+                    "the name of a device is not UTF-8, which no output of text can hold"
+                )
             entry = self._entry(storage)
-            self._say(storage, "storage", entry.name, storage.device, *([True] if entry.big_endian else []))
+            self._say(
+                storage,
+                "storage",
+                entry.name,
+                storage.device,
+                *([True] if entry.big_endian else []),
+            )
         return [self._numbers[id(storage)]]
 
     def _tensor(self, tensor: Tensor) -> None:

@@ -27,7 +27,8 @@ class Read(NamedTuple):
 
 
 def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
-    """The tree that the statements describe over the entries of a header. Raises InputErrors of several kinds."""
+    """The tree that the statements describe over the entries of a header. Raises InputErrors of
+    several kinds."""
     reader = _Reader(entries)
     for statement in skeleton.statements:
         with _explained(f"statement {str(statement)[:80]}"):
@@ -127,10 +128,20 @@ class _Reader:
 
     def object_(self, callable_: Any, arguments: Any, keywords: Any, new: bool) -> Node:
         made, args, kwargs = self.value(callable_), self.value(arguments), self.value(keywords)
-        if not isinstance(args, tuple) or not (kwargs is None or isinstance(kwargs, dict)) or new.__class__ is not bool:
+        if (
+            not isinstance(args, tuple)
+            or not (kwargs is None or isinstance(kwargs, dict))
+            or new.__class__ is not bool
+        ):
             raise FormatError("an object is not made so")
-        reducer = known.REDUCERS.get((made.module, made.name)) if isinstance(made, Global) and not new else None
-        return Object(made, args, new=new, kwargs=kwargs) if reducer is None else reducer(made, args)
+        reducer = (
+            known.REDUCERS.get((made.module, made.name))
+            if isinstance(made, Global) and not new
+            else None
+        )
+        return (
+            Object(made, args, new=new, kwargs=kwargs) if reducer is None else reducer(made, args)
+        )
 
     def storage(self, entry: str, device: str, big_endian: bool = False) -> Node:
         if not isinstance(device, str) or big_endian.__class__ is not bool:
@@ -149,7 +160,9 @@ class _Reader:
         named = self._named(storage) if storage is not None else None
         entry = self._entries[named.entry] if named is not None else None
         said = dict(fields)
-        dtype = dtypes.BY_NAME[said.pop("dtype")] if "dtype" in said or entry is None else entry.dtype
+        dtype = (
+            dtypes.BY_NAME[said.pop("dtype")] if "dtype" in said or entry is None else entry.dtype
+        )
         shape = tuple(said.pop("shape")) if "shape" in said or entry is None else entry.shape
         layout = said.pop("layout", "strided")
         stride = tuple(said.pop("stride")) if "stride" in said else contiguous_stride(shape)

@@ -1,8 +1,10 @@
-"""A whole checkpoint in a safetensors file (``--all``): every storage once, and the tree over them in the metadata.
+"""A whole checkpoint in a safetensors file (``--all``): every storage once, and the tree over them
+in the metadata.
 
-A storage that one tensor fills, row by row, is an entry under the path of that tensor, as anybody's reader sees it.
-Any other (the base of views, of a type that the format does not know) is an entry ``ckptkit.storage.<n>`` of bytes,
-and a long byte string ``ckptkit.bytes.<n>``. The record ``ckptkit`` in ``__metadata__`` holds what remains:
+A storage that one tensor fills, row by row, is an entry under the path of that tensor, as anybody's
+reader sees it. Any other (the base of views, of a type that the format does not know) is an entry
+``ckptkit.storage.<n>`` of bytes, and a long byte string ``ckptkit.bytes.<n>``. The record
+``ckptkit`` in ``__metadata__`` holds what remains:
 
     version 1, root, tree         see :mod:`skeleton`
     ties                          names noted in the hub's convention for readers that know no more
@@ -28,7 +30,8 @@ Obstacle = Callable[[str, Tensor], str | None]
 
 
 class Whole:
-    """The entries of a file that holds all of `root`: tensors by name, and the statements over them.
+    """The entries of a file that holds all of `root`: tensors by name, and the statements over
+    them.
 
     ``obstacle(name, tensor)`` says why a tensor cannot be an entry as it is, None if it can.
     """
@@ -119,5 +122,11 @@ def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
 
 def _fills(tensor: Tensor) -> bool:
     """Whether the elements, row by row, are the bytes of the storage, first to last."""
-    whole = tensor.storage is not None and tensor.nbytes == tensor.storage.nbytes and not tensor.offset
-    return whole and tensor.stride == contiguous_stride(tensor.shape) and not (tensor.conj or tensor.neg)
+    whole = (
+        tensor.storage is not None and tensor.nbytes == tensor.storage.nbytes and not tensor.offset
+    )
+    return (
+        whole
+        and tensor.stride == contiguous_stride(tensor.shape)
+        and not (tensor.conj or tensor.neg)
+    )

@@ -1,4 +1,5 @@
-"""Writes safetensors files: which tensors, in which order, under which header. The layout is in :mod:`safetensors`."""
+"""Writes safetensors files: which tensors, in which order, under which header. The layout is in
+:mod:`safetensors`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from ckptkit.formats.safetensors.record import (
     values,
 )
 
-# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned without padding.
+# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned
+# without padding.
 _CODES = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
     "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
@@ -39,15 +41,16 @@ _RANK = {code: rank for rank, code in enumerate(_CODES)}
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """The weights, and beside them what `__metadata__` can hold; the notes name the rest.
 
-    Raises TensorError for tensors that the format does not know, LimitError for a header that no reader accepts,
-    UnsafeGlobalError for objects if these are to be an error.
+    Raises TensorError for tensors that the format does not know, LimitError for a header that no
+    reader accepts, UnsafeGlobalError for objects if these are to be an error.
     """
     tensors, metadata, notes = contents(checkpoint, options)
     return Plan((file_of(tensors, metadata),), tuple(notes))
 
 
 class Contents(NamedTuple):
-    """The tensors that a file stores, in order; what `__metadata__` holds beside them; what neither does."""
+    """The tensors that a file stores, in order; what `__metadata__` holds beside them; what neither
+    does."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str | None]
@@ -56,7 +59,9 @@ class Contents(NamedTuple):
 
 def contents(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     """What is written of a checkpoint. Raises like `layout`."""
-    if options.everything or checkpoint.origin is WHOLE:  # what held everything is not to lose it by an edit
+    if (
+        options.everything or checkpoint.origin is WHOLE
+    ):  # what held everything is not to lose it by an edit
         return _whole(checkpoint, options)
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -73,7 +78,12 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
     beside, notes = leftovers(checkpoint)
     said = record(weights, ties, {**values(checkpoint.metadata), **beside})
-    metadata: dict[str, str | None] = {FRAMEWORK: "pt", **checkpoint.metadata, **ties, RESERVED: said}
+    metadata: dict[str, str | None] = {
+        FRAMEWORK: "pt",
+        **checkpoint.metadata,
+        **ties,
+        RESERVED: said,
+    }
     notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)
     return Contents(stored, metadata, notes)
@@ -95,19 +105,27 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
         root, notes = without_objects(root, may_be_empty=strict)
     if notes and strict:
         raise UnsafeGlobalError(
-            f"would not be whole: {notes[0]}", hint="--objects keep keeps them, --objects drop leaves them out"
+            f"would not be whole: {notes[0]}",
+            hint="--objects keep keeps them, --objects drop leaves them out",
         )
     write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
     text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
-    metadata: dict[str, str | None] = {FRAMEWORK: "pt", **whole.ties, **checkpoint.metadata, RESERVED: text}
+    metadata: dict[str, str | None] = {
+        FRAMEWORK: "pt",
+        **whole.ties,
+        **checkpoint.metadata,
+        RESERVED: text,
+    }
     return Contents(whole.tensors, metadata, notes)
 
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
     """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
-    extents = _joined(compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
+    extents = _joined(
+        compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes
+    )
     return OutputFile("", (_header_bytes(tensors, order, metadata), *extents))
 
 
@@ -115,7 +133,9 @@ def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
         named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
-        raise TensorError(f"safetensors cannot hold {named}", hint=_way_out({why for _, why in refused}))
+        raise TensorError(
+            f"safetensors cannot hold {named}", hint=_way_out({why for _, why in refused})
+        )
 
 
 def _way_out(obstacles: set[str]) -> str:
@@ -166,7 +186,9 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
     return {name: first for name, first in kept.items() if name != first and name not in taken}
 
 
-def _header_bytes(tensors: Mapping[str, Tensor], order: Iterable[str], metadata: Mapping[str, str | None]) -> bytes:
+def _header_bytes(
+    tensors: Mapping[str, Tensor], order: Iterable[str], metadata: Mapping[str, str | None]
+) -> bytes:
     """Length and header, padded so that the buffer begins at a multiple of 8."""
     offsets: dict[str, int] = {}
     end = 0
@@ -179,9 +201,13 @@ def _header_bytes(tensors: Mapping[str, Tensor], order: Iterable[str], metadata:
     return len(text).to_bytes(8, "little") + text
 
 
-def header_text(tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]) -> bytes:
+def header_text(
+    tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]
+) -> bytes:
     """The JSON of a header: where in the buffer each tensor begins is in `offsets`."""
-    header: dict[str, Any] = {METADATA: {key: text for key, text in metadata.items() if text is not None}}
+    header: dict[str, Any] = {
+        METADATA: {key: text for key, text in metadata.items() if text is not None}
+    }
     for name, tensor in tensors.items():
         dtype, shape = tensor.dtype, list(tensor.shape)
         if dtype.packed > 1:

@@ -1,7 +1,8 @@
 """Shards of safetensors: ``model-00001-of-00003.safetensors`` and ``model.safetensors.index.json``.
 
-What a single file would have in its ``__metadata__`` (ties, by the hub's convention, and the rest of the state_dict)
-stands in the metadata of the index. A name that is tied to another is in no shard and not in the ``weight_map``.
+What a single file would have in its ``__metadata__`` (ties, by the hub's convention, and the rest
+of the state_dict) stands in the metadata of the index. A name that is tied to another is in no
+shard and not in the ``weight_map``.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """A folder with the weights. Raises what safetensors' own layout raises, and LimitError for a huge index."""
+    """A folder with the weights. Raises what safetensors' own layout raises, and LimitError for a
+    huge index."""
     if options.objects == "error":
         refuse_objects(checkpoint)
-    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""})  # so that no tie is called so
+    checkpoint = replace(
+        checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""}
+    )  # so that no tie is called so
     tensors, metadata, notes = writing.prepared(checkpoint, options)
     del metadata[shards.TOTAL]
     parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)

@@ -1,12 +1,14 @@
-"""Shards, read with their index or without; or checked, when everything that is wrong is told and not the first alone.
+"""Shards, read with their index or without; or checked, when everything that is wrong is told and
+not the first alone.
 
-Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the index. Each tensor
-is in the one shard that the map names, and each shard holds nothing else, ties to its own tensors aside. ``total_size``
-is the bytes of all tensors, those that share memory counted once; a wrong one is a warning. Texts in ``metadata`` may
-record what those of a safetensors file may.
+Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the
+index. Each tensor is in the one shard that the map names, and each shard holds nothing else, ties
+to its own tensors aside. ``total_size`` is the bytes of all tensors, those that share memory
+counted once; a wrong one is a warning. Texts in ``metadata`` may record what those of a safetensors
+file may.
 
-Without an index, shards are those whose names say so (``-00002-of-00003``): all of them must be there, numbered from 1
-or 0 on, and no two may hold a tensor of one name.
+Without an index, shards are those whose names say so (``-00002-of-00003``): all of them must be
+there, numbered from 1 or 0 on, and no two may hold a tensor of one name.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def matches(probe: Probe, suffix: str) -> bool:
 
 
 def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
-    """The tensors in the order of the index or of the shards. Opens every shard and reads its headers.
+    """The tensors in the order of the index or of the shards. Opens every shard and reads its
+    headers.
 
     `restore` puts back what the texts in the metadata of the index record.
     """
@@ -64,19 +67,24 @@ def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
 
 
 def findings(probe: Probe) -> Iterator[Part | Finding]:
-    """Everything that is wrong with the index and the shards, and what there is to check in the latter."""
+    """Everything that is wrong with the index and the shards, and what there is to check in the
+    latter."""
     wrong: list[CkptkitError] = []
     checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
     for error in wrong:
         yield Finding(error.message, os.path.basename(error.where or ""), hint=error.hint)
     if not wrong:
-        yield from (Finding(warning) for warning in checkpoint.warnings if warning.startswith(_TOTAL_IS))
+        yield from (
+            Finding(warning) for warning in checkpoint.warnings if warning.startswith(_TOTAL_IS)
+        )
     for name, (format, each) in shards.probes.items():
         if format.check is not None:
             yield from (replace(found, file=name) for found in format.check(each))
 
 
-def _read(probe: Probe, format: str, restore: Restore, refuse: Refuse) -> tuple[Checkpoint, _Shards]:
+def _read(
+    probe: Probe, format: str, restore: Restore, refuse: Refuse
+) -> tuple[Checkpoint, _Shards]:
     """`refuse` is given what is wrong. If it comes back, reading goes on with what there is."""
     if not probe.is_folder:
         place = probe.source.beside()
@@ -106,8 +114,11 @@ class _Shards:
         self.shards: dict[str, Checkpoint] = {}
         self.held: dict[str, dict[Node, Node]] = {}  # file name -> what it holds by name
 
-    def with_index(self, name: str, restore: Restore, names: frozenset[str] = frozenset()) -> Checkpoint:
-        """What the index called `name` describes; `names` are those in the folder, where that was what was named."""
+    def with_index(
+        self, name: str, restore: Restore, names: frozenset[str] = frozenset()
+    ) -> Checkpoint:
+        """What the index called `name` describes; `names` are those in the folder, where that was
+        what was named."""
         try:
             index = _index(self.folder, name)
             places: dict[str, str] = index["weight_map"]
@@ -115,10 +126,14 @@ class _Shards:
             self._check_names(files)
             if name.removesuffix(INDEX) in names - files:
                 self.refuse(
-                    AmbiguousError(f"does not name {name.removesuffix(INDEX)}, which is beside it", hint=_FETCH)
+                    AmbiguousError(
+                        f"does not name {name.removesuffix(INDEX)}, which is beside it", hint=_FETCH
+                    )
                 )
             self._read(files)
-            return self._assembled(places, index.get("metadata") or {}, restore, unread(names, {name, *files}))
+            return self._assembled(
+                places, index.get("metadata") or {}, restore, unread(names, {name, *files})
+            )
         except CkptkitError as error:
             error.at(os.path.join(self.folder.name, name))
             raise
@@ -131,7 +146,11 @@ class _Shards:
         for file in chosen.files:
             for name in self.held.get(file, ()):
                 if name in places:
-                    self.refuse(AmbiguousError(f"{name[:80]!r} is in {places[name]} and in {file}", hint=_FETCH))
+                    self.refuse(
+                        AmbiguousError(
+                            f"{name[:80]!r} is in {places[name]} and in {file}", hint=_FETCH
+                        )
+                    )
                 places[name] = file
         said = "there is no index: the shards are taken together in the order of their numbers"
         return self._assembled(places, {}, _as_it_is, (said, *unread(names, set(chosen.files))))
@@ -159,7 +178,11 @@ class _Shards:
             raise
 
     def _assembled(
-        self, places: Mapping[str, str], said: Mapping[str, Any], restore: Restore, warnings: tuple[str, ...]
+        self,
+        places: Mapping[str, str],
+        said: Mapping[str, Any],
+        restore: Restore,
+        warnings: tuple[str, ...],
     ) -> Checkpoint:
         held, shards = self.held, self.shards.items()
         root: dict[Node, Node] = {}
@@ -169,16 +192,29 @@ class _Shards:
             if tensor in held[file]:
                 root[tensor] = held[file][tensor]
             else:
-                self.refuse(CorruptError(f"puts {tensor[:80]!r} into {file}, which does not hold it", hint=_FETCH))
+                self.refuse(
+                    CorruptError(
+                        f"puts {tensor[:80]!r} into {file}, which does not hold it", hint=_FETCH
+                    )
+                )
         root |= self._ties(places)
-        texts = {key: text if isinstance(text, str) else dump(text) for key, text in said.items() if key != TOTAL}
+        texts = {
+            key: text if isinstance(text, str) else dump(text)
+            for key, text in said.items()
+            if key != TOTAL
+        }
         restored = restore(root, texts)
         return Checkpoint(
             _ordered(restored.root, list(held.values())),
             self.format,
             self.folder,
-            {key: text for _, shard in shards for key, text in shard.metadata.items()} | restored.metadata,
-            globals=tuple(dict.fromkeys((*(each for _, shard in shards for each in shard.globals), *restored.globals))),
+            {key: text for _, shard in shards for key, text in shard.metadata.items()}
+            | restored.metadata,
+            globals=tuple(
+                dict.fromkeys(
+                    (*(each for _, shard in shards for each in shard.globals), *restored.globals)
+                )
+            ),
             warnings=(
                 *(f"{name}: {warning}" for name, shard in shards for warning in shard.warnings),
                 *restored.warnings,
@@ -188,7 +224,8 @@ class _Shards:
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Every shard is there, and their numbers fit: shards of two downloads are no checkpoint."""
+        """Every shard is there, and their numbers fit: shards of two downloads are no
+        checkpoint."""
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
             shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -201,12 +238,18 @@ class _Shards:
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
             said = " and ".join(map(str, sorted(totals)))
-            self.refuse(CorruptError(f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH))
+            self.refuse(
+                CorruptError(
+                    f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH
+                )
+            )
         names.difference_update(missing)
 
     def _check_numbers(self, chosen: Candidate) -> None:
         """All shards are there, and each once."""
-        numbers = sorted(int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name)))
+        numbers = sorted(
+            int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name))
+        )
         total, first = int(chosen.total), 0 if numbers[0] == 0 else 1
         known = set(numbers)
         missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
@@ -219,20 +262,34 @@ class _Shards:
                 )
             )
         elif len(numbers) != total:
-            self.refuse(AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH))
+            self.refuse(
+                AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH)
+            )
 
     def _ties(self, places: Mapping[str, str]) -> dict[Node, Node]:
-        """Names that the index leaves out because they share memory with one that it has. Any other is an error."""
+        """Names that the index leaves out because they share memory with one that it has. Any other
+        is an error."""
         ties: dict[Node, Node] = {}
         for shard, nodes in self.held.items():
             extra = [name for name in nodes if places.get(name) != shard]
-            known = {_storage(nodes[name]) for name in nodes if places.get(name) == shard} if extra else set()
+            known = (
+                {_storage(nodes[name]) for name in nodes if places.get(name) == shard}
+                if extra
+                else set()
+            )
             for name in extra:
                 if name in places:
-                    self.refuse(AmbiguousError(f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH))
+                    self.refuse(
+                        AmbiguousError(
+                            f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH
+                        )
+                    )
                 elif _storage(nodes[name]) not in known:
                     self.refuse(
-                        CorruptError(f"{shard} holds {name[:80]!r}, which the index does not have", hint=_FETCH)
+                        CorruptError(
+                            f"{shard} holds {name[:80]!r}, which the index does not have",
+                            hint=_FETCH,
+                        )
                     )
                 else:
                     ties[name] = nodes[name]
@@ -240,9 +297,14 @@ class _Shards:
 
 
 def _entries(shard: Checkpoint) -> dict[Node, Node]:
-    """What a shard holds by name. One may have no tensors of its own, but values of a state_dict alone."""
+    """What a shard holds by name. One may have no tensors of its own, but values of a state_dict
+    alone."""
     root = shard.root
-    if shard.selection is None and isinstance(root, dict) and all(type(name) is str for name in root):
+    if (
+        shard.selection is None
+        and isinstance(root, dict)
+        and all(type(name) is str for name in root)
+    ):
         return root
     weights = shard.required
     return weights.node if isinstance(weights.node, dict) else dict(weights.nodes)
@@ -272,7 +334,11 @@ def _storage(node: Node) -> int:
 
 def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
     """`root` as an OrderedDict, with the ``_metadata`` of all shards, if they all are such."""
-    if root.__class__ is not dict or not shards or not all(isinstance(each, OrderedDict) for each in shards):
+    if (
+        root.__class__ is not dict
+        or not shards
+        or not all(isinstance(each, OrderedDict) for each in shards)
+    ):
         return root
     metadata = OrderedDict()
     for shard in shards:
@@ -283,19 +349,30 @@ def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
 
 
 def _nbytes_with_objects(root: Node) -> int:
-    """Bytes of all storages, those inside objects included (packed parameters of quantized modules)."""
+    """Bytes of all storages, those inside objects included (packed parameters of quantized
+    modules)."""
     from ckptkit.pickles.pruning import parts  # most indexes are right without
 
     leaves = (node for node in parts(root) if isinstance(node, (Tensor, TypedStorage)))
-    return sum({id(leaf.storage): leaf.storage.nbytes for leaf in leaves if leaf.storage is not None}.values())
+    return sum(
+        {
+            id(leaf.storage): leaf.storage.nbytes for leaf in leaves if leaf.storage is not None
+        }.values()
+    )
 
 
 def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
     every = sum(tensor.nbytes for tensor in tensors)
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
-    stored = sum({id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None}.values())
+    stored = sum(
+        {
+            id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None
+        }.values()
+    )
     total = said.get(TOTAL, once)
-    if type(total) is int and (total in (every, once, stored) or total == _nbytes_with_objects(root)):
+    if type(total) is int and (
+        total in (every, once, stored) or total == _nbytes_with_objects(root)
+    ):
         return []
     return [f"{_TOTAL_IS} {str(total)[:40]} bytes in all, the tensors have {once:,}"]

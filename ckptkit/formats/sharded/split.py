@@ -1,9 +1,10 @@
 """Which tensor goes into which file: planned from sizes alone, the same each time.
 
-As huggingface_hub does it: in the order of the state_dict, a file is full where the next tensor would bring it over
-the limit, and a tensor that is larger than the limit has a file to itself. Tensors that share memory count once and
-stay together. Of a checkpoint that fits into one file, that file is all there is: no number, no index.
-Source: https://github.com/huggingface/huggingface_hub (serialization/_base.py).
+As huggingface_hub does it: in the order of the state_dict, a file is full where the next tensor
+would bring it over the limit, and a tensor that is larger than the limit has a file to itself.
+Tensors that share memory count once and stay together. Of a checkpoint that fits into one file,
+that file is all there is: no number, no index. Source:
+https://github.com/huggingface/huggingface_hub (serialization/_base.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ DEFAULT_SIZE = 5 * 10**9  # bytes
 
 
 def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Names by file, from the bytes of each and the bytes that a file may have (None: `DEFAULT_SIZE`)."""
+    """Names by file, from the bytes of each and the bytes that a file may have (None:
+    `DEFAULT_SIZE`)."""
     limit = DEFAULT_SIZE if limit is None else limit
     files: list[list[str]] = []
     current: list[str] = []
@@ -47,11 +49,17 @@ def shard_names(stem: str, suffix: str, count: int) -> list[str]:
 
 
 def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]) -> OutputFile:
-    """The index of the shards whose files `places` names. Raises LimitError where no reader would take it."""
+    """The index of the shards whose files `places` names. Raises LimitError where no reader would
+    take it."""
     odd = [place for place in places if not is_utf8(place)]
     if odd:
-        raise TensorError(f"an index cannot hold the name {odd[0]!r:.100}", hint="`ckptkit rename` changes it")
-    text = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, ensure_ascii=False) + "\n"
+        raise TensorError(
+            f"an index cannot hold the name {odd[0]!r:.100}", hint="`ckptkit rename` changes it"
+        )
+    text = (
+        json.dumps({"metadata": metadata, "weight_map": places}, indent=2, ensure_ascii=False)
+        + "\n"
+    )
     data = text.encode()
     check("index_bytes", len(data), "bytes of the index")
     return OutputFile(name + INDEX, (data,))

@@ -1,7 +1,8 @@
 """Shards of torch.save: ``pytorch_model-00001-of-00002.bin`` and ``pytorch_model.bin.index.json``.
 
-Each shard is a state_dict of its own, with the attributes of the whole one; tensors that share memory are in one shard.
-Texts that a single file has in a record of its own (:mod:`beside`) stand in the metadata of the index.
+Each shard is a state_dict of its own, with the attributes of the whole one; tensors that share
+memory are in one shard. Texts that a single file has in a record of its own (:mod:`beside`) stand
+in the metadata of the index.
 """
 
 from __future__ import annotations
@@ -53,9 +54,17 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
     if len(parts) > 1:
         file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
-        said = {**{key: text for key, text in metadata.items() if key != FRAMEWORK}, shards.TOTAL: total}
-        files.append(index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, said))
-    return Plan(tuple(files), tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))))
+        said = {
+            **{key: text for key, text in metadata.items() if key != FRAMEWORK},
+            shards.TOTAL: total,
+        }
+        files.append(
+            index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, said)
+        )
+    return Plan(
+        tuple(files),
+        tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
+    )
 
 
 def _entries(weights: Weights) -> Mapping[str, Node]:
@@ -63,7 +72,8 @@ def _entries(weights: Weights) -> Mapping[str, Node]:
 
 
 def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
-    """The state_dict of each shard, in the order of the whole one, and the bytes of all storages."""
+    """The state_dict of each shard, in the order of the whole one, and the bytes of all
+    storages."""
     entries = _entries(weights)
     first: dict[str, str] = {}  # each name -> the first one that it shares a storage with
     sizes: dict[str, int] = {}

@@ -1,4 +1,5 @@
-"""What a damaged zip file promises for its members: where their bytes may be, and the checksums they should have."""
+"""What a damaged zip file promises for its members: where their bytes may be, and the checksums
+they should have."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Evidence:
         self._budget = _READS * source.size
 
     def find_headers(self, sizes: dict[str, int]) -> None:
-        """Look for every local header. `sizes` are the bytes of members that do not say so themselves."""
+        """Look for every local header. `sizes` are the bytes of members that do not say so
+        themselves."""
         for header in headers(self.source, sizes):
             same = self.headers.setdefault(header.name, [])
             if len(same) < _TRIES:
@@ -72,7 +74,8 @@ class Evidence:
                     yield from self.place(header, entry, size)
 
     def header_of(self, entry: Entry) -> Header | None:
-        """The local header where the directory has it, put together again if only its place and name are whole."""
+        """The local header where the directory has it, put together again if only its place and
+        name are whole."""
         length = len(entry.name.encode())
         header = header_at(self.window, entry.offset)
         if header is not None:
@@ -119,7 +122,10 @@ class Evidence:
                 if size is None or size > _SMALL or header.method != 0:
                     continue
                 for place in self.place(header, entry, size):
-                    if isinstance(place.extent, Range) and self.crc32(place.extent) in place.promised:
+                    if (
+                        isinstance(place.extent, Range)
+                        and self.crc32(place.extent) in place.promised
+                    ):
                         return place.extent.read()
         return None
 

@@ -1,8 +1,10 @@
-"""What torch's archives have no place for, in a record of our own that torch passes over: ``.data/ckptkit.json``.
+"""What torch's archives have no place for, in a record of our own that torch passes over:
+``.data/ckptkit.json``.
 
     {"version": 1, "metadata": {text: text}}
 
-The metadata of a checkpoint: what safetensors keeps beside its tensors, the source code that legacy streams carry.
+The metadata of a checkpoint: what safetensors keeps beside its tensors, the source code that legacy
+streams carry.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def record(metadata: Mapping[str, str]) -> bytes:
 def read(data: bytes) -> dict[str, str]:
     """The metadata of a record. Raises FormatError."""
     said = strict_json.parse(data, NAME)
-    texts = said.get("metadata") if isinstance(said, dict) and said.get("version") == VERSION else None
+    texts = (
+        said.get("metadata") if isinstance(said, dict) and said.get("version") == VERSION else None
+    )
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise FormatError(f"record {NAME} is not one that ckptkit wrote")
     return texts

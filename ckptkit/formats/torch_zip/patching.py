@@ -1,15 +1,17 @@
-"""Changes a torch zip archive where it lies: a new pickle and a new directory, and no storage moves.
+"""Changes a torch zip archive where it lies: a new pickle and a new directory, and no storage
+moves.
 
     members as they are           the record that is replaced is called ``data.old`` now instead of ``data.pkl``
     new data.pkl                  where the directory began
     directory                     the old entries in their order, then the new one
     ends
 
-A record that is the last one already, as after such an edit, is written over instead. The old name is of equal length
-and stays listed, because a member that the directory does not know would be a reason to refuse the file. So is a
-storage that nothing refers to any more. ``.format_version`` loses its name too: with it torch would compute where the
-storages are, from the order in which the pickle meets them. (torch/serialization.py, `_get_offset`; loads, mapped and
-not, in every torch since 1.6.)
+A record that is the last one already, as after such an edit, is written over instead. The old name
+is of equal length and stays listed, because a member that the directory does not know would be a
+reason to refuse the file. So is a storage that nothing refers to any more. ``.format_version``
+loses its name too: with it torch would compute where the storages are, from the order in which the
+pickle meets them. (torch/serialization.py, `_get_offset`; loads, mapped and not, in every torch
+since 1.6.)
 """
 
 from __future__ import annotations
@@ -28,19 +30,25 @@ from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.writer import Numbering
 from ckptkit.pickles.writer import write_pickle
 
-_LENGTHS = struct.Struct("<HHH").unpack_from  # of name, extra fields and comment, at byte 28 of a directory entry
+_LENGTHS = struct.Struct(
+    "<HHH"
+).unpack_from  # of name, extra fields and comment, at byte 28 of a directory entry
 _NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a local header
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
-    """`before`, as it was read from a file, made to hold `after`; None where a storage is not one of that file.
+    """`before`, as it was read from a file, made to hold `after`; None where a storage is not one
+    of that file.
 
     Raises what writing the pickle raises.
     """
     if not isinstance(before.source, LocalFile):
         return None
     directory = read_directory(before.source)
-    if not {f"{directory.top}/version", f"{directory.top}/.data/version"} & directory.entries.keys():
+    if (
+        not {f"{directory.top}/version", f"{directory.top}/.data/version"}
+        & directory.entries.keys()
+    ):
         return None  # without one, torch would refuse the file
     numbering = _Keys(directory)
     try:
@@ -106,7 +114,8 @@ class _Archive:
         return directory.start + at
 
     def replace(self, new: dict[str, bytes]) -> bool:
-        """Put these records in the place of those of the same names; False if there is no name for the old ones."""
+        """Put these records in the place of those of the same names; False if there is no name for
+        the old ones."""
         self._remove_last(new)
         for name in (*new, f"{self.top}/.format_version"):
             if name in self.entries and not self._rename(name):
@@ -116,7 +125,9 @@ class _Archive:
             member, self.entries[name] = record(name, content, self.start + len(tail))
             tail += member
         listed = b"".join(self.entries.values())
-        self.tail = bytes(tail) + listed + ends(self.start + len(tail), len(listed), len(self.entries))
+        self.tail = (
+            bytes(tail) + listed + ends(self.start + len(tail), len(listed), len(self.entries))
+        )
         return True
 
     def _remove_last(self, new: dict[str, bytes]) -> None:
@@ -128,9 +139,12 @@ class _Archive:
             del self.entries[name]
 
     def _rename(self, name: str) -> bool:
-        """Give a record a name of the same length that means nothing, here and in its local header."""
+        """Give a record a name of the same length that means nothing, here and in its local
+        header."""
         taken = {each.lower() for each in self.members}
-        other = next((o for o in (name[:-4] + ending for ending in REPLACED) if o.lower() not in taken), None)
+        other = next(
+            (o for o in (name[:-4] + ending for ending in REPLACED) if o.lower() not in taken), None
+        )
         if other is None:
             return False
         raw, entry = other.encode(), self.entries[name]
@@ -138,12 +152,14 @@ class _Archive:
         renamed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
         # the entry keeps its place: the first decides what torch takes for the top folder
         self.entries = {
-            other if each == name else each: renamed if each == name else kept for each, kept in self.entries.items()
+            other if each == name else each: renamed if each == name else kept
+            for each, kept in self.entries.items()
         }
         return True
 
     def patch(self, source: LocalFile, notes: tuple[str, ...]) -> Patch:
-        """Without the end record, which goes first, and its signature, which comes last, no reader finds anything."""
+        """Without the end record, which goes first, and its signature, which comes last, no reader
+        finds anything."""
         tail, size = self.tail, self.start + len(self.tail)
         breaks = Edit(self.listed, bytes(source.size - self.listed))
         last = len(tail) - END_BYTES

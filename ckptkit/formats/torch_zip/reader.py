@@ -7,7 +7,8 @@
     <top>/.format_version, .storage_alignment, .data/serialization_id        since about 2.7; not needed to read
     <top>/.data/ckptkit.json     ours: :mod:`beside`
 
-<top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`; caffe2/serialize.)
+<top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`;
+caffe2/serialize.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from ckptkit.pickles.storages import StorageTable
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)
 _CONTROL_BYTES = 64  # what version and its like may have
-_READ_ONCE = 32 << 20  # bytes of a remote pickle that are kept, rather than read for its checksum and again
+_READ_ONCE = (
+    32 << 20
+)  # bytes of a remote pickle that are kept, rather than read for its checksum and again
 KNOWN = (
     "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
     ".data/serialization_id", extra_records.NAME,
@@ -43,12 +46,14 @@ def matches(probe: Probe) -> bool:
     archive = probe.zip
     if archive is None:
         return False
-    return {name for name in ("data", "constants", "bytecode") if f"{archive.top}/{name}.pkl" in archive} == {"data"}
+    return {
+        name for name in ("data", "constants", "bytecode") if f"{archive.top}/{name}.pkl" in archive
+    } == {"data"}
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The pickle and the places of the storages. Raises CorruptError, AmbiguousError, FormatError, UnsupportedError,
-    LimitError, and what the pickle machine raises."""
+    """The pickle and the places of the storages. Raises CorruptError, AmbiguousError, FormatError,
+    UnsupportedError, LimitError, and what the pickle machine raises."""
     archive = probe.zip
     assert archive is not None
     return _read(Archive(archive))
@@ -59,7 +64,9 @@ def _read(archive: Archive) -> Checkpoint:
     tree = archive.unpickle("data")
     warnings += [*archive.unverified(), *archive.unused(KNOWN)]
     source, metadata = archive.directory.source, _metadata(archive)
-    return Checkpoint(tree.root, table.TORCH_ZIP.name, source, metadata, tree.globals, (*tree.warnings, *warnings))
+    return Checkpoint(
+        tree.root, table.TORCH_ZIP.name, source, metadata, tree.globals, (*tree.warnings, *warnings)
+    )
 
 
 def _metadata(archive: Archive) -> dict[str, str]:
@@ -106,11 +113,15 @@ class Archive:
         """
         for name in self.directory.entries:
             if not name.startswith(self.folder):
-                raise AmbiguousError(f"record {shown(name)} is outside the folder {shown(self.folder)}")
+                raise AmbiguousError(
+                    f"record {shown(name)} is outside the folder {shown(self.folder)}"
+                )
         self._number(".format_version")
         alignment = self._number(".storage_alignment")
         if alignment is not None and alignment not in ALIGNMENTS:
-            raise FormatError(f"storages are aligned to {alignment:,} bytes, not 1 to {ALIGNMENTS[-1]:,}")
+            raise FormatError(
+                f"storages are aligned to {alignment:,} bytes, not 1 to {ALIGNMENTS[-1]:,}"
+            )
         order = self._control("byteorder")
         if order not in (None, b"little", b"big"):
             raise FormatError(f"byteorder is {order!r}, neither little nor big")
@@ -124,7 +135,9 @@ class Archive:
         if len(versions) > 1:
             raise AmbiguousError("the records version and .data/version contradict each other")
         if not versions <= set(VERSIONS):
-            raise UnsupportedError(f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}")
+            raise UnsupportedError(
+                f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}"
+            )
         return []
 
     def _control(self, name: str) -> bytes | None:
@@ -133,7 +146,9 @@ class Archive:
         if entry is None:
             return None
         if entry.size > _CONTROL_BYTES:
-            raise FormatError(f"record {name} has {entry.size:,} bytes, it should hold a word or a number")
+            raise FormatError(
+                f"record {name} has {entry.size:,} bytes, it should hold a word or a number"
+            )
         return self.directory.read(self.folder + name)
 
     def _number(self, name: str) -> int | None:
@@ -160,7 +175,9 @@ class Archive:
         storages = StorageTable(partial(self._open, f"{self.folder}{name}/"))
         tree = unpickle(place.source, place.offset, stop, persistent_load=storages.load)
         if tree.stop != stop:
-            raise AmbiguousError(f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended")
+            raise AmbiguousError(
+                f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended"
+            )
         return tree
 
     def _open(self, folder: str, key: str, nbytes: int, location: str) -> Storage:
@@ -169,7 +186,9 @@ class Archive:
         if entry is None:
             raise CorruptError(f"storage {shown(key)} has no record {shown(name)}")
         if entry.size != nbytes:
-            raise CorruptError(f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}")
+            raise CorruptError(
+                f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}"
+            )
         return self.storage(name, location)
 
     def storage(self, name: str, location: str) -> Storage:
@@ -183,13 +202,22 @@ class Archive:
         """A warning, if some of the storages that were opened have no checksum."""
         if not self._unsummed:
             return []
-        return [f"{self._unsummed:,} of its storages have no checksum: damage to them cannot be seen"]
+        return [
+            f"{self._unsummed:,} of its storages have no checksum: damage to them cannot be seen"
+        ]
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """A warning, if there are records besides the storages that were opened and the `known` ones."""
+        """A warning, if there are records besides the storages that were opened and the `known`
+        ones."""
         used = self._used | {self.folder + name for name in known}
-        unused = [name for name in self.directory.entries if name not in used and not name.endswith(("/", *REPLACED))]
+        unused = [
+            name
+            for name in self.directory.entries
+            if name not in used and not name.endswith(("/", *REPLACED))
+        ]
         if not unused:
             return []
         some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
-        return [f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"]
+        return [
+            f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"
+        ]

@@ -1,9 +1,11 @@
-"""A damaged torch zip archive: every tensor whose bytes have the checksum that the file promises for them.
+"""A damaged torch zip archive: every tensor whose bytes have the checksum that the file promises
+for them.
 
-A member is promised a CRC-32 by its entry in the directory, and by its local header or the data descriptor behind its
-bytes. The entry counts where there is one. What has no promise, or another checksum, is lost: bytes that went missing
-or came in shift what follows, and only the checksum tells. data.pkl says how long each storage is, and is held to the
-same rule. Files written without checksums (CRC 0 everywhere) keep what lies exactly between two headers.
+A member is promised a CRC-32 by its entry in the directory, and by its local header or the data
+descriptor behind its bytes. The entry counts where there is one. What has no promise, or another
+checksum, is lost: bytes that went missing or came in shift what follows, and only the checksum
+tells. data.pkl says how long each storage is, and is held to the same rule. Files written without
+checksums (CRC 0 everywhere) keep what lies exactly between two headers.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ WHOLE, UNSUMMED, UNPROVEN, DAMAGED = "whole", "unsummed", "unproven", "damaged"
 
 
 def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """Every tensor that is whole; with `unverified`, also those of which nothing says that they are not.
+    """Every tensor that is whole; with `unverified`, also those of which nothing says that they are
+    not.
 
-    None for other files. Raises CorruptError where the pickle, which has the names and shapes, is not whole, and
-    UnsupportedError for zip files of another kind.
+    None for other files. Raises CorruptError where the pickle, which has the names and shapes, is
+    not whole, and UnsupportedError for zip files of another kind.
     """
     if not is_zip(probe):
         return None
@@ -94,7 +97,9 @@ class _Archive:
 
     def salvage(self) -> Salvaged:
         tree = self.open()
-        if lost := self._take(self.sizes, unverified=False):  # by the directory, or else wherever there are headers
+        if lost := self._take(
+            self.sizes, unverified=False
+        ):  # by the directory, or else wherever there are headers
             self.found.find_headers(self.sizes)
             self._refuse_program(self.found.headers)
             self._take({name: self.sizes[name] for name in lost}, unverified=self.unverified)
@@ -104,14 +109,20 @@ class _Archive:
             self._members.clear()
             tree = self._unpickled(*self._pickle)
         checkpoint = Checkpoint(
-            tree.root, "torch-zip", self.source, self._metadata(), tree.globals, (*tree.warnings, *self.warnings)
+            tree.root,
+            "torch-zip",
+            self.source,
+            self._metadata(),
+            tree.globals,
+            (*tree.warnings, *self.warnings),
         )
         return salvaged(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
 
     # The pickle
 
     def open(self) -> Unpickled:
-        """Find the pickle and read it. Raises CorruptError, and UnsupportedError for zip files of another kind."""
+        """Find the pickle and read it. Raises CorruptError, and UnsupportedError for zip files of
+        another kind."""
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)
         self._refuse_program(self.found.entries)
@@ -133,15 +144,23 @@ class _Archive:
     def _no_pickle(self) -> CkptkitError:
         first = self.found.first()
         if first is None or first.name.endswith(_PICKLE):
-            return CorruptError("the names and shapes of its tensors are lost: data.pkl is not there", hint=AGAIN)
+            return CorruptError(
+                "the names and shapes of its tensors are lost: data.pkl is not there", hint=AGAIN
+            )
         if first.name.startswith(f"{self.top}/data/"):  # torch.save writes the pickle first
             return _program()
-        return UnsupportedError(f"is a zip archive that begins with {shown(first.name)}, not one of torch.save")
+        return UnsupportedError(
+            f"is a zip archive that begins with {shown(first.name)}, not one of torch.save"
+        )
 
     def _find_pickle(self) -> str:
-        """The name of the record with the pickle. Raises UnsupportedError where no archive of torch has one there."""
+        """The name of the record with the pickle. Raises UnsupportedError where no archive of torch
+        has one there."""
         first = self.found.first()
-        known = next((each for same in self.found.entries.values() for each in same if each.offset == 0), None)
+        known = next(
+            (each for same in self.found.entries.values() for each in same if each.offset == 0),
+            None,
+        )
         if first is not None and known is not None and len(first.name) != len(known.name):
             known = None  # of the directory of an archive inside this one
         names = [each.name for each in (known, first) if each is not None]
@@ -153,14 +172,26 @@ class _Archive:
                 f"is a zip archive of other files, such as {shown(names[-1])}",
                 hint="unpack those that are whole (zip -FF repairs a cut archive) and name one of them",
             )
-        name = next((name for name in self.found.entries if name.endswith(_PICKLE) and name.count("/") == 1), None)
+        name = next(
+            (
+                name
+                for name in self.found.entries
+                if name.endswith(_PICKLE) and name.count("/") == 1
+            ),
+            None,
+        )
         if name is None:
             raise CorruptError("its first header and its directory are damaged", hint=AGAIN)
         return name
 
     def _refuse_program(self, names: dict[str, list[Header]] | dict[str, list[Entry]]) -> None:
-        """Raise UnsupportedError for TorchScript, whose tensors are not where those of torch.save are."""
-        telling = (f"{self.top}/constants.pkl", f"{self.top}/bytecode.pkl", f"{self.top}/model.json")
+        """Raise UnsupportedError for TorchScript, whose tensors are not where those of torch.save
+        are."""
+        telling = (
+            f"{self.top}/constants.pkl",
+            f"{self.top}/bytecode.pkl",
+            f"{self.top}/model.json",
+        )
         if any(name in telling or name.startswith(f"{self.top}/code/") for name in names):
             raise _program()
 
@@ -203,8 +234,11 @@ class _Archive:
         return tree
 
     def _doubt_pickle(self, place: Place) -> None:
-        """Refuse a pickle that nothing proves, or warn; but not where the file was written without checksums."""
-        summed = any(place.promised) or any(entry.crc for same in self.found.entries.values() for entry in same)
+        """Refuse a pickle that nothing proves, or warn; but not where the file was written without
+        checksums."""
+        summed = any(place.promised) or any(
+            entry.crc for same in self.found.entries.values() for entry in same
+        )
         if not summed and place.promised and place.framed:
             return
         if not self.unverified:
@@ -213,7 +247,9 @@ class _Archive:
                 f"names, shapes and values may be others than they were: data.pkl {why}",
                 hint=f"{AGAIN}; `ckptkit recover --unverified` takes it as it is",
             )
-        self.warnings.append("data.pkl is damaged: names, shapes and values may be others than they were")
+        self.warnings.append(
+            "data.pkl is damaged: names, shapes and values may be others than they were"
+        )
 
     def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
         try:
@@ -222,7 +258,8 @@ class _Archive:
             if not wrap:  # that is how it was written
                 raise
             raise CorruptError(
-                f"the names and shapes of its tensors are lost: data.pkl is damaged: {error.message}", hint=AGAIN
+                f"the names and shapes of its tensors are lost: data.pkl is damaged: {error.message}",
+                hint=AGAIN,
             ) from error
 
     def _open(self, key: str, nbytes: int, location: str) -> Storage:
@@ -237,7 +274,9 @@ class _Archive:
     def _take(self, sizes: dict[str, int], *, unverified: bool) -> list[str]:
         """Keep what is whole, and say of the rest why it is not: the names of those."""
         for name, size in sizes.items():
-            verdict, place, why = self._judge(name, size) if size else (WHOLE, Range(self.source, 0, 0), "")
+            verdict, place, why = (
+                self._judge(name, size) if size else (WHOLE, Range(self.source, 0, 0), "")
+            )
             kept = verdict in (WHOLE, UNSUMMED) or (verdict == UNPROVEN and unverified)
             if kept and place is not None:
                 self.verdicts[verdict] += 1
@@ -249,9 +288,13 @@ class _Archive:
 
     def _warn(self) -> None:
         if count := self.verdicts[UNSUMMED]:
-            self.warnings.append(f"{count:,} of its storages have no checksum: damage to them cannot be seen")
+            self.warnings.append(
+                f"{count:,} of its storages have no checksum: damage to them cannot be seen"
+            )
         if count := self.verdicts[UNPROVEN]:
-            self.warnings.append(f"nothing proves that {count:,} of its storages are whole: they may be garbage")
+            self.warnings.append(
+                f"nothing proves that {count:,} of its storages are whole: they may be garbage"
+            )
 
     def _judge(self, name: str, size: int) -> tuple[str, Extent | None, str]:
         """How much is known of a storage, its bytes, and why it is lost."""
@@ -261,7 +304,11 @@ class _Archive:
         best: tuple[str, Extent | None, str] = (DAMAGED, None, self._missing(name, size))
         for place in self.found.places(name, size):
             if not place.promised:
-                best = UNPROVEN, place.extent, "its checksum is not there, and nothing else says that it is whole"
+                best = (
+                    UNPROVEN,
+                    place.extent,
+                    "its checksum is not there, and nothing else says that it is whole",
+                )
                 continue
             if self.found.is_spent:
                 return DAMAGED, None, "too many headers are in each other's way"
@@ -280,7 +327,8 @@ class _Archive:
         return "its record is not there, or its header is damaged"
 
     def _has_checksums(self) -> bool:
-        """Tell whether a member that holds a storage is promised a checksum: then a CRC of 0 is damage."""
+        """Tell whether a member that holds a storage is promised a checksum: then a CRC of 0 is
+        damage."""
         summed = any(entry.crc for name in self.sizes for entry in self.found.entries.get(name, ()))
         return summed or any(
             place.promised and any(place.promised)
@@ -289,13 +337,17 @@ class _Archive:
         )
 
     def _is_big_endian(self) -> bool:
-        """Tell the order of bytes by the record that has it, else by its length: it says little or big."""
+        """Tell the order of bytes by the record that has it, else by its length: it says little or
+        big."""
         name = f"{self.top}/byteorder"
         if (text := self.found.small(name)) is not None:
             return text == b"big"
         if name in self.found.entries:
             return all(entry.size == len(b"big") for entry in self.found.entries[name])
-        return any(self.found.window.read(header.start, 3) == b"big" for header in self.found.headers.get(name, ()))
+        return any(
+            self.found.window.read(header.start, 3) == b"big"
+            for header in self.found.headers.get(name, ())
+        )
 
     def _metadata(self) -> dict[str, str]:
         text = self.found.small(f"{self.top}/{extra_records.NAME}")

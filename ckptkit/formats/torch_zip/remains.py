@@ -1,8 +1,9 @@
 """What is left of a damaged zip file: local headers and directory entries, each taken for itself.
 
-The strict reader (:mod:`zip_container`) refuses a file whose headers and directory disagree. Here nothing has to agree:
-headers are searched for, and entries of the directory are read wherever the end of the file still has some. What they
-say is a promise, which the caller compares with the bytes.
+The strict reader (:mod:`zip_container`) refuses a file whose headers and directory disagree. Here
+nothing has to agree: headers are searched for, and entries of the directory are read wherever the
+end of the file still has some. What they say is a promise, which the caller compares with the
+bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Window:
         self._step = _SMALLEST
 
     def seek(self, at: int) -> None:
-        """Have the bytes from `at` on at hand: a small piece after a jump, more when the search goes on."""
+        """Have the bytes from `at` on at hand: a small piece after a jump, more when the search
+        goes on."""
         stop = self.base + len(self.data)
         if self.base <= at and at + _LOCAL.size <= stop:
             return
@@ -126,7 +128,8 @@ def _name(raw: bytes, length: int) -> str | None:
 
 
 def _widened(extra: bytes, *values: int) -> list[int]:
-    """`values` with those that do not fit 32 bits taken from the zip64 field, as far as it has them."""
+    """`values` with those that do not fit 32 bits taken from the zip64 field, as far as it has
+    them."""
     wide: list[int] = []
     at = 0
     while at + 4 <= len(extra):
@@ -158,7 +161,8 @@ def header_at(window: Window, at: int) -> Header | None:
 
 
 def headers(source: ByteSource, sizes: Mapping[str, int]) -> Iterator[Header]:
-    """Every local header, passing over the bytes of members where another header or the directory follows them.
+    """Every local header, passing over the bytes of members where another header or the directory
+    follows them.
 
     `sizes` are the bytes of stored members that do not say so themselves.
     """
@@ -197,7 +201,8 @@ class Described(NamedTuple):
 
 
 def descriptor(window: Window, end: int, stored: int, size: int) -> Described | None:
-    """The data descriptor at `end`, None if there is none. One that is cut behind its checksum is one."""
+    """The data descriptor at `end`, None if there is none. One that is cut behind its checksum is
+    one."""
     data = window.read(end, 24)
     if not data.startswith(_DESCRIPTOR) or len(data) < 8:
         return None

@@ -1,8 +1,10 @@
-"""Lays a checkpoint out as a torch zip archive, as every torch since 1.6 reads it and 2.1 and later map it.
+"""Lays a checkpoint out as a torch zip archive, as every torch since 1.6 reads it and 2.1 and later
+map it.
 
-<top> is ``archive``; data.pkl, byteorder, the storages in the order in which the pickle meets them, version, and a
-record of ours for what torch has no place for. No .format_version: with it torch computes where the storages are
-instead of looking them up. A storage keeps the checksum that its source had.
+<top> is ``archive``; data.pkl, byteorder, the storages in the order in which the pickle meets them,
+version, and a record of ours for what torch has no place for. No .format_version: with it torch
+computes where the storages are instead of looking them up. A storage keeps the checksum that its
+source had.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ TOP = "archive"
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """One file with the whole tree and the storages that it refers to. Raises what the pickle writer raises, and
-    TensorError for a storage that torch could not read back."""
+    """One file with the whole tree and the storages that it refers to. Raises what the pickle
+    writer raises, and TensorError for a storage that torch could not read back."""
     numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
@@ -47,7 +49,9 @@ class Numbering:
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        self.dtypes: list[DType | None] = []  # of each storage, as its persistent ids say; None: untyped
+        self.dtypes: list[
+            DType | None
+        ] = []  # of each storage, as its persistent ids say; None: untyped
         self._numbers: dict[int, int] = {}  # by id of the storage
 
     def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
@@ -57,9 +61,13 @@ class Numbering:
         number = self._number(storage, dtype)
         numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
         if rest:
-            raise TensorError(f"a storage of {storage.nbytes:,} bytes is no whole number of {dtype} elements")
+            raise TensorError(
+                f"a storage of {storage.nbytes:,} bytes is no whole number of {dtype} elements"
+            )
         if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
-            raise UnsupportedError("a part of a storage is a value of its own, which torch cannot save since 0.4")
+            raise UnsupportedError(
+                "a part of a storage is a value of its own, which torch cannot save since 0.4"
+            )
         return "storage", made, self.key(number), storage.device, numel
 
     def key(self, number: int) -> str:
@@ -73,12 +81,15 @@ class Numbering:
             self.dtypes.append(dtype)
         elif self.dtypes[number] is not dtype and storage.nbytes:
             if {self.dtypes[number], dtype} != {UINT8, None}:
-                raise TensorError(f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}")
+                raise TensorError(
+                    f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}"
+                )
             self.dtypes[number] = None
         return number
 
     def _units(self) -> Iterator[tuple[Storage, int]]:
-        """Each storage with the bytes of the unit that byte order applies to: 1 for none, 0 for unknown."""
+        """Each storage with the bytes of the unit that byte order applies to: 1 for none, 0 for
+        unknown."""
         for storage, dtype in zip(self.storages, self.dtypes, strict=True):
             yield storage, 1 if not storage.nbytes else 0 if dtype is None else dtype.component
 
@@ -92,6 +103,8 @@ class Numbering:
             crc = storage.crc32 if isinstance(extent, Range) else None
             if storage.big_endian and not big_endian and unit != 1:
                 if not unit:
-                    raise UnsupportedError("big-endian bytes of an unknown element type, among little-endian ones")
+                    raise UnsupportedError(
+                        "big-endian bytes of an unknown element type, among little-endian ones"
+                    )
                 extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
             yield Member(f"{TOP}/data/{self.key(number)}", extent, crc)

@@ -1,7 +1,8 @@
-"""What the code of a TorchScript archive declares of its classes: a few lines of text, nothing of which is run.
+"""What the code of a TorchScript archive declares of its classes: a few lines of text, nothing of
+which is run.
 
-``<top>/code/__torch__/torch/nn/modules/conv.py`` holds the classes of the module ``__torch__.torch.nn.modules.conv``,
-as torch/csrc/jit/serialization/python_print.cpp prints them:
+``<top>/code/__torch__/torch/nn/modules/conv.py`` holds the classes of the module
+``__torch__.torch.nn.modules.conv``, as torch/csrc/jit/serialization/python_print.cpp prints them:
 
     class Conv2d(Module):                     a class without a base is no module
       __parameters__ = ["weight", "bias", ]
@@ -32,7 +33,8 @@ _SETSTATE = "  def __setstate__("
 
 @dataclass
 class Declared:
-    """A class: what it is derived from, which of its attributes are what, and whether its state is its own affair."""
+    """A class: what it is derived from, which of its attributes are what, and whether its state is
+    its own affair."""
 
     base: str | None = None
     parameters: frozenset[str] = frozenset()
@@ -63,12 +65,15 @@ class Code:
         """What is declared of a class, None if its code is not there."""
         if made.module not in self._modules:
             name = f"{self._directory.top}/code/{made.module.replace('.', '/')}.py"
-            self._modules[made.module] = parse(self._directory.read(name)) if name in self._directory else {}
+            self._modules[made.module] = (
+                parse(self._directory.read(name)) if name in self._directory else {}
+            )
         return self._modules[made.module].get(made.name)
 
 
 def parse(data: bytes) -> dict[str, Declared]:
-    """The classes in one file of code. Raises FormatError for what is not text or not a list of names."""
+    """The classes in one file of code. Raises FormatError for what is not text or not a list of
+    names."""
     try:
         lines = data.decode().split("\n")
     except UnicodeDecodeError as error:
@@ -97,7 +102,9 @@ def _declare(current: Declared, line: str) -> None:
         else:
             current.buffers = listed
     elif line.startswith(("  __parameters__", "  __buffers__")):
-        raise FormatError(f"its code names parameters or buffers in a way that ckptkit does not know: {line[:80]!r}")
+        raise FormatError(
+            f"its code names parameters or buffers in a way that ckptkit does not know: {line[:80]!r}"
+        )
 
 
 def _text(quoted: str) -> str:

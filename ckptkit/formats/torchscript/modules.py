@@ -1,4 +1,5 @@
-"""The module and the constants of a TorchScript archive, arranged as nn.Module has them: see :mod:`torchscript`."""
+"""The module and the constants of a TorchScript archive, arranged as nn.Module has them: see
+:mod:`torchscript`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _CUSTOM = "__torch__.torch.classes."  # objects of C++, with whatever state
 
 
 def read(directory: ZipDirectory, format: str) -> Checkpoint:
-    """The checkpoint. Raises what the reader of zip archives raises, FormatError and AmbiguousError."""
+    """The checkpoint. Raises what the reader of zip archives raises, FormatError and
+    AmbiguousError."""
     archive = Archive(directory)
     warnings = archive.check()
     if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
@@ -31,7 +33,9 @@ def read(directory: ZipDirectory, format: str) -> Checkpoint:
     texts, lost = _extra(archive)
     warnings += [*said, *archive.unverified(), *lost]
     key = None
-    if not module_state(root) and any(as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()):
+    if not module_state(root) and any(
+        as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()
+    ):
         key = CONSTANTS
         warnings.append("it is frozen: its weights are constants of its code, without their names")
     return Checkpoint(root, format, directory.source, texts, names, tuple(warnings), key=key)
@@ -56,7 +60,9 @@ def _add_constants(root: Object, constants: Node) -> None:
     if not isinstance(constants, tuple):
         raise FormatError("constants.pkl does not hold a tuple")
     if CONSTANTS in root.state:
-        raise AmbiguousError(f"an attribute of its module is called {CONSTANTS}, as its constants are")
+        raise AmbiguousError(
+            f"an attribute of its module is called {CONSTANTS}, as its constants are"
+        )
     if constants:
         root.state[CONSTANTS] = {f"c{number}": each for number, each in enumerate(constants)}
 
@@ -64,13 +70,20 @@ def _add_constants(root: Object, constants: Node) -> None:
 def _is_scripted(node: Node) -> bool:
     """Whether it is an object of a class in the archive's own code."""
     made = node.global_ if isinstance(node, Object) else None
-    return made is not None and made.module.split(".")[0] == "__torch__" and not str(made).startswith(_CUSTOM)
+    return (
+        made is not None
+        and made.module.split(".")[0] == "__torch__"
+        and not str(made).startswith(_CUSTOM)
+    )
 
 
 def _arrange(root: Object, code: Code) -> list[str]:
-    """Put the attributes of all modules where nn.Module has them; warnings about those that are not certain."""
+    """Put the attributes of all modules where nn.Module has them; warnings about those that are not
+    certain."""
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
-    modules = {key for key, (_, declared) in found.items() if declared is None or declared.is_module}
+    modules = {
+        key for key, (_, declared) in found.items() if declared is None or declared.is_module
+    }
     modules.add(id(root))
     warnings: dict[str, None] = {}  # each once
     unknown = [str(node.global_) for node, declared in found.values() if declared is None]
@@ -78,20 +91,29 @@ def _arrange(root: Object, code: Code) -> list[str]:
         said = f"there is no code of {unknown[0]}: its tensors count as parameters if they have a gradient"
         warnings[said] = None
     for node, declared in (each for key, each in found.items() if key in modules):
-        if _split(node, declared, modules) and declared is not None and (declared.parameters or declared.buffers):
-            warnings[f"only its own code could tell the parameters of {node.global_} from its state"] = None
+        if (
+            _split(node, declared, modules)
+            and declared is not None
+            and (declared.parameters or declared.buffers)
+        ):
+            warnings[
+                f"only its own code could tell the parameters of {node.global_} from its state"
+            ] = None
     return list(warnings)
 
 
 def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
-    """Give a module its parts. True if its state is its own affair, and not a dict of its attributes."""
+    """Give a module its parts. True if its state is its own affair, and not a dict of its
+    attributes."""
     state = node.state
     if [step for step, _ in node.steps] != ["build"]:
         raise FormatError(f"an object of {node.global_} is not made as TorchScript makes it")
     is_own = not isinstance(state, dict) or (declared is not None and declared.has_setstate)
     attributes: dict[Node, Node] = {"state": state} if is_own else state
     if not attributes.keys().isdisjoint(PARTS):
-        raise AmbiguousError(f"attributes of {node.global_} have names that nn.Module has for its own")
+        raise AmbiguousError(
+            f"attributes of {node.global_} have names that nn.Module has for its own"
+        )
     parts: dict[str, dict[Node, Node]] = {part: {} for part in PARTS}
     rest: dict[Node, Node] = {}
     for name, value in attributes.items():
@@ -111,7 +133,8 @@ def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
 
 
 def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
-    """The texts that were saved with it, and a warning about what is no text or longer than they may be in all."""
+    """The texts that were saved with it, and a warning about what is no text or longer than they
+    may be in all."""
     texts: dict[str, str] = {}
     lost: list[str] = []
     left = LIMITS.line_bytes
@@ -126,4 +149,6 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
             left -= entry.size
         except ValueError:
             lost.append(short)
-    return texts, [f"left out, as they are no short text: {', '.join(map(shown, lost[:4]))}"] if lost else []
+    return texts, [
+        f"left out, as they are no short text: {', '.join(map(shown, lost[:4]))}"
+    ] if lost else []

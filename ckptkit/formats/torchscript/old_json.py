@@ -9,9 +9,9 @@
     <top>/tensors/0        the bytes of a storage, which several tensors may share
     <top>/attributes.pkl   since 1.1: a tuple or list, to which the ids of attributes refer; below 0 there is no value
 
-The text is protobuf's JSON: integers of 64 bits are strings, what has its default may be missing. Sizes, strides and
-offsets are in elements. Tensors that no module has are constants of the code, ``CONSTANTS.c<id>``.
-(caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
+The text is protobuf's JSON: integers of 64 bits are strings, what has its default may be missing.
+Sizes, strides and offsets are in elements. Tensors that no module has are constants of the code,
+``CONSTANTS.c<id>``. (caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class _Model:
         is_quantized = said.get("isQuantized") is True
         dtype = BY_NAME.get(_QUANTIZED.get(name, "") if is_quantized else name)
         if dtype is None:
-            raise UnsupportedError(f"a tensor of type {str(said.get('dataType'))[:40]} in model.json")
+            raise UnsupportedError(
+                f"a tensor of type {str(said.get('dataType'))[:40]} in model.json"
+            )
         storage = self._storage(said)
         shape, stride = (tuple(map(_integer, _list(said, key))) for key in ("dims", "strides"))
         offset, grad = _integer(said.get("offset", 0)), said.get("requiresGrad") is True
@@ -87,7 +89,11 @@ class _Model:
         scale = said.get("scale", 0.0)
         if type(scale) not in (int, float):
             raise FormatError("model.json has a quantized tensor whose scale is not a number")
-        scheme = Global("torch", "per_tensor_affine"), float(scale), _integer(said.get("zeroPoint", 0))
+        scheme = (
+            Global("torch", "per_tensor_affine"),
+            float(scale),
+            _integer(said.get("zeroPoint", 0)),
+        )
         args = (TypedStorage(storage, dtype), offset, shape, stride, scheme, grad, OrderedDict())
         return Object(Global("torch._utils", "_rebuild_qtensor"), args, tensor=tensor)
 
@@ -103,7 +109,8 @@ class _Model:
         return self.storages[name]
 
     def _module(self, said: Json) -> Object:
-        """The object of a module. Recursive: JSON that is nested deeper than `LIMITS.json_depth` is not read."""
+        """The object of a module. Recursive: JSON that is nested deeper than `LIMITS.json_depth` is
+        not read."""
         parameters: dict[Node, Node] = {}
         buffers: dict[Node, Node] = {}
         for each in _objects(said, "parameters"):
@@ -111,10 +118,16 @@ class _Model:
             part = buffers if each.get("isBuffer") is True else parameters
             part[_text(each, "name")] = self._at(self.tensors, number)
             self.constants.pop(f"c{number}", None)
-        attributes = {_text(each, "name"): self._value(each) for each in _objects(said, "attributes")}
+        attributes = {
+            _text(each, "name"): self._value(each) for each in _objects(said, "attributes")
+        }
         modules = {_text(each, "name"): self._module(each) for each in _objects(said, "submodules")}
         parts = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
-        rest = {name: value for name, value in attributes.items() if name not in buffers and name not in parts}
+        rest = {
+            name: value
+            for name, value in attributes.items()
+            if name not in buffers and name not in parts
+        }
         made = Object(Global("__torch__", _text(said, "name", "") or "Module"), (), new=True)
         made.steps.append(("build", rest | parts))
         return made
@@ -122,13 +135,18 @@ class _Model:
     def _value(self, said: Json) -> Node:
         number = _integer(said.get("id", 0))
         value = self._at(self.values, number) if number >= 0 else None
-        if isinstance(value, Object) and str(value.global_) == "torch.jit._pickle.build_tensor_from_id":
+        if (
+            isinstance(value, Object)
+            and str(value.global_) == "torch.jit._pickle.build_tensor_from_id"
+        ):
             return self._at(self.tensors, _integer(value.args[0] if value.args else None))
         return value
 
     def _at(self, table: list[Node], number: int) -> Node:
         if not 0 <= number < len(table):
-            raise CorruptError(f"model.json refers to entry {number:,} of a table of {len(table):,}")
+            raise CorruptError(
+                f"model.json refers to entry {number:,} of a table of {len(table):,}"
+            )
         return table[number]
 
 

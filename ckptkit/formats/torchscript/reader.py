@@ -1,4 +1,5 @@
-"""TorchScript: torch.jit.save, a program with its weights. The weights and attributes are read, the program is not.
+"""TorchScript: torch.jit.save, a program with its weights. The weights and attributes are read, the
+program is not.
 
     <top>/data.pkl, data/              the module, pickled: an object of __torch__.<class> for each, its state a dict
     <top>/code/__torch__/**.py         which attributes are parameters and buffers (:mod:`script_code`); deflated
@@ -8,12 +9,14 @@
     <top>/extra/<name>                 whatever the one who saved it added: metadata here, if it is text
     <top>/model.json                   instead of data.pkl before torch 1.3: :mod:`script_json`
 
-The container is that of zip_archive; the name constants.pkl alone makes torch.load hand a file to torch.jit.load.
-Storages are numbered for each pickle. (torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
+The container is that of zip_archive; the name constants.pkl alone makes torch.load hand a file to
+torch.jit.load. Storages are numbered for each pickle.
+(torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
 
-A module reads as the pickled nn.Module that it was made of would: attributes in ``_parameters``, ``_buffers`` and
-``_modules``, so that its state_dict is that of ``torch.jit.load``. Constants are the attribute CONSTANTS of the root.
-A frozen module has no other weights: they are taken for its weights then.
+A module reads as the pickled nn.Module that it was made of would: attributes in ``_parameters``,
+``_buffers`` and ``_modules``, so that its state_dict is that of ``torch.jit.load``. Constants are
+the attribute CONSTANTS of the root. A frozen module has no other weights: they are taken for its
+weights then.
 """
 
 from __future__ import annotations
@@ -34,8 +37,11 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The module and its constants. Raises FormatError, AmbiguousError, and what zip_archive raises."""
-    from ckptkit.formats.torchscript import modules as script_reader  # every zip archive comes by here
+    """The module and its constants. Raises FormatError, AmbiguousError, and what zip_archive
+    raises."""
+    from ckptkit.formats.torchscript import (
+        modules as script_reader,  # every zip archive comes by here
+    )
 
     archive = probe.zip
     assert archive is not None

@@ -52,7 +52,9 @@ class Judged(NamedTuple):
     sort: int
 
 
-def judge_call(view: View, made: Node, args: Node, *, new: bool = False, kwargs: Node = None) -> Judged:
+def judge_call(
+    view: View, made: Node, args: Node, *, new: bool = False, kwargs: Node = None
+) -> Judged:
     """Judge a call of `made` with a tuple of arguments; `new`: through ``__new__``."""
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return Judged(HARMFUL, table.UNKNOWN_SORT)
@@ -63,7 +65,9 @@ def judge_call(view: View, made: Node, args: Node, *, new: bool = False, kwargs:
     row = ROWS.get(name)
     if row is None or (new and not row.new and not _is_storage(row)):
         return _outside(view, made, args, new)
-    if _fills_memory(view, name, args) or (row.gives == table.TENSOR and row.takes == ((),) and args):
+    if _fills_memory(view, name, args) or (
+        row.gives == table.TENSOR and row.takes == ((),) and args
+    ):
         return Judged(ALLOCATES, row.gives)
     if not any(_takes(view, signature, args) for signature in row.takes) or not _is_empty(kwargs):
         return Judged(UNSURE, row.gives)
@@ -79,7 +83,8 @@ def _is_storage(row: Row) -> bool:
 
 
 def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool) -> Judged:
-    """Judge a call of what has no row: a class through ``__new__``, an enumeration, anything else."""
+    """Judge a call of what has no row: a class through ``__new__``, an enumeration, anything
+    else."""
     if (made.module, made.name) in table.ENUMS and not new:
         plain = len(args) == 1 and view.sort(args[0]) & table.SCALARS
         return Judged(CLASS if plain else UNSURE, table.INERT)
@@ -94,7 +99,8 @@ def _function_kind(made: Global) -> str:
 
 
 def _class_argument(row: Row, args: tuple[Node, ...]) -> str:
-    """Return the kind of a call that makes an object of the class that is its first argument, if it does."""
+    """Return the kind of a call that makes an object of the class that is its first argument, if it
+    does."""
     if row.takes[0][:1] != ("class",):
         return HARMLESS
     return HARMLESS if (args[0].module, args[0].name) in ROWS else CLASS
@@ -108,7 +114,9 @@ def _takes(view: View, signature: tuple[str, ...], args: tuple[Node, ...]) -> bo
     if len(args) < needed or (len(args) > len(words) and rest is None):
         return False
     words += [rest or ""] * (len(args) - len(words))
-    return all(fits_word(view, word.lstrip("?"), arg) for word, arg in zip(words, args, strict=False))
+    return all(
+        fits_word(view, word.lstrip("?"), arg) for word, arg in zip(words, args, strict=False)
+    )
 
 
 def fits_word(view: View, words: str, value: Node) -> bool:
@@ -133,7 +141,8 @@ def _fits(view: View, kind: Kind, value: Node) -> bool:
 
 
 def _is_factory(view: View, value: Node) -> bool:
-    """Return whether it is what a defaultdict may make its values by: called by whoever asks for one."""
+    """Return whether it is what a defaultdict may make its values by: called by whoever asks for
+    one."""
     return value is None or bool(view.sort(value) & (table.NAME | table.BAG))
 
 
@@ -201,7 +210,12 @@ def _is_plain_base(base: Node) -> bool:
 
 def _getattr(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
     """getattr(Class, "Inner"): the name that it stands for is judged where it is used."""
-    named = len(args) == 2 and isinstance(args[0], Global) and isinstance(args[1], str) and args[1].isidentifier()
+    named = (
+        len(args) == 2
+        and isinstance(args[0], Global)
+        and isinstance(args[1], str)
+        and args[1].isidentifier()
+    )
     return Judged(CLASS, table.NAME) if named else Judged(HARMFUL, table.UNKNOWN_SORT)
 
 
@@ -226,7 +240,8 @@ _SPECIAL: dict[Name, _Special] = {
 
 
 def judge_step(view: View, made: Node, step: str, value: Node, sort: int) -> str:
-    """Judge what follows a call of `made` that gave a value of this sort: build, append, set or add."""
+    """Judge what follows a call of `made` that gave a value of this sort: build, append, set or
+    add."""
     if not isinstance(made, Global) or sort == table.UNKNOWN_SORT:
         return UNSURE
     row = ROWS.get((made.module, made.name))
@@ -250,14 +265,16 @@ def _object_step(view: View, made: Global, step: str, value: Node) -> str:
 
 
 def _special_step(view: View, made: Global, step: str, value: Node) -> str:
-    """Judge a step of what one of the special calls made: a tensor that gets attributes, an object."""
+    """Judge a step of what one of the special calls made: a tensor that gets attributes, an
+    object."""
     if (made.module, made.name) in table.FROM_TYPE and step == "build":
         return CLASS if fits_word(view, "fields", value) else UNSURE
     return UNSURE
 
 
 def target_of(made: Node, args: Node) -> Node:
-    """Return the name that decides which steps may follow a call: of the class that it makes an object of."""
+    """Return the name that decides which steps may follow a call: of the class that it makes an
+    object of."""
     if isinstance(made, Global) and isinstance(args, tuple) and args:
         name = (made.module, made.name)
         if name in table.NEW_CALLS or name == table.RECONSTRUCT:

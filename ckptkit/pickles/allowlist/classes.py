@@ -1,10 +1,11 @@
-"""Which classes a checkpoint may hold as objects or by name, and which functions by name. Data only.
+"""Which classes a checkpoint may hold as objects or by name, and which functions by name. Data
+only.
 
 An object of these classes is made through ``__new__`` and given its state. What their own
-``__setstate__``, ``__setattr__`` and ``__hash__`` do with plain values, tensors and objects of this list
-was read in torch 2.13 and in the releases of the other packages of 2026: they set attributes. Left out
-for what they do: datapipes and their wrappers (unpickle, iterate), DistributedDataParallel (talks to
-the process group), graph modules (compile), iterators of loaders.
+``__setstate__``, ``__setattr__`` and ``__hash__`` do with plain values, tensors and objects of this
+list was read in torch 2.13 and in the releases of the other packages of 2026: they set attributes.
+Left out for what they do: datapipes and their wrappers (unpickle, iterate), DistributedDataParallel
+(talks to the process group), graph modules (compile), iterators of loaders.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _LISTED = {
     "omegaconf.base": "ContainerMetadata Metadata",
     "omegaconf.dictconfig": "DictConfig",
     "omegaconf.listconfig": "ListConfig",
-    "omegaconf.nodes": ("AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode PathNode StringNode"),
+    "omegaconf.nodes": (
+        "AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode PathNode StringNode"
+    ),
     "pytorch_lightning.callbacks.early_stopping": "EarlyStopping",
     "pytorch_lightning.callbacks.model_checkpoint": "ModelCheckpoint",
     "pytorch_lightning.utilities.parsing": "AttributeDict",
@@ -72,16 +75,22 @@ _LISTED = {
     ),
     "torch.ao.nn.quantized.modules.dropout": "Dropout",
     "torch.ao.nn.quantized.modules.embedding_ops": "Embedding EmbeddingBag EmbeddingPackedParams",
-    "torch.ao.nn.quantized.modules.functional_modules": ("FXFloatFunctional FloatFunctional QFunctional"),
+    "torch.ao.nn.quantized.modules.functional_modules": (
+        "FXFloatFunctional FloatFunctional QFunctional"
+    ),
     "torch.ao.nn.quantized.modules.linear": "Linear LinearPackedParams",
-    "torch.ao.nn.quantized.modules.normalization": ("GroupNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d LayerNorm"),
+    "torch.ao.nn.quantized.modules.normalization": (
+        "GroupNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d LayerNorm"
+    ),
     "torch.ao.nn.quantized.modules.rnn": "LSTM",
     "torch.ao.nn.quantized.modules.utils": "WeightedQuantizedModule",
     "torch.ao.nn.quantized.reference.modules.conv": (
         "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd _ConvTransposeNd"
     ),
     "torch.ao.nn.quantized.reference.modules.linear": "Linear",
-    "torch.ao.nn.quantized.reference.modules.rnn": ("GRU GRUCell LSTM LSTMCell RNNBase RNNCell RNNCellBase"),
+    "torch.ao.nn.quantized.reference.modules.rnn": (
+        "GRU GRUCell LSTM LSTMCell RNNBase RNNCell RNNCellBase"
+    ),
     "torch.ao.nn.quantized.reference.modules.sparse": "Embedding EmbeddingBag",
     "torch.ao.nn.quantized.reference.modules.utils": "ReferenceQuantizedModule",
     "torch.ao.nn.sparse.quantized.dynamic.linear": "Linear",
@@ -102,7 +111,9 @@ _LISTED = {
     "torch.ao.quantization.stubs": "DeQuantStub QuantStub QuantWrapper",
     "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
     "torch.distributed._shard.metadata": "ShardMetadata",
-    "torch.distributed._shard.sharded_tensor.api": ("ShardedTensor ShardedTensor.ProcessGroupState ShardedTensorBase"),
+    "torch.distributed._shard.sharded_tensor.api": (
+        "ShardedTensor ShardedTensor.ProcessGroupState ShardedTensorBase"
+    ),
     "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties",
     "torch.distributed._shard.sharded_tensor.shard": "Shard",
     "torch.distributed._shard.sharding_spec.api": (
@@ -114,7 +125,9 @@ _LISTED = {
         "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
         "TensorProperties TensorStorageMetadata"
     ),
-    "torch.distributed.checkpoint.planner": ("BytesIOWriteData LoadPlan ReadItem SavePlan TensorWriteData WriteItem"),
+    "torch.distributed.checkpoint.planner": (
+        "BytesIOWriteData LoadPlan ReadItem SavePlan TensorWriteData WriteItem"
+    ),
     "torch.distributed.device_mesh": "DeviceMesh",
     "torch.distributed.tensor": "DTensor",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec ShardOrderEntry TensorMeta",
@@ -185,21 +198,27 @@ _LISTED = {
         "SyncBatchNorm _BatchNorm _LazyNormBase _NormBase"
     ),
     "torch.nn.modules.channelshuffle": "ChannelShuffle",
-    "torch.nn.modules.container": ("Container ModuleDict ModuleList ParameterDict ParameterList Sequential"),
+    "torch.nn.modules.container": (
+        "Container ModuleDict ModuleList ParameterDict ParameterList Sequential"
+    ),
     "torch.nn.modules.conv": (
         "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d "
         "LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d "
         "_ConvNd _ConvTransposeMixin _ConvTransposeNd _LazyConvXdMixin"
     ),
     "torch.nn.modules.distance": "CosineSimilarity PairwiseDistance",
-    "torch.nn.modules.dropout": ("AlphaDropout Dropout Dropout1d Dropout2d Dropout3d FeatureAlphaDropout _DropoutNd"),
+    "torch.nn.modules.dropout": (
+        "AlphaDropout Dropout Dropout1d Dropout2d Dropout3d FeatureAlphaDropout _DropoutNd"
+    ),
     "torch.nn.modules.flatten": "Flatten Unflatten",
     "torch.nn.modules.fold": "Fold Unfold",
     "torch.nn.modules.instancenorm": (
         "InstanceNorm1d InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d "
         "LazyInstanceNorm3d _InstanceNorm"
     ),
-    "torch.nn.modules.linear": ("Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear"),
+    "torch.nn.modules.linear": (
+        "Bilinear Identity LazyLinear Linear NonDynamicallyQuantizableLinear"
+    ),
     "torch.nn.modules.loss": (
         "BCELoss BCEWithLogitsLoss CTCLoss CosineEmbeddingLoss CrossEntropyLoss GaussianNLLLoss "
         "HingeEmbeddingLoss HuberLoss KLDivLoss L1Loss LinearCrossEntropyLoss MSELoss "
@@ -237,7 +256,9 @@ _LISTED = {
         "RandomStructured RandomUnstructured"
     ),
     "torch.nn.utils.rnn": "PackedSequence",
-    "torch.nn.utils.spectral_norm": ("SpectralNorm SpectralNormLoadStateDictPreHook SpectralNormStateDictHook"),
+    "torch.nn.utils.spectral_norm": (
+        "SpectralNorm SpectralNormLoadStateDictPreHook SpectralNormStateDictHook"
+    ),
     "torch.nn.utils.weight_norm": "WeightNorm",
     "torch.optim._adafactor": "Adafactor",
     "torch.optim._muon": "Muon",
@@ -287,8 +308,12 @@ _LISTED = {
     ),
     "torchao.quantization.granularity": "PerAxis PerBlock PerGroup PerRow PerTensor PerToken",
     "torchao.quantization.linear_activation_quantized_tensor": "LinearActivationQuantizedTensor",
-    "torchao.quantization.quantize_.workflows.float8.float8_tensor": ("Float8Tensor QuantizeTensorToFloat8Kwargs"),
-    "torchao.quantization.quantize_.workflows.int8.int8_tensor": ("Int8Tensor QuantizeTensorToInt8Kwargs"),
+    "torchao.quantization.quantize_.workflows.float8.float8_tensor": (
+        "Float8Tensor QuantizeTensorToFloat8Kwargs"
+    ),
+    "torchao.quantization.quantize_.workflows.int8.int8_tensor": (
+        "Int8Tensor QuantizeTensorToInt8Kwargs"
+    ),
     "transformers.trainer_pt_utils": "AcceleratorConfig",
     "transformers.training_args": "TrainingArguments",
     "transformers.training_args_seq2seq": "Seq2SeqTrainingArguments",
@@ -304,9 +329,9 @@ _FILLED = {
     "pytorch_lightning.utilities.parsing": "AttributeDict",
 }
 
-# Kept as values: element types, layouts, activations, types of Python. Some classes of the list call
-# methods of what is in their state: so nothing here may call or fetch what its arguments say (copy,
-# getattr, sorted with a key, dataclass).
+# Kept as values: element types, layouts, activations, types of Python. Some classes of the list
+# call methods of what is in their state: so nothing here may call or fetch what its arguments say
+# (copy, getattr, sorted with a key, dataclass).
 _KEPT = {
     "abc": "ABC",
     "builtins": (
@@ -377,7 +402,8 @@ def _older(listed: dict[str, str]) -> dict[str, str]:
 OPTIMIZERS = frozenset(
     (module, name)
     for module, names in _LISTED.items()
-    if module.startswith("torch.optim.") and module not in ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
+    if module.startswith("torch.optim.")
+    and module not in ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
     for name in names.split()
 )  # their __setstate__ calls methods of the values of their state
 CLASSES = _names(_LISTED) | _names(_older(_LISTED))

@@ -23,8 +23,9 @@ HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, ALLOCATES, UNSURE, UNKNOWN, HARMFUL)
 WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
 
-# Whose calls are harmful unless they are in the allowlist: the standard libraries of this Python, of Python 2 (protocol
-# 2 maps its names to today's), and of the versions in between; and those whose files these are.
+# Whose calls are harmful unless they are in the allowlist: the standard libraries of this Python,
+# of Python 2 (protocol 2 maps its names to today's), and of the versions in between; and those
+# whose files these are.
 STANDARD = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not in name} | {
     "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "exceptions", "imghdr",
     "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath", "ossaudiodev", "pipes", "popen2", "sets",
@@ -40,13 +41,15 @@ def refused_by_weights_only(name: Global) -> bool:
 
 
 def is_known(name: Global) -> bool:
-    """Return whether the name may be called: accepted by weights_only, in the allowlist, or what loads a file."""
+    """Return whether the name may be called: accepted by weights_only, in the allowlist, or what
+    loads a file."""
     key = (name.module, name.name)
     return key in ROWS or key in WEIGHTS_ONLY or key in table.SPECIAL
 
 
 def out_of_place(name: Global) -> str | None:
-    """Return why a checkpoint may not hold this name as a value, even if nothing calls it; None if it may."""
+    """Return why a checkpoint may not hold this name as a value, even if nothing calls it; None if
+    it may."""
     if _is_listed(name) or _is_own(name):
         return None
     if top_of(name) in STANDARD | TORCH:
@@ -80,7 +83,8 @@ _DTYPES = frozenset(table.DTYPES.split())
 
 
 def _is_own(name: Global) -> bool:
-    """Return whether this may be a class or function of the user's own code, by its spelling and its package."""
+    """Return whether this may be a class or function of the user's own code, by its spelling and
+    its package."""
     top = top_of(name)
     if top == _SCRIPT:
         return True
@@ -99,7 +103,8 @@ def _is_special(part: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_package(top: str) -> bool:
-    """Return whether code of this name is a package that people install, or is installed here. Imports nothing."""
+    """Return whether code of this name is a package that people install, or is installed here.
+    Imports nothing."""
     if top in PACKAGES or not top.isidentifier():
         return True
     from importlib.util import find_spec
@@ -122,13 +127,15 @@ def class_kind(name: Global) -> str:
 
 
 def is_guarded(name: str) -> bool:
-    """Return whether a full name is of Python, torch or numpy, which nobody trusts as a whole; or no name at all."""
+    """Return whether a full name is of Python, torch or numpy, which nobody trusts as a whole; or
+    no name at all."""
     top = name.partition(".")[0]
     return top in STANDARD or top in TORCH or not top.isidentifier()
 
 
 def is_foreign(name: Global) -> bool:
-    """Return whether no checkpoint names this: of Python itself, or a function of torch or numpy, and not listed."""
+    """Return whether no checkpoint names this: of Python itself, or a function of torch or numpy,
+    and not listed."""
     last = name.name.rpartition(".")[2]
     function = top_of(name) in TORCH and not last.lstrip("_")[:1].isupper()
     return not _is_listed(name) and (function or top_of(name) in STANDARD)

@@ -1,11 +1,12 @@
-"""Which exact names a checkpoint may call, and with which arguments. Data only, judged by ``calls``.
+"""Which exact names a checkpoint may call, and with which arguments. Data only, judged by
+``calls``.
 
 A row of `ROWS` says what a call takes and gives. Arguments are words, one for each position: ``?``
 before those that may be missing, ``*`` before the last one for any number of them, ``/`` between
 alternatives. `KINDS` says which sorts of values a word stands for, and what a container may hold.
 
-A callable that asks its argument for methods (``dict``, ``list``, ``UUID``, ``Path`` ...) takes plain
-values, or containers of exactly Python's own types, and nothing else that a call has made.
+A callable that asks its argument for methods (``dict``, ``list``, ``UUID``, ``Path`` ...) takes
+plain values, or containers of exactly Python's own types, and nothing else that a call has made.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LIST, TUPLE, DICT, SET = (1 << bit for bit in range(6, 10))  # exactly these typ
 NAME = 1 << 10  # a class or function, not called
 STORAGE, TENSOR, ARRAY, NUMPY_DTYPE, SIZE, MAPPING, TIME = (1 << bit for bit in range(11, 18))
 INERT = 1 << 18  # made by a row of the table, of no sort that another row asks for
-BAG = 1 << 19  # made by a row, and has attributes or calls of the file's choosing: SimpleNamespace, partial
+BAG = (
+    1 << 19
+)  # made by a row, and has attributes or calls of the file's choosing: SimpleNamespace, partial
 OBJECT = 1 << 20  # of a class outside the table
 UNKNOWN_SORT = 1 << 21
 
@@ -33,7 +36,8 @@ VALUES = UNKNOWN_SORT - 1  # all but what is not known
 
 
 class Kind(NamedTuple):
-    """Values of these sorts; containers among them hold only `inside`, at `every` depth if asked."""
+    """Values of these sorts; containers among them hold only `inside`, at `every` depth if
+    asked."""
 
     sorts: int
     inside: int = VALUES
@@ -69,7 +73,9 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "plain": (Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY, every=True),),
     "scalar": (Kind(SCALARS),),
     "shape": (Kind(TUPLE | LIST, INT), Kind(SIZE)),
-    "state": (Kind(SCALARS | LITERALS | INERTS),),  # of a class outside the table: anything but another object
+    "state": (
+        Kind(SCALARS | LITERALS | INERTS),
+    ),  # of a class outside the table: anything but another object
     "storage": (Kind(STORAGE),),
     "tensor": (Kind(TENSOR | OBJECT),),
     "tensors": (Kind(TUPLE, TENSOR | SIZE | TUPLE | FLAG | INT | NONE),),
@@ -82,9 +88,9 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 class Row(NamedTuple):
     """One callable.
 
-    ``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result. ``new``: it
-    may be made through ``__new__`` too. ``state`` is the word for what BUILD may set, "" for nothing;
-    ``fill`` are the other steps that may follow: append, set, add.
+    ``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result.
+    ``new``: it may be made through ``__new__`` too. ``state`` is the word for what BUILD may set,
+    "" for nothing; ``fill`` are the other steps that may follow: append, set, add.
     """
 
     takes: tuple[tuple[str, ...], ...]
@@ -129,9 +135,7 @@ _NOT_ON_CUDA = (
 )
 _CUDA_STORAGES = " ".join(each for each in _STORAGES.split() if each not in _NOT_ON_CUDA)
 DTYPES = " ".join(row.name for row in TABLE)
-_QSCHEMES = (
-    "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric"
-)
+_QSCHEMES = "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric"
 
 # torch/_weights_only_unpickler.py, `_get_allowed_globals` of torch 2.13.
 WEIGHTS_ONLY = _names({
@@ -261,7 +265,9 @@ _row(
     "array name text/inert flag",
     TENSOR,
 )
-_row("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "tensor name text/inert flag", TENSOR)
+_row(
+    "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "tensor name text/inert flag", TENSOR
+)
 _row("torch.nested._internal.nested_tensor", "_rebuild_njt", "dict", TENSOR)
 _row("torch.nn.parameter", "Parameter Buffer", "?tensor ?flag ?none",
      TENSOR, state="tuple", new=True)  # fmt: skip
@@ -278,7 +284,8 @@ _row(
 _row("torch.jit._pickle", "restore_type_tag", "literal text", LIST)
 _row("torch.jit._pickle", "build_tensor_from_id", "int", TENSOR)
 
-# Calls that call one of their arguments, or name something inside it. ``calls`` judges what they call.
+# Calls that call one of their arguments, or name something inside it. ``calls`` judges what they
+# call.
 FROM_TYPE = _names(
     {
         "torch._tensor": "_rebuild_from_type_v2 _rebuild_from_type",
@@ -317,7 +324,8 @@ ARGUMENTS: dict[str, frozenset[Name]] = {
     }),
 }  # fmt: skip
 
-# Enumerations that trainers leave in checkpoints: pickled as a call that looks a member up by its value.
+# Enumerations that trainers leave in checkpoints: pickled as a call that looks a member up by its
+# value.
 ENUMS = _names({
     "accelerate.state": "DistributedType",
     "accelerate.utils.dataclasses": "DistributedType DynamoBackend PrecisionType RNGType SageMakerDistributedType",

@@ -1,9 +1,10 @@
-"""One command over many files: which jobs there are, which are done, who does the others, and what became of them.
+"""One command over many files: which jobs there are, which are done, who does the others, and what
+became of them.
 
-Each output appears whole or not at all, as always. What is done is noted in the outputs' folder (:mod:`manifest`), and
-skipped the next time. Jobs go to workers in groups, a few groups for each at a time. A worker that dies takes its
-group with it: those jobs are done once more, one by one and with nothing beside them, so that the one that killed it
-is known when it kills the second.
+Each output appears whole or not at all, as always. What is done is noted in the outputs' folder
+(:mod:`manifest`), and skipped the next time. Jobs go to workers in groups, a few groups for each at
+a time. A worker that dies takes its group with it: those jobs are done once more, one by one and
+with nothing beside them, so that the one that killed it is known when it kills the second.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ def run(
     force: bool = False,
     pool: Pool | None = None,
 ) -> Results:
-    """Do `jobs`, of which each output goes below the folder or URL `into`, and tell what became of each, in any order.
+    """Do `jobs`, of which each output goes below the folder or URL `into`, and tell what became of
+    each, in any order.
 
-    `work` is done in this process, or by the workers of `pool`, which are stopped if this generator is closed before
-    its end. Outputs that an earlier batch made and nobody changed may be replaced, others with `force`. Raises what is
-    no single job's failure: UsageError where another batch writes there, OutputError where the manifest cannot be
-    written or the workers do not work.
+    `work` is done in this process, or by the workers of `pool`, which are stopped if this generator
+    is closed before its end. Outputs that an earlier batch made and nobody changed may be replaced,
+    others with `force`. Raises what is no single job's failure: UsageError where another batch
+    writes there, OutputError where the manifest cannot be written or the workers do not work.
     """
     with manifest.opened(into) as known:
         todo: list[_Item] = []
@@ -82,13 +84,19 @@ def _compared(jobs: Sequence[Job], known: Manifest, force: bool) -> list[tuple[J
     for job in jobs:
         record = known.done.get(job.output)
         ours = record is not None and tuple(record.made) == marks.get(job.output)
-        done = ours and record is not None and record.job == job.digest and job.input.mark is not None
+        done = (
+            ours and record is not None and record.job == job.digest and job.input.mark is not None
+        )
         found.append((job, None if done else ours or force))
     return found
 
 
 def _joined(into: str, name: str) -> str:
-    return urls.beside(into, name) if urls.is_url(into) else os.path.join(os.path.abspath(into), *name.split("/"))
+    return (
+        urls.beside(into, name)
+        if urls.is_url(into)
+        else os.path.join(os.path.abspath(into), *name.split("/"))
+    )
 
 
 def _noted(results: Results, known: Manifest) -> Results:
@@ -177,7 +185,8 @@ def _prepare(into: str, jobs: Iterable[Job]) -> None:
 
 
 def _sweep(into: str, jobs: Iterable[Job]) -> None:
-    """Remove temporaries beside the outputs of `jobs`: nobody writes them now but the ghosts of killed batches."""
+    """Remove temporaries beside the outputs of `jobs`: nobody writes them now but the ghosts of
+    killed batches."""
     if urls.is_url(into):
         return
     places = [os.path.split(_joined(into, job.output)) for job in jobs]

@@ -20,13 +20,17 @@ BUG = 5  # exit code
 
 
 class Work(Protocol):
-    """Makes `destination` of `source`, or with `dry_run` only its plan; picklable where workers do it."""
+    """Makes `destination` of `source`, or with `dry_run` only its plan; picklable where workers do
+    it."""
 
-    def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion: ...
+    def __call__(
+        self, source: str, destination: str, *, force: bool, dry_run: bool
+    ) -> Conversion: ...
 
 
 class Task(NamedTuple):
-    """A job as workers see it: its number in the batch, two paths, and whether the output may be replaced."""
+    """A job as workers see it: its number in the batch, two paths, and whether the output may be
+    replaced."""
 
     number: int
     source: str
@@ -38,8 +42,9 @@ class Task(NamedTuple):
 class Outcome:
     """What became of a job.
 
-    ``state``: ``done``; ``skipped``: an earlier batch did it; ``found``: nobody had noted it, but the output was there
-    and is what this job makes; ``failed``; ``planned``, where only that was asked. ``made`` is the output's mark.
+    ``state``: ``done``; ``skipped``: an earlier batch did it; ``found``: nobody had noted it, but
+    the output was there and is what this job makes; ``failed``; ``planned``, where only that was
+    asked. ``made`` is the output's mark.
     """
 
     state: str
@@ -55,7 +60,8 @@ class Outcome:
 
 
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
-    """Do `tasks`, and go on after failures. Raises OutputError where this is another version of ckptkit."""
+    """Do `tasks`, and go on after failures. Raises OutputError where this is another version of
+    ckptkit."""
     if version != __version__:
         raise OutputError(
             f"a worker has ckptkit {__version__}, and this is {version}",

@@ -1,8 +1,10 @@
-"""What a batch reads: files, folders that are checkpoints, and what matches patterns, here or behind URLs.
+"""What a batch reads: files, folders that are checkpoints, and what matches patterns, here or
+behind URLs.
 
-Each has a name, under which its output lies below the batch's folder: its path below the fixed part of the pattern
-(``runs/**/*.pth``: below ``runs``), its own last name where it was named itself. And each has a mark, by which a later
-run sees whether it is still the same: size and time of change, or an object's ETag.
+Each has a name, under which its output lies below the batch's folder: its path below the fixed part
+of the pattern (``runs/**/*.pth``: below ``runs``), its own last name where it was named itself. And
+each has a mark, by which a later run sees whether it is still the same: size and time of change, or
+an object's ETag.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Mark = tuple[int, int | str]  # see remote.listing
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file or folder to read. `mark` is None where there is nothing, which reading it will say better."""
+    """A file or folder to read. `mark` is None where there is nothing, which reading it will say
+    better."""
 
     path: str  # absolute, or a URL
     name: str  # with slashes
@@ -35,10 +38,11 @@ class Input:
 
 
 def find(sources: Iterable[str], into: str) -> list[Input]:
-    """What `sources` name, in order and each once; of what matches a pattern, what is below `into` is left out.
+    """What `sources` name, in order and each once; of what matches a pattern, what is below `into`
+    is left out.
 
-    Raises UsageError for a pattern that matches nothing, or nothing but what is below `into`; PathError where a
-    remote place cannot be listed.
+    Raises UsageError for a pattern that matches nothing, or nothing but what is below `into`;
+    PathError where a remote place cannot be listed.
     """
     found: dict[str, Input] = {}
     for source in sources:
@@ -48,7 +52,8 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 
 def mark(path: str) -> Mark | None:
-    """The mark of the file or folder at `path`, a path or URL; None where there is none that can be seen."""
+    """The mark of the file or folder at `path`, a path or URL; None where there is none that can be
+    seen."""
     if urls.is_url(path):
         from ckptkit.remote import listing
 
@@ -126,16 +131,24 @@ def _split(parts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def plain(name: str, source: str) -> str:
-    """`name`, if it stays below a folder that it is joined to: an object's key may hold ``..``. Raises PathError."""
+    """`name`, if it stays below a folder that it is joined to: an object's key may hold ``..``.
+    Raises PathError."""
     for part in name.split("/"):
-        if part in ("", ".", "..") or "\0" in part or os.sep in part or (os.name == "nt" and ":" in part):
+        if (
+            part in ("", ".", "..")
+            or "\0" in part
+            or os.sep in part
+            or (os.name == "nt" and ":" in part)
+        ):
             raise PathError(f"{name!r} cannot be the name of an output", where=source)
     return name
 
 
 def _check_found(found: Iterable[object], pattern: str) -> None:
     if not found:
-        raise UsageError("nothing matches", where=pattern, hint="quote the pattern, as in 'runs/**/*.pth'")
+        raise UsageError(
+            "nothing matches", where=pattern, hint="quote the pattern, as in 'runs/**/*.pth'"
+        )
 
 
 def _check_left(found: Iterable[object], pattern: str, into: str) -> None:

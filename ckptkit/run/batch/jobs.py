@@ -1,4 +1,5 @@
-"""What a batch does: an input, the name of its output, and a digest that tells whether it has been done."""
+"""What a batch does: an input, the name of its output, and a digest that tells whether it has been
+done."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ class Job:
     digest: str
 
 
-def plan(inputs: Iterable[Input], recipe: object, *, format: str | None = None, shards: bool = False) -> list[Job]:
-    """The jobs for `inputs`. `recipe` is plain data (JSON) that says all that their outputs depend on.
+def plan(
+    inputs: Iterable[Input], recipe: object, *, format: str | None = None, shards: bool = False
+) -> list[Job]:
+    """The jobs for `inputs`. `recipe` is plain data (JSON) that says all that their outputs depend
+    on.
 
-    `format` is that of the outputs, None for one that each input decides; `shards`, that each is a folder of them.
-    Raises UsageError for an unknown format, and where two inputs would become one output.
+    `format` is that of the outputs, None for one that each input decides; `shards`, that each is a
+    folder of them. Raises UsageError for an unknown format, and where two inputs would become one
+    output.
     """
     given = formats.for_writing("", format, shards=shards) if format is not None else None
     jobs = [Job(each, _output(each, given, shards), _digest(each, recipe)) for each in inputs]
@@ -42,7 +47,8 @@ def _digest(each: Input, recipe: object) -> str:
 
 
 def _output(each: Input, given: Format | None, shards: bool) -> str:
-    """The input's name, its suffix changed to that of the output's format where that is known and another."""
+    """The input's name, its suffix changed to that of the output's format where that is known and
+    another."""
     chosen = given if given is not None or shards or not each.is_folder else _kept(each)
     if chosen is None and not shards:
         return each.name
@@ -53,7 +59,8 @@ def _output(each: Input, given: Format | None, shards: bool) -> str:
 
 
 def _kept(each: Input) -> Format | None:
-    """The format in which a folder is written when nobody says which; None where that is not known."""
+    """The format in which a folder is written when nobody says which; None where that is not
+    known."""
     try:
         read = formats.identify(Probe(formats.open_place(each.path)))
         return formats.for_writing(each.name, keep=read.name)
@@ -70,7 +77,9 @@ def _stem(name: str) -> str:
 @cache
 def _suffixes() -> Sequence[str]:
     """Those of all formats that can be written, the longest first."""
-    return sorted((suffix for each in formats.writable() for suffix in each.suffixes), key=len, reverse=True)
+    return sorted(
+        (suffix for each in formats.writable() for suffix in each.suffixes), key=len, reverse=True
+    )
 
 
 def _check(jobs: Iterable[Job]) -> None:

@@ -1,8 +1,10 @@
-"""The list of jobs that are done, kept in the folder of their outputs, so that a batch can go on where it was ended.
+"""The list of jobs that are done, kept in the folder of their outputs, so that a batch can go on
+where it was ended.
 
-``.ckptkit-batch.jsonl``: a JSON object per line, ``{"output": NAME, "job": DIGEST, "made": [SIZE, VERSION]}``; of two
-for one output the later counts. On this machine lines are appended, so that a kill costs the last one at most, and
-the file is locked while a batch runs. An object in a store is rewritten now and then, and when the batch ends.
+``.ckptkit-batch.jsonl``: a JSON object per line, ``{"output": NAME, "job": DIGEST, "made": [SIZE,
+VERSION]}``; of two for one output the later counts. On this machine lines are appended, so that a
+kill costs the last one at most, and the file is locked while a batch runs. An object in a store is
+rewritten now and then, and when the batch ends.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Manifest(Protocol):
 
 @contextmanager
 def opened(into: str, *, reading: bool = False) -> Iterator[Manifest]:
-    """The manifest of the folder or URL `into`, which is made where it is missing, unless it is only for `reading`.
+    """The manifest of the folder or URL `into`, which is made where it is missing, unless it is
+    only for `reading`.
 
     Raises UsageError where another batch writes there, OutputError where it cannot be written.
     """
@@ -78,7 +81,9 @@ class _Local:
         try:
             write_all(self._fd, _text(records))
         except OSError as error:
-            raise OutputError(f"cannot be written: {error.strerror}", where=os.path.join(self._into, NAME)) from error
+            raise OutputError(
+                f"cannot be written: {error.strerror}", where=os.path.join(self._into, NAME)
+            ) from error
 
     def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
         found = ((name, mark(os.path.join(self._into, name))) for name in outputs)
@@ -136,22 +141,32 @@ def _parse(data: bytes) -> dict[str, Record]:
 
 def _record(said: dict[str, object]) -> Record:
     output, job, made = said["output"], said["job"], said["made"]
-    if not isinstance(output, str) or not isinstance(job, str) or not isinstance(made, list) or len(made) != 2:
+    if (
+        not isinstance(output, str)
+        or not isinstance(job, str)
+        or not isinstance(made, list)
+        or len(made) != 2
+    ):
         raise ValueError
     return Record(output, job, (made[0], made[1]))
 
 
 def _read(path: str) -> bytes:
-    """The bytes of a manifest, none where there is none. Raises OutputError for what is no file, or too large."""
+    """The bytes of a manifest, none where there is none. Raises OutputError for what is no file, or
+    too large."""
     try:
         with closing(LocalFile(path, follow=False)) as file:
             if file.size > LARGEST:
-                raise LimitError(f"has {file.size:,} bytes, more than the {LARGEST:,} of a manifest")
+                raise LimitError(
+                    f"has {file.size:,} bytes, more than the {LARGEST:,} of a manifest"
+                )
             return file.read(0, file.size)
     except CkptkitError as error:
         if not os.path.lexists(path):
             return b""
-        raise OutputError(f"cannot be read: {error.message}", where=path, hint=f"rm {shlex.quote(path)}") from error
+        raise OutputError(
+            f"cannot be read: {error.message}", where=path, hint=f"rm {shlex.quote(path)}"
+        ) from error
 
 
 @contextmanager
@@ -183,6 +198,8 @@ def _lock(fd: int, path: str) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         why = "another batch is writing there"
-        raise UsageError(why, where=os.path.dirname(path), hint="wait for it, or name another --into") from error
+        raise UsageError(
+            why, where=os.path.dirname(path), hint="wait for it, or name another --into"
+        ) from error
     except OSError:  # a file system without locks
         pass

@@ -55,12 +55,16 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """The recipe in the file `name`, or the one that comes with ckptkit under that name. Raises UsageError."""
+    """The recipe in the file `name`, or the one that comes with ckptkit under that name. Raises
+    UsageError."""
     if name in names():
         return _recipe(name, _parsed(FOLDER / f"{name}.yaml"))
     if not name.endswith(_SUFFIXES):
         close = nearest(name, names()) or names()
-        raise UsageError(f"there is no recipe {name!r}", hint=f"did you mean {', '.join(close)}? or name a .yaml file")
+        raise UsageError(
+            f"there is no recipe {name!r}",
+            hint=f"did you mean {', '.join(close)}? or name a .yaml file",
+        )
     return _recipe(name, _parsed(Path(name)))
 
 
@@ -140,11 +144,17 @@ class _WrongError(ValueError):
 def _steps(said: list[Any]) -> Iterator[Step]:
     for number, each in enumerate(said, 1):
         if not isinstance(each, dict) or len(each) != 1:
-            raise _WrongError(f"step {number} is not one word and what it is given", hint="e.g. `- strip: module.`")
+            raise _WrongError(
+                f"step {number} is not one word and what it is given",
+                hint="e.g. `- strip: module.`",
+            )
         ((word, given),) = each.items()
         if word not in STEPS:
             close = nearest(_shown(word).strip("'"), STEPS) or STEPS
-            raise _WrongError(f"step {number}: {_shown(word)} is no step", hint=f"did you mean {', '.join(close)}?")
+            raise _WrongError(
+                f"step {number}: {_shown(word)} is no step",
+                hint=f"did you mean {', '.join(close)}?",
+            )
         try:
             yield STEPS[word](given)
         except _WrongError as error:
@@ -166,7 +176,11 @@ def _texts(given: Any) -> list[str]:
 
 def _table(given: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not given.keys() <= known:
-        odd = sorted(map(_shown, given.keys() - known)) if isinstance(given, dict) else [_shown(given)]
+        odd = (
+            sorted(map(_shown, given.keys() - known))
+            if isinstance(given, dict)
+            else [_shown(given)]
+        )
         raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
     return given
 
@@ -174,7 +188,10 @@ def _table(given: Any, known: set[str]) -> dict[str, Any]:
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
         raise _WrongError(f"{_shown(given)} is no table of texts")
-    return {_text(key): value if isinstance(value, str) else _text(value) for key, value in given.items()}
+    return {
+        _text(key): value if isinstance(value, str) else _text(value)
+        for key, value in given.items()
+    }
 
 
 def _plain(step: Step) -> Callable[[Any], Step]:
@@ -201,7 +218,9 @@ def _extract(given: Any) -> Step:
             except UsageError:
                 continue
             return structure.extract(ck, key)
-        raise UsageError(f"has no entry {' or '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries")
+        raise UsageError(
+            f"has no entry {' or '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries"
+        )
 
     return step
 
@@ -212,7 +231,9 @@ def _select(given: Any) -> Step:
 
     def step(ck: Checkpoint) -> Checkpoint:
         """What a recipe drops need not be there: not every checkpoint of a kind has it."""
-        there = [glob for glob in drop if any(fnmatchcase(name, glob) for name in ck.required.nodes)]
+        there = [
+            glob for glob in drop if any(fnmatchcase(name, glob) for name in ck.required.nodes)
+        ]
         return keys.select(ck, keep, there) if keep or there else ck
 
     return step
@@ -230,7 +251,10 @@ def _add(given: Any) -> Step:
 
 def _rename(given: Any) -> Step:
     said = _table(given, {"map", "sub"})
-    mapping, substitutions = _mapping(said.get("map", {})), list(_mapping(said.get("sub", {})).items())
+    mapping, substitutions = (
+        _mapping(said.get("map", {})),
+        list(_mapping(said.get("sub", {})).items()),
+    )
     return lambda ck: keys.rename(ck, mapping, substitutions)
 
 

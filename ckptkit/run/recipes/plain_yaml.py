@@ -11,12 +11,15 @@ _DIGITS = 40  # characters of a number
 
 
 class PlainLoader(yaml.SafeLoader):
-    """A SafeLoader without aliases, which make a few bytes into any number of values, and without huge numbers."""
+    """A SafeLoader without aliases, which make a few bytes into any number of values, and without
+    huge numbers."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             mark = self.get_mark()
-            raise yaml.constructor.ConstructorError(None, None, "aliases (*name) are not for recipes", mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not for recipes", mark
+            )
         return super().compose_node(parent, index)
 
     def construct_yaml_int(self, node: Any) -> int:

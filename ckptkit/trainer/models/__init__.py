@@ -12,7 +12,13 @@ from ckptkit.trainer.models.generator import Generator
 from ckptkit.trainer.models.mlp import Mlp
 from ckptkit.trainer.tasks import CLASSIFY, READ, REDRAW, Task
 
-TASKS: dict[str, Task] = {"cnn": CLASSIFY, "mlp": CLASSIFY, "crnn": READ, "densenet": CLASSIFY, "generator": REDRAW}
+TASKS: dict[str, Task] = {
+    "cnn": CLASSIFY,
+    "mlp": CLASSIFY,
+    "crnn": READ,
+    "densenet": CLASSIFY,
+    "generator": REDRAW,
+}
 
 __all__ = ["TASKS", "Cnn", "Crnn", "DenseNet", "Generator", "Mlp", "build"]
 

@@ -1,8 +1,8 @@
 """Convolutions that make a line of text a sequence, a recurrent net that reads it.
 
-The batch stays in dim 0 from the first layer to the scores, because DataParallel splits and joins there. (A model that
-permutes to [time, batch, ...] for its recurrent part and returns that has its times joined: of two halves [65, 16, n]
-comes [130, 16, n].)
+The batch stays in dim 0 from the first layer to the scores, because DataParallel splits and joins
+there. (A model that permutes to [time, batch, ...] for its recurrent part and returns that has its
+times joined: of two halves [65, 16, n] comes [130, 16, n].)
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ from ckptkit.trainer.models.scale import scaled
 
 
 class Crnn(nn.Module):
-    """Lines [batch, channels, height, width] to scores [batch, width / 4, 1 + classes], the blank first."""
+    """Lines [batch, channels, height, width] to scores [batch, width / 4, 1 + classes], the blank
+    first."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: float = 1.0) -> None:
         super().__init__()
         channels, height, _ = shape
         first, second, third, hidden = (scaled(n, width) for n in (16, 32, 64, 64))
         self.features = nn.Sequential(
-            *_block(channels, first, (2, 2)), *_block(first, second, (2, 2)), *_block(second, third, (2, 1))
+            *_block(channels, first, (2, 2)),
+            *_block(first, second, (2, 2)),
+            *_block(second, third, (2, 1)),
         )
-        self.recurrent = nn.LSTM(third * (height // 8), hidden, batch_first=True, bidirectional=True)
+        self.recurrent = nn.LSTM(
+            third * (height // 8), hidden, batch_first=True, bidirectional=True
+        )
         self.scores = nn.Linear(2 * hidden, 1 + classes)
 
     def forward(self, lines: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """A small DenseNet whose bottlenecks can be computed twice instead of kept.
 
-Every layer of a block sees what all before it made, joined: kept for the backward pass, that is quadratic in the
-number of layers. With ``memory_efficient`` joining, norm, ReLU and the 1 x 1 convolution are run again instead.
-Running them again must not count the batch twice in the running statistics of the norm: :func:`_recompute` sees to
-that, so that both ways give the same gradients and the same checkpoint.
+Every layer of a block sees what all before it made, joined: kept for the backward pass, that is
+quadratic in the number of layers. With ``memory_efficient`` joining, norm, ReLU and the 1 x 1
+convolution are run again instead. Running them again must not count the batch twice in the running
+statistics of the norm: :func:`_recompute` sees to that, so that both ways give the same gradients
+and the same checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class DenseLayer(nn.Module):
 
     def forward(self, before: list[Tensor]) -> Tensor:
         if self.memory_efficient and self.training:
-            middle = checkpoint(self._bottleneck, *before, use_reentrant=False, context_fn=self._contexts)
+            middle = checkpoint(
+                self._bottleneck, *before, use_reentrant=False, context_fn=self._contexts
+            )
         else:
             middle = self._bottleneck(*before)
         new: Tensor = self.conv2(relu(self.norm2(middle)))
@@ -81,9 +84,13 @@ class DenseNet(nn.Module):
         self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
         for number in LAYERS:
             starts = range(channels, channels + number * growth, growth)
-            self.blocks.append(nn.ModuleList(DenseLayer(n, growth, dropout, memory_efficient) for n in starts))
+            self.blocks.append(
+                nn.ModuleList(DenseLayer(n, growth, dropout, memory_efficient) for n in starts)
+            )
             channels += number * growth
-            self.transitions.append(nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.AvgPool2d(2)))
+            self.transitions.append(
+                nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.AvgPool2d(2))
+            )
         self.classifier = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -29,10 +29,12 @@ class Residual(nn.Module):
 
 
 class Generator(nn.Module):
-    """Images [batch, channels, height, width] from -1 to 1, sides multiples of 4, to images of that shape.
+    """Images [batch, channels, height, width] from -1 to 1, sides multiples of 4, to images of that
+    shape.
 
-    With ``segments`` the first and last part keep only their input for the backward pass, and so do the segments of
-    the residual blocks in between. The images need no gradient for that, and get none.
+    With ``segments`` the first and last part keep only their input for the backward pass, and so do
+    the segments of the residual blocks in between. The images need no gradient for that, and get
+    none.
     """
 
     def __init__(self, shape: tuple[int, ...], width: float = 1.0, segments: int = 0) -> None:
@@ -59,7 +61,9 @@ class Generator(nn.Module):
         painted: Tensor
         if self.segments and self.training:
             features = checkpoint(self.initial, images, use_reentrant=False)
-            features = checkpoint_sequential(self.residual, self.segments, features, use_reentrant=False)  # type: ignore[no-untyped-call]
+            features = checkpoint_sequential(
+                self.residual, self.segments, features, use_reentrant=False
+            )  # type: ignore[no-untyped-call]
             painted = checkpoint(self.upsampling, features, use_reentrant=False)
         else:
             painted = self.upsampling(self.residual(self.initial(images)))

@@ -1,8 +1,8 @@
 """72 linear layers of 1000: deep enough for what a backward pass keeps to be worth saving.
 
-Nothing stands between the layers, so that the model is a linear classifier of absurd depth. With torch's own
-initialisation each layer shrinks its input to 1/sqrt(3) and no gradient arrives at the first one; as an identity each
-hands on what it gets, and the model trains.
+Nothing stands between the layers, so that the model is a linear classifier of absurd depth. With
+torch's own initialisation each layer shrinks its input to 1/sqrt(3) and no gradient arrives at the
+first one; as an identity each hands on what it gets, and the model trains.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ LAYERS, UNITS = 72, 1000
 class Mlp(nn.Module):
     """Inputs [batch, ...] to scores [batch, classes].
 
-    With ``segments`` the layers are run in that many parts, which keep their inputs only and are run again for the
-    backward pass (the last part excepted, whose turn comes at once).
+    With ``segments`` the layers are run in that many parts, which keep their inputs only and are
+    run again for the backward pass (the last part excepted, whose turn comes at once).
     """
 
     def __init__(
-        self, shape: tuple[int, ...], classes: int, width: float = 1.0, segments: int = 0, layers: int = LAYERS
+        self,
+        shape: tuple[int, ...],
+        classes: int,
+        width: float = 1.0,
+        segments: int = 0,
+        layers: int = LAYERS,
     ) -> None:
         super().__init__()
         units, inputs = scaled(UNITS, width), 1
@@ -42,7 +47,8 @@ class Mlp(nn.Module):
         inputs = inputs.flatten(1)
         scores: Tensor
         if self.segments and self.training:
-            # The reentrant kind would lose the gradients of every part whose input needs none: all but the last.
+            # The reentrant kind would lose the gradients of every part whose input needs none: all
+            # but the last.
             scores = checkpoint_sequential(self.layers, self.segments, inputs, use_reentrant=False)  # type: ignore[no-untyped-call]
         else:
             scores = self.layers(inputs)

@@ -36,7 +36,8 @@ Data = Branch | Listed | More
 class Browser(App[str]):
     """Returns the command that shows what was on the screen, if it was left with that key.
 
-    ``diagnose`` finds what keeps the file from loading; it is called in a thread, when somebody wants to know.
+    ``diagnose`` finds what keeps the file from loading; it is called in a thread, when somebody
+    wants to know.
     """
 
     CSS_PATH = "app.tcss"
@@ -108,7 +109,9 @@ class Browser(App[str]):
     def _plant(self, branch: Branch) -> None:
         self.shown = branch
         found = f"{branch.tensors:,} found" if self.words else "everything"
-        label = Text(found, "bold").append(f"  {panels.amount(branch, self.measure)}", "not bold cyan")
+        label = Text(found, "bold").append(
+            f"  {panels.amount(branch, self.measure)}", "not bold cyan"
+        )
         root = self.names.reset(label, branch).root
         self._fill(root, branch)
         if not self.words:
@@ -142,7 +145,10 @@ class Browser(App[str]):
             node.add(label, data=branch, allow_expand=bool(branch.children))
         if len(branches) > AT_ONCE:
             rest = branches[AT_ONCE:]
-            node.add_leaf(Text(f"{len(rest):,} more: enter shows {min(len(rest), AT_ONCE)}", "italic"), data=More(rest))
+            node.add_leaf(
+                Text(f"{len(rest):,} more: enter shows {min(len(rest), AT_ONCE)}", "italic"),
+                data=More(rest),
+            )
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[Data]) -> None:
         node = event.node
@@ -167,7 +173,11 @@ class Browser(App[str]):
             self._say(panels.listed(data), self.contents.command("inspect", "--tree"))
         elif isinstance(data, Branch) and data is not self.shown:
             is_tensor = data.share is not None and not data.children
-            text = panels.tensor(data, self.contents, None) if is_tensor else panels.group(data, self.contents)
+            text = (
+                panels.tensor(data, self.contents, None)
+                if is_tensor
+                else panels.group(data, self.contents)
+            )
             self._say(text, self.contents.shows(data))
         elif isinstance(data, Branch):
             self.action_overview()
@@ -175,12 +185,17 @@ class Browser(App[str]):
     # What the keys do
 
     def action_overview(self) -> None:
-        command = self.contents.finds(self.words) if self.words else self.contents.command("inspect")
+        command = (
+            self.contents.finds(self.words) if self.words else self.contents.command("inspect")
+        )
         self._say(panels.overview(self.contents), command)
 
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
-        self.notify(f"sorted by {self.sort}" if self.sort != "file" else "in the order of the file", timeout=2)
+        self.notify(
+            f"sorted by {self.sort}" if self.sort != "file" else "in the order of the file",
+            timeout=2,
+        )
         self._plant(self.shown)
 
     def action_measure(self) -> None:
@@ -190,7 +205,9 @@ class Browser(App[str]):
     def action_diagnosis(self) -> None:
         command = self.contents.command("doctor")
         self._say(Text("looking...", "dim"), command)
-        self.run_worker(partial(self._diagnosed, command), thread=True, exclusive=True, group="beside")
+        self.run_worker(
+            partial(self._diagnosed, command), thread=True, exclusive=True, group="beside"
+        )
 
     def _diagnosed(self, command: str) -> None:
         try:
@@ -212,12 +229,19 @@ class Browser(App[str]):
             return
         command = self.contents.shows(branch, self.index)
         self._say(panels.tensor(branch, self.contents, "reading..."), command)
-        self.run_worker(partial(self._read, branch, self.index, command), thread=True, exclusive=True, group="beside")
+        self.run_worker(
+            partial(self._read, branch, self.index, command),
+            thread=True,
+            exclusive=True,
+            group="beside",
+        )
 
     def _read(self, branch: Branch, index: str, command: str) -> None:
         assert branch.share is not None
         try:
-            text = panels.tensor(branch, self.contents, values(branch.share, index, self._columns()))
+            text = panels.tensor(
+                branch, self.contents, values(branch.share, index, self._columns())
+            )
         except CkptkitError as error:
             text = panels.tensor(branch, self.contents, error.message)
         self.call_from_thread(self._late, command, text)

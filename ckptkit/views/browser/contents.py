@@ -1,4 +1,5 @@
-"""What there is to see in a checkpoint: the tree of its tensors, what else is in it, and parts of values."""
+"""What there is to see in a checkpoint: the tree of its tensors, what else is in it, and parts of
+values."""
 
 from __future__ import annotations
 
@@ -51,7 +52,11 @@ class Contents:
     def search(self, words: str) -> Branch:
         """The tree of the tensors whose place, shape, dtype or device has all these words."""
         wanted = words.lower().split()
-        return self.tree if not wanted else grown(share for share in self.shares if _has(share, wanted))
+        return (
+            self.tree
+            if not wanted
+            else grown(share for share in self.shares if _has(share, wanted))
+        )
 
     def listed(self) -> Iterator[Listed]:
         """What is there besides tensors."""
@@ -90,7 +95,8 @@ def _has(share: Share, words: Sequence[str]) -> bool:
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
-    """What is right below a branch, in order; what is the only thing inside another stands for it."""
+    """What is right below a branch, in order; what is the only thing inside another stands for
+    it."""
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":
         found.sort(key=lambda each: -getattr(each, measure))
@@ -101,7 +107,8 @@ def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
 
 @dataclass(frozen=True)
 class Values:
-    """A corner of what was chosen of a tensor, and statistics of all of it; None where it is too large for them."""
+    """A corner of what was chosen of a tensor, and statistics of all of it; None where it is too
+    large for them."""
 
     picks: Picks
     corner: Picks
@@ -110,7 +117,8 @@ class Values:
 
 
 def values(share: Share, index: str = "", columns: int = 8) -> Values:
-    """A corner of up to so many columns: reads its bytes, and those of all that is chosen if that is not much.
+    """A corner of up to so many columns: reads its bytes, and those of all that is chosen if that
+    is not much.
 
     Raises what reading raises, and UsageError for an `index` that makes no sense.
     """

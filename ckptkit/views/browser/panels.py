@@ -1,4 +1,5 @@
-"""What stands beside the tree, as styled text. All strings of a file are escaped, and none is markup."""
+"""What stands beside the tree, as styled text. All strings of a file are escaped, and none is
+markup."""
 
 from __future__ import annotations
 
@@ -67,14 +68,22 @@ def overview(contents: Contents) -> Text:
     facts = [
         ("format", summary.format),
         ("on disk", size(summary.size)),
-        ("weights at", "" if summary.weights is None else escape(".".join(map(str, summary.weights))) or "the root"),
+        (
+            "weights at",
+            ""
+            if summary.weights is None
+            else escape(".".join(map(str, summary.weights))) or "the root",
+        ),
         ("tensors", f"{totals.tensors:,}"),
         ("parameters", f"{totals.parameters:,}"),
         ("bytes of tensors", size(totals.nbytes)),
         ("bytes of storages", size(totals.storage_nbytes)),
         ("in no tensor", size(totals.unused_nbytes) if totals.unused_nbytes else ""),
         ("optimizer", size(optimizer) if optimizer else ""),
-        ("ties", f"{n:,}" if (n := sum(share.same is not None for share in contents.shares)) else ""),
+        (
+            "ties",
+            f"{n:,}" if (n := sum(share.same is not None for share in contents.shares)) else "",
+        ),
     ]
     made = _facts(facts)
     for title in ("dtype", "device"):
@@ -119,7 +128,10 @@ def group(branch: Branch, contents: Contents) -> Text:
     children = sorted(branch.children.values(), key=lambda child: -child.nbytes)[:12]
     if len(children) > 1:
         _bars(
-            made, "bytes below", Counter({child.label or "(empty)": child.nbytes for child in children}), branch.nbytes
+            made,
+            "bytes below",
+            Counter({child.label or "(empty)": child.nbytes for child in children}),
+            branch.nbytes,
         )
     return made
 
@@ -157,7 +169,11 @@ def tensor(branch: Branch, contents: Contents, seen: Values | str | None) -> Tex
     elif seen is not None:
         made.append_text(_values(seen)).append("\n")
     made.append_text(_facts(facts))
-    return made if seen is not None else made.append("\nv shows values, : a part of them", "dim italic")
+    return (
+        made
+        if seen is not None
+        else made.append("\nv shows values, : a part of them", "dim italic")
+    )
 
 
 def _values(seen: Values) -> Text:
@@ -174,7 +190,9 @@ def _values(seen: Values) -> Text:
         made.append(f"{down.start + number * down.step:>{side}}" if down else "", "dim")
         made.append(f"{''.join(f'{cell(value):>{CELL}}' for value in row)}\n")
     if seen.tally is None:
-        return made.append(f"\n{show(seen.picks)} is too large for statistics here: ckptkit show --stats", "dim")
+        return made.append(
+            f"\n{show(seen.picks)} is too large for statistics here: ckptkit show --stats", "dim"
+        )
     return made.append_text(_statistics(seen))
 
 
@@ -218,7 +236,9 @@ def diagnosis(causes: Sequence[Cause]) -> Text:
     made = Text()
     for cause in causes:
         made.append(f"{cause.severity}  ", STYLES.get(cause.severity, "bold blue"))
-        made.append(f"{escape(cause.title)}\n", "bold").append(f"{escape(cause.explanation)}\n", "dim")
+        made.append(f"{escape(cause.title)}\n", "bold").append(
+            f"{escape(cause.explanation)}\n", "dim"
+        )
         if cause.command is not None:
             made.append(f"  {escape(cause.command)}\n", "cyan")
         made.append("\n")

@@ -1,6 +1,7 @@
 """The tensors of a page in columns: 100,000 of them are a few megabytes of JSON.
 
-Every string of a file is escaped as on a terminal: no character of it is invisible or turns the line around.
+Every string of a file is escaped as on a terminal: no character of it is invisible or turns the
+line around.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Columns:
         self.device: Table[str] = Table()
         self.role: Table[str] = Table()
         self.cells: dict[str, list[int]] = {
-            name: [] for name in ("shape", "dtype", "device", "role", "parameters", "nbytes", "stored")
+            name: []
+            for name in ("shape", "dtype", "device", "role", "parameters", "nbytes", "stored")
         }
         self.same: dict[int, int] = {}
         self.remarks: dict[int, str] = {}
@@ -81,7 +83,10 @@ class Columns:
         return number
 
     def facts(self) -> dict[str, Any]:
-        tables = {f"{name}s": list(getattr(self, name).numbers) for name in ("shape", "dtype", "device", "role")}
+        tables = {
+            f"{name}s": list(getattr(self, name).numbers)
+            for name in ("shape", "dtype", "device", "role")
+        }
         return {
             "name": self.labels,
             "place": self.places,
@@ -103,7 +108,11 @@ def _remark(share: Share, held: Counter[int | None]) -> str:
         said.append("numpy")
     if tensor.storage is not None and held[share.row.storage] > 1:
         said.append(f"shares storage {share.row.storage}")
-    if tensor.storage is not None and tensor.layout == "strided" and tensor.storage.nbytes > share.row.nbytes:
+    if (
+        tensor.storage is not None
+        and tensor.layout == "strided"
+        and tensor.storage.nbytes > share.row.nbytes
+    ):
         said.append(f"view of {size(tensor.storage.nbytes)}")
     return ", ".join(said)
 
@@ -112,7 +121,12 @@ def numbers(tally: Tally) -> dict[str, Any]:
     """Statistics in six digits; JSON knows no infinities, and a browser no complex numbers."""
     histogram = tally.histogram.at_most(BINS)
     edges = histogram.edges
-    found: dict[str, Any] = {"count": tally.count, "zeros": tally.zeros, "nan": tally.nan, "inf": tally.infinite}
+    found: dict[str, Any] = {
+        "count": tally.count,
+        "zeros": tally.zeros,
+        "nan": tally.nan,
+        "inf": tally.infinite,
+    }
     if tally.finite:
         found |= {"norm": tally.norm, "std": tally.std, "min": tally.low, "max": tally.high}
         found["mean"] = None if isinstance(tally.mean, complex) else tally.mean
@@ -122,4 +136,8 @@ def numbers(tally: Tally) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return (float(f"{value:.6g}") if abs(value) < LARGEST else None) if isinstance(value, float) else value
+    return (
+        (float(f"{value:.6g}") if abs(value) < LARGEST else None)
+        if isinstance(value, float)
+        else value
+    )

@@ -20,18 +20,30 @@ STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNC
 
 
 def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any]:
-    """The states of the tensors in `columns`, which has those of `a` and gets what `a` lacks; what is beside them."""
+    """The states of the tensors in `columns`, which has those of `a` and gets what `a` lacks; what
+    is beside them."""
     states = _states(diff)
     paired = {pair.new for pair in (*diff.renamed, *diff.reshaped)}
-    found = [UNCOMPARED if each.row.name is None else states.get(each.row.name, SAME) for each in a.shares]
-    theirs = {share.row.name: number for number, share in enumerate(b.shares) if share.row.name is not None}
+    found = [
+        UNCOMPARED if each.row.name is None else states.get(each.row.name, SAME)
+        for each in a.shares
+    ]
+    theirs = {
+        share.row.name: number
+        for number, share in enumerate(b.shares)
+        if share.row.name is not None
+    }
     held = Counter(row.storage for row in b.summary.rows)
     for name in diff.missing:
         if name not in paired:
             share = b.shares[theirs[name]]
             columns.add_one(share._replace(same=None), b.tallies.get(theirs[name]), held)
             found.append("missing")
-    ours = {share.row.name: number for number, share in enumerate(a.shares) if share.row.name is not None}
+    ours = {
+        share.row.name: number
+        for number, share in enumerate(a.shares)
+        if share.row.name is not None
+    }
     changes = _largest(a, b, [(ours[each.name], theirs[each.name]) for each in diff.changed])
     return {
         "states": STATES,
@@ -51,7 +63,11 @@ def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float |
             found = compute.compare(ours, theirs, atol=0.0)
         except TensorError:
             return None
-        return found.largest if found is not None and found.largest is not None and isfinite(found.largest) else None
+        return (
+            found.largest
+            if found is not None and found.largest is not None and isfinite(found.largest)
+            else None
+        )
 
     return compute.ordered(one, pairs, lambda pair: 2 * a.shares[pair[0]].row.nbytes)
 
@@ -82,4 +98,9 @@ def _others(
 
 def _renamed(pair: Renamed) -> dict[str, Any]:
     other = {"dtype": pair.b.dtype, "shape": shape(pair.b.shape)} if pair.a != pair.b else {}
-    return {"name": escape(pair.new), "confidence": round(pair.confidence, 2), "why": pair.why, **other}
+    return {
+        "name": escape(pair.new),
+        "confidence": round(pair.confidence, 2),
+        "why": pair.why,
+        **other,
+    }

@@ -26,7 +26,8 @@ LEGEND = 6
 
 
 def treemap(root: Branch, kind: str, measure: str, title: str) -> bytes:
-    """A picture as SVG, PNG or PDF, the same bytes for the same tree. `measure` is ``parameters`` or ``bytes``.
+    """A picture as SVG, PNG or PDF, the same bytes for the same tree. `measure` is ``parameters``
+    or ``bytes``.
 
     Raises UsageError without matplotlib, and if there is nothing to show.
     """
@@ -34,30 +35,41 @@ def treemap(root: Branch, kind: str, measure: str, title: str) -> bytes:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("pictures are drawn with matplotlib", hint="pip install matplotlib") from error
+        raise UsageError(
+            "pictures are drawn with matplotlib", hint="pip install matplotlib"
+        ) from error
     attribute = "parameters" if measure == "parameters" else "nbytes"
     if not getattr(root, attribute):
         raise UsageError(f"there are no {measure} to draw")
-    with matplotlib.rc_context({"svg.hashsalt": "ckptkit", "svg.fonttype": "none", "font.family": "DejaVu Sans"}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "ckptkit", "svg.fonttype": "none", "font.family": "DejaVu Sans"}
+    ):
         figure = Figure(figsize=(WIDTH / 100 + 0.2, HEIGHT / 100 + 1.0), facecolor="white")
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set(xlim=(-10, WIDTH + 10), ylim=(HEIGHT + 66, -34))
         axes.axis("off")
         _draw(axes, root, attribute, title)
         buffer = io.BytesIO()
-        unsaid: dict[str, dict[str, Any]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+        unsaid: dict[str, dict[str, Any]] = {
+            "svg": {"Date": None, "Creator": None},
+            "png": {"Software": None},
+        }
         metadata = unsaid.get(kind, {"CreationDate": None, "Creator": None, "Producer": None})
         figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
     return buffer.getvalue()
 
 
 def _draw(axes: Axes, root: Branch, measure: str, title: str) -> None:
-    total = _amount(getattr(root, measure), measure) + (" parameters" if measure == "parameters" else "")
+    total = _amount(getattr(root, measure), measure) + (
+        " parameters" if measure == "parameters" else ""
+    )
     axes.text(0, -12, _plain(title), fontsize=12, weight="bold", va="center")
     axes.text(WIDTH, -12, total, fontsize=10, ha="right", va="center", color="#5c6670")
     colours, kinds = _colours(root, measure)
     for tile in tiles(root, measure, Box(0, 0, WIDTH, HEIGHT), Frame(2, 13, 26, 20)):
-        colour = GROUP if not tile.leaf else GREY if tile.rest else colours.get(_kind(tile.branch), GREY)
+        colour = (
+            GROUP if not tile.leaf else GREY if tile.rest else colours.get(_kind(tile.branch), GREY)
+        )
         _tile(axes, tile, colour, measure)
     _legend(axes, colours, kinds, measure)
 
@@ -67,7 +79,9 @@ def _tile(axes: Axes, tile: Tile, colour: str, measure: str) -> None:
 
     x, y, width, height = tile.box
     edge, line = ("white", 0.6) if tile.leaf else (EDGE, 0.5)
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, linewidth=line))
+    axes.add_patch(
+        Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, linewidth=line)
+    )
     room = int((width - 5) / (NARROW * (FONT - 1)))
     if height < 11 or room < 2:
         return
@@ -98,7 +112,9 @@ def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
     while waiting:
         branch = waiting.pop()
         if branch.share is not None:
-            kinds[_kind(branch)] += branch.share.parameters if measure == "parameters" else branch.share.nbytes
+            kinds[_kind(branch)] += (
+                branch.share.parameters if measure == "parameters" else branch.share.nbytes
+            )
         waiting += reversed(branch.children.values())
     named = [kind for kind, value in kinds.most_common(len(PALETTE)) if value]
     return dict(zip(named, PALETTE, strict=False)), kinds

@@ -39,7 +39,9 @@ def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str,
 def _file(seen: Seen) -> dict[str, Any]:
     summary, totals = seen.summary, seen.summary.totals
     whole = seen.checkpoint
-    causes = content.causes(Facts(summary.path, summary, whole.root, quantized=quantized.find(whole)))
+    causes = content.causes(
+        Facts(summary.path, summary, whole.root, quantized=quantized.find(whole))
+    )
     return {
         "name": escape(summary.path),
         "format": summary.format,
@@ -63,7 +65,8 @@ def _file(seen: Seen) -> dict[str, Any]:
 
 
 def _others(summary: Summary) -> dict[str, Any]:
-    """What there is besides tensors, as far as it goes on a page; of a pickled module, not its attributes."""
+    """What there is besides tensors, as far as it goes on a page; of a pickled module, not its
+    attributes."""
     values = [each for each in summary.values if not summary.in_module(each.path)]
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     texts: dict[str, Sequence[tuple[str, str]]] = {
@@ -73,7 +76,10 @@ def _others(summary: Summary) -> dict[str, Any]:
     }
     counts = {"values": len(values), "objects": len(objects), "metadata": len(summary.metadata)}
     return {
-        name: {"count": counts[name], "rows": [(escape(key), escape(_cut(text))) for key, text in rows]}
+        name: {
+            "count": counts[name],
+            "rows": [(escape(key), escape(_cut(text))) for key, text in rows],
+        }
         for name, rows in texts.items()
     }
 

@@ -1,7 +1,8 @@
-"""One self-contained page: the facts as JSON, and the script that shows them. It loads nothing, and works offline.
+"""One self-contained page: the facts as JSON, and the script that shows them. It loads nothing, and
+works offline.
 
-The policy in its head allows that script and that style alone, by their digests: whatever a file calls its tensors, no
-other code runs. The script makes text of text, never markup.
+The policy in its head allows that script and that style alone, by their digests: whatever a file
+calls its tensors, no other code runs. The script makes text of text, never markup.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 # In this order, as one function: each sees what those before it define, and nothing else does.
-SCRIPTS = ("treemap.js", "table.js", "facts.js", "map.js", "tensors.js", "differences.js", "report.js")
+SCRIPTS = (
+    "treemap.js",
+    "table.js",
+    "facts.js",
+    "map.js",
+    "tensors.js",
+    "differences.js",
+    "report.js",
+)
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 _UNSAFE = re.compile("[<>&\u2028\u2029]")
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """A checkpoint, what is in it, and the statistics of its tensors by their number, where they were read."""
+    """A checkpoint, what is in it, and the statistics of its tensors by their number, where they
+    were read."""
 
     checkpoint: Checkpoint
     summary: Summary

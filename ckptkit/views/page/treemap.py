@@ -1,4 +1,5 @@
-"""Where the tiles of a treemap are. Geometry alone: the areas are in proportion, and nobody draws here."""
+"""Where the tiles of a treemap are. Geometry alone: the areas are in proportion, and nobody draws
+here."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Box(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A branch, or `rest` of them: how many are too small to be seen. ``label`` are the names on the way to it."""
+    """A branch, or `rest` of them: how many are too small to be seen. ``label`` are the names on
+    the way to it."""
 
     branch: Branch
     label: str
@@ -36,8 +38,9 @@ class Piece(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is not for tiles: the border around what is inside one, and what its name takes at the top; what is smaller
-    than `least` has nothing inside, and together with its like one tile, if its area is below `dust`."""
+    """What is not for tiles: the border around what is inside one, and what its name takes at the
+    top; what is smaller than `least` has nothing inside, and together with its like one tile, if
+    its area is below `dust`."""
 
     border: float
     top: float
@@ -46,8 +49,8 @@ class Frame(NamedTuple):
 
 
 def squarified(values: Sequence[float], box: Box) -> list[Box]:
-    """Boxes that fill `box` in proportion to `values`, which are positive and fall: as square as can be, by the
-    algorithm of Bruls, Huizing and van Wijk (2000)."""
+    """Boxes that fill `box` in proportion to `values`, which are positive and fall: as square as
+    can be, by the algorithm of Bruls, Huizing and van Wijk (2000)."""
     found: list[Box] = []
     x, y, width, height = box
     rest, start = float(sum(values)), 0
@@ -59,10 +62,14 @@ def squarified(values: Sequence[float], box: Box) -> list[Box]:
         at = 0.0
         for value in values[start:row]:
             long = side * value / amount
-            found.append(Box(x, y + at, thick, long) if width >= height else Box(x + at, y, long, thick))
+            found.append(
+                Box(x, y + at, thick, long) if width >= height else Box(x + at, y, long, thick)
+            )
             at += long
         x, y, width, height = (
-            (x + thick, y, width - thick, height) if width >= height else (x, y + thick, width, height - thick)
+            (x + thick, y, width - thick, height)
+            if width >= height
+            else (x, y + thick, width, height - thick)
         )
         rest, start = rest - amount, row
     return found
@@ -84,12 +91,15 @@ def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
 
 
 def tiles(root: Branch, measure: str, box: Box, frame: Frame) -> Iterator[Tile]:
-    """The tiles of what is below `root`, each before those inside it. `measure` is ``parameters`` or ``nbytes``."""
+    """The tiles of what is below `root`, each before those inside it. `measure` is ``parameters``
+    or ``nbytes``."""
     waiting = [(root, box, 0)]
     while waiting:
         branch, inside, depth = waiting.pop()
         found = _pieces(branch, measure, inside.width * inside.height, frame.dust)
-        for piece, part in zip(found, squarified([each.value for each in found], inside), strict=True):
+        for piece, part in zip(
+            found, squarified([each.value for each in found], inside), strict=True
+        ):
             inner = _inner(piece, part, frame) if depth < DEEPEST else None
             yield Tile(piece.branch, piece.label, part, inner is None, piece.rest)
             if inner is not None:
@@ -98,7 +108,12 @@ def tiles(root: Branch, measure: str, box: Box, frame: Frame) -> Iterator[Tile]:
 
 def _inner(piece: Piece, box: Box, frame: Frame) -> Box | None:
     """Where tiles go inside one, None if there are none, or no room."""
-    if piece.rest or piece.own or not piece.branch.children or min(box.width, box.height) < frame.least:
+    if (
+        piece.rest
+        or piece.own
+        or not piece.branch.children
+        or min(box.width, box.height) < frame.least
+    ):
         return None
     return Box(
         box.x + frame.border,
@@ -119,7 +134,9 @@ def _pieces(parent: Branch, measure: str, area: float, dust: float) -> list[Piec
     seen = [piece for piece in found if piece.value >= least]
     small = found[len(seen) :]
     if len(small) > 1:
-        rest = Piece(parent, f"{len(small):,} more", sum(piece.value for piece in small), len(small))
+        rest = Piece(
+            parent, f"{len(small):,} more", sum(piece.value for piece in small), len(small)
+        )
         found = sorted((*seen, rest), key=lambda piece: -piece.value)
     return found
 

@@ -20,10 +20,17 @@ from tests.formats.dcp.making import alone
 def piece(tmp_path: Path) -> Path:
     """A state_dict of FSDP2, saved by torch.save as it is."""
     with alone():
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+        )
         try:
             mesh = init_device_mesh("cpu", (1,))
-            state = {"model": {"a": distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]), "b": torch.randn(2)}}
+            state = {
+                "model": {
+                    "a": distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]),
+                    "b": torch.randn(2),
+                }
+            }
             torch.save(state, tmp_path / "piece.pth")
         finally:
             dist.destroy_process_group()
@@ -34,8 +41,12 @@ def piece(tmp_path: Path) -> Path:
     ("name", "format"),
     [("x.safetensors", "safetensors"), ("x.npz", "npz"), ("folder", "sharded"), ("folder", "dcp")],
 )
-def test_pieces_of_ranks_are_no_weights(piece: Path, tmp_path: Path, name: str, format: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"a' the file holds the piece of one rank") as caught:
+def test_pieces_of_ranks_are_no_weights(
+    piece: Path, tmp_path: Path, name: str, format: str
+) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"a' the file holds the piece of one rank"
+    ) as caught:
         ckptkit.save(ckptkit.open(piece), tmp_path / name, format=format)
     assert caught.value.hint is not None
     assert "torch.distributed.checkpoint" in caught.value.hint
@@ -44,7 +55,9 @@ def test_pieces_of_ranks_are_no_weights(piece: Path, tmp_path: Path, name: str, 
 
 def test_pieces_of_ranks_are_kept_where_everything_is(piece: Path, tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(piece), tmp_path / "x.pth")
-    ckptkit.save(ckptkit.open(piece), tmp_path / "x.safetensors", options=WriteOptions(everything=True))
+    ckptkit.save(
+        ckptkit.open(piece), tmp_path / "x.safetensors", options=WriteOptions(everything=True)
+    )
     ckptkit.save(ckptkit.open(tmp_path / "x.safetensors"), tmp_path / "back.pth")
     assert (tmp_path / "back.pth").read_bytes() == (tmp_path / "x.pth").read_bytes()
 
@@ -54,7 +67,9 @@ def test_what_python_adds_to_tensors_is_said_to_be_left_out(tmp_path: Path, suff
     weight, parameter = torch.ones(3), torch.nn.Parameter(torch.ones(2))
     weight.scale = torch.tensor(0.1)  # type: ignore[attr-defined]
     parameter.tag = "x"  # type: ignore[attr-defined]
-    torch.save({"weight": weight, "parameter": parameter, "plain": torch.ones(1)}, tmp_path / "x.pth")
+    torch.save(
+        {"weight": weight, "parameter": parameter, "plain": torch.ones(1)}, tmp_path / "x.pth"
+    )
     done = ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / f"x{suffix}")
     said = "left out: what Python adds to the elements of tensors (a class, attributes): 'weight', 'parameter'"
     assert said in done.plan.notes

@@ -1,4 +1,5 @@
-"""What is no checkpoint says what it is, and what to do: by the bytes that such files begin with."""
+"""What is no checkpoint says what it is, and what to do: by the bytes that such files begin
+with."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def field(number: int, data: bytes) -> bytes:
 
 def onnx(producer: bytes = b"pytorch") -> bytes:
     graph = field(1, field(4, b"MatMul")) + field(2, b"main")
-    return b"\x08\x08" + field(2, producer) + field(3, b"2.1.0") + field(7, graph) + field(8, b"\x10\x11")
+    return (
+        b"\x08\x08"
+        + field(2, producer)
+        + field(3, b"2.1.0")
+        + field(7, graph)
+        + field(8, b"\x10\x11")
+    )
 
 
 def graph_def() -> bytes:
@@ -53,7 +60,11 @@ def saved_model() -> bytes:
 def flax(keys: int = 1) -> bytes:
     """{"params": {"kernel": array}}, as flax.serialization.to_bytes packs it."""
     head = bytes([0x80 | keys]) if keys < 16 else b"\xde" + struct.pack(">H", keys)
-    return head + b"\xa6params\x81\xa6kernel\xc7\x30\x01\x93\x92\x03\x04\xa7float32\xc4\x30" + bytes(48)
+    return (
+        head
+        + b"\xa6params\x81\xa6kernel\xc7\x30\x01\x93\x92\x03\x04\xa7float32\xc4\x30"
+        + bytes(48)
+    )
 
 
 def tensorflow_index() -> bytes:
@@ -150,7 +161,9 @@ FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "data", "what", "hint"), FILES, ids=[f"{name}-{what}" for name, _, what, _ in FILES])
+@pytest.mark.parametrize(
+    ("name", "data", "what", "hint"), FILES, ids=[f"{name}-{what}" for name, _, what, _ in FILES]
+)
 def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CkptkitError) as caught:
@@ -173,7 +186,11 @@ def test_a_file(tmp_path: Path, name: str, data: bytes, what: str, hint: str) ->
             "folder of TensorFlow checkpoints",
             "numpy.savez",
         ),
-        (["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "d/x"], "Orbax checkpoint", "numpy.savez"),
+        (
+            ["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "d/x"],
+            "Orbax checkpoint",
+            "numpy.savez",
+        ),
         (["model_index.json", "unet/config.json"], "pipeline of several models", "unet"),
         (["config.json", "tokenizer.json"], "holds no checkpoint", "name a file"),
         ([], "holds no checkpoint", "name a file"),
@@ -213,7 +230,8 @@ def test_the_state_of_an_optimizer(tmp_path: Path) -> None:
 
 
 def test_signatures_do_not_shadow_checkpoints(tmp_path: Path) -> None:
-    """A safetensors file whose header has the length 0x9c78: its first bytes are those of a zlib stream."""
+    """A safetensors file whose header has the length 0x9c78: its first bytes are those of a zlib
+    stream."""
     header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(0x9C78)
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
     assert (tmp_path / "x.safetensors").read_bytes()[:2] == b"\x78\x9c"

@@ -15,13 +15,18 @@ from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(["$float", "$dict", "$", ""])
+TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
+    ["$float", "$dict", "$", ""]
+)
 INTEGERS = st.integers(-(10**19) + 1, 10**19 - 1)
 SCALARS = st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | TEXTS
 VALUES = st.recursive(
     SCALARS,
     lambda inner: (
-        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(SCALARS, inner) | st.dictionaries(TEXTS, inner)
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(SCALARS, inner)
+        | st.dictionaries(TEXTS, inner)
     ),
     max_leaves=20,
 )
@@ -54,7 +59,18 @@ def test_scalars_of_numpy_are_scalars() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [10**19, -(10**19), b"", 1j, {1}, "\udc80", {"\udc80": 1}, {(1,): 2}, {b"k": 1}, Global("os", "system")],
+    [
+        10**19,
+        -(10**19),
+        b"",
+        1j,
+        {1},
+        "\udc80",
+        {"\udc80": 1},
+        {(1,): 2},
+        {b"k": 1},
+        Global("os", "system"),
+    ],
 )
 def test_what_is_not_plain(value: object) -> None:
     assert not is_plain(value)

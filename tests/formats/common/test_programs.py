@@ -1,4 +1,5 @@
-"""Copies of programs: the plain state_dict, and a word about what stays behind. The program itself is never touched."""
+"""Copies of programs: the plain state_dict, and a word about what stays behind. The program itself
+is never touched."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
 from ckptkit.transforms.structure import extract
 from tests.conftest import Run
-from tests.formats.torchscript.scripts import QUIET, by_torch, constants_by_torch, export, module_of, quantized, script
+from tests.formats.torchscript.scripts import (
+    QUIET,
+    by_torch,
+    constants_by_torch,
+    export,
+    module_of,
+    quantized,
+    script,
+)
 from tests.test_imports import spied
 
 pytestmark = QUIET
@@ -69,9 +78,14 @@ def test_safetensors(program: Path, tmp_path: Path) -> None:
 
 def test_remap_and_add_module(program: Path, tmp_path: Path) -> None:
     ckptkit.save(ckptkit.remap(ckptkit.open(program), "cuda:1"), tmp_path / "away.pth")
-    assert {each.device for each in ckptkit.open(tmp_path / "away.pth").weights.values()} == {"cuda:1"}
+    assert {each.device for each in ckptkit.open(tmp_path / "away.pth").weights.values()} == {
+        "cuda:1"
+    }
     ckptkit.save(ckptkit.add_prefix(ckptkit.open(program)), tmp_path / "added.pth")
-    check(load(tmp_path / "added.pth"), {f"module.{name}": each for name, each in by_torch(program).items()})
+    check(
+        load(tmp_path / "added.pth"),
+        {f"module.{name}": each for name, each in by_torch(program).items()},
+    )
 
 
 def test_frozen(frozen: Path, tmp_path: Path) -> None:
@@ -99,7 +113,9 @@ def test_packed_weights_are_named(tmp_path: Path) -> None:
     path = script(quantized(), tmp_path / "net.pt")
     done = convert(path, tmp_path / "out.pth")
     assert list(load(tmp_path / "out.pth")) == list(by_torch(path))
-    assert any("2 packed quantized tensors" in note and "--dequantize" in note for note in done.plan.notes)
+    assert any(
+        "2 packed quantized tensors" in note and "--dequantize" in note for note in done.plan.notes
+    )
 
 
 def test_exported(tmp_path: Path) -> None:
@@ -139,6 +155,9 @@ def test_commands(run: Run, tmp_path: Path) -> None:
 
 def test_without_torch(program: Path, tmp_path: Path) -> None:
     """Neither reading nor copying imports it, and nothing unpickles."""
-    commands: list[list[str | Path]] = [["inspect", "--json", program], ["convert", program, "out.pth"]]
+    commands: list[list[str | Path]] = [
+        ["inspect", "--json", program],
+        ["convert", program, "out.pth"],
+    ]
     for report in spied(tmp_path, *commands):
         assert report == {"code": 0, "heavy": [], "unpicklers": 0}

@@ -1,4 +1,5 @@
-"""Loads a folder into a model that is sharded over the processes: run by each of them, under torchrun.
+"""Loads a folder into a model that is sharded over the processes: run by each of them, under
+torchrun.
 
     torchrun --nproc-per-node 2 -m tests.formats.dcp.loading FOLDER FILE
 

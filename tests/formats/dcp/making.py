@@ -78,11 +78,18 @@ class Crafted:
         self.metadata.state_dict_metadata[name] = BytesStorageMetadata()
         self.place(MetadataIndex(name), data)
 
-    def tensor(self, name: str, size: tuple[int, ...], chunks: list[tuple[Box, bytes]], dtype: Any = None) -> None:
+    def tensor(
+        self, name: str, size: tuple[int, ...], chunks: list[tuple[Box, bytes]], dtype: Any = None
+    ) -> None:
         """A tensor of `size` with so many boxes, and what is stored for each."""
-        boxes = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in chunks]
+        boxes = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for (offsets, sizes), _ in chunks
+        ]
         properties = TensorProperties(dtype or torch.float32)
-        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(size), boxes)
+        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(
+            properties, torch.Size(size), boxes
+        )
         for (offsets, _), data in chunks:
             self.place(MetadataIndex(name, offsets), data)
 

@@ -1,4 +1,5 @@
-"""What several processes save with torch.distributed.checkpoint: run by each of them, under torchrun.
+"""What several processes save with torch.distributed.checkpoint: run by each of them, under
+torchrun.
 
 torchrun --nproc-per-node 4 -m tests.formats.dcp.ranks FOLDER
 """
@@ -26,7 +27,8 @@ Save = Callable[[str, dict[str, Any]], None]
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """The same in every process: sizes that the number of processes divides, and sizes that it does not."""
+    """The same in every process: sizes that the number of processes divides, and sizes that it does
+    not."""
     torch.manual_seed(0)
     return {
         "even": torch.randn(8, 12),
@@ -41,7 +43,9 @@ def sharded(mesh: Any, placements: list[Any], whole: dict[str, torch.Tensor]) ->
     """Each tensor sharded over the mesh, those without the dimension replicated."""
     made: dict[str, Any] = {}
     for name, tensor in whole.items():
-        fit = [each if getattr(each, "dim", 0) < tensor.dim() else Replicate() for each in placements]
+        fit = [
+            each if getattr(each, "dim", 0) < tensor.dim() else Replicate() for each in placements
+        ]
         made[name] = distribute_tensor(tensor, mesh, fit, src_data_rank=None)
     return made
 
@@ -50,13 +54,19 @@ def meshes(save: Save) -> None:
     whole = tensors()
     one = init_device_mesh("cpu", (4,))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    nested = {"model": sharded(one, [Shard(0)], whole), "step": 3, "config": {"lr": [0.1, 0.2], "name": "x"}}
+    nested = {
+        "model": sharded(one, [Shard(0)], whole),
+        "step": 3,
+        "config": {"lr": [0.1, 0.2], "name": "x"},
+    }
     save("rows", nested)
     save("columns", sharded(one, [Shard(1)], whole))
     save("grid", sharded(two, [Shard(0), Shard(1)], whole))
     save("cuts_twice", sharded(two, [Shard(0), Shard(0)], whole))
     save("part_replicated", sharded(two, [Replicate(), Shard(1)], whole))
-    transposed = {name: tensor.transpose(0, -1) for name, tensor in whole.items() if tensor.dim() > 1}
+    transposed = {
+        name: tensor.transpose(0, -1) for name, tensor in whole.items() if tensor.dim() > 1
+    }
     local = {
         name: distribute_tensor(tensor.contiguous(), one, [Shard(0)], src_data_rank=None)
         for name, tensor in transposed.items()
@@ -65,7 +75,8 @@ def meshes(save: Save) -> None:
 
 
 def checkerboard(save: Save) -> None:
-    """A ShardedTensor of four boxes that no mesh gives: cut along rows first, and each half elsewhere."""
+    """A ShardedTensor of four boxes that no mesh gives: cut along rows first, and each half
+    elsewhere."""
     rank = dist.get_rank()
     whole = tensors()["even"]
     boxes = [((0, 0), (3, 5)), ((0, 5), (3, 7)), ((3, 0), (5, 8)), ((3, 8), (5, 4))]
@@ -97,13 +108,25 @@ def writers(folder: Path) -> None:
     """The same tensors through every other writer."""
     mesh = init_device_mesh("cpu", (4,))
     state = sharded(mesh, [Shard(0)], tensors())
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "items", single_file_per_rank=False))
+    dcp.save(
+        state, storage_writer=dcp.FileSystemWriter(folder / "items", single_file_per_rank=False)
+    )
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "threads", thread_count=2))
-    tensors_inside = dcp.FileSystemWriter(folder / "safe", serialization_format=SerializationFormat.SAFETENSORS)
+    tensors_inside = dcp.FileSystemWriter(
+        folder / "safe", serialization_format=SerializationFormat.SAFETENSORS
+    )
     dcp.save({"model": state}, storage_writer=tensors_inside)
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / "hub"), save_distributed=True))
-    both = dcp.HuggingFaceStorageWriter(str(folder / "both"), save_distributed=True, enable_consolidation=True)
-    dcp.save({name: each for name, each in state.items() if each.is_floating_point()}, storage_writer=both)
+    dcp.save(
+        state,
+        storage_writer=dcp.HuggingFaceStorageWriter(str(folder / "hub"), save_distributed=True),
+    )
+    both = dcp.HuggingFaceStorageWriter(
+        str(folder / "both"), save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(
+        {name: each for name, each in state.items() if each.is_floating_point()},
+        storage_writer=both,
+    )
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "alone"), use_collectives=False)
 
 

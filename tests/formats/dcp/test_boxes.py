@@ -54,7 +54,12 @@ def test_meshes_cover(grid: tuple[tuple[int, ...], list[Box]]) -> None:
 @given(st.data())
 def test_any_boxes(data: st.DataObject) -> None:
     shape = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
-    box = st.tuples(*(st.tuples(st.integers(0, n), st.integers(0, n)).filter(lambda o: o[0] <= o[1]) for n in shape))
+    box = st.tuples(
+        *(
+            st.tuples(st.integers(0, n), st.integers(0, n)).filter(lambda o: o[0] <= o[1])
+            for n in shape
+        )
+    )
     drawn = data.draw(st.lists(box, max_size=5))
     boxes = [(tuple(a for a, _ in each), tuple(b - a for a, b in each)) for each in drawn]
     assert proven(shape, boxes) == counted(shape, boxes)
@@ -82,7 +87,8 @@ def test_many_ranks() -> None:
 
 
 def test_DC_04_too_much_work() -> None:
-    """Boxes that can only be cut off one by one, alternately along both dimensions; and a pinwheel of many blades."""
+    """Boxes that can only be cut off one by one, alternately along both dimensions; and a pinwheel
+    of many blades."""
     size = 3_000
     spiral: list[Box] = []
     for n in range(size - 1):
@@ -90,6 +96,11 @@ def test_DC_04_too_much_work() -> None:
     with pytest.raises(LimitError, match="chunk_visits"):
         check_cover((size, size), [*spiral, ((size - 1, size - 1), (1, 1))])
     middle: list[Box] = [((row, column), (1, 1)) for row in range(1, 51) for column in range(1, 51)]
-    blades: list[Box] = [((0, 0), (1, 51)), ((0, 51), (51, 1)), ((51, 1), (1, 51)), ((1, 0), (51, 1))]
+    blades: list[Box] = [
+        ((0, 0), (1, 51)),
+        ((0, 51), (51, 1)),
+        ((51, 1), (1, 51)),
+        ((1, 0), (51, 1)),
+    ]
     with pytest.raises(LimitError, match="chunk_visits"):
         check_cover((52, 52), [*blades, *middle])

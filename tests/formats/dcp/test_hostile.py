@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 
 import ckptkit
 from ckptkit import compute, formats
@@ -129,7 +133,9 @@ def test_DC_01_fields_of_other_types(tmp_path: Path, name: str, value: object) -
 # DC-02: files
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x.distcp", "a/b.distcp", "..", ".", "", "a\\b", "C:x", "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x.distcp", "a/b.distcp", "..", ".", "", "a\\b", "C:x", "a\0b"]
+)
 def test_DC_02_paths_that_lead_out(tmp_path: Path, path: str) -> None:
     made = two(tmp_path / "x")
     (tmp_path / "x.distcp").write_bytes(b"")
@@ -270,7 +276,9 @@ def test_DC_05_an_item_that_is_smaller_than_its_chunk(tmp_path: Path) -> None:
         (b"not a file of torch" * 10, CkptkitError),
     ],
 )
-def test_DC_06_items_that_are_something_else(tmp_path: Path, item: bytes, error: type[CkptkitError]) -> None:
+def test_DC_06_items_that_are_something_else(
+    tmp_path: Path, item: bytes, error: type[CkptkitError]
+) -> None:
     made = Crafted(tmp_path / "x")
     made.tensor("w", (4, 3), [(HALVES[0], archive(torch.ones(2, 3))), (HALVES[1], item)])
     folder = made.write()
@@ -289,7 +297,9 @@ def test_DC_06_an_item_that_would_run_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", [(1, 2), [1] * 5, [1] * 6, None])
-def test_DC_06_properties_of_another_kind(tmp_path: Path, state: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_DC_06_properties_of_another_kind(
+    tmp_path: Path, state: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = two(tmp_path / "x")
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: state)
     with pytest.raises((FormatError, UnsupportedError)):
@@ -343,7 +353,10 @@ def test_DC_07_values_that_are_no_values(tmp_path: Path, item: bytes) -> None:
     made.value("epoch", item)
     with pytest.raises(CkptkitError) as caught:
         read(made.write())
-    assert caught.value.where == str(tmp_path / "x" / DATA) and "'epoch', at byte" in caught.value.message
+    assert (
+        caught.value.where == str(tmp_path / "x" / DATA)
+        and "'epoch', at byte" in caught.value.message
+    )
 
 
 # DC-08: unfinished saves
@@ -361,7 +374,9 @@ def test_DC_08_a_save_that_was_interrupted(tmp_path: Path, name: str | None) -> 
 
 
 def test_DC_08_missing_files(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", {"a": torch.ones(2), "b": torch.ones(1)}, single_file_per_rank=False)
+    folder = save(
+        tmp_path / "x", {"a": torch.ones(2), "b": torch.ones(1)}, single_file_per_rank=False
+    )
     (folder / "__0_1.distcp").unlink()
     with pytest.raises(CorruptError, match=r"1 of 2 files are missing: __0_1\.distcp"):
         read(folder)

@@ -1,4 +1,5 @@
-"""Shards of HuggingFaceStorageWriter, and safetensors inside data files, that lie; written by safetensors itself."""
+"""Shards of HuggingFaceStorageWriter, and safetensors inside data files, that lie; written by
+safetensors itself."""
 
 from __future__ import annotations
 
@@ -62,8 +63,14 @@ def test_shards_in_any_order(tmp_path: Path) -> None:
         ),  # the middle is missing
         ([({"w": torch.ones(2)}, {"w": [0]}), ({"w": torch.ones(2)}, {"w": [1]})], CorruptError),
         ([({"w": torch.ones(2)}, {"w": [0]}), ({"w": torch.ones(2)}, {"w": [0]})], CorruptError),
-        ([({"w": torch.ones(2)}, {"w": [0]}), ({"w": torch.ones(2).double()}, {"w": [2]})], CorruptError),
-        ([({"w": torch.ones(2)}, {"w": [0]}), ({"w": torch.ones(2, 1)}, {"w": [2, 0]})], CorruptError),
+        (
+            [({"w": torch.ones(2)}, {"w": [0]}), ({"w": torch.ones(2).double()}, {"w": [2]})],
+            CorruptError,
+        ),
+        (
+            [({"w": torch.ones(2)}, {"w": [0]}), ({"w": torch.ones(2, 1)}, {"w": [2, 0]})],
+            CorruptError,
+        ),
         ([({"w": torch.ones(2)}, {"w": [0, 0]})], CorruptError),
         ([({"w": torch.ones(2)}, {"w": [1 << 62]})], CorruptError),
         ([({"w": torch.ones(2)}, {"w": [-1]})], FormatError),
@@ -74,7 +81,9 @@ def test_shards_in_any_order(tmp_path: Path) -> None:
         ([({"w": torch.ones(2)}, "{")], FormatError),
     ],
 )
-def test_DC_04_shards_that_are_no_whole(tmp_path: Path, shards: Shards, error: type[CkptkitError]) -> None:
+def test_DC_04_shards_that_are_no_whole(
+    tmp_path: Path, shards: Shards, error: type[CkptkitError]
+) -> None:
     with pytest.raises(error) as caught:
         read(make(tmp_path / "x", shards))
     assert caught.value.where is not None and caught.value.where.startswith(str(tmp_path / "x"))
@@ -115,7 +124,9 @@ def test_safetensors_inside(tmp_path: Path) -> None:
         ({"w": torch.ones(2, 3)}, {"w": "x"}),
     ],
 )
-def test_DC_06_safetensors_inside_that_are_something_else(tmp_path: Path, held: Any, offsets: Any) -> None:
+def test_DC_06_safetensors_inside_that_are_something_else(
+    tmp_path: Path, held: Any, offsets: Any
+) -> None:
     folder = inside(tmp_path / "x", held, offsets)
     with pytest.raises(FormatError) as caught:
         elements_of(read(folder).weights["w"])

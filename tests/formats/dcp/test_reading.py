@@ -1,4 +1,5 @@
-"""Folders of torch.distributed.checkpoint as torch writes them, with `dcp_to_torch_save` as the oracle."""
+"""Folders of torch.distributed.checkpoint as torch writes them, with `dcp_to_torch_save` as the
+oracle."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ from tests.formats.conformance import FormatConformance, State, elements
 from tests.formats.dcp.making import Crafted, alone, archive, save, whole
 from tests.formats.dcp.ranks import tensors
 
-PLAIN = [row.name for row in TABLE if row.kind in ("float", "bool", "complex") and hasattr(torch, row.name)]
+PLAIN = [
+    row.name
+    for row in TABLE
+    if row.kind in ("float", "bool", "complex") and hasattr(torch, row.name)
+]
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"]
 
 
@@ -86,7 +91,10 @@ def test_a_nested_state(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {
         "model": OrderedDict({"l.weight": torch.randn(3, 2), "l.bias": torch.randn(3)}),
-        "optim": {"state": {0: {"step": 1, "m": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "optim": {
+            "state": {0: {"step": 1, "m": torch.ones(3)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        },
         "lists": [torch.zeros(2), "x", [1, 2], [torch.ones(1)], {"deep": [[torch.ones(2)], None]}],
         "plain": [1, "two", None],
         "pair": (torch.ones(2), 3),
@@ -127,9 +135,13 @@ def test_names_that_were_not_flattened(tmp_path: Path) -> None:
     assert list(read(folder).root) == ["a.b", "a"]
 
 
-def test_dicts_of_values_were_not_flattened_before_torch_2_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dicts_of_values_were_not_flattened_before_torch_2_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_version, "_derived_version", "2_3")
-    folder = save(tmp_path / "x", {"model": {"a": torch.ones(2)}, "config": {"lr": 0.1, "steps": [1]}})
+    folder = save(
+        tmp_path / "x", {"model": {"a": torch.ones(2)}, "config": {"lr": 0.1, "steps": [1]}}
+    )
     assert pickle.loads((folder / ".metadata").read_bytes()).planner_data["config"] == ("config",)
     assert read(folder).root["config"] == {"lr": 0.1, "steps": [1]}
 
@@ -143,13 +155,18 @@ def test_tensors_of_one_item_each_file(tmp_path: Path) -> None:
 
 def test_views_are_stored_by_their_strides(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    state = {"transposed": base.t(), "slice": base[:, 1:3], "conj": torch.ones(2, dtype=torch.complex64).conj()}
+    state = {
+        "transposed": base.t(),
+        "slice": base[:, 1:3],
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+    }
     folder = save(tmp_path / "x", state)
     same(ckptkit.load(folder, whole=True), whole(folder))
 
 
 def test_values_with_safetensors(tmp_path: Path) -> None:
-    """torch cannot read what it writes then: values come before the header of the safetensors file."""
+    """torch cannot read what it writes then: values come before the header of the safetensors
+    file."""
     state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(6), "c": torch.ones(6)}
     options = {"serialization_format": SerializationFormat.SAFETENSORS}
     folder = save(tmp_path / "x", {"model": state, "epoch": 1, "name": "x"}, **options)
@@ -204,7 +221,14 @@ def test_matches(tmp_path: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that four processes saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+    ]
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "-m", "tests.formats.dcp.ranks", str(folder)],
@@ -229,10 +253,14 @@ def test_shards_are_put_together(ranks: Path, name: str) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["safe", "hub", "both", "alone"])
 def test_shards_that_torch_does_not_put_together(ranks: Path, name: str) -> None:
-    """It has no reader for the first, needs as many processes as there were for the last, and a folder of the hub is
-    not its own. What comes out is what went in."""
+    """It has no reader for the first, needs as many processes as there were for the last, and a
+    folder of the hub is not its own. What comes out is what went in."""
     found = ckptkit.load(ranks / name)
-    want = {key: tensor for key, tensor in tensors().items() if name != "both" or tensor.is_floating_point()}
+    want = {
+        key: tensor
+        for key, tensor in tensors().items()
+        if name != "both" or tensor.is_floating_point()
+    }
     same(dict(sorted(found.items())), dict(sorted(want.items())))
 
 
@@ -284,14 +312,20 @@ def test_a_folder_of_lightning(corpus: Corpus, tmp_path: Path) -> None:
 
 def with_strides(monkeypatch: pytest.MonkeyPatch, stride: tuple[int, ...] | None) -> None:
     five = TensorProperties.__getstate__
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: (*five(properties), stride))
+    monkeypatch.setattr(
+        TensorProperties, "__getstate__", lambda properties: (*five(properties), stride)
+    )
 
 
 def test_strides_lay_the_chunks_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A channels_last tensor in two chunks, cut along its channels: rows of pixels of both alternate."""
+    """A channels_last tensor in two chunks, cut along its channels: rows of pixels of both
+    alternate."""
     tensor = torch.randn(2, 6, 3, 4).contiguous(memory_format=torch.channels_last)
     crafted = Crafted(tmp_path / "x")
-    halves = [(((0, start, 0, 0), (2, 3, 3, 4)), archive(tensor[:, start : start + 3].clone())) for start in (0, 3)]
+    halves = [
+        (((0, start, 0, 0), (2, 3, 3, 4)), archive(tensor[:, start : start + 3].clone()))
+        for start in (0, 3)
+    ]
     crafted.tensor("w", (2, 6, 3, 4), halves)
     with_strides(monkeypatch, tensor.stride())
     same(ckptkit.load(crafted.write(), whole=True), {"w": tensor})
@@ -309,7 +343,9 @@ def test_strides_that_leave_gaps_are_not_kept(
 
 
 @pytest.mark.parametrize("stride", [(1,), (1, -5), (1, True), "12"])
-def test_strides_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: Any) -> None:
+def test_strides_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: Any
+) -> None:
     crafted = Crafted(tmp_path / "x")
     crafted.tensor("w", (3, 5), [(((0, 0), (3, 5)), archive(torch.randn(3, 5)))])
     with_strides(monkeypatch, stride)

@@ -18,7 +18,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
-from ckptkit.core.errors import CollisionError, LimitError, OutputExistsError, UnsafeGlobalError, UsageError
+from ckptkit.core.errors import (
+    CollisionError,
+    LimitError,
+    OutputExistsError,
+    UnsafeGlobalError,
+    UsageError,
+)
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats.format import WriteOptions
 from tests.conftest import ENVIRONMENT, ROOT, Run
@@ -31,7 +37,11 @@ def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, 
     """The folder that ckptkit makes of what torch saves, and what it says of it."""
     torch.save(state, folder.with_suffix(".pth"))
     done = ckptkit.save(
-        ckptkit.open(folder.with_suffix(".pth")), folder, format="dcp", options=WriteOptions(**options), verify=True
+        ckptkit.open(folder.with_suffix(".pth")),
+        folder,
+        format="dcp",
+        options=WriteOptions(**options),
+        verify=True,
     )
     return folder, done.plan.notes
 
@@ -118,7 +128,9 @@ def test_metadata_are_what_torch_writes(tmp_path: Path) -> None:
     folder, _ = convert(state, tmp_path / "x")
     with alone():
         dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    ours, theirs = (pickle.loads((each / ".metadata").read_bytes()) for each in (folder, tmp_path / "theirs"))
+    ours, theirs = (
+        pickle.loads((each / ".metadata").read_bytes()) for each in (folder, tmp_path / "theirs")
+    )
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     assert ours.planner_data == theirs.planner_data
@@ -149,16 +161,25 @@ def test_items_are_plain_archives(tmp_path: Path) -> None:
 
 
 def test_what_has_no_place(tmp_path: Path) -> None:
-    state = {"model": OrderedDict(a=torch.ones(1)), "optim": {"state": {}, "groups": {0: {"lr": 1}}}}
+    state = {
+        "model": OrderedDict(a=torch.ones(1)),
+        "optim": {"state": {}, "groups": {0: {"lr": 1}}},
+    }
     state["model"]._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     folder, notes = convert(state, tmp_path / "x")
     assert len(notes) == 3
-    assert "optim.state" in notes[0] and "optim.groups.0" in notes[1] and "_metadata of model" in notes[2]
+    assert (
+        "optim.state" in notes[0]
+        and "optim.groups.0" in notes[1]
+        and "_metadata of model" in notes[2]
+    )
     same(whole(folder), {"model": {"a": torch.ones(1)}, "optim": {"groups": {"0": {"lr": 1}}}})
 
 
 def test_metadata_of_a_container(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "x"})
+    save_file(
+        {"a": torch.ones(1)}, tmp_path / "in.safetensors", metadata={"format": "pt", "author": "x"}
+    )
     done = ckptkit.save(ckptkit.open(tmp_path / "in.safetensors"), tmp_path / "x", format="dcp")
     assert done.plan.notes == ("left out: the metadata of the container (author)",)
 
@@ -230,13 +251,24 @@ def test_a_folder_that_is_there(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, run: Run) -> None:
     torch.save({"module.a": torch.ones(2)}, tmp_path / "in.pth")
-    done = run("convert", tmp_path / "in.pth", f"{tmp_path / 'out'}{os.sep}", "--format", "dcp", "--strip", "module.")
+    done = run(
+        "convert",
+        tmp_path / "in.pth",
+        f"{tmp_path / 'out'}{os.sep}",
+        "--format",
+        "dcp",
+        "--strip",
+        "module.",
+    )
     assert (done.code, done.stderr) == (0, "")
     same(whole(tmp_path / "out"), {"a": torch.ones(2)})
     assert run("convert", tmp_path / "out", tmp_path / "back.safetensors").code == 0
     assert run("remap", tmp_path / "out", tmp_path / "again", "--to", "cuda").code == 0
     assert ckptkit.open(tmp_path / "again").format == "dcp"
-    assert run("convert", tmp_path / "in.pth", tmp_path / "out", "--format", "dcp", "--force").code == 2
+    assert (
+        run("convert", tmp_path / "in.pth", tmp_path / "out", "--format", "dcp", "--force").code
+        == 2
+    )
 
 
 @pytest.mark.processes
@@ -244,7 +276,14 @@ def test_two_processes_load_their_shards(tmp_path: Path) -> None:
     """FSDP from one file of one process."""
     model, _ = trained()
     folder, _ = convert({"model": model.state_dict()}, tmp_path / "x")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = subprocess.run(
         [*command, "-m", "tests.formats.dcp.loading", folder, tmp_path / "x.pth"],
         cwd=ROOT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,

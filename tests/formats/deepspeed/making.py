@@ -1,4 +1,5 @@
-"""Folders as DeepSpeed leaves them, made with torch.save alone, and their weights put together again by torch.
+"""Folders as DeepSpeed leaves them, made with torch.save alone, and their weights put together
+again by torch.
 
 What lies between and behind the parameters is never zero, so that it would be seen among them.
 """
@@ -17,7 +18,10 @@ import torch
 State = dict[str, torch.Tensor]
 Groups = Sequence[Sequence[str]]
 GAP, PAD = -77.0, -99.0
-MOMENTS = {"exp_avg": 1000.0, "exp_avg_sq": 2000.0}  # what is added to a weight to make the optimizer's value
+MOMENTS = {
+    "exp_avg": 1000.0,
+    "exp_avg_sq": 2000.0,
+}  # what is added to a weight to make the optimizer's value
 TAG = "global_step7"
 
 
@@ -68,16 +72,24 @@ class Run:
             yield f"{self.prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content
 
     def model(self, rank: int) -> dict[str, Any]:
-        shapes = [OrderedDict((name, self.state[name].shape) for name in names) for names in self.names]
+        shapes = [
+            OrderedDict((name, self.state[name].shape) for name in names) for names in self.names
+        ]
         recorded = self.stage >= 2
-        fragments = self.frozen if self.stage < 3 else {name: self.part(t, rank) for name, t in self.frozen.items()}
+        fragments = (
+            self.frozen
+            if self.stage < 3
+            else {name: self.part(t, rank) for name, t in self.frozen.items()}
+        )
         zero = self.stage > 0
         return {
             "module": self.module(),
             "buffer_names": list(self.buffers),
             "optimizer": None if zero else {"state": {}, "param_groups": []},
             "param_shapes": shapes if zero else None,
-            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in self.frozen.items()) if recorded else None,
+            "frozen_param_shapes": OrderedDict((n, t.shape) for n, t in self.frozen.items())
+            if recorded
+            else None,
             "frozen_param_fragments": OrderedDict(fragments) if recorded else None,
             "shared_params": (self.shared if rank == 0 else {}) if zero else None,
             "lr_scheduler": {"last_epoch": 2},
@@ -89,7 +101,10 @@ class Run:
         }
 
     def module(self) -> OrderedDict[str, torch.Tensor]:
-        trained = {name: tensor if self.half is None else tensor.to(self.half) for name, tensor in self.state.items()}
+        trained = {
+            name: tensor if self.half is None else tensor.to(self.half)
+            for name, tensor in self.state.items()
+        }
         every = trained | self.frozen | {name: trained[kept] for name, kept in self.shared.items()}
         if self.stage == 3:
             every = {name: torch.empty(0, dtype=self.half or torch.float32) for name in every}
@@ -100,7 +115,8 @@ class Run:
     # Stages 1 and 2
 
     def flat(self, group: int, shift: float) -> torch.Tensor:
-        """The parameters of a group, gaps between them, filled up to a multiple of twice the ranks."""
+        """The parameters of a group, gaps between them, filled up to a multiple of twice the
+        ranks."""
         names = self.names[group]
         gaps = [0] * len(names) if self.gaps is None else self.gaps[group]
         pieces = [
@@ -123,7 +139,10 @@ class Run:
             return whole[: n - cut[group]] if trim else whole
 
         state = [
-            {"step": torch.tensor(7.0), **{key: part(group, shift, self.elastic) for key, shift in MOMENTS.items()}}
+            {
+                "step": torch.tensor(7.0),
+                **{key: part(group, shift, self.elastic) for key, shift in MOMENTS.items()},
+            }
             for group in every
         ]
         groups = [{"lr": 0.1 * (group + 1), "params": [group]} for group in every]
@@ -144,12 +163,19 @@ class Run:
     def part(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The share of a rank of a parameter, filled up."""
         share = -(-tensor.numel() // self.ranks)
-        fill = torch.full((share * self.ranks - tensor.numel(),), 7.0 if tensor.dtype == torch.bool else PAD)
-        return torch.cat([tensor.reshape(-1), fill.to(tensor.dtype)])[rank * share : (rank + 1) * share].clone()
+        fill = torch.full(
+            (share * self.ranks - tensor.numel(),), 7.0 if tensor.dtype == torch.bool else PAD
+        )
+        return torch.cat([tensor.reshape(-1), fill.to(tensor.dtype)])[
+            rank * share : (rank + 1) * share
+        ].clone()
 
     def optim_3(self, rank: int) -> dict[str, Any]:
         def flats(shift: float) -> list[torch.Tensor]:
-            pieces = [torch.cat([self.part(self.state[name] + shift, rank) for name in names]) for names in self.names]
+            pieces = [
+                torch.cat([self.part(self.state[name] + shift, rank) for name in names])
+                for names in self.names
+            ]
             whole = pieces if self.flats is None else torch.cat(pieces).tensor_split(self.flats)
             return [piece.clone() for piece in whole]
 
@@ -177,10 +203,15 @@ class Run:
             for key, shift in {"fp32": 0.0, **MOMENTS}.items():
                 value = tensor + shift
                 torch.save(
-                    value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value}, place / f"{key}.pt"
+                    value.reshape(-1) if self.stage == 3 else {"cat_dim": 0, "param": value},
+                    place / f"{key}.pt",
                 )
             torch.save(torch.tensor(7.0), place / "step.pt")
-        settings = {"clip_grad": 1.0, "zero_stage": self.stage, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        settings = {
+            "clip_grad": 1.0,
+            "zero_stage": self.stage,
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        }
         torch.save(settings, tag / "zero" / "optimizer_state.pt")
         for name, value in self.files():
             if name.endswith("_model_states.pt"):
@@ -194,12 +225,17 @@ def consolidated(tag: Path) -> State:
     optims = [load(path)["optimizer_state_dict"] for path in sorted(tag.glob("*_optim_states.pt"))]
     first, ranks = models[0], len(optims)
     found: State = {name: first["module"][name] for name in first["buffer_names"]}
-    found = {name: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for name, t in found.items()}
+    found = {
+        name: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+        for name, t in found.items()
+    }
     for name, shape in (first["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
         found[name] = torch.cat(parts)[: prod(shape)].view(shape)
     if "fp32_flat_groups" in optims[0]:
-        _take_shares(found, first["param_shapes"], [torch.cat(optim["fp32_flat_groups"]) for optim in optims])
+        _take_shares(
+            found, first["param_shapes"], [torch.cat(optim["fp32_flat_groups"]) for optim in optims]
+        )
     else:
         for group, shapes in enumerate(first["param_shapes"]):
             flat = torch.cat([optim["single_partition_of_fp32_groups"][group] for optim in optims])
@@ -212,7 +248,9 @@ def consolidated(tag: Path) -> State:
     return {name: found[name] for name in first["module"] if name in found}
 
 
-def _take_shares(found: State, groups: Sequence[Mapping[str, torch.Size]], streams: list[torch.Tensor]) -> None:
+def _take_shares(
+    found: State, groups: Sequence[Mapping[str, torch.Size]], streams: list[torch.Tensor]
+) -> None:
     at = 0
     for name, shape in (item for group in groups for item in group.items()):
         share = -(-prod(shape) // len(streams))

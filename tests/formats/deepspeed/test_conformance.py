@@ -1,4 +1,5 @@
-"""The conformance suite over folders of stages 2 and 3, of two and three ranks; torch puts them together."""
+"""The conformance suite over folders of stages 2 and 3, of two and three ranks; torch puts them
+together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Folders of DeepSpeed that are damaged, mixed, cut differently from what they say, or made to do harm."""
+"""Folders of DeepSpeed that are damaged, mixed, cut differently from what they say, or made to do
+harm."""
 
 from __future__ import annotations
 
@@ -61,7 +62,17 @@ def edit_optims(tag: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["../y/global_step7", "/etc", "..", ".", "global_step7/", "a\\b", "%2e%2e", "global_step8", "zero_to_fp32.py"],
+    [
+        "../y/global_step7",
+        "/etc",
+        "..",
+        ".",
+        "global_step7/",
+        "a\\b",
+        "%2e%2e",
+        "global_step8",
+        "zero_to_fp32.py",
+    ],
 )
 def test_SH_01_latest_leads_elsewhere(tmp_path: Path, text: str) -> None:
     for name in ("x", "y"):
@@ -131,7 +142,8 @@ def test_SH_09_several_and_no_latest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"]
+    "name",
+    ["model.safetensors", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"],
 )
 def test_SH_09_a_model_beside_it(tmp_path: Path, name: str) -> None:
     """As transformers saves it: 16 bits there, 32 here."""
@@ -186,7 +198,9 @@ def test_SH_09_files_of_more_ranks(tmp_path: Path) -> None:
         read(tag)
 
 
-@pytest.mark.parametrize("name", [f"bf16_{OPTIM.format(0)}", OPTIM.format("00"), "mp_rank_0_model_states.pt"])
+@pytest.mark.parametrize(
+    "name", [f"bf16_{OPTIM.format(0)}", OPTIM.format("00"), "mp_rank_0_model_states.pt"]
+)
 def test_SH_09_two_files_of_a_rank(tmp_path: Path, name: str) -> None:
     tag = Run(small()).save(tmp_path / "x")
     shutil.copy(tag / (MODEL if name.startswith("mp") else OPTIM.format(0)), tag / name)
@@ -195,7 +209,10 @@ def test_SH_09_two_files_of_a_rank(tmp_path: Path, name: str) -> None:
 
 
 def test_SH_09_files_of_two_stages(tmp_path: Path) -> None:
-    two, three = Run(small(), stage=2).save(tmp_path / "2"), Run(small(), stage=3).save(tmp_path / "3")
+    two, three = (
+        Run(small(), stage=2).save(tmp_path / "2"),
+        Run(small(), stage=3).save(tmp_path / "3"),
+    )
     shutil.copy(three / MODEL_3.format(0), two / MODEL_3.format(0))
     with pytest.raises(AmbiguousError, match="files of ZeRO stage 3"):
         read(two)
@@ -243,7 +260,9 @@ def test_DC_09_groups_of_other_ranks(tmp_path: Path) -> None:
         read(tag)
 
 
-@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\3\4"])
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\3\4"]
+)
 def test_SH_07_files_of_another_kind(tmp_path: Path, content: bytes) -> None:
     for name in (MODEL, OPTIM.format(1)):
         tag = Run(small()).save(tmp_path / name)
@@ -277,7 +296,10 @@ def test_DC_03_ranks_that_contradict_each_other(tmp_path: Path) -> None:
         {"zero_stage": 3},
     )):  # fmt: skip
         tag = Run(small()).save(tmp_path / str(number))
-        edit(tag / OPTIM.format(1), lambda content, new=change: content["optimizer_state_dict"].update(new))
+        edit(
+            tag / OPTIM.format(1),
+            lambda content, new=change: content["optimizer_state_dict"].update(new),
+        )
         with pytest.raises(CorruptError):
             read(tag)
 
@@ -298,7 +320,8 @@ def test_DC_06_flat_tensors_of_another_kind(tmp_path: Path, stage: int, flats: A
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_DC_04_parameters_that_are_not_covered(tmp_path: Path, stage: int) -> None:
-    """A gap never becomes zeros, and what is behind the last parameter is not dropped in silence."""
+    """A gap never becomes zeros, and what is behind the last parameter is not dropped in
+    silence."""
     shapes: dict[str, dict[str, Any]] = {
         "more": {"a": (7, 5), "b": (4,), "c": (9,)},
         "less": {"a": (7, 5)},
@@ -321,19 +344,27 @@ def test_DC_05_shapes(tmp_path: Path, stage: int, size: Any) -> None:
     tag = Run(small(), stage=stage).save(tmp_path / "x")
     for shape in ((size,), (size, size), [size], size):
         for path in tag.glob("*_model_states.pt"):
-            edit(path, lambda content, new=shape: content.update(param_shapes=[{"a": new, "b": (4,)}]))
+            edit(
+                path,
+                lambda content, new=shape: content.update(param_shapes=[{"a": new, "b": (4,)}]),
+            )
         with pytest.raises((FormatError, CorruptError, LimitError)):
             read(tag)
 
 
 def test_DC_05_a_rank_without_end(tmp_path: Path) -> None:
     tag = Run(small()).save(tmp_path / "x")
-    edit(tag / MODEL, lambda content: content.update(param_shapes=[{"a": (2**62,) * 100_000, "b": (4,)}]))
+    edit(
+        tag / MODEL,
+        lambda content: content.update(param_shapes=[{"a": (2**62,) * 100_000, "b": (4,)}]),
+    )
     with pytest.raises(LimitError, match="rank"):
         read(tag)
 
 
-@pytest.mark.parametrize("shapes", [1, {}, "ab", [1], [[]], [{1: (3,)}], [{"a": {}}], [{"a": (7, 5)}, {"a": (4,)}]])
+@pytest.mark.parametrize(
+    "shapes", [1, {}, "ab", [1], [[]], [{1: (3,)}], [{"a": {}}], [{"a": (7, 5)}, {"a": (4,)}]]
+)
 def test_DC_10_shapes_of_another_kind(tmp_path: Path, shapes: Any) -> None:
     tag = Run(small(), stage=3).save(tmp_path / "x")
     for path in tag.glob("*_model_states.pt"):
@@ -343,7 +374,8 @@ def test_DC_10_shapes_of_another_kind(tmp_path: Path, shapes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "gaps", [[], [[0]], [[0, 0], [0, 0]], [[0, 0, 0]], [[100, 0]], [[-1, 0]], [[2**62, 0]], [5], "ab"]
+    "gaps",
+    [[], [[0]], [[0, 0], [0, 0]], [[0, 0, 0]], [[100, 0]], [[-1, 0]], [[2**62, 0]], [5], "ab"],
 )
 def test_DC_03_gaps(tmp_path: Path, gaps: Any) -> None:
     tag = Run(small()).save(tmp_path / "x")
@@ -361,7 +393,14 @@ def test_DC_06_shapes_of_the_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fragments",
-    [{}, {"c": None}, {"c": 1}, {"c": torch.ones(2)}, {"c": torch.ones(3, 1)}, {"c": torch.ones(4)[::2]}],
+    [
+        {},
+        {"c": None},
+        {"c": 1},
+        {"c": torch.ones(2)},
+        {"c": torch.ones(3, 1)},
+        {"c": torch.ones(4)[::2]},
+    ],
 )
 @pytest.mark.parametrize("stage", [2, 3])
 def test_DC_04_frozen_parameters(tmp_path: Path, stage: int, fragments: Any) -> None:
@@ -373,7 +412,8 @@ def test_DC_04_frozen_parameters(tmp_path: Path, stage: int, fragments: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "key", ["module", "buffer_names", "shared_params", "frozen_param_shapes", "optimizer_state_dict"]
+    "key",
+    ["module", "buffer_names", "shared_params", "frozen_param_shapes", "optimizer_state_dict"],
 )
 @pytest.mark.parametrize("value", [1, "x", [1], {1: 2}, {"a": 1}, {"a": ()}, torch.ones(1)])
 def test_DC_06_values_of_another_kind(tmp_path: Path, key: str, value: Any) -> None:
@@ -394,7 +434,9 @@ def with_error(tag: Path) -> None:
         assert error.where is not None
 
 
-@pytest.mark.parametrize("value", [1, "x", [1], [{}], {1: 2}, {"state": 1}, {"state": {0: 1}}, {"state": {0: []}}])
+@pytest.mark.parametrize(
+    "value", [1, "x", [1], [{}], {1: 2}, {"state": 1}, {"state": {0: 1}}, {"state": {0: []}}]
+)
 def test_DC_06_optimizers_of_another_kind(tmp_path: Path, value: Any) -> None:
     for stage in (2, 3):
         tag = Run(small(), stage=stage).save(tmp_path / str(stage))
@@ -413,7 +455,9 @@ def test_DC_06_a_moment_that_is_too_short(tmp_path: Path) -> None:
 
     edit(tag / OPTIM.format(0), lambda content: cut(content["optimizer_state_dict"]))
     checkpoint = read(tag)
-    assert checkpoint.warnings == ("not one value per weight, so left out of the optimizer: exp_avg",)
+    assert checkpoint.warnings == (
+        "not one value per weight, so left out of the optimizer: exp_avg",
+    )
     assert list(checkpoint.root["optimizer"]["state"]["a"]) == ["step", "exp_avg_sq"]
 
 
@@ -430,8 +474,12 @@ def test_TM_04_one_flat_tensor_many_times(tmp_path: Path) -> None:
     flat = torch.ones(1 << 20)
     run = Run({"a": torch.ones(1)}, stage=3, ranks=1)
     tag = run.save(tmp_path / "x")
-    edit_optims(tag, lambda state: state.update(fp32_flat_groups=[flat] * 200, optimizer_state_dict={}))
-    edit(tag / MODEL_3.format(0), lambda content: content.update(param_shapes=[{"a": (200 << 20,)}]))
+    edit_optims(
+        tag, lambda state: state.update(fp32_flat_groups=[flat] * 200, optimizer_state_dict={})
+    )
+    edit(
+        tag / MODEL_3.format(0), lambda content: content.update(param_shapes=[{"a": (200 << 20,)}])
+    )
     with pytest.raises(LimitError):
         ckptkit.save(read(tag), tmp_path / "x.safetensors")
     assert not (tmp_path / "x.safetensors").exists()
@@ -446,7 +494,10 @@ class Attack:
 def test_DC_01_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     tag = Run(small()).save(tmp_path / "x")
-    edit(tag / name, lambda content: content.get("optimizer_state_dict", content).update(client=Attack()))
+    edit(
+        tag / name,
+        lambda content: content.get("optimizer_state_dict", content).update(client=Attack()),
+    )
     checkpoint = read(tag)
     assert list(checkpoint.weights) == ["a", "b"]
     if name == MODEL:
@@ -473,7 +524,9 @@ def test_DC_08_parameters_that_are_missing(tmp_path: Path) -> None:
         read(tag)
 
 
-@pytest.mark.parametrize("value", [1, {}, {"param": None}, {"param": torch.ones(5)}, torch.ones(2, 2), torch.ones(5)])
+@pytest.mark.parametrize(
+    "value", [1, {}, {"param": None}, {"param": torch.ones(5)}, torch.ones(2, 2), torch.ones(5)]
+)
 def test_DC_06_files_that_hold_something_else(tmp_path: Path, value: Any) -> None:
     tag = universal(tmp_path)
     torch.save(value, tag / "zero" / "b" / "fp32.pt")
@@ -491,7 +544,10 @@ def test_SH_02_links_in_a_universal_checkpoint(tmp_path: Path) -> None:
 
 def test_SH_01_names_of_parameters_that_lead_out(tmp_path: Path) -> None:
     tag = universal(tmp_path)
-    edit(tag / MODEL, lambda content: content.update(param_shapes=[{"a": (7, 5), "../../b": (4,)}], module={}))
+    edit(
+        tag / MODEL,
+        lambda content: content.update(param_shapes=[{"a": (7, 5), "../../b": (4,)}], module={}),
+    )
     with pytest.raises(CorruptError, match="no folder for the parameter"):
         read(tag)
 

@@ -57,7 +57,9 @@ def check_state(checkpoint: Checkpoint, state: State) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("groups", [None, GROUPS], ids=["one group", "two groups"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_element_of_odd_parameters(tmp_path: Path, stage: int, groups: Any, ranks: int) -> None:
+def test_every_element_of_odd_parameters(
+    tmp_path: Path, stage: int, groups: Any, ranks: int
+) -> None:
     state = odd()
     Run(state, ranks=ranks, stage=stage, groups=groups).save(tmp_path / "x")
     checkpoint = read(tmp_path / "x")
@@ -87,7 +89,9 @@ def test_groups_that_leave_ranks_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize("elastic", [False, True])
 def test_gaps_between_parameters(tmp_path: Path, elastic: bool) -> None:
     state = odd()
-    Run(state, ranks=3, groups=GROUPS, gaps=[[1, 3, 0], [1, 3, 0, 0]], elastic=elastic).save(tmp_path / "x")
+    Run(state, ranks=3, groups=GROUPS, gaps=[[1, 3, 0], [1, 3, 0, 0]], elastic=elastic).save(
+        tmp_path / "x"
+    )
     check_equal(read(tmp_path / "x").weights, {name: state[name] for name in state})
     check_state(read(tmp_path / "x"), state)
 
@@ -116,12 +120,21 @@ def test_flat_tensors_that_are_not_cut(tmp_path: Path) -> None:
 
 def test_buffers_frozen_parameters_and_ties(tmp_path: Path) -> None:
     state = odd(embed=(7, 3), w=(5,))
-    mean = torch.tensor([1.5, -2.25, float("nan")])  # which NaN torch makes of a half depends on the processor
+    mean = torch.tensor(
+        [1.5, -2.25, float("nan")]
+    )  # which NaN torch makes of a half depends on the processor
     buffers = {"mean": mean.half(), "steps": torch.tensor(9)}
     frozen = {"fixed": torch.arange(11.0).bfloat16(), "none": torch.empty(0, 3)}
     want = state | frozen | {"head": state["embed"], "mean": mean, "steps": buffers["steps"]}
     for stage, ranks in ((2, 1), (2, 3), (3, 1), (3, 3)):
-        run = Run(state, ranks=ranks, stage=stage, buffers=buffers, frozen=frozen, shared={"head": "embed"})
+        run = Run(
+            state,
+            ranks=ranks,
+            stage=stage,
+            buffers=buffers,
+            frozen=frozen,
+            shared={"head": "embed"},
+        )
         run.save(tmp_path / f"{stage}.{ranks}")
         checkpoint = read(tmp_path / f"{stage}.{ranks}")
         check_equal(checkpoint.weights, want)
@@ -138,11 +151,15 @@ def test_views_of_one_buffer_stay_views(tmp_path: Path) -> None:
     wide = base.float()
     want = {"a": odd(a=(3,))["a"], "all": wide, "end": wide[4:], "turned": wide.view(2, 3).t()}
     check_equal(weights, want)
-    assert sharing({name: id(tensor.storage) for name, tensor in weights.items()}) == [["a"], ["all", "end", "turned"]]
+    assert sharing({name: id(tensor.storage) for name, tensor in weights.items()}) == [
+        ["a"],
+        ["all", "end", "turned"],
+    ]
 
 
 def test_what_is_in_module_alone(tmp_path: Path) -> None:
-    """Stage 1 does not record frozen parameters; a module that is registered twice is recorded nowhere."""
+    """Stage 1 does not record frozen parameters; a module that is registered twice is recorded
+    nowhere."""
     state = odd(a=(3, 2), b=(4,))
     frozen = {"fixed": torch.arange(5.0).half()}
     tag = Run(state, stage=1, frozen=frozen, half=torch.float16).save(tmp_path / "x")
@@ -154,7 +171,9 @@ def test_what_is_in_module_alone(tmp_path: Path) -> None:
     check_equal(checkpoint.weights, want)
     assert checkpoint.weights["again"].storage is checkpoint.weights["a"].storage
     assert checkpoint.root["module"]["a_extra_state"] == {"scale": 2}
-    assert checkpoint.warnings == ("not among the fp32 weights, taken as they are in module: fixed, none",)
+    assert checkpoint.warnings == (
+        "not among the fp32 weights, taken as they are in module: fixed, none",
+    )
 
 
 def test_names_that_stage_3_has_no_values_for(tmp_path: Path) -> None:
@@ -179,7 +198,9 @@ def test_weights_of_the_run_in_16_bits(tmp_path: Path) -> None:
         assert half["n"].storage is checkpoint.weights["n"].storage
     for run in (Run(state), Run(state, stage=3, half=torch.float16)):
         run.save(tmp_path / f"none{run.stage}")
-        assert [key for key in read(tmp_path / f"none{run.stage}").root if key.startswith("module")] == ["module"]
+        assert [
+            key for key in read(tmp_path / f"none{run.stage}").root if key.startswith("module")
+        ] == ["module"]
 
 
 def test_the_order_and_the_metadata_of_the_model(tmp_path: Path) -> None:
@@ -213,7 +234,9 @@ def change(path: Path, edit: Any) -> None:
 
 
 def test_the_tree(tmp_path: Path) -> None:
-    Run(odd(a=(3,), b=(2,)), groups=[["b"], ["a"]], client={"epoch": 3, "rng": torch.ones(2)}).save(tmp_path / "x")
+    Run(odd(a=(3,), b=(2,)), groups=[["b"], ["a"]], client={"epoch": 3, "rng": torch.ones(2)}).save(
+        tmp_path / "x"
+    )
     checkpoint = read(tmp_path / "x")
     assert list(checkpoint.root) == [
         "module", "optimizer", "buffer_names", "shared_params", "lr_scheduler", "global_steps", "dp_world_size",
@@ -235,7 +258,8 @@ def test_client_values_are_not_the_weights(tmp_path: Path, key: str) -> None:
 
 
 def test_groups_of_the_optimizer(tmp_path: Path) -> None:
-    """By name, whether flat tensors are a group each (1, 2) or several of one (3), or there are none."""
+    """By name, whether flat tensors are a group each (1, 2) or several of one (3), or there are
+    none."""
     state = odd()
     Run(state, stage=3, groups=GROUPS).save(tmp_path / "3")
     names = [name for group in GROUPS for name in group]
@@ -249,7 +273,10 @@ def test_no_step_yet(tmp_path: Path) -> None:
     for stage in (2, 3):
         Run(odd(a=(3,), b=(2,)), stage=stage, steps=False).save(tmp_path / str(stage))
         checkpoint = read(tmp_path / str(stage))
-        assert checkpoint.root["optimizer"]["state"] == {"a": {}, "b": {}} and checkpoint.warnings == ()
+        assert (
+            checkpoint.root["optimizer"]["state"] == {"a": {}, "b": {}}
+            and checkpoint.warnings == ()
+        )
 
 
 def test_the_step_of_a_parameter_is_its_own(tmp_path: Path) -> None:
@@ -268,14 +295,18 @@ def test_state_that_is_not_one_value_per_weight(tmp_path: Path) -> None:
         state[1] = {"step": state[1]["step"]}
         torch.save(content, path)
     checkpoint = read(tag)
-    assert checkpoint.warnings == ("not one value per weight, so left out of the optimizer: absmax",)
+    assert checkpoint.warnings == (
+        "not one value per weight, so left out of the optimizer: absmax",
+    )
     state = checkpoint.root["optimizer"]["state"]
     assert list(state["a"]) == ["step", *MOMENTS] and list(state["b"]) == ["step"]
 
 
 def test_stage_0(tmp_path: Path) -> None:
     state, buffers = odd(a=(3,), b=(2,)), {"n": torch.tensor(3)}
-    tag = Run(state, stage=0, buffers=buffers, client={"model": {"x": torch.ones(1)}}).save(tmp_path / "x")
+    tag = Run(state, stage=0, buffers=buffers, client={"model": {"x": torch.ones(1)}}).save(
+        tmp_path / "x"
+    )
     assert sorted(os.listdir(tag)) == ["mp_rank_00_model_states.pt"]
     checkpoint = read(tmp_path / "x")
     check_equal(checkpoint.weights, state | buffers)
@@ -322,7 +353,9 @@ def test_the_cache_of_the_hub(tmp_path: Path) -> None:
     Run(state).save(tmp_path / "made")
     snapshot, blobs = tmp_path / "snapshots" / "0123", tmp_path / "blobs"
     blobs.mkdir()
-    for number, path in enumerate(sorted(path for path in (tmp_path / "made").rglob("*") if path.is_file())):
+    for number, path in enumerate(
+        sorted(path for path in (tmp_path / "made").rglob("*") if path.is_file())
+    ):
         link = snapshot / path.relative_to(tmp_path / "made")
         link.parent.mkdir(parents=True, exist_ok=True)
         path.rename(blobs / str(number))
@@ -345,7 +378,10 @@ def test_universal(tmp_path: Path, stage: int) -> None:
         check_state(checkpoint, state)
         assert checkpoint.warnings == ()
     optimizer = checkpoint.root["optimizer"]
-    assert optimizer["param_groups"] == [{"lr": 0.1, "params": list(state)}] and optimizer["clip_grad"] == 1.0
+    assert (
+        optimizer["param_groups"] == [{"lr": 0.1, "params": list(state)}]
+        and optimizer["clip_grad"] == 1.0
+    )
 
 
 def test_universal_of_other_ranks(tmp_path: Path) -> None:
@@ -377,7 +413,8 @@ def test_latest_comes_before_latest_universal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [(), ("x.txt",), ("latest",), ("a/x.pt", "b/y.bin"), ("a/b/mp_rank_00_model_states.pt",)]
+    "names",
+    [(), ("x.txt",), ("latest",), ("a/x.pt", "b/y.bin"), ("a/b/mp_rank_00_model_states.pt",)],
 )
 def test_folders_of_others(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
@@ -436,21 +473,28 @@ def test_written_as_torch_and_as_safetensors(tmp_path: Path) -> None:
         }
 
 
-def test_names_of_deepspeed_are_kept_or_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_deepspeed_are_kept_or_not_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """zero_stage is an enum and the slices are objects of DeepSpeed: nothing of it is imported."""
     scaler_class, stage = stubs(monkeypatch)
     tag = Run(odd(a=(3,))).save(tmp_path / "x")
     for path in tag.glob("*_optim_states.pt"):
         change(
             path,
-            lambda content: content["optimizer_state_dict"].update(zero_stage=stage(2), loss_scaler=scaler_class()),
+            lambda content: content["optimizer_state_dict"].update(
+                zero_stage=stage(2), loss_scaler=scaler_class()
+            ),
         )
     checkpoint = read(tag)
     check_equal(checkpoint.weights, odd(a=(3,)))
     scaler = checkpoint.root["optimizer"]["loss_scaler"]
     assert isinstance(scaler, Object) and scaler.state == {"cur_scale": 8.0}
     assert "zero_stage" not in checkpoint.root["optimizer"]
-    assert {str(each) for each in checkpoint.globals} >= {"deepspeed_stub.Stage", "deepspeed_stub.Scaler"}
+    assert {str(each) for each in checkpoint.globals} >= {
+        "deepspeed_stub.Stage",
+        "deepspeed_stub.Scaler",
+    }
 
 
 def stubs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:

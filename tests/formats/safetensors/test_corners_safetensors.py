@@ -1,4 +1,5 @@
-"""safetensors: what no other test comes by: edits that need a new file, odd trees, entries that are none."""
+"""safetensors: what no other test comes by: edits that need a new file, odd trees, entries that are
+none."""
 
 from __future__ import annotations
 
@@ -85,8 +86,11 @@ def test_a_tensor_that_is_too_much_to_move(tmp_path: Path, monkeypatch: pytest.M
     assert patch(before, after) is None
 
 
-def test_tensors_that_are_too_much_to_move_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places of what moved are longer numbers, for which the place of one more may be needed."""
+def test_tensors_that_are_too_much_to_move_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The places of what moved are longer numbers, for which the place of one more may be
+    needed."""
     for size in range(2, 400, 2):
         before = held(tmp_path, a=torch.ones(size), b=torch.ones(1024), c=torch.ones(1 << 16))
         grown = patch(before, renamed(before, LONG[:99]))
@@ -170,7 +174,11 @@ def test_what_is_put_into_an_object(step: str) -> None:
     made = Object(Global("m", "C"))
     made.steps.append((step, [1, "x", made]))
     found = again(made)
-    assert found.steps[0][0] == step and found.steps[0][1][:2] == [1, "x"] and found.steps[0][1][2] is found
+    assert (
+        found.steps[0][0] == step
+        and found.steps[0][1][:2] == [1, "x"]
+        and found.steps[0][1][2] is found
+    )
 
 
 def test_an_object_is_filled_in_no_other_way() -> None:
@@ -183,7 +191,9 @@ def test_an_object_is_filled_in_no_other_way() -> None:
 def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
     """A storage that no tensor fills gets a name of ours; a tensor of that name keeps it."""
     kept = torch.arange(3.0)
-    torch.save({"view": torch.arange(8.0)[2:5], "ckptkit": {"storage": {"0": kept}}}, tmp_path / "in.pth")
+    torch.save(
+        {"view": torch.arange(8.0)[2:5], "ckptkit": {"storage": {"0": kept}}}, tmp_path / "in.pth"
+    )
     options = WriteOptions(everything=True)
     convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=options)
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
@@ -192,4 +202,6 @@ def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
         assert bytes(file.get_tensor("ckptkit.storage.1").tolist()) == struct.pack("<8f", *range(8))
     with closing(open_checkpoint(tmp_path / "out.safetensors")) as back:
         view = back.root["view"]
-        assert (view.shape, view.offset) == ((3,), 2) and isinstance(view.storage.record.locate(), Range)
+        assert (view.shape, view.offset) == ((3,), 2) and isinstance(
+            view.storage.record.locate(), Range
+        )

@@ -57,8 +57,15 @@ def file_of(header: object, data: bytes = b"", *, pad: str = "") -> bytes:
     return len(raw).to_bytes(8, "little") + raw + data
 
 
-def entry(begin: int, end: int, dtype: str = "U8", shape: list[int] | None = None, **more: object) -> dict[str, object]:
-    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end], **more}
+def entry(
+    begin: int, end: int, dtype: str = "U8", shape: list[int] | None = None, **more: object
+) -> dict[str, object]:
+    return {
+        "dtype": dtype,
+        "shape": [end - begin] if shape is None else shape,
+        "data_offsets": [begin, end],
+        **more,
+    }
 
 
 def read(data: bytes) -> Checkpoint:
@@ -71,7 +78,11 @@ def read_file(path: Path) -> Checkpoint:
 
 def stored(tensor: Tensor) -> bytes:
     """The bytes of a tensor that was read from a file: a range of it, whole."""
-    assert tensor.storage is not None and isinstance(tensor.storage.record, Range) and tensor.is_contiguous
+    assert (
+        tensor.storage is not None
+        and isinstance(tensor.storage.record, Range)
+        and tensor.is_contiguous
+    )
     return tensor.storage.record.read()
 
 
@@ -144,13 +155,20 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     assert checkpoint.format == "safetensors"
     assert checkpoint.metadata == {"format": "pt", "author": "weight"}
     assert checkpoint.warnings == ()
-    assert list(checkpoint.root) == [name for name in header_of(tmp_path / "x.safetensors") if name != "__metadata__"]
+    assert list(checkpoint.root) == [
+        name for name in header_of(tmp_path / "x.safetensors") if name != "__metadata__"
+    ]
     for name, tensor in state.items():
         ours_ = checkpoint.weights[name]
         assert (ours_.dtype.name, ours_.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
         assert stored(ours_) == raw(tensor)
         assert ours_.storage is not None
-        assert (ours_.device, ours_.storage.crc32, ours_.kind, ours_.requires_grad) == ("cpu", None, "tensor", False)
+        assert (ours_.device, ours_.storage.crc32, ours_.kind, ours_.requires_grad) == (
+            "cpu",
+            None,
+            "tensor",
+            False,
+        )
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -158,7 +176,11 @@ def test_every_dtype_of_the_library(tmp_path: Path, name: str) -> None:
     tensor = sample(name)
     save_file({"a": tensor}, tmp_path / "x.safetensors")
     found = read_file(tmp_path / "x.safetensors").weights["a"]
-    assert (found.dtype.name, found.shape, stored(found)) == (name, tuple(tensor.shape), raw(tensor))
+    assert (found.dtype.name, found.shape, stored(found)) == (
+        name,
+        tuple(tensor.shape),
+        raw(tensor),
+    )
 
 
 def test_order_is_that_of_the_header() -> None:
@@ -243,7 +265,9 @@ def test_ST_03_repeated_names(header: str) -> None:
         read(file_of(text, b"x"))
 
 
-@pytest.mark.parametrize("number", ["2.0", "4e0", "-0", "1e400", "true", '"2"', "NaN", "null", "02", "-1", "[1]"])
+@pytest.mark.parametrize(
+    "number", ["2.0", "4e0", "-0", "1e400", "true", '"2"', "NaN", "null", "02", "-1", "[1]"]
+)
 @pytest.mark.parametrize("place", ["shape", "data_offsets"])
 def test_ST_04_numbers(number: str, place: str) -> None:
     text = json.dumps(entry(0, 1)).replace(f'"{place}": [', f'"{place}": [{number}, ', 1)
@@ -252,7 +276,17 @@ def test_ST_04_numbers(number: str, place: str) -> None:
 
 
 def test_ST_04_other_dialects() -> None:
-    for text in ("{}{}", "{}\0", "[]", "null", '"a"', "{'a':1}", "{} // no", '{"a":1,}', "\ufeff{}"):
+    for text in (
+        "{}{}",
+        "{}\0",
+        "[]",
+        "null",
+        '"a"',
+        "{'a':1}",
+        "{} // no",
+        '{"a":1,}',
+        "\ufeff{}",
+    ):
         with pytest.raises(FormatError):
             read(file_of(text))
     utf16 = "{}".encode("utf-16-le")
@@ -260,7 +294,9 @@ def test_ST_04_other_dialects() -> None:
         read(len(utf16).to_bytes(8, "little") + utf16)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' + "[" * 200 + "]" * 200 + "}"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, '{"a":' + "[" * 200 + "]" * 200 + "}"]
+)
 def test_ST_05_depth(text: str) -> None:
     with pytest.raises(InputError):
         read(file_of(text))
@@ -268,7 +304,9 @@ def test_ST_05_depth(text: str) -> None:
 
 def test_ST_06_big_integers() -> None:
     with pytest.raises(FormatError):
-        read(file_of('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,' + "9" * 5000 + "]}}", b"x"))
+        read(
+            file_of('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,' + "9" * 5000 + "]}}", b"x")
+        )
 
 
 @pytest.mark.parametrize("dtype", ["f32", "F128", "", "U7", None, 1, ["F32"], {"F32": 1}])
@@ -280,7 +318,11 @@ def test_ST_07_unknown_dtype(dtype: Any) -> None:
 @pytest.mark.parametrize("missing", ["dtype", "shape", "data_offsets"])
 def test_ST_07_missing_field(missing: str) -> None:
     with pytest.raises(FormatError, match="lacks"):
-        read(file_of({"a": {key: value for key, value in entry(0, 1).items() if key != missing}}, b"x"))
+        read(
+            file_of(
+                {"a": {key: value for key, value in entry(0, 1).items() if key != missing}}, b"x"
+            )
+        )
 
 
 def test_ST_07_unknown_field() -> None:
@@ -294,7 +336,9 @@ def test_ST_07_entry_is_no_tensor(bad: object) -> None:
         read(file_of({"a": bad}))
 
 
-@pytest.mark.parametrize("metadata", [[], "pt", 0, False, "", {"a": 1}, {"a": None}, {"a": {}}, {"format": ["pt"]}])
+@pytest.mark.parametrize(
+    "metadata", [[], "pt", 0, False, "", {"a": 1}, {"a": None}, {"a": {}}, {"format": ["pt"]}]
+)
 def test_ST_07_metadata_that_are_no_texts(metadata: object) -> None:
     with pytest.raises(FormatError, match="__metadata__"):
         read(file_of({"__metadata__": metadata}))
@@ -336,7 +380,8 @@ def test_ST_09_huge_sizes_beside_a_zero(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "nbytes"), [([2], 4), ([2**62, 4], 0), ([3, 3], 35), ([], 0), ([], 8), ([1, 1, 1], 5), ([2**64] * 64, 4)]
+    ("shape", "nbytes"),
+    [([2], 4), ([2**62, 4], 0), ([3, 3], 35), ([], 0), ([], 8), ([1, 1, 1], 5), ([2**64] * 64, 4)],
 )
 def test_ST_09_shape_and_bytes_disagree(shape: list[int], nbytes: int) -> None:
     with pytest.raises(FormatError, match="does not fill"):
@@ -345,7 +390,9 @@ def test_ST_09_shape_and_bytes_disagree(shape: list[int], nbytes: int) -> None:
 
 def test_ST_09_too_many_dimensions() -> None:
     for rank, size in ((65, 1), (100_000, 2**63)):
-        with pytest.raises(LimitError, match=f"tensor 'a': dimensions of a tensor: {rank:,} .*rank"):
+        with pytest.raises(
+            LimitError, match=f"tensor 'a': dimensions of a tensor: {rank:,} .*rank"
+        ):
             read(file_of({"a": entry(0, 1, "U8", [size] * rank)}, b"x"))
 
 
@@ -359,7 +406,9 @@ def test_ST_09_too_many_dimensions() -> None:
         ("F6_E3M2", [2, 4], 6, (2, 4)),
     ],
 )
-def test_ST_10_small_elements(dtype: str, shape: list[int], nbytes: int, expected: tuple[int, ...]) -> None:
+def test_ST_10_small_elements(
+    dtype: str, shape: list[int], nbytes: int, expected: tuple[int, ...]
+) -> None:
     found = read(file_of({"a": entry(0, nbytes, dtype, shape)}, bytes(range(nbytes)))).weights["a"]
     assert (found.shape, found.nbytes, stored(found)) == (expected, nbytes, bytes(range(nbytes)))
 
@@ -374,17 +423,24 @@ def test_ST_10_small_elements(dtype: str, shape: list[int], nbytes: int, expecte
         ("F6_E2M3", [1], 1),
     ],
 )
-def test_ST_10_small_elements_that_do_not_fill_bytes(dtype: str, shape: list[int], nbytes: int) -> None:
+def test_ST_10_small_elements_that_do_not_fill_bytes(
+    dtype: str, shape: list[int], nbytes: int
+) -> None:
     with pytest.raises(FormatError):
         read(file_of({"a": entry(0, nbytes, dtype, shape)}, bytes(nbytes)))
 
 
 @pytest.mark.parametrize(("shape", "nbytes"), [([2, 3], 3), ([8, 1], 4), ([0, 3], 0)])
-def test_elements_of_four_bits_with_an_odd_last_dimension(tmp_path: Path, shape: list[int], nbytes: int) -> None:
-    """Which torch cannot have: the library takes them, and so they are kept, and not written to a .pth."""
+def test_elements_of_four_bits_with_an_odd_last_dimension(
+    tmp_path: Path, shape: list[int], nbytes: int
+) -> None:
+    """Which torch cannot have: the library takes them, and so they are kept, and not written to a
+    .pth."""
     data = bytes(range(nbytes)) + b"x"
     path = tmp_path / "a.safetensors"
-    path.write_bytes(file_of({"t": entry(0, nbytes, "F4", shape), "u": entry(nbytes, nbytes + 1)}, data))
+    path.write_bytes(
+        file_of({"t": entry(0, nbytes, "F4", shape), "u": entry(nbytes, nbytes + 1)}, data)
+    )
     assert dict(safetensors.deserialize(path.read_bytes()))["t"]["shape"] == shape
     found = open_checkpoint(path)
     assert (found.weights["t"].shape, found.weights["t"].nbytes) == (tuple(shape), nbytes)
@@ -425,7 +481,9 @@ def test_ST_12_polyglots() -> None:
         read(b"PK\x03\x04" + file_of({}))
 
 
-@pytest.mark.parametrize("name", ["", "\0", "\x1b[2J", "../../etc/passwd", "\u202eabc", "n" * 60_000, "a.b\n[OK]"])
+@pytest.mark.parametrize(
+    "name", ["", "\0", "\x1b[2J", "../../etc/passwd", "\u202eabc", "n" * 60_000, "a.b\n[OK]"]
+)
 def test_ST_13_names_are_data(name: str) -> None:
     assert list(read(file_of({name: entry(0, 1)}, b"x")).weights) == [name]
 
@@ -458,7 +516,11 @@ def test_ST_15_payloads_survive(tmp_path: Path) -> None:
 def test_ST_16_any_alignment(tmp_path: Path, pad: str) -> None:
     data = file_of({"a": entry(0, 8, "F32", [2])}, b"abcdefgh", pad=pad)
     (tmp_path / "x.safetensors").write_bytes(data)
-    assert stored(read(data).weights["a"]) == raw(load_file(tmp_path / "x.safetensors")["a"]) == b"abcdefgh"
+    assert (
+        stored(read(data).weights["a"])
+        == raw(load_file(tmp_path / "x.safetensors")["a"])
+        == b"abcdefgh"
+    )
 
 
 @pytest.mark.parametrize("metadata", ["{}", '{"__metadata__":null}', '{"__metadata__":{}}'])
@@ -476,7 +538,10 @@ def test_control_14_white_space_is_noted() -> None:
 @given(st.data())
 def test_damaged_headers_are_refused_or_equal_the_library(data: st.DataObject) -> None:
     good = bytearray(
-        file_of({"__metadata__": {"format": "pt"}, "a": entry(0, 4, "F16", [2]), "b": entry(4, 6)}, b"abcdef")
+        file_of(
+            {"__metadata__": {"format": "pt"}, "a": entry(0, 4, "F16", [2]), "b": entry(4, 6)},
+            b"abcdef",
+        )
     )
     for _ in range(data.draw(st.integers(1, 3))):
         position = data.draw(st.integers(0, len(good) - 1))
@@ -560,9 +625,13 @@ def test_a_plain_dict_needs_no_record(tmp_path: Path) -> None:
 
 def test_the_same_bytes_each_time(tmp_path: Path) -> None:
     shared = torch.ones(2)
-    checkpoint = saved({"epoch": 3, "model": OrderedDict(b=shared, a=shared, c=torch.zeros(1))}, tmp_path)
+    checkpoint = saved(
+        {"epoch": 3, "model": OrderedDict(b=shared, a=shared, c=torch.zeros(1))}, tmp_path
+    )
     options = WriteOptions()
-    assert executed(writing.layout(checkpoint, options)) == executed(writing.layout(checkpoint, options))
+    assert executed(writing.layout(checkpoint, options)) == executed(
+        writing.layout(checkpoint, options)
+    )
 
 
 def test_planning_reads_no_tensor(tmp_path: Path) -> None:
@@ -583,13 +652,19 @@ def test_any_view_is_written_as_torch_would_copy_it(
     """Tensors of every shared dtype, sliced, transposed and expanded."""
     state = {}
     for name in data.draw(
-        st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=6, unique=True)
+        st.lists(
+            st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=6, unique=True
+        )
     ):
         state[name] = view = tensor_of(data)
         for _ in range(data.draw(st.integers(0, 2))):
             state[name] = view = changed(data, view)
     folder = tmp_path_factory.mktemp("views")
-    written(saved(state, folder), folder / "x.safetensors", ties=data.draw(st.sampled_from(["alias", "duplicate"])))
+    written(
+        saved(state, folder),
+        folder / "x.safetensors",
+        ties=data.draw(st.sampled_from(["alias", "duplicate"])),
+    )
     found = load_file(folder / "x.safetensors")
     again = read_file(folder / "x.safetensors")
     assert list(again.weights) == list(state)
@@ -605,7 +680,11 @@ def tensor_of(data: st.DataObject) -> torch.Tensor:
     shape = data.draw(st.lists(st.integers(0, 4), min_size=least, max_size=4))
     nbytes = math.prod(shape) * dtype.itemsize
     fill = bytes(i % 2 if name == "bool" else (37 * i + 11) % 256 for i in range(nbytes))
-    return torch.frombuffer(bytearray(fill), dtype=dtype).reshape(shape) if nbytes else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(fill), dtype=dtype).reshape(shape)
+        if nbytes
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def changed(data: st.DataObject, tensor: torch.Tensor) -> torch.Tensor:
@@ -637,7 +716,9 @@ def changed(data: st.DataObject, tensor: torch.Tensor) -> torch.Tensor:
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
     ],
 )
-def test_tensors_that_safetensors_does_not_know(tmp_path: Path, tensor: torch.Tensor, why: str) -> None:
+def test_tensors_that_safetensors_does_not_know(
+    tmp_path: Path, tensor: torch.Tensor, why: str
+) -> None:
     checkpoint = saved({"fine": torch.ones(1), "odd.weight": tensor}, tmp_path)
     with pytest.raises(TensorError, match=rf"'odd\.weight' \({why}\)") as caught:
         writing.layout(checkpoint, WriteOptions())
@@ -673,9 +754,13 @@ def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
-    torch.save({"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth")
+    torch.save(
+        {"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth"
+    )
     with closing(open_checkpoint(tmp_path / "x.pth")) as checkpoint:
-        assert writing.layout(checkpoint, WriteOptions()).notes == ("left out: args (argparse.Namespace)",)
+        assert writing.layout(checkpoint, WriteOptions()).notes == (
+            "left out: args (argparse.Namespace)",
+        )
         with pytest.raises(UnsafeGlobalError, match=r"args is an object \(argparse.Namespace\)"):
             writing.layout(checkpoint, WriteOptions(objects="error"))
 
@@ -704,7 +789,12 @@ def test_arrays_are_written(tmp_path: Path) -> None:
 def test_ties_are_stored_once_and_come_back(tmp_path: Path) -> None:
     shared, views = torch.ones(2, 3), torch.arange(4.0)
     state = OrderedDict(
-        head=shared, body=torch.zeros(1), embed=shared, part=views[:2], same_part=views[:2], rest=views[2:]
+        head=shared,
+        body=torch.zeros(1),
+        embed=shared,
+        part=views[:2],
+        same_part=views[:2],
+        rest=views[2:],
     )
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
     metadata = header_of(tmp_path / "x.safetensors")["__metadata__"]
@@ -721,20 +811,32 @@ def test_ties_are_stored_once_and_come_back(tmp_path: Path) -> None:
 
 def test_ties_may_be_written_twice(tmp_path: Path) -> None:
     shared = torch.ones(2)
-    plan = written(saved({"b": shared, "a": shared}, tmp_path), tmp_path / "x.safetensors", ties="duplicate")
+    plan = written(
+        saved({"b": shared, "a": shared}, tmp_path), tmp_path / "x.safetensors", ties="duplicate"
+    )
     assert header_of(tmp_path / "x.safetensors")["__metadata__"] == {"format": "pt"}
     assert set(load_file(tmp_path / "x.safetensors")) == {"a", "b"}
-    assert plan.notes == ("tensors that share memory with others: 1; their bytes are written for each",)
+    assert plan.notes == (
+        "tensors that share memory with others: 1; their bytes are written for each",
+    )
 
 
 def test_other_overlaps_are_written_for_each(tmp_path: Path) -> None:
     base = torch.arange(6.0).reshape(2, 3)
-    state = {"whole": base, "row": base[0], "flat": base.reshape(-1), "transposed": base.t(), "own": torch.ones(2)}
-    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
-    assert {name: each.tolist() for name, each in load_file(tmp_path / "x.safetensors").items()} == {
-        name: each.tolist() for name, each in state.items()
+    state = {
+        "whole": base,
+        "row": base[0],
+        "flat": base.reshape(-1),
+        "transposed": base.t(),
+        "own": torch.ones(2),
     }
-    assert plan.notes == ("tensors that share memory with others: 3; their bytes are written for each",)
+    plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
+    assert {
+        name: each.tolist() for name, each in load_file(tmp_path / "x.safetensors").items()
+    } == {name: each.tolist() for name, each in state.items()}
+    assert plan.notes == (
+        "tensors that share memory with others: 3; their bytes are written for each",
+    )
 
 
 def test_empty_tensors_are_not_ties(tmp_path: Path) -> None:
@@ -773,14 +875,19 @@ def test_ties_of_the_hub_are_restored(tmp_path: Path) -> None:
 
 def test_metadata_that_only_look_like_ties_stay() -> None:
     texts = {"format": "a", "a": "b", "b": "nothing", "c": "nothing"}
-    checkpoint = read(file_of({"__metadata__": texts, "a": entry(0, 1), "nothing_": entry(1, 2)}, b"xy"))
+    checkpoint = read(
+        file_of({"__metadata__": texts, "a": entry(0, 1), "nothing_": entry(1, 2)}, b"xy")
+    )
     assert checkpoint.metadata == texts and set(checkpoint.weights) == {"a", "nothing_"}
 
 
 @pytest.mark.parametrize("name", ["quantized_layer", "best.epoch", ".weight", "weight."])
 def test_a_text_that_equals_a_name_is_no_tie(name: str) -> None:
-    """The library reads one tensor, and so does ckptkit; a tie would be a tensor that is in no file."""
-    data = file_of({"__metadata__": {name: "fc.weight", "format": "pt"}, "fc.weight": entry(0, 1)}, b"x")
+    """The library reads one tensor, and so does ckptkit; a tie would be a tensor that is in no
+    file."""
+    data = file_of(
+        {"__metadata__": {name: "fc.weight", "format": "pt"}, "fc.weight": entry(0, 1)}, b"x"
+    )
     checkpoint = read(data)
     assert list(checkpoint.weights) == [name for name, _ in safetensors.deserialize(data)]
     assert checkpoint.metadata == {name: "fc.weight", "format": "pt"}
@@ -810,12 +917,18 @@ def test_attributes_that_cannot_be_kept_are_named(tmp_path: Path) -> None:
     state._metadata["odd"] = {"version": {1, 2}}  # type: ignore[attr-defined]
     state.colour = "red"  # type: ignore[attr-defined]
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
-    assert plan.notes == ("left out: _metadata of the state_dict", "left out: colour of the state_dict")
+    assert plan.notes == (
+        "left out: _metadata of the state_dict",
+        "left out: colour of the state_dict",
+    )
     assert read_file(tmp_path / "x.safetensors").root.state is None
 
 
 def test_parameters_come_back(tmp_path: Path) -> None:
-    one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    one, two = (
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    )
     leaf = torch.ones(2, requires_grad=True)
     for state in (
         {"one": one},
@@ -824,11 +937,18 @@ def test_parameters_come_back(tmp_path: Path) -> None:
     ):
         written(saved(state, tmp_path), tmp_path / "x.safetensors")
         again = read_file(tmp_path / "x.safetensors").weights
-        assert {name: (each.kind == "parameter", each.requires_grad) for name, each in again.items()} == {
-            name: (isinstance(each, torch.nn.Parameter), each.requires_grad) for name, each in state.items()
+        assert {
+            name: (each.kind == "parameter", each.requires_grad) for name, each in again.items()
+        } == {
+            name: (isinstance(each, torch.nn.Parameter), each.requires_grad)
+            for name, each in state.items()
         }
     written(saved({"one": one}, tmp_path), tmp_path / "x.safetensors")
-    assert record_of(tmp_path / "x.safetensors") == {"version": 1, "parameters": True, "requires_grad": True}
+    assert record_of(tmp_path / "x.safetensors") == {
+        "version": 1,
+        "parameters": True,
+        "requires_grad": True,
+    }
 
 
 # What stands beside the weights
@@ -846,15 +966,25 @@ def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
         "done": False,
         "nothing": None,
         "tiny": 5e-324,
-        "args": {"lr": 0.1, "betas": (0.9, 0.999), "steps": [1, 2], "by_step": {30: "drop"}, "$odd": 1},
+        "args": {
+            "lr": 0.1,
+            "betas": (0.9, 0.999),
+            "steps": [1, 2],
+            "by_step": {30: "drop"},
+            "$odd": 1,
+        },
     }
     checkpoint = saved(
-        {**values, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "tags": {"a"}}, tmp_path
+        {**values, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "tags": {"a"}},
+        tmp_path,
     )
     plan = written(checkpoint, tmp_path / "x.safetensors")
     moments = [each for state in optimizer.state.values() for each in state.values()]
     size = sum(each.nbytes for each in moments)
-    assert plan.notes == (f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)", "left out: tags (set)")
+    assert plan.notes == (
+        f"left out: optimizer ({len(moments)} tensors, {size:,} bytes)",
+        "left out: tags (set)",
+    )
     kept = record_of(tmp_path / "x.safetensors")["values"]
     assert kept.pop("args") == {
         "$dict": [
@@ -876,7 +1006,10 @@ def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
 
 
 def test_values_survive_another_round(tmp_path: Path) -> None:
-    written(saved({"epoch": 3, "state_dict": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors")
+    written(
+        saved({"epoch": 3, "state_dict": {"a": torch.ones(1)}}, tmp_path),
+        tmp_path / "x.safetensors",
+    )
     first = read_file(tmp_path / "x.safetensors")
     assert list(first.root) == ["a"]
     written(first, tmp_path / "y.safetensors")
@@ -884,16 +1017,30 @@ def test_values_survive_another_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [10**19, {1, 2}, b"bytes", 1j, "\ud800", OrderedDict(a=1), {"k": [torch.ones(1)]}, ["x" * 300_000]]
+    "value",
+    [
+        10**19,
+        {1, 2},
+        b"bytes",
+        1j,
+        "\ud800",
+        OrderedDict(a=1),
+        {"k": [torch.ones(1)]},
+        ["x" * 300_000],
+    ],
 )
 def test_values_that_are_not_plain_are_named(tmp_path: Path, value: object) -> None:
-    plan = written(saved({"odd": value, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors")
+    plan = written(
+        saved({"odd": value, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors"
+    )
     assert len(plan.notes) == 1 and plan.notes[0].startswith("left out: odd (")
     assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
 
 
 def test_values_whose_names_are_not_text_are_named(tmp_path: Path) -> None:
-    plan = written(saved({"\ud800": 3, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors")
+    plan = written(
+        saved({"\ud800": 3, "model": {"a": torch.ones(1)}}, tmp_path), tmp_path / "x.safetensors"
+    )
     assert plan.notes == ("left out: \ud800 (int)",)
 
 
@@ -904,7 +1051,9 @@ def test_values_that_contain_themselves_are_named() -> None:
     for _ in range(30):
         bomb = [bomb, bomb]
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
-    plan = writing.layout(Checkpoint({"knot": knot, "bomb": bomb, "model": {"a": tensor}}), WriteOptions())
+    plan = writing.layout(
+        Checkpoint({"knot": knot, "bomb": bomb, "model": {"a": tensor}}), WriteOptions()
+    )
     assert plan.notes == ("left out: knot (list)", "left out: bomb (list)")
 
 
@@ -925,7 +1074,9 @@ def test_a_pickled_module_is_written_as_its_state_dict(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     plan = written(saved(model, tmp_path), tmp_path / "x.safetensors")
     assert set(load_file(tmp_path / "x.safetensors")) == {"weight", "bias"}
-    assert plan.notes == ("left out: the module itself (torch.nn.modules.linear.Linear); written as its state_dict",)
+    assert plan.notes == (
+        "left out: the module itself (torch.nn.modules.linear.Linear); written as its state_dict",
+    )
     assert "ckptkit" not in header_of(tmp_path / "x.safetensors")["__metadata__"]
 
 
@@ -934,7 +1085,12 @@ def test_a_pickled_module_is_written_as_its_state_dict(tmp_path: Path) -> None:
 
 def with_record(record: object, **metadata: str) -> Checkpoint:
     text = record if isinstance(record, str) else json.dumps(record)
-    return read(file_of({"__metadata__": {"ckptkit": text, **metadata}, "a": entry(0, 1), "b": entry(1, 2)}, b"xy"))
+    return read(
+        file_of(
+            {"__metadata__": {"ckptkit": text, **metadata}, "a": entry(0, 1), "b": entry(1, 2)},
+            b"xy",
+        )
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""``--all``: a .pth, through safetensors and back, is byte for byte what it becomes without the detour."""
+"""``--all``: a .pth, through safetensors and back, is byte for byte what it becomes without the
+detour."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ ALL = WriteOptions(everything=True)
 
 def detour(source: Path, folder: Path, options: WriteOptions = ALL) -> tuple[bytes, bytes, Path]:
     """The .pth that `source` becomes straight away and by way of safetensors, and that file."""
-    straight, between, back = (folder / name for name in ("straight.pth", "all.safetensors", "back.pth"))
+    straight, between, back = (
+        folder / name for name in ("straight.pth", "all.safetensors", "back.pth")
+    )
     convert(source, straight, options=options, force=True)
     convert(source, between, options=options, force=True)
     convert(between, back, force=True)
@@ -59,7 +62,10 @@ def test_random_checkpoints(seed: int, tmp_path: Path) -> None:
     made.save(tmp_path / "in.pth")
     straight, back, between = detour(tmp_path / "in.pth", tmp_path)
     if made.big_endian:  # entries are little-endian
-        loaded = [torch.load(tmp_path / name, "cpu", weights_only=False) for name in ("straight.pth", "back.pth")]
+        loaded = [
+            torch.load(tmp_path / name, "cpu", weights_only=False)
+            for name in ("straight.pth", "back.pth")
+        ]
         same(loaded[0], loaded[1], True)
     else:
         assert back == straight
@@ -163,7 +169,10 @@ def test_a_blob_lies_once_and_outside_the_header(tmp_path: Path) -> None:
 
 def test_others_find_each_tensor_under_its_path(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
-    saved = {"model": {"a.weight": weight, "tied": weight, "row": torch.arange(6.0).reshape(2, 3)[1]}, "epoch": 3}
+    saved = {
+        "model": {"a.weight": weight, "tied": weight, "row": torch.arange(6.0).reshape(2, 3)[1]},
+        "epoch": 3,
+    }
     torch.save(saved, tmp_path / "in.pth")
     _, _, between = detour(tmp_path / "in.pth", tmp_path)
     with safe_open(between, "pt") as file:
@@ -174,20 +183,31 @@ def test_others_find_each_tensor_under_its_path(tmp_path: Path) -> None:
 
 
 def test_what_is_read_back_is_the_whole_checkpoint(tmp_path: Path) -> None:
-    torch.save({"model": {"module.w": torch.ones(2)}, "epoch": 3, "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
+    torch.save(
+        {"model": {"module.w": torch.ones(2)}, "epoch": 3, "args": argparse.Namespace(x=1)},
+        tmp_path / "in.pth",
+    )
     _, _, between = detour(tmp_path / "in.pth", tmp_path)
     read = open_checkpoint(between)
     assert list(read.weights) == ["module.w"]
     assert read.root["epoch"] == 3
-    assert [str(each) for each in read.globals if each.module == "argparse"] == ["argparse.Namespace"]
+    assert [str(each) for each in read.globals if each.module == "argparse"] == [
+        "argparse.Namespace"
+    ]
     assert read.metadata == {"format": "pt"}
-    shown = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(between)]).output)["files"][0]
+    shown = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(between)]).output)[
+        "files"
+    ][0]
     assert shown["weights"] == "model"
     assert [each["path"] for each in shown["objects"]] == ["args"]
 
 
 def test_an_edit_of_a_file_that_holds_everything_keeps_everything(tmp_path: Path) -> None:
-    saved = {"model": {"module.w": torch.ones(2)}, "optimizer": {"m": torch.zeros(3)}, "args": argparse.Namespace(x=1)}
+    saved = {
+        "model": {"module.w": torch.ones(2)},
+        "optimizer": {"m": torch.zeros(3)},
+        "args": argparse.Namespace(x=1),
+    }
     torch.save(saved, tmp_path / "in.pth")
     _, _, between = detour(tmp_path / "in.pth", tmp_path)
     assert CliRunner().invoke(main, ["strip-module", "--in-place", str(between)]).exit_code == 0
@@ -200,12 +220,17 @@ def test_an_edit_of_a_file_that_holds_everything_keeps_everything(tmp_path: Path
 
 def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
-    straight, back, _ = detour(tmp_path / "in.pth", tmp_path, WriteOptions(objects="drop", everything=True))
+    straight, back, _ = detour(
+        tmp_path / "in.pth", tmp_path, WriteOptions(objects="drop", everything=True)
+    )
     assert back == straight
     same({"w": torch.ones(2)}, torch.load(tmp_path / "back.pth", weights_only=True), True)
     with pytest.raises(UnsafeGlobalError):
         convert(
-            tmp_path / "in.pth", tmp_path / "no", format="safetensors", options=WriteOptions("error", everything=True)
+            tmp_path / "in.pth",
+            tmp_path / "no",
+            format="safetensors",
+            options=WriteOptions("error", everything=True),
         )
 
 
@@ -216,7 +241,11 @@ class Marked(torch.Tensor):
 def test_a_tensor_of_a_class_of_its_own_is_an_object_too(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2).as_subclass(Marked)}, tmp_path / "in.pth")
     with pytest.raises(UnsafeGlobalError, match="_rebuild_from_type_v2"):
-        convert(tmp_path / "in.pth", tmp_path / "no.safetensors", options=WriteOptions("error", everything=True))
+        convert(
+            tmp_path / "in.pth",
+            tmp_path / "no.safetensors",
+            options=WriteOptions("error", everything=True),
+        )
     assert not (tmp_path / "no.safetensors").exists()
 
 
@@ -250,13 +279,17 @@ def test_repeated_keys_are_refused(tmp_path: Path) -> None:
         convert(tmp_path / "in.pkl", tmp_path / "out.safetensors", options=ALL)
 
 
-def test_a_format_that_holds_no_tree_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_that_holds_no_tree_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ckptkit import formats
 
     torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
     safetensors = formats.by_name("safetensors")
     assert safetensors is not None
-    never = type(safetensors)(**{name: getattr(safetensors, name) for name in safetensors.__dataclass_fields__})
+    never = type(safetensors)(
+        **{name: getattr(safetensors, name) for name in safetensors.__dataclass_fields__}
+    )
     object.__setattr__(never, "everything", "never")
     with pytest.raises(UsageError, match="--all"):
         formats.layout(open_checkpoint(tmp_path / "in.pth"), never, ALL)
@@ -268,7 +301,12 @@ def test_a_format_that_holds_no_tree_says_so(tmp_path: Path, monkeypatch: pytest
 def written(folder: Path, root: Any, tree: Any, **said: Any) -> Checkpoint:
     """A file of one entry, ``w``: six bytes of uint8, with such a record."""
     record = dump({"version": 1, "root": root, "tree": tree, **said})
-    header = dump({"__metadata__": {RESERVED: record}, "w": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]}})
+    header = dump(
+        {
+            "__metadata__": {RESERVED: record},
+            "w": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]},
+        }
+    )
     path = folder / "x.safetensors"
     path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(range(6)))
     return open_checkpoint(path)

@@ -1,4 +1,5 @@
-"""Sharded checkpoints: whatever the index and the folder disagree on is an error, and nothing is dropped."""
+"""Sharded checkpoints: whatever the index and the folder disagree on is an error, and nothing is
+dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError, PathError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    InputError,
+    PathError,
+)
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import SHARDED, SHARDED_BIN
 
@@ -71,7 +79,10 @@ def values(checkpoint: Checkpoint) -> dict[str, list[float]]:
 def test_shards_of_safetensors(tmp_path: Path) -> None:
     weight_map = {"b": TWO, "a": ONE}
     metadata = {"total_size": 20, "author": "me", "total_parameters": 5}
-    for path in (make(tmp_path / "x", weight_map=weight_map, metadata=metadata), tmp_path / "x" / INDEX):
+    for path in (
+        make(tmp_path / "x", weight_map=weight_map, metadata=metadata),
+        tmp_path / "x" / INDEX,
+    ):
         checkpoint = read(path)
         assert list(checkpoint.weights) == ["b", "a"]  # the order of the index
         assert values(checkpoint) == {"b": [0, 0, 0], "a": [1, 1]}
@@ -91,7 +102,13 @@ def test_shards_of_torch(tmp_path: Path, zipped: bool) -> None:
     def save(state: State, path: Path) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
 
-    make(tmp_path / "x", shards, index="pytorch_model.bin.index.json", metadata={"total_size": 16}, save=save)
+    make(
+        tmp_path / "x",
+        shards,
+        index="pytorch_model.bin.index.json",
+        metadata={"total_size": 16},
+        save=save,
+    )
     checkpoint = read(tmp_path / "x")
     assert values(checkpoint) == {"a": [1, 1], "head": [3, 3], "embed": [3, 3]}
     assert checkpoint.weights["head"].storage is checkpoint.weights["embed"].storage
@@ -349,7 +366,10 @@ def test_SH_09_two_indexes(tmp_path: Path) -> None:
 def test_SH_09_two_indexes_of_one_model(tmp_path: Path) -> None:
     """As safetensors and as torch files: what transformers takes is taken."""
     folder = make(tmp_path / "x")
-    shards = {f"pytorch_model-0000{n}-of-00002.bin": {name: torch.full((4,), 7.0)} for n, name in ((1, "a"), (2, "b"))}
+    shards = {
+        f"pytorch_model-0000{n}-of-00002.bin": {name: torch.full((4,), 7.0)}
+        for n, name in ((1, "a"), (2, "b"))
+    }
     make(folder, shards, index="pytorch_model.bin.index.json", save=torch.save)
     checkpoint = read(folder)
     assert values(checkpoint) == {"a": [1, 1], "b": [0, 0, 0]} and checkpoint.format == "sharded"
@@ -387,7 +407,9 @@ def test_SH_09_shards_of_another_download_beside_them(tmp_path: Path) -> None:
 def test_shards_without_an_index(tmp_path: Path, first: int) -> None:
     names = [f"model-{number:05}-of-00003.safetensors" for number in range(first, first + 3)]
     state = {"z": torch.ones(2), "y": torch.zeros(3), "x": torch.full((1,), 4.0)}
-    folder = make(tmp_path / "x", {file: {name: state[name]} for file, name in zip(names, state, strict=True)})
+    folder = make(
+        tmp_path / "x", {file: {name: state[name]} for file, name in zip(names, state, strict=True)}
+    )
     (folder / INDEX).unlink()
     checkpoint = read(folder)
     assert list(checkpoint.weights) == ["z", "y", "x"] and checkpoint.format == "sharded"
@@ -427,7 +449,11 @@ def test_SH_09_missing_shards_without_an_index(tmp_path: Path, missing: str) -> 
 
 
 def test_SH_09_a_number_twice(tmp_path: Path) -> None:
-    shards = {ONE: {"a": torch.ones(1)}, TWO: {"b": torch.ones(1)}, f"model-2{TWO[11:]}": {"c": torch.ones(1)}}
+    shards = {
+        ONE: {"a": torch.ones(1)},
+        TWO: {"b": torch.ones(1)},
+        f"model-2{TWO[11:]}": {"c": torch.ones(1)},
+    }
     folder = make(tmp_path / "x", shards)
     (folder / INDEX).unlink()
     with pytest.raises(AmbiguousError, match="3 shards are numbered as 2"):

@@ -20,7 +20,11 @@ from ckptkit.formats.sharded.split import DEFAULT_SIZE, index_file, shard_names,
     [
         ([], 10, [[]]),
         ([0], 10, [[0]]),
-        ([6, 6, 2, 6, 2, 2], 10, [[0], [1, 2], [3, 4, 5]]),  # of huggingface_hub's own documentation
+        (
+            [6, 6, 2, 6, 2, 2],
+            10,
+            [[0], [1, 2], [3, 4, 5]],
+        ),  # of huggingface_hub's own documentation
         ([5, 5], 10, [[0, 1]]),
         ([5, 5, 1], 10, [[0, 1], [2]]),
         ([11], 10, [[0]]),
@@ -68,7 +72,10 @@ def test_index() -> None:
     assert index.name == "model.safetensors.index.json"
     (data,) = index.segments
     assert isinstance(data, bytes)
-    assert json.loads(data) == {"metadata": {"total_size": 3}, "weight_map": {"ключ": "b", "a": "a"}}
+    assert json.loads(data) == {
+        "metadata": {"total_size": 3},
+        "weight_map": {"ключ": "b", "a": "a"},
+    }
     assert list(json.loads(data)["weight_map"]) == ["ключ", "a"]
 
 

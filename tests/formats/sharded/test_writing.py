@@ -1,4 +1,5 @@
-"""Shards as others load them: the index, then each file through safetensors or torch; and back into one file."""
+"""Shards as others load them: the index, then each file through safetensors or torch; and back into
+one file."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ both = pytest.mark.parametrize("kind", KINDS)
 
 def sample() -> OrderedDict[str, torch.Tensor]:
     torch.manual_seed(0)
-    state = OrderedDict((name, torch.randn(10, 10)) for name in ("l2.w", "l1.w", "l10.w"))  # not in alphabetical order
+    state = OrderedDict(
+        (name, torch.randn(10, 10)) for name in ("l2.w", "l1.w", "l10.w")
+    )  # not in alphabetical order
     state["l1.b"] = torch.arange(10)
     state._metadata = OrderedDict({"": {"version": 1}, "l1": {"version": 2}})  # type: ignore[attr-defined]
     return state
@@ -38,7 +41,9 @@ def saved(folder: Path, value: Any) -> Path:
 
 
 def write(path: Path, out: Path, kind: str, size: int | None = None, **options: Any) -> Conversion:
-    return ckptkit.save(ckptkit.open(path), out, format=kind, options=WriteOptions(shard_size=size, **options))
+    return ckptkit.save(
+        ckptkit.open(path), out, format=kind, options=WriteOptions(shard_size=size, **options)
+    )
 
 
 def loaded(folder: Path) -> State:
@@ -76,7 +81,12 @@ def test_what_others_load(tmp_path: Path, kind: str) -> None:
     assert [file.name for file in done.plan.files] == [*shards, f"{stem}{suffix}.index.json"]
     same(dict(state), loaded(tmp_path / "out"))
     assert index_of(tmp_path / "out")["metadata"]["total_size"] == 1280
-    assert list(index_of(tmp_path / "out")["weight_map"].values()) == [shards[0], shards[0], shards[1], shards[1]]
+    assert list(index_of(tmp_path / "out")["weight_map"].values()) == [
+        shards[0],
+        shards[0],
+        shards[1],
+        shards[1],
+    ]
 
 
 @both
@@ -117,7 +127,9 @@ def test_ties_of_safetensors_are_recorded(tmp_path: Path) -> None:
     path = saved(tmp_path, state)
     write(path, tmp_path / "out", "sharded", 32)
     index = index_of(tmp_path / "out")
-    assert index["metadata"]["embed"] == "a.head"  # as the hub does: the first in the alphabet is kept
+    assert (
+        index["metadata"]["embed"] == "a.head"
+    )  # as the hub does: the first in the alphabet is kept
     assert list(index["weight_map"]) == ["w", "a.head"] and index["metadata"]["total_size"] == 64
     checkpoint = ckptkit.open(tmp_path / "out")
     assert list(checkpoint.weights) == list(state)
@@ -128,7 +140,12 @@ def test_ties_of_safetensors_are_recorded(tmp_path: Path) -> None:
 
 def test_a_tie_called_like_the_total(tmp_path: Path) -> None:
     one = torch.ones(8)
-    write(saved(tmp_path, {"a": one, "total_size": one, "b": torch.zeros(8)}), tmp_path / "out", "sharded", 32)
+    write(
+        saved(tmp_path, {"a": one, "total_size": one, "b": torch.zeros(8)}),
+        tmp_path / "out",
+        "sharded",
+        32,
+    )
     assert list(ckptkit.open(tmp_path / "out").weights) == ["a", "total_size", "b"]
     assert index_of(tmp_path / "out")["metadata"]["total_size"] == 96
 
@@ -136,7 +153,13 @@ def test_a_tie_called_like_the_total(tmp_path: Path) -> None:
 def test_what_shares_memory_stays_in_one_file(tmp_path: Path) -> None:
     """And counts once; torch finds it shared again."""
     base = torch.arange(16.0)
-    state = {"base": base, "other": torch.ones(16), "row": base[:4], "more": torch.ones(4), "tied": base.detach()}
+    state = {
+        "base": base,
+        "other": torch.ones(16),
+        "row": base[:4],
+        "more": torch.ones(4),
+        "tied": base.detach(),
+    }
     write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 64)
     index = index_of(tmp_path / "out")
     groups: dict[str, list[str]] = {}
@@ -154,7 +177,14 @@ def test_what_shares_memory_stays_in_one_file(tmp_path: Path) -> None:
 def test_grouped_as_the_hub_groups(tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     base = torch.arange(16.0)
-    state = {"base": base, "big": torch.ones(40), "row": base[:4], "w": torch.ones(4), "v": torch.ones(9), "tied": base}
+    state = {
+        "base": base,
+        "big": torch.ones(40),
+        "row": base[:4],
+        "w": torch.ones(4),
+        "v": torch.ones(9),
+        "tied": base,
+    }
     theirs = hub.split_torch_state_dict_into_shards(
         state, max_shard_size=80, filename_pattern="pytorch_model{suffix}.bin"
     )
@@ -170,17 +200,25 @@ def test_a_folder_of_the_hub_is_read(tmp_path: Path) -> None:
     state["tied"] = state["l2.w"].detach()
     for safe, kind in ((True, "sharded"), (False, "sharded-bin")):
         (tmp_path / kind).mkdir()
-        hub.save_torch_state_dict(dict(state), tmp_path / kind, max_shard_size=800, safe_serialization=safe)
+        hub.save_torch_state_dict(
+            dict(state), tmp_path / kind, max_shard_size=800, safe_serialization=safe
+        )
         got = ckptkit.load(tmp_path / kind)
         assert ckptkit.open(tmp_path / kind).format == kind
-        same({name: state[name] for name in sorted(state)}, {name: got[name] for name in sorted(got)})
+        same(
+            {name: state[name] for name in sorted(state)}, {name: got[name] for name in sorted(got)}
+        )
 
 
 @both
 def test_one_shard_is_a_file_without_a_number(tmp_path: Path, kind: str) -> None:
     """And without an index, as the hub has it; the folder is read again."""
     state = sample()
-    write(saved(tmp_path, {"model": state, "epoch": 1, "optimizer": {"m": torch.ones(3)}}), tmp_path / "out", kind)
+    write(
+        saved(tmp_path, {"model": state, "epoch": 1, "optimizer": {"m": torch.ones(3)}}),
+        tmp_path / "out",
+        kind,
+    )
     (name,) = os.listdir(tmp_path / "out")
     assert name == "".join(KINDS[kind])
     read = load_file if kind == "sharded" else torch.load
@@ -216,7 +254,11 @@ def test_extra_states_go_into_torch_shards(tmp_path: Path) -> None:
 
 
 def test_metadata_go_along(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(8), "b": torch.ones(8)}, tmp_path / "x.safetensors", {"format": "pt", "author": "me"})
+    save_file(
+        {"a": torch.ones(8), "b": torch.ones(8)},
+        tmp_path / "x.safetensors",
+        {"format": "pt", "author": "me"},
+    )
     for kind in KINDS:
         write(tmp_path / "x.safetensors", tmp_path / kind, kind, 32)
         assert index_of(tmp_path / kind)["metadata"] == {"total_size": 64, "author": "me"}
@@ -243,7 +285,9 @@ def test_SH_10_names_are_our_own(tmp_path: Path) -> None:
     folder.mkdir()
     odd = "--help $(x) -00001-of-00001.safetensors"
     save_file({"a": torch.ones(8), "b": torch.ones(8)}, folder / odd)
-    (folder / "evil.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": odd, "b": odd}}))
+    (folder / "evil.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": odd, "b": odd}})
+    )
     write(folder, tmp_path / "out", "sharded", 32)
     assert sorted(os.listdir(tmp_path / "out")) == [
         "model-00001-of-00002.safetensors",
@@ -271,8 +315,14 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
     path = saved(tmp_path, sample())
     small = WriteOptions(shard_size=800)
     assert ckptkit.save(ckptkit.open(path), tmp_path / "a", options=small).format == "sharded"
-    assert ckptkit.save(ckptkit.open(path), tmp_path / "b", format="sharded-bin", options=small).format == "sharded-bin"
-    assert ckptkit.save(ckptkit.open(tmp_path / "b"), tmp_path / "c", options=small).format == "sharded-bin"
+    assert (
+        ckptkit.save(ckptkit.open(path), tmp_path / "b", format="sharded-bin", options=small).format
+        == "sharded-bin"
+    )
+    assert (
+        ckptkit.save(ckptkit.open(tmp_path / "b"), tmp_path / "c", options=small).format
+        == "sharded-bin"
+    )
     assert ckptkit.save(ckptkit.open(tmp_path / "a"), tmp_path / "d").format == "sharded"
     with pytest.raises(UsageError, match="name of a file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "a.safetensors", options=small)
@@ -283,13 +333,22 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
 
 
 def test_shards_that_hold_only_values_of_the_state_dict(tmp_path: Path) -> None:
-    """Packed parameters of quantized modules are no tensors of the state_dict; a shard may hold nothing else."""
+    """Packed parameters of quantized modules are no tensors of the state_dict; a shard may hold
+    nothing else."""
     weight = torch.quantize_per_tensor(torch.randn(30, 30), 0.1, 0, torch.qint8)
-    state = OrderedDict({"a": torch.ones(300), "q._packed_params._packed_params": (weight, None), "b": torch.ones(300)})
+    state = OrderedDict(
+        {
+            "a": torch.ones(300),
+            "q._packed_params._packed_params": (weight, None),
+            "b": torch.ones(300),
+        }
+    )
     write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 1000)
     files = index_of(tmp_path / "out")["weight_map"]
     alone = files["q._packed_params._packed_params"]
-    assert [name for name, file in files.items() if file == alone] == ["q._packed_params._packed_params"]
+    assert [name for name, file in files.items() if file == alone] == [
+        "q._packed_params._packed_params"
+    ]
     read = ckptkit.open(tmp_path / "out")
     assert list(read.root) == list(state)
     assert not read.warnings

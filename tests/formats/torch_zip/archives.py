@@ -1,4 +1,5 @@
-"""Checkpoints put together by hand, opcode by opcode, and read and written without the rest of ckptkit."""
+"""Checkpoints put together by hand, opcode by opcode, and read and written without the rest of
+ckptkit."""
 
 from __future__ import annotations
 
@@ -30,31 +31,65 @@ def sizes(*values: int) -> bytes:
     return b"(" + b"".join(map(number, values)) + b"t"
 
 
-def storage(made: str = "torch\nFloatStorage", key: bytes = text("0"), numel: int = 4, location: str = "cpu") -> bytes:
-    return b"(" + text("storage") + b"c" + made.encode() + b"\n" + key + text(location) + number(numel) + b"tQ"
+def storage(
+    made: str = "torch\nFloatStorage", key: bytes = text("0"), numel: int = 4, location: str = "cpu"
+) -> bytes:
+    return (
+        b"("
+        + text("storage")
+        + b"c"
+        + made.encode()
+        + b"\n"
+        + key
+        + text(location)
+        + number(numel)
+        + b"tQ"
+    )
 
 
-def tensor(of: bytes, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0) -> bytes:
+def tensor(
+    of: bytes, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0
+) -> bytes:
     rest = number(offset) + sizes(*shape) + sizes(*stride) + b"\x89ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + of + rest + b"tR"
 
 
 def untyped(shape: tuple[int, ...] = (8,), dtype: str = "uint16") -> bytes:
-    rest = number(0) + sizes(*shape) + sizes(1) + b"\x89ccollections\nOrderedDict\n)Rctorch\n" + dtype.encode() + b"\n"
-    return b"ctorch._utils\n_rebuild_tensor_v3\n(" + storage("torch.storage\nUntypedStorage", numel=16) + rest + b"tR"
+    rest = (
+        number(0)
+        + sizes(*shape)
+        + sizes(1)
+        + b"\x89ccollections\nOrderedDict\n)Rctorch\n"
+        + dtype.encode()
+        + b"\n"
+    )
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v3\n("
+        + storage("torch.storage\nUntypedStorage", numel=16)
+        + rest
+        + b"tR"
+    )
 
 
 def pickle_of(*values: bytes) -> bytes:
     """{"a": first, "b": second...}."""
-    return b"\x80\x02}(" + b"".join(text(chr(97 + i)) + value for i, value in enumerate(values)) + b"u."
+    return (
+        b"\x80\x02}("
+        + b"".join(text(chr(97 + i)) + value for i, value in enumerate(values))
+        + b"u."
+    )
 
 
 def archive(
-    pickle: bytes, *more: Member, records: dict[str, bytes] | None = None, version: bytes | None = b"3\n"
+    pickle: bytes,
+    *more: Member,
+    records: dict[str, bytes] | None = None,
+    version: bytes | None = b"3\n",
 ) -> bytes:
     members = [Member("a/data.pkl", pickle)]
     members += [
-        Member(f"a/{name}", data) for name, data in ({"data/0": FLOATS} if records is None else records).items()
+        Member(f"a/{name}", data)
+        for name, data in ({"data/0": FLOATS} if records is None else records).items()
     ]
     members += [Member("a/version", version)] if version is not None else []
     return build(*members, *more)
@@ -90,5 +125,11 @@ def laid_out(checkpoint: Checkpoint) -> Plan:
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [(path, value)]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [leaf for key, each in items for leaf in leaves(each, (*path, key))]

@@ -1,4 +1,5 @@
-"""Files that torch takes in a way of its own, or not at all: what it makes of them, and what ckptkit does instead.
+"""Files that torch takes in a way of its own, or not at all: what it makes of them, and what
+ckptkit does instead.
 
 The rows of the threat table that are about this difference, where no other test has them.
 """
@@ -14,7 +15,14 @@ import torch
 
 from ckptkit.api import convert
 from ckptkit.core.bytesource import LocalFile, Memory
-from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, TensorError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TensorError,
+    UnsupportedError,
+)
 from ckptkit.core.tree import Pairs
 from ckptkit.formats import read as read_any
 from tests.containers.zips import Member, build
@@ -135,7 +143,8 @@ def test_D_25_other_compressions(method: int, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file")
 def test_D_29_a_program(tmp_path: Path) -> None:
-    """With both pickles torch takes it for a program, as ckptkit does: it is read by the reader of programs."""
+    """With both pickles torch takes it for a program, as ckptkit does: it is read by the reader of
+    programs."""
     made = zipped(Member("a/data/0", FLOATS), Member("a/constants.pkl", b"\x80\x02)."))
     with pytest.raises(RuntimeError, match="TorchScript"):
         by_torch(made, tmp_path)
@@ -143,7 +152,8 @@ def test_D_29_a_program(tmp_path: Path) -> None:
 
 
 def test_D_35_PK_21_many_paths_to_one_value(tmp_path: Path) -> None:
-    """A file of 725 bytes that would be ten thousand million values if each path to one were another."""
+    """A file of 725 bytes that would be ten thousand million values if each path to one were
+    another."""
     levels = b"](" + b"N" * 10 + b"eq\0" + b"".join(
         b"](" + b"h%c" % level * 10 + b"eq%c" % (level + 1) for level in range(9)
     )  # fmt: skip
@@ -175,7 +185,8 @@ def test_TM_06_a_type_of_its_own_over_an_untyped_storage(dtype: str, tmp_path: P
 
 
 def test_TM_06_a_storage_is_of_its_class(tmp_path: Path) -> None:
-    """The second version of rebuilding has no type of its own: that of the storage counts, in elements."""
+    """The second version of rebuilding has no type of its own: that of the storage counts, in
+    elements."""
     made = archive(pickle_of(tensor(storage("torch\nLongStorage", numel=2), (2,))))
     assert by_torch(made, tmp_path)["a"].dtype == torch.int64
     assert read(made).root["a"].dtype.name == "int64"
@@ -226,11 +237,15 @@ def test_TM_07_what_is_beside_the_geometry_is_never_dropped(rest: tuple[bytes, .
 @pytest.mark.parametrize("hooks", [b"N", b"]"], ids=["none", "list"])
 def test_TM_07_other_words_for_no_hooks(hooks: bytes, tmp_path: Path) -> None:
     made = archive(pickle_of(rebuilt(b"\x88", hooks)))
-    assert by_torch(made, tmp_path)["a"].requires_grad and read(made).root["a"].requires_grad is True
+    assert (
+        by_torch(made, tmp_path)["a"].requires_grad and read(made).root["a"].requires_grad is True
+    )
 
 
 def sparse(crow: int) -> torch.Tensor:
-    return torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, crow))
+    return torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, crow)
+    )
 
 
 ODD = {
@@ -249,7 +264,9 @@ def test_TM_08_tensors_that_are_more_than_numbers_in_a_row(kind: str, tmp_path: 
     checkpoint = read_any(LocalFile(tmp_path / "in.pth"))
     assert checkpoint.root["b"].shape == (2,)
     convert(tmp_path / "in.pth", tmp_path / "out.pth")
-    want, got = (torch.load(tmp_path / f"{name}.pth", weights_only=True)["a"] for name in ("in", "out"))
+    want, got = (
+        torch.load(tmp_path / f"{name}.pth", weights_only=True)["a"] for name in ("in", "out")
+    )
     assert repr(want) == repr(got)
     try:
         done = convert(tmp_path / "in.pth", tmp_path / "out.safetensors", keep_format=False)
@@ -261,7 +278,9 @@ def test_TM_08_tensors_that_are_more_than_numbers_in_a_row(kind: str, tmp_path: 
 
 def test_TM_08_indices_are_not_believed(tmp_path: Path) -> None:
     """What a compressed tensor says of its rows is not used for anything: nothing is read by it."""
-    made = torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 3))
+    made = torch.sparse_csr_tensor(
+        torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 3)
+    )
     torch.save({"a": made}, tmp_path / "in.pth")
     data = (tmp_path / "in.pth").read_bytes()
     lie = data.replace(struct.pack("<qq", 0, 1), struct.pack("<qq", 0, 1 << 40))

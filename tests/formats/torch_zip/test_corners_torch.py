@@ -1,4 +1,5 @@
-"""torch's files: what no other test comes by: other ways to write the same, and edits that need a new file."""
+"""torch's files: what no other test comes by: other ways to write the same, and edits that need a
+new file."""
 
 from __future__ import annotations
 
@@ -38,7 +39,15 @@ from ckptkit.scan.trace import LARGE, trace
 from ckptkit.scan.trace_window import FIRST_WINDOW, WINDOW
 from tests.containers import tars
 from tests.containers.zips import Member, build
-from tests.formats.torch_zip.archives import FLOATS, archive, pickle_of, saved, storage, tensor, text
+from tests.formats.torch_zip.archives import (
+    FLOATS,
+    archive,
+    pickle_of,
+    saved,
+    storage,
+    tensor,
+    text,
+)
 from tests.formats.torchscript import scripts, test_old_json, test_reader
 from tests.pickles.making import machine
 from tests.pickles.test_plain_tensor import pickled, table
@@ -89,7 +98,8 @@ def outcome(data: bytes, load: Any) -> Node:
 
 
 def second_tensor() -> tuple[bytes, Any]:
-    """A pickle, and how the last of its tensors is recognised; its class is fetched by a number of four bytes."""
+    """A pickle, and how the last of its tensors is recognised; its class is fetched by a number of
+    four bytes."""
     data = pickled(a=torch.zeros(2, dtype=torch.float64), b=torch.zeros(2, dtype=torch.float64))
     found = [match for at in range(len(data)) if (match := _match(data, at))][-1]
     assert len(found[2]) == 5
@@ -97,7 +107,9 @@ def second_tensor() -> tuple[bytes, Any]:
 
 
 @pytest.mark.parametrize("group", [1, 2, 6, 18])
-def test_a_tensor_of_what_the_memo_does_not_have(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_what_the_memo_does_not_have(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is refused as the machine refuses it that knows opcodes alone."""
     data, found = second_tensor()
     assert isinstance(outcome(data, table().load), dict)
@@ -129,7 +141,9 @@ def of_a_part(typed: TypedStorage) -> Node:
         (lambda typed: "text", "is built from something that is not a storage"),
     ],
 )
-def test_a_tensor_of_a_storage_that_is_not_plain(change: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_a_storage_that_is_not_plain(
+    change: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, found = second_tensor()
     storages = table()
 
@@ -160,7 +174,8 @@ def test_bytes_with_characters_that_are_none() -> None:
 
 
 def test_large_bytes_in_what_is_read_already() -> None:
-    """They are passed over wherever they are: behind the window, or, after something large, in it."""
+    """They are passed over wherever they are: behind the window, or, after something large, in
+    it."""
     first = text("x" * WINDOW)
     large = b"B" + struct.pack("<I", LARGE) + bytes(LARGE)
     data = b"\x80\x03(" + first + large + large + b"K\x01t."
@@ -172,7 +187,8 @@ def test_large_bytes_in_what_is_read_already() -> None:
 
 
 def test_an_archive_that_lists_nothing() -> None:
-    """It is one of no members where there are none; one that is there all the same is not overlooked."""
+    """It is one of no members where there are none; one that is there all the same is not
+    overlooked."""
     empty = read_directory(Memory(MAGIC + build()[:16] + struct.pack("<LH", len(MAGIC), 0)))
     assert (empty.entries, empty.top, empty.start) == ({}, "", 4)
     member = Member("a/data.pkl", b"N.")
@@ -184,7 +200,9 @@ def test_an_archive_that_lists_nothing() -> None:
 @pytest.mark.parametrize("names", ["aa", "bab", "aA"])
 def test_ZP_01_duplicate_names_of_one_letter(names: str) -> None:
     """Python keeps one object for each byte: names that are the same may be identical."""
-    with pytest.raises(AmbiguousError, match=f"two records have the same name: '{names[0]}', '{names[-1]}'"):
+    with pytest.raises(
+        AmbiguousError, match=f"two records have the same name: '{names[0]}', '{names[-1]}'"
+    ):
         read_directory(Memory(build(*(Member(name, b"x") for name in names))))
 
 
@@ -203,15 +221,23 @@ class Remote(Memory):
 def test_storages_of_a_remote_archive_are_not_looked_into() -> None:
     data = archive(pickle_of(tensor(storage())))
     names = {
-        source.remote: [each.where for each in pickles(Probe(source)) or ()] for source in (Memory(data), Remote(data))
+        source.remote: [each.where for each in pickles(Probe(source)) or ()]
+        for source in (Memory(data), Remote(data))
     }
-    assert names == {False: ["a/data.pkl", "a/data/0", "a/version"], True: ["a/data.pkl", "a/version"]}
+    assert names == {
+        False: ["a/data.pkl", "a/data/0", "a/version"],
+        True: ["a/data.pkl", "a/version"],
+    }
 
 
 def test_a_compressed_storage_without_the_directory() -> None:
     """Its own header has its size and its checksum."""
     both = pickle_of(tensor(storage()), tensor(storage(key=text("1"))))
-    members = [Member("a/data.pkl", both), Member("a/data/0", FLOATS, deflated=True), Member("a/data/1", FLOATS)]
+    members = [
+        Member("a/data.pkl", both),
+        Member("a/data/0", FLOATS, deflated=True),
+        Member("a/data/1", FLOATS),
+    ]
     data = build(*members)
     found = salvage(Probe(Memory(data[: data.index(b"PK\1\2")])), False)
     assert found is not None and not found.lost and list(found.checkpoint.root) == ["a", "b"]
@@ -248,7 +274,9 @@ def test_a_script_without_constants(tmp_path: Path) -> None:
 
 
 def held(path: Path, name: str = "a") -> Checkpoint:
-    return ZIP.read(Probe(LocalFile(saved(OrderedDict({name: torch.ones(4), "z": torch.ones(2)}), path))))
+    return ZIP.read(
+        Probe(LocalFile(saved(OrderedDict({name: torch.ones(4), "z": torch.ones(2)}), path)))
+    )
 
 
 def patch(before: Checkpoint, after: Checkpoint) -> Patch | None:
@@ -285,7 +313,8 @@ def replaced(count: int) -> bytes:
 
 
 def test_an_archive_that_was_edited_too_often(tmp_path: Path) -> None:
-    """The record that is replaced keeps its place under another name of the same length, while there is one."""
+    """The record that is replaced keeps its place under another name of the same length, while
+    there is one."""
     path = tmp_path / "x.pt"
     for count in (0, len(REPLACED) - 1):
         path.write_bytes(replaced(count))
@@ -308,7 +337,9 @@ def test_storages_that_are_no_records_of_the_archive(tmp_path: Path) -> None:
     kept: Tensor = before.root["a"]
     assert kept.storage is not None
     record = kept.storage.record
-    assert isinstance(record, Range) and patch(before, replace(before, root={"b": kept})) is not None
+    assert (
+        isinstance(record, Range) and patch(before, replace(before, root={"b": kept})) is not None
+    )
     others = [
         computed(b"0123456789abcdef"),
         Storage(Range(Memory(b"0123"), 0, 4)),
@@ -350,7 +381,11 @@ def test_an_edit_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
 def test_a_gpu_is_spelt_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes a new string for each tag: none of them is fetched from the memo."""
     with monkeypatch.context() as gpu:
-        gpu.setattr(torch.serialization, "location_tag", lambda storage: "cuda:" + str(storage.nbytes() // 24))
+        gpu.setattr(
+            torch.serialization,
+            "location_tag",
+            lambda storage: "cuda:" + str(storage.nbytes() // 24),
+        )
         data = pickled(**{name: torch.zeros(2, 3) for name in "abcd"})
     taken: list[int] = []
     read = PlainTensors.read

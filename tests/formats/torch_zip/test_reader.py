@@ -1,7 +1,8 @@
-"""torch.save's zip archives: what is accepted, what is refused, by row of the threat table, and what is written.
+"""torch.save's zip archives: what is accepted, what is refused, by row of the threat table, and
+what is written.
 
-Pickles of hostile files are put together opcode by opcode. What torch reads from the same file is asserted beside it
-where that is the point.
+Pickles of hostile files are put together opcode by opcode. What torch reads from the same file is
+asserted beside it where that is the point.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ from tests.formats.torch_zip.archives import (
 
 
 def test_the_hand_writes_what_torch_reads(tmp_path: Path) -> None:
-    made = archive(pickle_of(tensor(storage()), tensor(storage(), (2, 2), (1, 2)), untyped()).replace(untyped(), b"N"))
+    made = archive(
+        pickle_of(tensor(storage()), tensor(storage(), (2, 2), (1, 2)), untyped()).replace(
+            untyped(), b"N"
+        )
+    )
     state = by_torch(made, tmp_path)
     assert state.pop("c") is None
     checkpoint = read(made)
@@ -68,7 +73,9 @@ def test_the_hand_writes_what_torch_reads(tmp_path: Path) -> None:
 def test_every_alignment(tmp_path: Path, alignment: int) -> None:
     config.save.storage_alignment = alignment
     try:
-        path = saved({"a": torch.arange(5.0), "b": torch.zeros(0), "c": torch.ones(3)}, tmp_path / "a.pth")
+        path = saved(
+            {"a": torch.arange(5.0), "b": torch.zeros(0), "c": torch.ones(3)}, tmp_path / "a.pth"
+        )
     finally:
         config.save.storage_alignment = 64
     checkpoint = read(path)
@@ -86,7 +93,9 @@ def test_D_45_without_checksums(tmp_path: Path) -> None:
     checkpoint = read(path)
     check_equal(checkpoint.root, torch.load(path))
     assert checkpoint.root["a"].storage.crc32 is None
-    assert checkpoint.warnings == ("1 of its storages have no checksum: damage to them cannot be seen",)
+    assert checkpoint.warnings == (
+        "1 of its storages have no checksum: damage to them cannot be seen",
+    )
     copy = write(checkpoint, tmp_path / "b.pth")
     check_equal(checkpoint.root, torch.load(copy, mmap=True))
     with zipfile.ZipFile(copy) as made:
@@ -94,9 +103,12 @@ def test_D_45_without_checksums(tmp_path: Path) -> None:
 
 
 def test_ZP_24_beyond_4_GiB(tmp_path: Path) -> None:
-    """A sparse file of torch's own, with zip64 fields in local headers and descriptors of 64 bits."""
+    """A sparse file of torch's own, with zip64 fields in local headers and descriptors of 64
+    bits."""
     with skip_data():
-        path = saved({"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.ones(3)}, tmp_path / "a.pth")
+        path = saved(
+            {"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.ones(3)}, tmp_path / "a.pth"
+        )
     checkpoint = read(path)
     assert checkpoint.root["a"].storage.record.length == 5 << 30
     assert checkpoint.root["b"].storage.record.offset > 5 << 30
@@ -111,7 +123,9 @@ def test_any_top_folder(tmp_path: Path, stem: str) -> None:
 
 
 def test_a_top_folder_beyond_ascii(tmp_path: Path) -> None:
-    made = build(Member("\u00e9 \u96ea/data.pkl", pickle_of(b"N")), Member("\u00e9 \u96ea/version", b"3"))
+    made = build(
+        Member("\u00e9 \u96ea/data.pkl", pickle_of(b"N")), Member("\u00e9 \u96ea/version", b"3")
+    )
     assert read(made).root == by_torch(made, tmp_path) == {"a": None}
 
 
@@ -151,22 +165,34 @@ def test_reads_only_the_pickle_of_large_storages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["1.6.0", "2.1.2"])
 @pytest.mark.parametrize("device", ["cpu", "cuda1"])
 @pytest.mark.parametrize("kind", ["bare", "full"])
-def test_corpus_of_older_torch(corpus: Corpus, version: str, device: str, kind: str, tmp_path: Path) -> None:
+def test_corpus_of_older_torch(
+    corpus: Corpus, version: str, device: str, kind: str, tmp_path: Path
+) -> None:
     path = corpus / f"versions/torch{version}-default-{device}-{kind}.pth"
     facts = json.loads((corpus / f"versions/torch{version}-{device}.json").read_text())[path.name]
     checkpoint = read(path)
     want = torch.load(path, weights_only=False, map_location="cpu")
-    found = {tree.join(at): node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)}
+    found = {
+        tree.join(at): node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)
+    }
     assert {each.device for each in found.values()} == {"cpu" if device == "cpu" else "cuda:1"}
     assert sorted(map(tuple, (fact["shape"] for fact in facts.values()))) == sorted(
         each.shape for each in found.values()
     )
     if kind == "bare":
         check_equal(checkpoint.root, dict(want))
-    copy = torch.load(write(checkpoint, tmp_path / "copy.pth"), weights_only=False, map_location="cpu", mmap=True)
+    copy = torch.load(
+        write(checkpoint, tmp_path / "copy.pth"), weights_only=False, map_location="cpu", mmap=True
+    )
     check_equal(
         checkpoint.weights,
-        dict(copy if kind == "bare" else copy["state_dict"] if "state_dict" in copy else copy["model"]),
+        dict(
+            copy
+            if kind == "bare"
+            else copy["state_dict"]
+            if "state_dict" in copy
+            else copy["model"]
+        ),
     )
 
 
@@ -182,14 +208,19 @@ def test_corpus_of_real_files(corpus: Corpus, name: str, tmp_path: Path) -> None
         want = torch.load(path, weights_only=True, map_location="cpu", mmap=path == copy)
         flat = dict(leaves(want))
         ours = {at: node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)}
-        check_equal({tree.join(at): node for at, node in ours.items()}, {tree.join(at): t for at, t in flat.items()})
+        check_equal(
+            {tree.join(at): node for at, node in ours.items()},
+            {tree.join(at): t for at, t in flat.items()},
+        )
 
 
 # Storages
 
 
 @pytest.mark.parametrize(("numel", "shape"), [(8, (8,)), (2, (2,)), (0, (0,)), (1 << 40, (4,))])
-def test_D_01_D_04_record_of_another_size(numel: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_D_01_D_04_record_of_another_size(
+    numel: int, shape: tuple[int, ...], tmp_path: Path
+) -> None:
     made = archive(pickle_of(tensor(storage(numel=numel), shape)))
     with pytest.raises(CorruptError, match="has 16 bytes"):
         read(made)
@@ -215,7 +246,9 @@ INTS = storage("torch\nIntStorage")
         ((tensor(storage()), untyped()), "uint16"),
     ],
 )  # fmt: skip
-def test_D_05_one_storage_of_two_types(values: tuple[bytes, ...], torch_sees: str, tmp_path: Path) -> None:
+def test_D_05_one_storage_of_two_types(
+    values: tuple[bytes, ...], torch_sees: str, tmp_path: Path
+) -> None:
     made = archive(pickle_of(*values))
     assert str(by_torch(made, tmp_path)["b"].dtype) == f"torch.{torch_sees}"
     with pytest.raises(AmbiguousError, match="element types"):
@@ -224,7 +257,10 @@ def test_D_05_one_storage_of_two_types(values: tuple[bytes, ...], torch_sees: st
 
 def test_D_05_bytes_and_untyped_agree(tmp_path: Path) -> None:
     byte = tensor(storage("torch\nByteStorage", numel=16), (16,))
-    for values in ((byte, untyped(), untyped((4,), "uint32")), (untyped(), byte, untyped((16,), "float8_e5m2"))):
+    for values in (
+        (byte, untyped(), untyped((4,), "uint32")),
+        (untyped(), byte, untyped((16,), "float8_e5m2")),
+    ):
         made = archive(pickle_of(*values))
         checkpoint = read(made)
         check_equal(checkpoint.root, by_torch(made, tmp_path))
@@ -250,9 +286,12 @@ def test_D_07_D_08_geometry(shape: tuple[int, ...], stride: tuple[int, ...], off
 
 
 @pytest.mark.parametrize(
-    ("shape", "stride", "offset"), [((1 << 40,), (0,), 3), ((0,), (1,), 1 << 40), ((0, 3), (9, 7), 0), ((), (), 3)]
+    ("shape", "stride", "offset"),
+    [((1 << 40,), (0,), 3), ((0,), (1,), 1 << 40), ((0, 3), (9, 7), 0), ((), (), 3)],
 )
-def test_D_09_D_10_geometry_that_is_fine(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
+def test_D_09_D_10_geometry_that_is_fine(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> None:
     found = read(archive(pickle_of(tensor(storage(), shape, stride, offset)))).root["a"]
     assert (found.shape, found.stride, found.offset) == (shape, stride, offset)
 
@@ -264,7 +303,9 @@ def test_D_32_ZP_19_keys_are_looked_up_as_they_are(key: str) -> None:
 
 
 def test_ZP_19_any_key(tmp_path: Path) -> None:
-    made = archive(pickle_of(tensor(storage(key=text("x/\u00e9 1")))), records={"data/x/\u00e9 1": FLOATS})
+    made = archive(
+        pickle_of(tensor(storage(key=text("x/\u00e9 1")))), records={"data/x/\u00e9 1": FLOATS}
+    )
     checkpoint = read(made)
     check_equal(checkpoint.root, by_torch(made, tmp_path))
 
@@ -319,7 +360,13 @@ def test_D_16_a_damaged_pickle() -> None:
 def test_D_24_a_record_that_reads_on() -> None:
     member = Member("a/data/0", FLOATS, central={"stored": 24, "size": 24})
     with pytest.raises((CorruptError, AmbiguousError)):
-        read(build(Member("a/data.pkl", pickle_of(tensor(storage(numel=6), (6,)))), member, Member("a/version", b"3")))
+        read(
+            build(
+                Member("a/data.pkl", pickle_of(tensor(storage(numel=6), (6,)))),
+                member,
+                Member("a/version", b"3"),
+            )
+        )
 
 
 def test_a_pickle_may_lie_anywhere(tmp_path: Path) -> None:
@@ -342,7 +389,8 @@ def test_D_22_ZP_17_a_second_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["a/data"], ["a/b/data.pkl"], ["data.pkl"], ["x", "a/data.pkl"], ["b/x", "a/data.pkl"]]
+    "names",
+    [["a/data"], ["a/b/data.pkl"], ["data.pkl"], ["x", "a/data.pkl"], ["b/x", "a/data.pkl"]],
 )
 def test_ZP_17_no_pickle_where_torch_looks(names: list[str]) -> None:
     assert not FORMAT.matches(Probe(Memory(build(*(Member(name, b"") for name in names)))))
@@ -350,7 +398,10 @@ def test_ZP_17_no_pickle_where_torch_looks(names: list[str]) -> None:
 
 def test_folders_may_be_listed(tmp_path: Path) -> None:
     made = build(
-        Member("a/", b""), Member("a/data.pkl", pickle_of(b"N")), Member("a/version", b"3"), Member("a/data/", b"")
+        Member("a/", b""),
+        Member("a/data.pkl", pickle_of(b"N")),
+        Member("a/version", b"3"),
+        Member("a/data/", b""),
     )
     assert by_torch(made, tmp_path) == read(made).root == {"a": None}
     assert read(made).warnings == ()
@@ -371,8 +422,15 @@ def test_D_26_ZP_20_versions_that_are_none(version: bytes) -> None:
 
 
 def test_D_26_where_the_version_is() -> None:
-    assert read(archive(pickle_of(b"N"), Member("a/.data/version", b"6\n"), records={}, version=None)).warnings == ()
-    assert read(archive(pickle_of(b"N"), Member("a/.data/version", b"3"), records={})).warnings == ()
+    assert (
+        read(
+            archive(pickle_of(b"N"), Member("a/.data/version", b"6\n"), records={}, version=None)
+        ).warnings
+        == ()
+    )
+    assert (
+        read(archive(pickle_of(b"N"), Member("a/.data/version", b"3"), records={})).warnings == ()
+    )
     with pytest.raises(AmbiguousError, match="version"):
         read(archive(pickle_of(b"N"), Member("a/.data/version", b"4\n")))
     assert "torch refuses" in read(archive(pickle_of(b"N"), version=None)).warnings[0]
@@ -399,7 +457,8 @@ def test_ZP_20_alignment(value: bytes) -> None:
 
 def test_ZP_18_records_that_nothing_refers_to() -> None:
     more = [
-        Member(f"a/{name}", b"?") for name in ("data/99", "code/x.py", "extra", "data.pkl.bak", "x\u202e", ".data/y")
+        Member(f"a/{name}", b"?")
+        for name in ("data/99", "code/x.py", "extra", "data.pkl.bak", "x\u202e", ".data/y")
     ]
     (said,) = read(archive(pickle_of(tensor(storage())), *more)).warnings
     assert "6 of its records" in said and "'a/data/99'" in said and said.isprintable()
@@ -435,12 +494,17 @@ def test_every_flipped_bit_of_a_real_file_is_seen_or_harmless(tmp_path: Path) ->
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_an_empty_storage_of_several_types(tmp_path: Path, zipped: bool) -> None:
-    """torch lets tensors of any types share one that was never filled, and gives each its own type again."""
+    """torch lets tensors of any types share one that was never filled, and gives each its own type
+    again."""
     memory = torch.UntypedStorage(0)
-    tensors = {name: torch.empty(0, dtype=getattr(torch, name)) for name in ("float32", "float64", "int8")}
+    tensors = {
+        name: torch.empty(0, dtype=getattr(torch, name)) for name in ("float32", "float64", "int8")
+    }
     for each in tensors.values():
         each.set_(memory, 0, (0,), (1,))
-    torch.save({**tensors, "w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        {**tensors, "w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped
+    )
     theirs = torch.load(tmp_path / "a.pth")
     ckptkit.save(ckptkit.open(tmp_path / "a.pth"), tmp_path / "b.pth")
     for ours in (ckptkit.load(tmp_path / "a.pth"), torch.load(tmp_path / "b.pth")):

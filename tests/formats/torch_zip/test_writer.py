@@ -1,4 +1,5 @@
-"""torch.save's zip archives as they are written: read by torch, by zipfile, and by our own reader."""
+"""torch.save's zip archives as they are written: read by torch, by zipfile, and by our own
+reader."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ Cuda = Callable[..., AbstractContextManager[None]]
 
 def rich() -> dict[str, Any]:
     base = torch.randn(6, 4)
-    state = OrderedDict({"w": base, "row": base[2], "t": base.t(), "b": torch.ones(3, dtype=torch.bfloat16)})
+    state = OrderedDict(
+        {"w": base, "row": base[2], "t": base.t(), "b": torch.ones(3, dtype=torch.bfloat16)}
+    )
     state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
     return {
         "state_dict": state, "epoch": 3, "names": ("a", None, True, 1 << 70, 0.5, b"bytes", {1, 2}),
@@ -63,8 +66,15 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
         flat, other = dict(leaves(want)), dict(leaves(each))
         assert list(flat) == list(other)
         assert all(elements(flat[at]) == elements(other[at]) for at in flat)
-        assert all(flat[at].stride() == other[at].stride() and flat[at].dtype == other[at].dtype for at in flat)
-        assert each["again"] is each["state_dict"] and each["names"] == want["names"] and each["epoch"] == 3
+        assert all(
+            flat[at].stride() == other[at].stride() and flat[at].dtype == other[at].dtype
+            for at in flat
+        )
+        assert (
+            each["again"] is each["state_dict"]
+            and each["names"] == want["names"]
+            and each["epoch"] == 3
+        )
         assert each["state_dict"]._metadata == {"": {"version": 1}}
         assert (
             each["state_dict"]["row"].untyped_storage().data_ptr()
@@ -74,7 +84,8 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_the_archive_is_plain(tmp_path: Path) -> None:
-    """Records as in the recipe; checksums taken over, so that not a byte of the storages is computed."""
+    """Records as in the recipe; checksums taken over, so that not a byte of the storages is
+    computed."""
     path = saved(rich(), tmp_path / "a.pth")
     plan = laid_out(read(path))
     assert not any(isinstance(each, (Summed, Deferred, Derived)) for each in plan.files[0].segments)
@@ -83,9 +94,14 @@ def test_the_archive_is_plain(tmp_path: Path) -> None:
     with zipfile.ZipFile(copy) as made:
         names = made.namelist()
         assert made.testzip() is None
-        assert names[:2] == ["archive/data.pkl", "archive/byteorder"] and names[-1] == "archive/version"
+        assert (
+            names[:2] == ["archive/data.pkl", "archive/byteorder"]
+            and names[-1] == "archive/version"
+        )
         assert names[2:-1] == [f"archive/data/{n}" for n in range(len(names) - 3)]
-        assert made.read("archive/version") == b"3\n" and made.read("archive/byteorder") == b"little"
+        assert (
+            made.read("archive/version") == b"3\n" and made.read("archive/byteorder") == b"little"
+        )
     assert read(copy).warnings == ()
     assert copy.read_bytes() == write(read(path), tmp_path / "again.pth").read_bytes()
     assert copy.read_bytes() == write(read(copy), tmp_path / "again.pth").read_bytes()
@@ -119,7 +135,12 @@ def test_a_new_device_is_written(tmp_path: Path) -> None:
     path = saved({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pth")
     remote = Rebuild(
         lambda leaf: (
-            Tensor(Storage(leaf.storage.record, "cuda:7", leaf.storage.crc32), leaf.dtype, leaf.shape, leaf.stride)
+            Tensor(
+                Storage(leaf.storage.record, "cuda:7", leaf.storage.crc32),
+                leaf.dtype,
+                leaf.shape,
+                leaf.stride,
+            )
             if isinstance(leaf, Tensor)
             else leaf
         )
@@ -131,7 +152,8 @@ def test_a_new_device_is_written(tmp_path: Path) -> None:
 
 
 def test_sources_without_checksums_are_summed(tmp_path: Path) -> None:
-    """Ranges of another format, or computed bytes (whatever their storage says): one pass, and headers that wait."""
+    """Ranges of another format, or computed bytes (whatever their storage says): one pass, and
+    headers that wait."""
     data = Memory(bytes(range(64)))
     record = Derived("slice", (Range(data, 0, 64),), (4,), 16)
     root = {
@@ -167,12 +189,21 @@ def test_a_part_of_a_storage_cannot_be_saved() -> None:
     shared = Storage(Range(Memory(bytes(16)), 0, 16))
     assert laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"], 0, 4)])).size
     with pytest.raises(UnsupportedError, match="part of a storage"):
-        laid_out(Checkpoint([TypedStorage(shared, BY_NAME["float32"]), TypedStorage(shared, BY_NAME["float32"], 1, 3)]))
+        laid_out(
+            Checkpoint(
+                [
+                    TypedStorage(shared, BY_NAME["float32"]),
+                    TypedStorage(shared, BY_NAME["float32"], 1, 3),
+                ]
+            )
+        )
 
 
 def test_metadata_that_torch_has_no_place_for_are_kept_beside(tmp_path: Path) -> None:
     plan = laid_out(Checkpoint({}, metadata={"format": "pt", "licence": "MIT", "author": "me"}))
-    (tmp_path / "x.pth").write_bytes(b"".join(s for s in plan.files[0].segments if isinstance(s, bytes)))
+    (tmp_path / "x.pth").write_bytes(
+        b"".join(s for s in plan.files[0].segments if isinstance(s, bytes))
+    )
     assert plan.notes == ()
     assert torch.load(tmp_path / "x.pth", weights_only=True) == {}
     with closing(formats.read(LocalFile(tmp_path / "x.pth"))) as again:
@@ -193,7 +224,9 @@ def test_ZP_24_what_is_written_beyond_4_GiB(tmp_path: Path) -> None:
         file.truncate(5 << 30)
     zeros = Storage(Range(LocalFile(tmp_path / "zeros"), 0, 5 << 30), crc32=0)
     ones = Storage(Range(Memory(struct.pack("<4f", *[1.0] * 4)), 0, 16))
-    path = write(Checkpoint({"a": leaf(zeros, 5 << 30, "uint8"), "b": leaf(ones)}), tmp_path / "a.pth")
+    path = write(
+        Checkpoint({"a": leaf(zeros, 5 << 30, "uint8"), "b": leaf(ones)}), tmp_path / "a.pth"
+    )
     state = torch.load(path, mmap=True)
     assert state["b"].tolist() == [1, 1, 1, 1] and state["a"][-1].item() == 0
     assert read(path).root["b"].storage.record.offset > 5 << 30
@@ -204,7 +237,12 @@ def test_ZP_24_what_is_written_beyond_4_GiB(tmp_path: Path) -> None:
 
 def big_endian(dtype: str, values: list[float]) -> tuple[bytes, bytes]:
     made = BY_NAME[dtype]
-    raw = torch.tensor(values, dtype=getattr(torch, dtype)).view(torch.uint8).reshape(-1, made.component).flip(1)
+    raw = (
+        torch.tensor(values, dtype=getattr(torch, dtype))
+        .view(torch.uint8)
+        .reshape(-1, made.component)
+        .flip(1)
+    )
     pickle = pickle_of(tensor(storage(f"torch\n{made.storage}", numel=len(values)), (len(values),)))
     return pickle, raw.numpy().tobytes()
 

@@ -87,7 +87,9 @@ class Exportable(nn.Module):
 def export(module: nn.Module, path: Path) -> Path:
     """What the module holds, in a program that makes no use of it."""
     program = Exportable()
-    program.__dict__.update({part: module.__dict__[part] for part in ("_parameters", "_buffers", "_modules")})
+    program.__dict__.update(
+        {part: module.__dict__[part] for part in ("_parameters", "_buffers", "_modules")}
+    )
     torch.export.save(torch.export.export(program, (torch.ones(1),)), path)
     return path
 

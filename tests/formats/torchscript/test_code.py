@@ -21,7 +21,9 @@ pytestmark = QUIET
 
 
 def test_as_torch_prints_it(tmp_path: Path) -> None:
-    path = script(nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1, bias=False)), tmp_path / "made.pt")
+    path = script(
+        nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1, bias=False)), tmp_path / "made.pt"
+    )
     with zipfile.ZipFile(path) as file:
         texts = {name: file.read(name) for name in file.namelist() if name.endswith(".py")}
     found = {name: declared for data in texts.values() for name, declared in parse(data).items()}
@@ -29,7 +31,11 @@ def test_as_torch_prints_it(tmp_path: Path) -> None:
     assert norm.is_module and norm.parameters == {"weight", "bias"} and not norm.has_setstate
     assert norm.buffers == {"running_mean", "running_var", "num_batches_tracked"}
     assert norm.tensors == norm.parameters | norm.buffers
-    assert [norm.part(name) for name in ("weight", "running_var", "training")] == ["_parameters", "_buffers", None]
+    assert [norm.part(name) for name in ("weight", "running_var", "training")] == [
+        "_parameters",
+        "_buffers",
+        None,
+    ]
     assert conv.parameters == {"weight", "bias"} and conv.tensors == {"weight"}
 
 
@@ -73,12 +79,23 @@ def test_by_hand() -> None:
     }
     assert [each.is_module for each in found.values()] == [True, False, False, True]
     old = found["Old"]
-    assert [old.part(name) for name in ("w", "b", "0", "maybe")] == ["_parameters", "_buffers", "_buffers", None]
+    assert [old.part(name) for name in ("w", "b", "0", "maybe")] == [
+        "_parameters",
+        "_buffers",
+        "_buffers",
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
     "line",
-    ["  __parameters__ = f()", '  __buffers__ = ["a", b]', '  __parameters__ = ["\\x"]', "  __buffers__ = [", "\xff"],
+    [
+        "  __parameters__ = f()",
+        '  __buffers__ = ["a", b]',
+        '  __parameters__ = ["\\x"]',
+        "  __buffers__ = [",
+        "\xff",
+    ],
 )
 def test_refused(line: str) -> None:
     with pytest.raises(FormatError):
@@ -86,7 +103,10 @@ def test_refused(line: str) -> None:
 
 
 def test_only_what_is_asked_for_is_read() -> None:
-    members = [Member("a/code/__torch__/x.py", b"class M(Module):\n"), Member("a/code/__torch__/y.py", b"\xff")]
+    members = [
+        Member("a/code/__torch__/x.py", b"class M(Module):\n"),
+        Member("a/code/__torch__/y.py", b"\xff"),
+    ]
     code = Code(read_directory(Memory(build(*members))))
     assert code[Global("__torch__.x", "M")] == Declared("Module")
     assert code[Global("__torch__.x", "N")] is None and code[Global("__torch__.z", "M")] is None
@@ -108,6 +128,9 @@ def test_names_that_are_no_identifiers(tmp_path: Path, name: str) -> None:
     path = script(module, tmp_path / "made.pt")
     with zipfile.ZipFile(path) as file:
         (found,) = (
-            each for part in file.namelist() if part.endswith(".py") for each in parse(file.read(part)).values()
+            each
+            for part in file.namelist()
+            if part.endswith(".py")
+            for each in parse(file.read(part)).values()
         )
     assert found.part(name) == "_buffers"

@@ -1,4 +1,5 @@
-"""TorchScript of torch 1.0 to 1.2, by hand after caffe2/proto/torch.proto: no torch since 2.0 writes or reads it."""
+"""TorchScript of torch 1.0 to 1.2, by hand after caffe2/proto/torch.proto: no torch since 2.0
+writes or reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import pytest
 from ckptkit.compute import stream
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, LimitError, TensorError, UnsupportedError
+from ckptkit.core.errors import (
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    TensorError,
+    UnsupportedError,
+)
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.transforms.quantized import dequantize
@@ -23,11 +31,18 @@ FLOATS = struct.pack("<6f", *range(6))
 LONGS = struct.pack("<q", 7)
 
 
-def tensor(key: str = "tensors/0", dims: tuple[int, ...] = (2, 3), kind: str = "FLOAT", **more: Any) -> dict[str, Any]:
+def tensor(
+    key: str = "tensors/0", dims: tuple[int, ...] = (2, 3), kind: str = "FLOAT", **more: Any
+) -> dict[str, Any]:
     strides = [1] * len(dims)
     for at in range(len(dims) - 1, 0, -1):
         strides[at - 1] = strides[at] * dims[at]
-    said = {"dims": list(map(str, dims)), "strides": list(map(str, strides)), "dataType": kind, "device": "cpu"}
+    said = {
+        "dims": list(map(str, dims)),
+        "strides": list(map(str, strides)),
+        "dataType": kind,
+        "device": "cpu",
+    }
     return said | {"offset": "0", "requiresGrad": kind == "FLOAT", "data": {"key": key}} | more
 
 
@@ -35,14 +50,20 @@ def model() -> dict[str, Any]:
     """A module with a submodule, a tied parameter, a transposed view, attributes and a constant."""
     fc = {
         "name": "fc",
-        "parameters": [{"name": "weight", "tensorId": "0", "isBuffer": False}, {"name": "tied", "tensorId": "0"}],
+        "parameters": [
+            {"name": "weight", "tensorId": "0", "isBuffer": False},
+            {"name": "tied", "tensorId": "0"},
+        ],
         "torchscriptArena": {"key": "code/fc.py"},
     }
     main = {
         "name": "Net",
         "optimize": True,
         "submodules": [fc],
-        "parameters": [{"isBuffer": True, "tensorId": "1", "name": "count"}, {"tensorId": "2", "name": "view"}],
+        "parameters": [
+            {"isBuffer": True, "tensorId": "1", "name": "count"},
+            {"tensorId": "2", "name": "view"},
+        ],
         "attributes": [
             {"type": "int", "name": "rate", "id": "0"},
             {"type": "Optional[int]", "name": "missing", "id": "-1"},
@@ -50,7 +71,12 @@ def model() -> dict[str, Any]:
         ],
     }
     view = tensor(dims=(3, 2), strides=["1", "3"])
-    tensors = [tensor(), tensor("tensors/1", (), "INT64", device="cuda:1"), view, tensor(dims=(2,), offset="4")]
+    tensors = [
+        tensor(),
+        tensor("tensors/1", (), "INT64", device="cuda:1"),
+        view,
+        tensor(dims=(2,), offset="4"),
+    ]
     return {"protoVersion": "3", "mainModule": main, "producerName": "pytorch", "tensors": tensors}
 
 
@@ -76,17 +102,32 @@ def test_weights_and_attributes() -> None:
     checkpoint = read(archive(model()))
     weights = checkpoint.weights
     assert list(weights) == ["view", "count", "fc.weight", "fc.tied"]
-    assert weights["fc.weight"] is weights["fc.tied"] and weights["view"].storage is weights["fc.weight"].storage
+    assert (
+        weights["fc.weight"] is weights["fc.tied"]
+        and weights["view"].storage is weights["fc.weight"].storage
+    )
     assert (weights["view"].shape, weights["view"].stride) == ((3, 2), (1, 3))
-    assert [weights[name].dtype.name for name in weights] == ["float32", "int64", "float32", "float32"]
+    assert [weights[name].dtype.name for name in weights] == [
+        "float32",
+        "int64",
+        "float32",
+        "float32",
+    ]
     assert [weights[name].device for name in weights] == ["cpu", "cuda:1", "cpu", "cpu"]
     assert [weights[name].requires_grad for name in weights] == [True, False, True, True]
     storage = weights["count"].storage
-    assert storage is not None and isinstance(extent := storage.record.locate(), Range) and extent.read() == LONGS
+    assert (
+        storage is not None
+        and isinstance(extent := storage.record.locate(), Range)
+        and extent.read() == LONGS
+    )
     state = checkpoint.root.state
     assert (state["rate"], state["missing"]) == (16000, None) and "count" not in state
     constants = state["CONSTANTS"]
-    assert list(constants) == ["c3"] and (constants["c3"].offset, constants["c3"].shape) == (4, (2,))
+    assert list(constants) == ["c3"] and (constants["c3"].offset, constants["c3"].shape) == (
+        4,
+        (2,),
+    )
     assert str(checkpoint.root.global_) == "__torch__.Net" and not checkpoint.warnings
 
 
@@ -102,7 +143,10 @@ def test_before_there_were_attributes() -> None:
 @pytest.mark.parametrize("scale", [0.5, 2])
 def test_quantized(scale: float) -> None:
     more = {"isQuantized": True, "scale": scale, "zeroPoint": "3", "requiresGrad": False}
-    said = {"mainModule": {"parameters": [{"name": "w"}]}, "tensors": [tensor("tensors/0", (24,), "UINT8", **more)]}
+    said = {
+        "mainModule": {"parameters": [{"name": "w"}]},
+        "tensors": [tensor("tensors/0", (24,), "UINT8", **more)],
+    }
     checkpoint = read(archive(said))
     assert checkpoint.weights["w"].dtype.name == "quint8"
     record = dequantize(checkpoint).weights["w"].storage
@@ -116,8 +160,18 @@ def test_attributes_that_are_tensors() -> None:
     said["mainModule"]["attributes"] = [{"type": "Tensor", "name": "plain", "id": "0"}]
     pickled = b"\x80\x02ctorch.jit._pickle\nbuild_tensor_from_id\nK\x03\x85R\x85."
     data = archive(said).replace(pickle.dumps((16000, None), 2), b"")
-    members = {"version": b"1\n", "model.json": json.dumps(said).encode(), "tensors/0": FLOATS, "tensors/1": LONGS}
-    data = build(*(Member(f"a/{name}", each) for name, each in (members | {"attributes.pkl": pickled}).items()))
+    members = {
+        "version": b"1\n",
+        "model.json": json.dumps(said).encode(),
+        "tensors/0": FLOATS,
+        "tensors/1": LONGS,
+    }
+    data = build(
+        *(
+            Member(f"a/{name}", each)
+            for name, each in (members | {"attributes.pkl": pickled}).items()
+        )
+    )
     plain = read(data).root.state["plain"]
     assert (plain.offset, plain.shape) == (4, (2,))
 
@@ -154,14 +208,24 @@ for _ in range(200):
         (change("tensors", 0, "data", "key", to="tensors/9"), CorruptError, "not there"),
         (change("tensors", 0, "data", "key", to="../model.json"), CorruptError, "not there"),
         (change("tensors", 2, "device", to="cuda:0"), CorruptError, "two devices"),
-        (change("mainModule", "parameters", 0, "tensorId", to="4"), CorruptError, "entry 4 of a table of 4"),
+        (
+            change("mainModule", "parameters", 0, "tensorId", to="4"),
+            CorruptError,
+            "entry 4 of a table of 4",
+        ),
         (change("mainModule", "parameters", 0, "tensorId", to="-1"), CorruptError, "entry -1"),
         (change("mainModule", "parameters", 0, "name", to=3), FormatError, "no text 'name'"),
-        (change("mainModule", "attributes", 0, "id", to="2"), CorruptError, "entry 2 of a table of 2"),
+        (
+            change("mainModule", "attributes", 0, "id", to="2"),
+            CorruptError,
+            "entry 2 of a table of 2",
+        ),
         (change("mainModule", "submodules", 0, to=DEEP), LimitError, "json_depth"),
     ],
 )
-def test_refused(edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str) -> None:
+def test_refused(
+    edit: Callable[[dict[str, Any]], None], error: type[CkptkitError], said: str
+) -> None:
     broken = model()
     edit(broken)
     with pytest.raises(error, match=said):

@@ -1,4 +1,5 @@
-"""TorchScript against torch.jit.load: the same weights, and every attribute, whoever saved the file and how."""
+"""TorchScript against torch.jit.load: the same weights, and every attribute, whoever saved the file
+and how."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from torch.package import PackageExporter
 import ckptkit
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, LimitError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    UnsupportedError,
+)
 from ckptkit.core.tree import Node, Object, join, walk
 from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
@@ -24,7 +32,14 @@ from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements, elements_of
-from tests.formats.torchscript.scripts import QUIET, by_torch, constants_by_torch, quantized, rezipped, script
+from tests.formats.torchscript.scripts import (
+    QUIET,
+    by_torch,
+    constants_by_torch,
+    quantized,
+    rezipped,
+    script,
+)
 
 pytestmark = QUIET
 EMPTY = b"\x80\x02)."  # a pickled tuple of nothing
@@ -79,14 +94,20 @@ def read(data: bytes | Path) -> Checkpoint:
 
 
 def tensors(root: Node) -> dict[str, Any]:
-    return {join(path): found for path, node in walk(root) if (found := as_tensor(node)) is not None}
+    return {
+        join(path): found for path, node in walk(root) if (found := as_tensor(node)) is not None
+    }
 
 
 def attributes(checkpoint: Checkpoint, *path: str) -> dict[str, Node]:
     node = checkpoint.root
     for name in path:
         node = node.state["_modules"][name]
-    return {name: value for name, value in node.state.items() if name not in ("_parameters", "_buffers", "_modules")}
+    return {
+        name: value
+        for name, value in node.state.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    }
 
 
 def test_scripted(tmp_path: Path) -> None:
@@ -112,7 +133,8 @@ def test_attributes_are_values(tmp_path: Path) -> None:
 
 
 def test_traced(tmp_path: Path) -> None:
-    """The constants that the tracer made, and example inputs without their bytes, which are not read."""
+    """The constants that the tracer made, and example inputs without their bytes, which are not
+    read."""
     path = tmp_path / "made.pt"
     torch.jit.save(torch.jit.trace(outer(), torch.zeros(2, 3)), path)
     with zipfile.ZipFile(path) as file:
@@ -172,7 +194,8 @@ def test_the_whole_tree_loads(tmp_path: Path) -> None:
 
 
 def test_buffers_before_they_were_declared(tmp_path: Path) -> None:
-    """torch 1.5 and before took every tensor that is no parameter for a buffer. Today's torch loses them."""
+    """torch 1.5 and before took every tensor that is no parameter for a buffer. Today's torch loses
+    them."""
     path = script(outer(), tmp_path / "made.pt")
 
     def old(name: str, data: bytes) -> bytes:
@@ -186,17 +209,26 @@ def test_buffers_before_they_were_declared(tmp_path: Path) -> None:
 
 
 def test_quantized(tmp_path: Path) -> None:
-    """Weights that layers have packed are shown, and are no part of the state_dict, as with torch."""
+    """Weights that layers have packed are shown, and are no part of the state_dict, as with
+    torch."""
     module = quantized()
     path = script(module, tmp_path / "made.pt")
     checkpoint = read(path)
     check_equal(checkpoint.weights, by_torch(path))
     assert list(checkpoint.weights) == ["quant.scale", "quant.zero_point"]
-    found = {name: each for name, each in tensors(checkpoint.root).items() if each.dtype.kind == "quantized"}
+    found = {
+        name: each
+        for name, each in tensors(checkpoint.root).items()
+        if each.dtype.kind == "quantized"
+    }
     want = {"_modules.conv.": module.conv.weight(), "_modules.fc.": module.fc.weight()}
     assert len(found) == len(want)
     for (name, ours), (place, tensor) in zip(found.items(), want.items(), strict=True):
-        assert name.startswith(place) and ours.dtype.name == "qint8" and ours.shape == tuple(tensor.shape)
+        assert (
+            name.startswith(place)
+            and ours.dtype.name == "qint8"
+            and ours.shape == tuple(tensor.shape)
+        )
 
 
 class Kept(nn.Module):
@@ -206,9 +238,13 @@ class Kept(nn.Module):
         super().__init__()
         base = torch.arange(6.0).reshape(2, 3)
         for name in ("qint8", "quint8", "qint32"):
-            self.register_buffer(name, torch.quantize_per_tensor(base, 0.5, 3, getattr(torch, name)))
+            self.register_buffer(
+                name, torch.quantize_per_tensor(base, 0.5, 3, getattr(torch, name))
+            )
         scales, zeros = torch.tensor([0.5, 0.25]), torch.tensor([0, 1])
-        self.register_buffer("channels", torch.quantize_per_channel(base, scales, zeros, 0, torch.qint8))
+        self.register_buffer(
+            "channels", torch.quantize_per_channel(base, scales, zeros, 0, torch.qint8)
+        )
 
 
 def test_quantized_buffers(tmp_path: Path) -> None:
@@ -258,27 +294,50 @@ def test_load_gives_plain_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["constants.pkl", "bytecode.pkl"])
 def test_ZP_21_one_name_decides(name: str) -> None:
-    data = build(Member("a/data.pkl", b"\x80\x02N."), Member(f"a/{name}", EMPTY), Member("a/version", b"3"))
+    data = build(
+        Member("a/data.pkl", b"\x80\x02N."), Member(f"a/{name}", EMPTY), Member("a/version", b"3")
+    )
     with pytest.raises(FormatError, match="does not hold a module"):
         read(data)
 
 
-@pytest.mark.parametrize("name", ["a/code/model.py", "a/x/constants.pkl", "a/data/constants.pkl", "a/model.json"])
+@pytest.mark.parametrize(
+    "name", ["a/code/model.py", "a/x/constants.pkl", "a/data/constants.pkl", "a/model.json"]
+)
 def test_D_30_other_names_do_not(name: str) -> None:
-    probe = Probe(Memory(build(Member("a/data.pkl", b"\x80\x02N."), Member("a/version", b"3"), Member(name, b"?"))))
+    probe = Probe(
+        Memory(
+            build(
+                Member("a/data.pkl", b"\x80\x02N."), Member("a/version", b"3"), Member(name, b"?")
+            )
+        )
+    )
     assert not TORCHSCRIPT.matches(probe) and TORCH_ZIP.matches(probe)
     assert any(name.rpartition("/")[2] in said for said in TORCH_ZIP.read(probe).warnings)
 
 
 def test_other_files_are_not_its_business() -> None:
-    for data in (b"", b"PK", b"\x80\x02N.", build(Member("a/0", b"")), build(Member("a/model.json", b"{}"))):
+    for data in (
+        b"",
+        b"PK",
+        b"\x80\x02N.",
+        build(Member("a/0", b"")),
+        build(Member("a/model.json", b"{}")),
+    ):
         assert not TORCHSCRIPT.matches(Probe(Memory(data)))
 
 
-def made(state: bytes, code: bytes = b"", constants: bytes = EMPTY, made_by: bytes = b"__torch__\nM") -> bytes:
+def made(
+    state: bytes, code: bytes = b"", constants: bytes = EMPTY, made_by: bytes = b"__torch__\nM"
+) -> bytes:
     """An archive whose one object has this state."""
     pickled = b"\x80\x02c" + made_by + b"\n)\x81" + state + b"b."
-    records = {"data.pkl": pickled, "code/__torch__.py": code, "constants.pkl": constants, "version": b"3"}
+    records = {
+        "data.pkl": pickled,
+        "code/__torch__.py": code,
+        "constants.pkl": constants,
+        "version": b"3",
+    }
     return build(*(Member(f"a/{name}", data) for name, data in records.items()))
 
 
@@ -327,7 +386,9 @@ def test_packages_are_named(tmp_path: Path) -> None:
     assert "PackageImporter" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize("name", ["DeepLog__traced_model.pt", "silero-vad__2021-02_model_micro.jit"])
+@pytest.mark.parametrize(
+    "name", ["DeepLog__traced_model.pt", "silero-vad__2021-02_model_micro.jit"]
+)
 def test_corpus(corpus: Corpus, name: str) -> None:
     path = corpus / name
     check_equal(read(path).weights, by_torch(path))

@@ -84,7 +84,9 @@ def test_what_is_there_at_first(file: Path) -> None:
         "values",
     ]
     assert "624" in screen.lines[0] and "8 tensors" in screen.lines[1]
-    assert "parameters        624\n" in screen.panel and "in no tensor      4.0 kB\n" in screen.panel
+    assert (
+        "parameters        624\n" in screen.panel and "in no tensor      4.0 kB\n" in screen.panel
+    )
     assert "optimizer         960 B\n" in screen.panel and "float32" in screen.panel
     assert screen.command == f"ckptkit inspect {file}"
 
@@ -98,7 +100,14 @@ def test_no_value_is_read_before_someone_asks(file: Path, lengths_read: list[int
 
 def test_into_the_tree(file: Path) -> None:
     screen = pressed(file, "down", "enter", "down", "enter")
-    assert [line.split()[0] for line in screen.lines[:6]] == ["everything", "model", "layers", "0", "1", "2"]
+    assert [line.split()[0] for line in screen.lines[:6]] == [
+        "everything",
+        "model",
+        "layers",
+        "0",
+        "1",
+        "2",
+    ]
     assert "model.layers\n" in screen.panel and "parameters        384  (61.5%)" in screen.panel
     assert screen.command == f"ckptkit inspect {file} --tree --keys 'model.layers.*'"
 
@@ -134,7 +143,9 @@ def test_values(file: Path) -> None:
     embed = made.state_dict()["embed.weight"]
     screen = pressed(file, "slash", "'embed'", "enter", "down", "v")
     assert screen.command == f"ckptkit show {file} embed.weight"
-    assert f"{embed[0, 0].item():.3g}" in screen.panel and f"{embed[15, 3].item():.3g}" in screen.panel
+    assert (
+        f"{embed[0, 0].item():.3g}" in screen.panel and f"{embed[15, 3].item():.3g}" in screen.panel
+    )
     assert f"mean {embed.mean().item():.3g}" in screen.panel and "█" in screen.panel
     assert "240 values" in screen.panel and "float32" in screen.panel
     assert pressed(file, "slash", "'embed'", "enter", "down", "enter").panel == screen.panel
@@ -144,7 +155,10 @@ def test_a_part_of_the_values(file: Path, ckptkit: Ckptkit) -> None:
     embed = made.state_dict()["embed.weight"]
     screen = pressed(file, "slash", "'embed'", "enter", "down", "colon", "'29,1:3'", "enter")
     assert "[29, 1:3]" in screen.panel and "2 values" in screen.panel
-    assert f"{embed[29, 1].item():.3g}" in screen.panel and f"{embed[29, 0].item():.3g}" not in screen.panel
+    assert (
+        f"{embed[29, 1].item():.3g}" in screen.panel
+        and f"{embed[29, 0].item():.3g}" not in screen.panel
+    )
     assert screen.command == f"ckptkit show {file} embed.weight 29,1:3"
     assert ckptkit(*shlex.split(screen.command)[1:]).exit_code == 0
     wrong = pressed(file, "slash", "'embed'", "enter", "down", "colon", "'99'", "enter")
@@ -160,7 +174,10 @@ def test_a_large_tensor_is_read_at_its_corner(tmp_path: Path, lengths_read: list
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
     torch.save(
-        {"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8), "e": torch.zeros(0, 3)},
+        {
+            "q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+            "e": torch.zeros(0, 3),
+        },
         tmp_path / "q.pth",
     )
     assert "are not numbers by themselves" in pressed(tmp_path / "q.pth", "down", "v").panel
@@ -170,7 +187,10 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
 def test_diagnosis(file: Path) -> None:
     cause = Cause("x", ERROR, "It is \x1b[31mred.", "Because.", "ckptkit paint [bold]it[/bold]")
     screen = pressed(file, "d", diagnose=lambda: (cause,))
-    assert r"error  It is \x1b[31mred." in screen.panel and "ckptkit paint [bold]it[/bold]" in screen.panel
+    assert (
+        r"error  It is \x1b[31mred." in screen.panel
+        and "ckptkit paint [bold]it[/bold]" in screen.panel
+    )
     assert screen.command == f"ckptkit doctor {file}"
     assert "nothing found" in pressed(file, "d").panel
 
@@ -199,7 +219,10 @@ def test_leaving(file: Path) -> None:
 
 
 def test_the_key_goes_with_the_command(file: Path) -> None:
-    assert pressed(file, "down", key="model").command == f"ckptkit inspect --key model {file} --tree --keys 'model.*'"
+    assert (
+        pressed(file, "down", key="model").command
+        == f"ckptkit inspect --key model {file} --tree --keys 'model.*'"
+    )
 
 
 def test_many_tensors_are_put_into_the_tree_bit_by_bit(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ HOSTILE = (
 def state_dict() -> dict[str, torch.Tensor]:
     """A small transformer with tied weights."""
     torch.manual_seed(0)
-    made = {f"layers.{n}.{part}.weight": torch.randn(8, 8) for n in range(3) for part in ("attn", "mlp")}
+    made = {
+        f"layers.{n}.{part}.weight": torch.randn(8, 8) for n in range(3) for part in ("attn", "mlp")
+    }
     made["embed.weight"] = torch.randn(30, 8)
     made["head.weight"] = made["embed.weight"]
     return made
@@ -25,7 +27,10 @@ def state_dict() -> dict[str, torch.Tensor]:
 def training(path: Path) -> Path:
     """A wrapper with an optimizer, a slice of a large storage, and values."""
     weights = state_dict()
-    optimizer = {"state": {0: {"exp_avg": torch.zeros(30, 8)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    optimizer = {
+        "state": {0: {"exp_avg": torch.zeros(30, 8)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
     whole = {"model": weights, "optimizer": optimizer, "slice": torch.zeros(1000)[:3], "epoch": 7}
     torch.save(whole, path)
     return path
@@ -49,5 +54,7 @@ def hostile(path: Path) -> Path:
 
 def many(path: Path, tensors: int) -> Path:
     one = torch.zeros(4)
-    torch.save({f"blocks.{n // 20}.experts.{n % 20}.w": one[: 1 + n % 3] for n in range(tensors)}, path)
+    torch.save(
+        {f"blocks.{n // 20}.experts.{n % 20}.w": one[: 1 + n % 3] for n in range(tensors)}, path
+    )
     return path

@@ -1,4 +1,5 @@
-"""The page in headless Chromium: it loads, searches, goes into a layer, and complains about nothing."""
+"""The page in headless Chromium: it loads, searches, goes into a layer, and complains about
+nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser: that of CKPTKIT_BROWSER, of the system, or of playwright; skips the test where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
+    """A browser: that of CKPTKIT_BROWSER, of the system, or of playwright; skips the test where
+    there is none."""
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright, which drives a browser, is not installed"
+    )
     own = os.environ.get("CKPTKIT_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
     with api.sync_playwright() as started:
         try:
@@ -87,7 +91,11 @@ def test_it_loads(visit: Open, tmp_path: Path, width: int, scheme: str) -> None:
     page = visit(made_page(made.training(tmp_path / "run.pth")), width, scheme)
     assert page.page.locator("h1").inner_text().endswith("run.pth")
     assert page.found() == "10 tensors, 624 parameters, 3.5 kB"
-    assert page.page.locator(".cause.error strong").first.inner_text().startswith("The weights are in its entry")
+    assert (
+        page.page.locator(".cause.error strong")
+        .first.inner_text()
+        .startswith("The weights are in its entry")
+    )
     assert page.page.locator(".tile.leaf").count() >= 8
     assert page.page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -161,7 +169,9 @@ def test_one_tensor(visit: Open, tmp_path: Path) -> None:
 
 
 def test_two_files(visit: Open, tmp_path: Path) -> None:
-    page = visit(made_page(made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth"), values=True))
+    page = visit(
+        made_page(made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth"), values=True)
+    )
     layers = page.page.locator("#differences td:first-child").all_inner_texts()
     assert layers == ["model.layers.{0..1}.attn", "model.layers.{0..2}.mlp", "model.head", "extra"]
     page.page.locator('[data-state="renamed"]').click()

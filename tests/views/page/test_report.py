@@ -51,8 +51,14 @@ class Reader(HTMLParser):
 def made_page(a: Path, b: Path | None = None, values: bool = False) -> bytes:
     def none(_: int) -> None: ...
 
-    seen = [look(open_checkpoint(path), none if values else None) for path in (a, b) if path is not None]
-    diff = compare(seen[0].checkpoint.weights, seen[1].checkpoint.weights, values=values) if len(seen) > 1 else None
+    seen = [
+        look(open_checkpoint(path), none if values else None) for path in (a, b) if path is not None
+    ]
+    diff = (
+        compare(seen[0].checkpoint.weights, seen[1].checkpoint.weights, values=values)
+        if len(seen) > 1
+        else None
+    )
     return page(facts(seen[0], seen[1] if len(seen) > 1 else None, diff))
 
 
@@ -65,7 +71,12 @@ def test_what_it_tells(tmp_path: Path) -> None:
     found = told(made_page(made.training(tmp_path / "run.pth")))
     assert found["schema"] == "ckptkit.page/1"
     (file,), tensors = found["files"], found["tensors"]
-    assert (file["format"], file["weights"], file["tied"], file["optimizer"]) == ("torch-zip", "model", 1, 960)
+    assert (file["format"], file["weights"], file["tied"], file["optimizer"]) == (
+        "torch-zip",
+        "model",
+        1,
+        960,
+    )
     assert file["totals"]["unused_nbytes"] == 4 * 997
     assert file["causes"][0]["title"].startswith("The weights are in its entry 'model'")
     assert ["epoch", "7"] in file["values"]["rows"]
@@ -73,7 +84,11 @@ def test_what_it_tells(tmp_path: Path) -> None:
     assert tensors["shapes"][tensors["shape"][embed]] == "[30, 8]"
     assert (tensors["parameters"][embed], tensors["nbytes"][embed]) == (240, 960)
     head = tensors["name"].index("head.weight")
-    assert (tensors["parameters"][head], tensors["stored"][head], tensors["same"][str(head)]) == (0, 960, embed)
+    assert (tensors["parameters"][head], tensors["stored"][head], tensors["same"][str(head)]) == (
+        0,
+        960,
+        embed,
+    )
     assert tensors["place"][str(head)] == "model.head.weight"
     assert tensors["remark"][str(tensors["name"].index("slice"))] == "view of 4.0 kB"
     assert not tensors["valued"] and tensors["stats"] == {}
@@ -100,9 +115,14 @@ def test_values(tmp_path: Path) -> None:
 
 
 def test_two_files(tmp_path: Path) -> None:
-    found = told(made_page(made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth"), values=True))
+    found = told(
+        made_page(made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth"), values=True)
+    )
     diff, tensors = found["diff"], found["tensors"]
-    states = {name: diff["states"][state] for name, state in zip(tensors["name"], diff["state"], strict=True)}
+    states = {
+        name: diff["states"][state]
+        for name, state in zip(tensors["name"], diff["state"], strict=True)
+    }
     assert states["layers.2.attn.weight"] == "same"
     assert states["layers.0.attn.weight"] == "changed"
     assert states["layers.1.attn.weight"] == "mismatched"
@@ -146,16 +166,23 @@ def test_PG_02_the_policy_allows_its_own_script_alone(tmp_path: Path) -> None:
     seen = Reader(made_page(made.training(tmp_path / "run.pth")).decode())
     (policy,) = [attrs["content"] or "" for tag, attrs in seen.tags if "http-equiv" in attrs]
     assert policy.startswith("default-src 'none'; ")
-    for directive, text in (("script-src", seen.all("script")[1]), ("style-src", seen.all("style")[0])):
+    for directive, text in (
+        ("script-src", seen.all("script")[1]),
+        ("style-src", seen.all("style")[0]),
+    ):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{directive} 'sha256-{digest}'" in policy
     assert "unsafe" not in policy
     assert not any(
-        name.startswith("on") or name in ("src", "href", "style") for _, attrs in seen.tags for name in attrs
+        name.startswith("on") or name in ("src", "href", "style")
+        for _, attrs in seen.tags
+        for name in attrs
     )
 
 
-def test_PG_03_nothing_of_this_machine_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_PG_03_nothing_of_this_machine_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made.training(tmp_path / "run.pth")
     monkeypatch.chdir(tmp_path)
     data = made_page(Path("run.pth"), values=True).decode()
@@ -181,9 +208,15 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     import torch
 
     path = tmp_path / "odd.pth"
-    odd = {"inf": torch.tensor([1.0, float("inf"), float("-inf"), float("nan")]), "c": torch.tensor([1 + 2j])}
+    odd = {
+        "inf": torch.tensor([1.0, float("inf"), float("-inf"), float("nan")]),
+        "c": torch.tensor([1 + 2j]),
+    }
     huge = {"huge": torch.tensor([1.7e308, -1.7e308], dtype=torch.float64), "none": torch.zeros(0)}
-    torch.save({**odd, **huge, "packed": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)}, path)
+    torch.save(
+        {**odd, **huge, "packed": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)},
+        path,
+    )
     stats = told(made_page(path, values=True))["tensors"]["stats"]
     assert (stats["0"]["nan"], stats["0"]["inf"], stats["0"]["mean"]) == (1, 2, 1.0)
     assert stats["1"]["mean"] is None and stats["2"]["norm"] is None

@@ -32,14 +32,20 @@ def overlap(a: Box, b: Box) -> float:
     return max(0.0, width) * max(0.0, height)
 
 
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.floats(1, 1e3), st.floats(1, 1e3))
-def test_areas_are_in_proportion_and_do_not_overlap(values: list[int], width: float, height: float) -> None:
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=30), st.floats(1, 1e3), st.floats(1, 1e3)
+)
+def test_areas_are_in_proportion_and_do_not_overlap(
+    values: list[int], width: float, height: float
+) -> None:
     values.sort(reverse=True)
     boxes = squarified(values, Box(3, 5, width, height))
     for value, box in zip(values, boxes, strict=True):
         assert box.width * box.height == pytest.approx(value / sum(values) * width * height)
         assert box.x >= 3 - 1e-6 and box.y >= 5 - 1e-6
-        assert box.x + box.width <= 3 + width * (1 + 1e-9) and box.y + box.height <= 5 + height * (1 + 1e-9)
+        assert box.x + box.width <= 3 + width * (1 + 1e-9) and box.y + box.height <= 5 + height * (
+            1 + 1e-9
+        )
     overlaps = [overlap(a, b) for n, a in enumerate(boxes) for b in boxes[:n]]
     assert max(overlaps, default=0) <= 1e-6 * width * height
 
@@ -58,7 +64,9 @@ def test_no_room_is_no_failure(side: float) -> None:
 
 
 def test_inside_and_beside() -> None:
-    found = by_label(tiles(tree({"enc.a": 6, "enc.b": 2, "head.w": 8}), "nbytes", SQUARE, Frame(1, 10, 20, 0)))
+    found = by_label(
+        tiles(tree({"enc.a": 6, "enc.b": 2, "head.w": 8}), "nbytes", SQUARE, Frame(1, 10, 20, 0))
+    )
     assert {label: tile.leaf for label, tile in found.items()} == {
         "enc": False, "head.w": True, "a": True, "b": True,
     }  # fmt: skip
@@ -72,7 +80,12 @@ def test_inside_and_beside() -> None:
 
 def test_what_cannot_be_seen_is_one_tile() -> None:
     found = by_label(
-        tiles(tree({"big": 500, **{f"small{n}": 1 for n in range(20)}}), "nbytes", SQUARE, Frame(0, 0, 0, 50))
+        tiles(
+            tree({"big": 500, **{f"small{n}": 1 for n in range(20)}}),
+            "nbytes",
+            SQUARE,
+            Frame(0, 0, 0, 50),
+        )
     )
     assert found.keys() == {"big", "20 more"}
     assert found["20 more"].rest == 20
@@ -80,7 +93,12 @@ def test_what_cannot_be_seen_is_one_tile() -> None:
 
 def test_a_tensor_with_others_below_has_a_tile_of_its_own() -> None:
     found = list(tiles(tree({"a": 2, "a.b": 3, "c": 1}), "nbytes", SQUARE, BARE))
-    assert [(tile.label, tile.leaf) for tile in found] == [("a", False), ("c", True), ("b", True), ("a", True)]
+    assert [(tile.label, tile.leaf) for tile in found] == [
+        ("a", False),
+        ("c", True),
+        ("b", True),
+        ("a", True),
+    ]
 
 
 def test_a_tensor_alone_is_a_tile() -> None:
