@@ -13,7 +13,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Asked, Format, Salvaged, WriteOptions
 from ckptkit.remote import urls
@@ -245,6 +245,9 @@ def _publish(
     replace_source: bool,
 ) -> Conversion:
     plan = formats.layout(checkpoint, format, options or WriteOptions())
+    if plan.is_folder:
+        beside = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
+        plan = replace(plan, files=(*plan.files, *beside))
     published = None
     if not dry_run:
         from ckptkit.publish.write import publish  # not needed by those who only read

@@ -27,6 +27,7 @@ ROOMS = (
     ("remote",),
     ("compute", "containers"),
     ("pickles",),
+    ("quantized",),
     ("transforms", "publish"),
     ("formats",),
     ("scan", "api"),

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckptkit import quantized
 from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import and_more
+from ckptkit.core.text import and_more, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.pickles.trust import describe, is_harmful
@@ -20,11 +21,16 @@ from ckptkit.pickles.trust import describe, is_harmful
 if TYPE_CHECKING:
     from ckptkit.core.parts import PartOf
     from ckptkit.core.pieces import Piece
+    from ckptkit.quantized import Group
 
 
 class Row(NamedTuple):
     """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where
-    there is none."""
+    there is none.
+
+    ``group`` is the quantized weight that it stands for (``nbytes`` are then those that are
+    stored), or a part of.
+    """
 
     name: str | None  # in the weights, None elsewhere
     path: Path
@@ -32,9 +38,23 @@ class Row(NamedTuple):
     storage: int | None
     nbytes: int  # logical
     local: Piece | None = None  # of which this file holds a piece: nbytes is that of the piece
-    inside: tuple[
-        Tensor, ...
-    ] = ()  # of a tensor subclass: the tensors that it is made of, which have rows of their own
+    # Of a tensor subclass: the tensors that it is made of, which have rows of their own.
+    inside: tuple[Tensor, ...] = ()
+    group: Group | None = None
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether it stands for all tensors of a quantized weight."""
+        return self.group is not None and self.storage is None and self.tensor.storage is not None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, or how the weight is quantized."""
+        return (
+            self.group.label
+            if self.group is not None and self.is_logical
+            else self.tensor.dtype.name
+        )
 
     @property
     def device(self) -> str:
@@ -141,7 +161,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
             warnings = (*warnings, *weights.module.unread)
     except AmbiguousError as error:
         warnings = (*warnings, error.message)
-    survey = _Survey(weights)
+    survey = _Survey(weights, checkpoint)
     survey.run(checkpoint.root)
     return Summary(
         path=checkpoint.name or "",
@@ -153,7 +173,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         objects=survey.objects,
         globals=checkpoint.globals,
         metadata=checkpoint.metadata,
-        warnings=(*warnings, *survey.warnings()),
+        warnings=(*warnings, *survey.warnings(), *_unread(survey.parts)),
         totals=survey.totals(),
         others=() if weights is None else weights.others,
         is_module=weights is not None and weights.is_module,
@@ -164,8 +184,10 @@ def summarize(checkpoint: Checkpoint) -> Summary:
 
 
 class _Survey:
-    def __init__(self, weights: Weights | None) -> None:
+    def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
+        self.parts = {} if weights is None else quantized.find(checkpoint).by_member
+        self.logical = checkpoint.logical if isinstance(checkpoint.logical, dict) else {}
         self.rows: list[Row] = []
         self.values: list[Value] = []
         self.objects: list[Opaque] = []
@@ -211,8 +233,13 @@ class _Survey:
                 self._opaque(path, node)
 
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
+        if self.logical and id(tensor) in self.logical:
+            _, group = self.logical[id(tensor)]
+            self.rows.append(Row(name, path, tensor, None, group.nbytes, group=group))
+            return
         number = None if tensor.storage is None else self._number(tensor.storage)
-        self.rows.append(Row(name, path, tensor, number, tensor.nbytes))
+        group = self.parts.get(name) if self.parts and name is not None else None
+        self.rows.append(Row(name, path, tensor, number, tensor.nbytes, group=group))
 
     def _piece(self, path: Path, node: Object, name: str | None) -> bool:
         """Note what a file holds of a tensor of several ranks; whether it is one."""
@@ -274,9 +301,14 @@ class _Survey:
     def totals(self) -> Totals:
         counted: dict[tuple[object, ...], int] = {}
         free = [storage.nbytes for storage in self.storages]
-        total, storage_nbytes = 0, sum(free)
+        total, storage_nbytes = (
+            0,
+            sum(free) + sum(row.nbytes for row in self.rows if row.is_logical),
+        )
         in_weights = any(row.name is not None for row in self.rows)
-        for number, (name, _, tensor, storage, nbytes, _, inside) in enumerate(self.rows):
+        for number, row in enumerate(self.rows):
+            name, _, tensor, storage, nbytes = row[:5]
+            inside = row.inside
             total += 0 if inside else nbytes
             if storage is not None:
                 free[storage] -= nbytes
@@ -290,6 +322,16 @@ class _Survey:
             storage_nbytes=storage_nbytes,
             unused_nbytes=sum(rest for rest in free if rest > 0),
         )
+
+
+def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
+    """Why quantized weights are shown as what they are made of."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for group in parts.values():
+        if group.reason:
+            reasons.setdefault((group.family, group.reason), {})[group.name] = None
+    for (family, reason), names in reasons.items():
+        yield f"{plural(len(names), 'quantized weight')} ({family}) not looked through: {reason}"
 
 
 def _same(path: Path, other: Path) -> bool:

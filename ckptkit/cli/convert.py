@@ -14,12 +14,10 @@ if TYPE_CHECKING:
     from ckptkit.formats.format import Asked
 
 
-@click.command("convert")
+@click.command("convert", cls=options.WithDequantize)
 @options.edit
 @options.asked
-@click.option(
-    "--dequantize", is_flag=True, help="Make float32 of quantized weights, packed ones too."
-)
+@options.dequantize
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option(
@@ -30,6 +28,9 @@ if TYPE_CHECKING:
 @options.substitutions
 @click.option(
     "--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats."
+)
+@click.option(
+    "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
 )
 @click.option("--to", "device", metavar="DEVICE", help="Retag everything for this device.")
 @click.option(
@@ -48,8 +49,8 @@ def command(edit: options.Edit, asked: Asked | None, key: str | None, **transfor
     Any format that can be read becomes any that can be written.
 
     The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
-    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, cast, to and
-    device-map, compact.
+    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, cast, quantize,
+    to and device-map, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
@@ -59,7 +60,7 @@ def command(edit: options.Edit, asked: Asked | None, key: str | None, **transfor
 
 
 def _steps(
-    dequantize: bool,
+    dequantize: str | None,
     keep: tuple[str, ...],
     drop: tuple[str, ...],
     strip: tuple[str, ...],
@@ -67,6 +68,7 @@ def _steps(
     mapping: dict[str, str],
     substitutions: list[tuple[str, str]],
     cast: dict[str, str],
+    quantize: str | None,
     device: str | None,
     devices: dict[str, str],
     compact: bool,
@@ -77,10 +79,10 @@ def _steps(
 
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device-map A=B")
-    if dequantize:
+    if dequantize is not None:
         from ckptkit.transforms import quantized
 
-        yield quantized.dequantize
+        yield lambda ck: quantized.dequantize(ck, dequantize or None)
     if keep or drop:
         yield lambda ck: keys.select(ck, keep, drop)
     if strip:
@@ -91,6 +93,10 @@ def _steps(
         yield lambda ck: keys.rename(ck, mapping, substitutions)
     if cast:
         yield lambda ck: elements.cast(ck, cast)
+    if quantize is not None:
+        from ckptkit.transforms import quantizing
+
+        yield lambda ck: quantizing.quantize(ck, quantize)
     if device is not None or devices:
         yield lambda ck: places.remap(ck, device or devices)
     if compact:

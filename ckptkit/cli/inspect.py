@@ -30,6 +30,7 @@ class Wanted(NamedTuple):
     flat: bool
     tree: bool
     digest: bool
+    stored: bool
 
 
 @click.command("inspect")
@@ -51,6 +52,7 @@ class Wanted(NamedTuple):
     help="Order of the tensors.",
 )
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
+@options.stored
 @click.option(
     "--textconv",
     is_flag=True,
@@ -144,8 +146,9 @@ def _readable(
 def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_json
+    from ckptkit.quantized import look_through
 
-    summary = summarize(checkpoint)
+    summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
     rows = _rows(summary, want)
     return summary_json.file(summary, rows, _digests(rows) if want.digest else None)
 
@@ -162,7 +165,9 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     from ckptkit.analysis.advice import advise
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
+    from ckptkit.quantized import look_through
 
+    checkpoint = checkpoint if want.stored else look_through(checkpoint)
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
     if want.tree:

@@ -314,6 +314,35 @@ _EDIT = (
 )
 
 
+stored = click.option(
+    "--stored", is_flag=True, help="Codes and scales of quantized weights, as they are stored."
+)
+dequantize = click.option(
+    "--dequantize",
+    metavar="[DTYPE]",
+    is_flag=False,
+    flag_value="",
+    help="Make floats of quantized weights: bfloat16, float16 or float32, by default that of the model.",
+)
+
+
+class WithDequantize(click.Command):
+    """A command whose --dequantize may be followed by an argument that is not its dtype."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_dequantize_said(args)))
+
+
+def _dequantize_said(args: Sequence[str]) -> Iterator[str]:
+    """The arguments, with an empty dtype where none follows the option."""
+    from ckptkit.core import dtypes
+
+    for each, after in zip(args, [*args[1:], ""], strict=False):
+        plain = after.lower().removeprefix("torch.")
+        is_dtype = plain in dtypes.BY_NAME or plain in dtypes.ALIASES
+        yield "--dequantize=" if each == "--dequantize" and not is_dtype else each
+
+
 def edit(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command SRC, DST and every option of `Edit`; it gets them as its argument `edit`."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.summary import Opaque, Row, Summary, Value
 from ckptkit.analysis.values import key_list, number
 from ckptkit.cli.render import json_number
 from ckptkit.core.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.quantized import Group
 
 
 def file(
@@ -56,7 +59,8 @@ def _of_processes(summary: Summary) -> dict[str, Any]:
 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes, piece, _ = row
+    name, path, leaf, storage, nbytes = row[:5]
+    piece, group = row.local, row.group
     local = {} if piece is None else {"local_shapes": [each.shape for each in piece.local()]}
     return {
         "name": name,
@@ -73,6 +77,20 @@ def tensor(row: Row) -> dict[str, Any]:
         "kind": leaf.kind,
         "layout": leaf.layout,
         **local,
+        "quantization": None if group is None else quantization(group),
+    }
+
+
+def quantization(group: Group) -> dict[str, Any]:
+    """How the weight is quantized that a tensor stands for, or is a part of."""
+    return {
+        "weight": group.name,
+        "family": group.family,
+        "label": group.label,
+        "shape": group.shape,
+        "parts": group.parts,
+        "dropped": group.dropped,
+        "reason": group.reason or None,
     }
 
 

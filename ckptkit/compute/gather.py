@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.core.bytesource import Derived
 
@@ -33,6 +33,15 @@ Box = tuple[
 Read = Callable[
     [int, int], bytes | memoryview
 ]  # of so many bytes at an offset, until the next is read
+
+
+class Reading(Protocol):
+    """Reads so many bytes at an offset, or fills memory with them."""
+
+    def __call__(self, at: int, length: int, /) -> bytes: ...
+
+    def into(self, at: int, buffer: memoryview, /) -> None: ...
+
 
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 

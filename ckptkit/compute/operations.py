@@ -22,11 +22,20 @@ dequant   dtype, scale, zero_point        quantised elements of `dtype` as float
                                           channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
 mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
 sum       target, (dtype, weight)...      weighted sum of them
-========  ==============================  ==========================================================================
-
+========  ==============================  ===================================================================
 dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
 ``concat``, ``chunks``, ``dequant``, ``mean`` and ``sum`` has one input, and is a pure function of
 its inputs, its parameters and the range of the output that is asked for.
+=======
+blocks    a `Blocks`                      elements of a quantized weight, whose codes, scales and zero points are the
+                                          inputs (:mod:`ckptkit.compute.dequantizing`)
+quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix of floating-point elements
+          columns                         (:mod:`ckptkit.compute.quantizing`)
+========  ==============================  ==========================================================================
+
+dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
+``concat``, ``chunks``, ``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function
+of its inputs, its parameters and the range of the output that is asked for.
 """
 
 from __future__ import annotations
@@ -285,6 +294,19 @@ def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
     )
 
 
+def _blocks(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.compute.dequantizing import dequantize
+
+    return dequantize([_reader(extent, Room()) for extent in derived.inputs], derived, start, stop)
+
+
+def _quantize(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.compute.quantizing import quantize
+
+    read = _reader(derived.inputs[0], Room())
+    return quantize(lambda at, length: bytes(read(at, length)), derived, start, stop)
+
+
 def _mean(derived: Derived, start: int, stop: int) -> Pieces:
     mean = Mean(derived)
     size = mean.target.itemsize
@@ -423,4 +445,6 @@ OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "dequant": _dequant,
     "mean": _mean,
     "sum": _mean,
+    "blocks": _blocks,
+    "quantize": _quantize,
 }

@@ -45,7 +45,10 @@ class Checkpoint:
     function that its pickles name; ``warnings`` what a reader or transform noticed; ``notes`` what
     transforms did; ``origin`` is opaque to all but the format that set it; ``key`` names the entry
     to take as the weights instead of looking for it. ``part_only`` says that a part of a checkpoint
-    is meant as it is; ``about`` is a phrase on what a folder was made of.
+    is meant as it is; ``about`` is a phrase on what a folder was made of; ``companions`` are files
+    (name and bytes) that belong beside the weights where these are written as a folder; ``logical``
+    are the tensors that stand for quantized weights, where somebody looks through these
+    (:mod:`ckptkit.quantized.logical`).
     """
 
     root: Node
@@ -59,6 +62,8 @@ class Checkpoint:
     key: str | None = None
     part_only: bool = False
     about: str = ""
+    companions: tuple[tuple[str, bytes], ...] = ()
+    logical: object = None
 
     @cached_property
     def selection(self) -> Weights | None:

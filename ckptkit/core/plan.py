@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 
+SEEKABLE = frozenset(
+    {"blocks", "quantize"}
+)  # operations of which any part costs no more than its share
+
 
 class Summed(NamedTuple):
     """`extent`, counted into checksum `number`. Extents with one number follow each other in the

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import formats
+from ckptkit import formats, quantized
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.pairing import prefixes
 from ckptkit.analysis.summary import Summary, summarize
@@ -38,6 +38,7 @@ from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied
+from ckptkit.quantized.group import configured
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
@@ -283,6 +284,8 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         and not any(name.endswith(INDEX) for name in source.list()),
         no_version=any("no version record" in warning for warning in checkpoint.warnings),
         with_model=with_model,
+        quantized=quantized.find(checkpoint),
+        method=configured(source),
     )
     return content.causes(facts)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
+from ckptkit.core.plan import SEEKABLE, Deferred, Segment, Summed, crc32_combine, length
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -84,11 +84,18 @@ def _parts(segment: Segment, size: int) -> Iterable[Segment]:
 
 def _split(extent: Extent, size: int) -> Iterator[Extent]:
     for each in runs(extent):
-        if isinstance(each, Derived):  # might have to be computed from its beginning for each part
+        if (
+            isinstance(each, Derived) and each.operation not in SEEKABLE
+        ):  # may be computed from its beginning each time
             yield each
             continue
         for start in range(0, each.length, size):
-            yield each.part(start, min(size, each.length - start))
+            length = min(size, each.length - start)
+            yield (
+                Derived("slice", (each,), (start,), length)
+                if isinstance(each, Derived)
+                else each.part(start, length)
+            )
 
 
 def execute(

@@ -108,9 +108,15 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
         )
 
 
+_UNPACKED = ("inflate", "blocks")
+
+
 def referenced(plan: Plan) -> int:
-    """Bytes of the storages that the plan reads, each counted once: what is inflated counts as
-    inflated."""
+    """Bytes of the storages that the plan reads, each counted once.
+
+    What is inflated counts as inflated, and codes of quantized weights count as the weights: of
+    these, there are never more than the bits of the codes.
+    """
     runs: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
     waiting: list[Segment | Extent] = [segment for file in plan.files for segment in file.segments]
@@ -122,7 +128,7 @@ def referenced(plan: Plan) -> int:
             runs.append((id(each.source), each.offset, each.offset + each.length))
         elif (
             isinstance(each, Derived)
-            and each.operation == "inflate"
+            and each.operation in _UNPACKED
             and isinstance(each.inputs[0], Range)
         ):
             inflated[id(each.inputs[0].source), each.inputs[0].offset] = each.length

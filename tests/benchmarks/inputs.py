@@ -81,6 +81,45 @@ model = {f"layers.{i}.weight": torch.full((rows, columns), float(i)) for i in ra
 Run(model, stage=3, ranks=2, steps=False, half=torch.bfloat16).save(Path(path))
 """,
 }
+_CODES = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+# codes of as many bytes of bfloat16 as the size says, in matrices such as real models have
+columns, rows = 4096, max(128, rows // 2 // 128 * 128)
+path.mkdir()
+tensors, method = {}, None
+draw = torch.Generator().manual_seed(0)
+def bits(*shape, dtype=torch.uint8):
+    return torch.randint(0, 120, shape, generator=draw, dtype=torch.uint8).to(dtype)
+"""
+_SAVED = """
+save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+(path / "config.json").write_text(json.dumps({"quantization_config": method} if method else {}))
+"""
+PROGRAMS |= {
+    "fp8": _CODES + """
+for i in range(count):
+    tensors[f"l.{i}.weight"] = bits(rows, columns).view(torch.float8_e4m3fn)
+    tensors[f"l.{i}.weight_scale_inv"] = torch.rand(rows // 128, columns // 128, generator=draw) / 100
+method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+""" + _SAVED,
+    "mxfp4": _CODES + """
+for i in range(count):
+    tensors[f"l.{i}.w.blocks"] = bits(1, rows, columns // 32, 16)
+    tensors[f"l.{i}.w.scales"] = bits(1, rows, columns // 32)
+""" + _SAVED,
+    "gptq": _CODES + """
+index = torch.arange(columns, dtype=torch.int32) // 128
+for i in range(count):
+    tensors[f"l.{i}.qweight"] = bits(columns // 2, rows).view(-1).view(torch.int32).view(columns // 8, rows)
+    tensors[f"l.{i}.qzeros"] = torch.full((columns // 128, rows // 8), 0x77777777, dtype=torch.int32)
+    tensors[f"l.{i}.scales"] = torch.rand(columns // 128, rows, generator=draw).half() / 100
+    tensors[f"l.{i}.g_idx"] = index.clone()
+method = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+""" + _SAVED,
+}  # fmt: skip
 SUFFIXES = {"pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors"}
 COLUMNS = 1024
 SMALL = 0.0  # GiB of an input whose tensors are 2 x 2

@@ -234,7 +234,7 @@ TENSORS = 5
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One small input of each kind, but those that several processes make."""
     folder = tmp_path_factory.mktemp("inputs")
-    for kind in ("pth", "safetensors", "wrapped", "zero3", "columns"):
+    for kind in ("pth", "safetensors", "wrapped", "zero3", "columns", "fp8", "mxfp4", "gptq"):
         run([sys.executable, *Input(kind, SMALL, TENSORS).program], folder)
     return folder
 
