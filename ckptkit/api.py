@@ -13,9 +13,9 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.formats.common.opening import open_place, steady
-from ckptkit.formats.format import Format, Salvaged, WriteOptions
+from ckptkit.formats.format import Asked, Format, Salvaged, WriteOptions
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -68,14 +68,20 @@ class Conversion:
         return (*self.checkpoint.warnings, *said)
 
 
-def open_checkpoint(path: PathLike | Checkpoint, *, key: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: PathLike | Checkpoint, *, key: str | None = None, asked: Asked | None = None
+) -> Checkpoint:
     """The checkpoint in a file or folder: headers are read, no tensor is, and torch is not
     imported.
 
-    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``). Raises an
-    InputError for what is not a checkpoint, PathError for what is not there.
+    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``), `asked` says
+    how the files of many processes are put together. Raises an InputError for what is not a
+    checkpoint, PathError for what is not there.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else _read(open_place(path), formats.read)
+    if isinstance(path, Checkpoint):
+        checkpoint = path
+    else:
+        checkpoint = _read(open_place(path), lambda place: formats.read(place, asked))
     return checkpoint if key is None else checkpoint.with_key(key)
 
 
@@ -131,18 +137,25 @@ def convert(
     format: str | None = None,
     options: WriteOptions | None = None,
     dry_run: bool = False,
+    part_only: bool = False,
+    asked: Asked | None = None,
     **publishing: Unpack[Publishing],
 ) -> Conversion:
     """Read `source`, apply the steps in order, write `destination`, or change the source itself if
     `in_place`.
 
     With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is
-    changed in place by the few bytes that differ, if they are few; without, it is written anew. The
-    rest is as for `save`.
+    changed in place by the few bytes that differ, if they are few; without, it is written anew. A
+    part of a checkpoint of several processes is taken for itself with `part_only` alone; `asked` is
+    as for `open_checkpoint`, the rest as for `save`.
     """
     if in_place and not isinstance(source, Checkpoint):
         source = _read(open_place(source, settle=True), formats.read)
-    checkpoint = open_checkpoint(source, key=key)
+    checkpoint = open_checkpoint(source, key=key, asked=asked)
+    if part_only:
+        checkpoint = checkpoint.alone()
+    elif not keep_format:
+        checkpoint = checkpoint.whole()
     path = _own_place(checkpoint, format) if in_place else destination
     if path is None:
         raise UsageError("there is no destination")
@@ -232,6 +245,9 @@ def _publish(
     replace_source: bool,
 ) -> Conversion:
     plan = formats.layout(checkpoint, format, options or WriteOptions())
+    if plan.is_folder:
+        beside = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
+        plan = replace(plan, files=(*plan.files, *beside))
     published = None
     if not dry_run:
         from ckptkit.publish.write import publish  # not needed by those who only read

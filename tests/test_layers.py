@@ -27,6 +27,7 @@ ROOMS = (
     ("remote",),
     ("compute", "containers"),
     ("pickles",),
+    ("quantized",),
     ("transforms", "publish"),
     ("rules",),
     ("formats",),
@@ -58,7 +59,7 @@ OTHERS = {
     "safetensors": ("compute", "loading"),
     "transformers": ("compute",),
     "distributed": ("run",),
-    "yaml": ("run",),
+    "yaml": ("run", "formats"),
 }
 LAZY = ("torch", "transformers", "numpy", "fsspec", "aiohttp", "safetensors", "distributed")
 

@@ -30,6 +30,8 @@ def advise(summary: Summary) -> tuple[str, ...]:
     """Sentences that end in a command, for what keeps this checkpoint from loading or makes it
     larger than it is."""
     path = summary.path
+    if summary.part is not None:
+        return (summary.part.hint,)
     found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
     return tuple(line for advice in found for line in advice(summary, path))
 

@@ -5,36 +5,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ckptkit import quantized
 from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError
+from ckptkit.core.errors import AmbiguousError, CkptkitError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import and_more
+from ckptkit.core.text import and_more, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.pickles.trust import describe, is_harmful
 
+if TYPE_CHECKING:
+    from ckptkit.core.parts import PartOf
+    from ckptkit.core.pieces import Piece
+    from ckptkit.quantized import Group
+
 
 class Row(NamedTuple):
     """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where
-    there is none."""
+    there is none.
+
+    ``group`` is the quantized weight that it stands for (``nbytes`` are then those that are
+    stored), or a part of.
+    """
 
     name: str | None  # in the weights, None elsewhere
     path: Path
     tensor: Tensor
     storage: int | None
     nbytes: int  # logical
-    inside: tuple[
-        Tensor, ...
-    ] = ()  # of a tensor subclass: the tensors that it is made of, which have rows of their own
+    local: Piece | None = None  # of which this file holds a piece: nbytes is that of the piece
+    # Of a tensor subclass: the tensors that it is made of, which have rows of their own.
+    inside: tuple[Tensor, ...] = ()
+    group: Group | None = None
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether it stands for all tensors of a quantized weight."""
+        return self.group is not None and self.storage is None and self.tensor.storage is not None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, or how the weight is quantized."""
+        return (
+            self.group.label
+            if self.group is not None and self.is_logical
+            else self.tensor.dtype.name
+        )
 
     @property
     def device(self) -> str:
-        """Where it was saved from; of a subclass, where the first tensor inside was."""
-        return self.inside[0].device if self.inside else self.tensor.device
+        """Where it was saved from; of a piece or a subclass, where the first tensor in it was."""
+        held = self.inside if self.local is None else self.local.local()
+        return held[0].device if held else self.tensor.device
 
     @property
     def place(self) -> str:
@@ -100,6 +126,8 @@ class Summary:
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
     inner: tuple[Inner, ...] = ()
     is_module: bool = False  # whether the weights are those of a whole pickled module
+    part: PartOf | None = None  # which part of a checkpoint of several processes it is
+    about: str = ""  # what a folder was made of
 
     def survives_dropping(self) -> bool:
         """Whether `--objects drop` leaves weights, where there are none all tensors, else a
@@ -133,7 +161,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
             warnings = (*warnings, *weights.module.unread)
     except AmbiguousError as error:
         warnings = (*warnings, error.message)
-    survey = _Survey(weights)
+    survey = _Survey(weights, checkpoint)
     survey.run(checkpoint.root)
     return Summary(
         path=checkpoint.name or "",
@@ -145,17 +173,21 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         objects=survey.objects,
         globals=checkpoint.globals,
         metadata=checkpoint.metadata,
-        warnings=(*warnings, *survey.warnings()),
+        warnings=(*warnings, *survey.warnings(), *_unread(survey.parts)),
         totals=survey.totals(),
         others=() if weights is None else weights.others,
         is_module=weights is not None and weights.is_module,
+        part=checkpoint.part,
+        about=checkpoint.about,
         inner=tuple(survey.inner),
     )
 
 
 class _Survey:
-    def __init__(self, weights: Weights | None) -> None:
+    def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
+        self.parts = {} if weights is None else quantized.find(checkpoint).by_member
+        self.logical = checkpoint.logical if isinstance(checkpoint.logical, dict) else {}
         self.rows: list[Row] = []
         self.values: list[Value] = []
         self.objects: list[Opaque] = []
@@ -189,12 +221,10 @@ class _Survey:
                     path, node, name_of(path[base:]) if name_of and base is not None else None
                 )
             elif kind is Object and node.tensor is not None:
-                self._tensor(
-                    path,
-                    node.tensor,
-                    name_of(path[base:]) if name_of and base is not None else None,
-                )
-                self._inside(path, node)
+                name = name_of(path[base:]) if name_of and base is not None else None
+                if not self._piece(path, node, name):
+                    self._tensor(path, node.tensor, name)
+                    self._inside(path, node)
                 shown = depth
             elif (value := plain(node)) is not None:
                 self._value(path, node, *value)
@@ -203,8 +233,33 @@ class _Survey:
                 self._opaque(path, node)
 
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
+        if self.logical and id(tensor) in self.logical:
+            _, group = self.logical[id(tensor)]
+            self.rows.append(Row(name, path, tensor, None, group.nbytes, group=group))
+            return
         number = None if tensor.storage is None else self._number(tensor.storage)
-        self.rows.append(Row(name, path, tensor, number, tensor.nbytes))
+        group = self.parts.get(name) if self.parts and name is not None else None
+        self.rows.append(Row(name, path, tensor, number, tensor.nbytes, group=group))
+
+    def _piece(self, path: Path, node: Object, name: str | None) -> bool:
+        """Note what a file holds of a tensor of several ranks; whether it is one."""
+        if node.global_ is None or node.global_.name != "_rebuild_from_type_v2":
+            return False
+        from ckptkit.core.piece_forms import piece_of  # few files have any
+
+        try:
+            piece = piece_of(node)
+        except CkptkitError:
+            return False
+        if piece is None or node.tensor is None:
+            return False
+        storages = [each.storage for each in piece.local() if each.storage is not None]
+        numbers = [self._number(storage) for storage in storages]
+        nbytes = sum(each.nbytes for each in piece.local())
+        self.rows.append(
+            Row(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece)
+        )
+        return True
 
     def _inside(self, path: Path, node: Object) -> None:
         """The tensors that a tensor subclass is made of, below its own row, which has the sum of
@@ -246,9 +301,14 @@ class _Survey:
     def totals(self) -> Totals:
         counted: dict[tuple[object, ...], int] = {}
         free = [storage.nbytes for storage in self.storages]
-        total, storage_nbytes = 0, sum(free)
+        total, storage_nbytes = (
+            0,
+            sum(free) + sum(row.nbytes for row in self.rows if row.is_logical),
+        )
         in_weights = any(row.name is not None for row in self.rows)
-        for number, (name, _, tensor, storage, nbytes, inside) in enumerate(self.rows):
+        for number, row in enumerate(self.rows):
+            name, _, tensor, storage, nbytes = row[:5]
+            inside = row.inside
             total += 0 if inside else nbytes
             if storage is not None:
                 free[storage] -= nbytes
@@ -262,6 +322,16 @@ class _Survey:
             storage_nbytes=storage_nbytes,
             unused_nbytes=sum(rest for rest in free if rest > 0),
         )
+
+
+def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
+    """Why quantized weights are shown as what they are made of."""
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for group in parts.values():
+        if group.reason:
+            reasons.setdefault((group.family, group.reason), {})[group.name] = None
+    for (family, reason), names in reasons.items():
+        yield f"{plural(len(names), 'quantized weight')} ({family}) not looked through: {reason}"
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -30,7 +30,6 @@ def command(
     Example: ckptkit average epoch8.pth epoch9.pth epoch10.pth mean.pth
              ckptkit average --weight 0.9 --weight 0.1 old.pth new.pth mixed.pth
     """
-    from ckptkit.api import open_checkpoint
     from ckptkit.transforms.combine import average
 
-    edit.run(source=average([open_checkpoint(each, key=key) for each in sources], shares or None))
+    edit.run(source=average([edit.opened(each, key) for each in sources], shares or None))

@@ -107,7 +107,8 @@ def _many(original: click.Command) -> click.Command:
     def run(sources: tuple[str, ...], into: str, **given: Any) -> int:
         return _run(name, sources, into, given)
 
-    return click.Command(name, callback=run, params=[*kept, sources, into], help=text + example)
+    made = type(original)  # which may read its arguments in a way of its own
+    return made(name, callback=run, params=[*kept, sources, into], help=text + example)
 
 
 def _worded(parameter: click.Parameter) -> click.Parameter:

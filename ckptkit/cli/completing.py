@@ -92,6 +92,18 @@ def _dtypes(_: click.Context, __: click.Parameter, incomplete: str) -> list[Comp
     return _matching(((row.name, None) for row in TABLE if row.kind == "float"), incomplete)
 
 
+def _targets(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from ckptkit.quantized.logical import TARGETS
+
+    return _matching(((name, None) for name in TARGETS), incomplete)
+
+
+def _kinds(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from ckptkit.transforms.quantizing import KINDS
+
+    return _matching(((name, None) for name in KINDS), incomplete)
+
+
 def _devices(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
     return _matching(((name, None) for name in DEVICES), incomplete)
 
@@ -214,7 +226,9 @@ _BY_METAVAR: dict[str, Completer] = {
     "A=B": _tags,
     "DEVICE": _devices,
     "GLOB": _names,
+    "DTYPE": _targets,
     "GLOB=]DTYPE": _dtypes,
+    "KIND": _kinds,
     "P": _prefixes,
     "PATH": _entries,
     "RECIPE": _recipes,

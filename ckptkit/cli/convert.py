@@ -11,14 +11,14 @@ from ckptkit.cli import options, rule_options
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.rules.applying import Asked
+    from ckptkit.formats.format import Asked
+    from ckptkit.rules.applying import Asked as RulesAsked
 
 
-@click.command("convert")
+@click.command("convert", cls=options.WithDequantize)
 @options.edit
-@click.option(
-    "--dequantize", is_flag=True, help="Make float32 of quantized weights, packed ones too."
-)
+@options.asked
+@options.dequantize
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option(
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 @click.option(
     "--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats."
 )
+@click.option(
+    "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
+)
 @click.option("--to", "device", metavar="DEVICE", help="Retag everything for this device.")
 @click.option(
     "--device-map",
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 @options.key
 def command(
     edit: options.Edit,
+    asked: Asked | None,
     key: str | None,
     rules: tuple[str, ...],
     config: str | None,
@@ -62,38 +66,38 @@ def command(
     Any format that can be read becomes any that can be written.
 
     The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
-    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, to and
-    device-map, compact.
+    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to
+    and device-map, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
              ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
     """
-    asked = rule_options.asked(edit, config, args) if rules else None
-    if asked is None and (config is not None or args):
+    ruled = rule_options.asked(edit, config, args) if rules else None
+    if ruled is None and (config is not None or args):
         raise click.UsageError("--config and --arg are sizes for --rule")
-    steps = _steps(rules=_ruled(rules, asked), **transforms)
-    edit.run(*steps, key=key, keep_format=False, asked=asked)
+    steps = _steps(rules=_ruled(rules, ruled), **transforms)
+    edit.run(*steps, key=key, keep_format=False, asked=asked, ruled=ruled)
 
 
 def _ruled(
-    lines: tuple[str, ...], asked: Asked | None
+    lines: tuple[str, ...], ruled: RulesAsked | None
 ) -> Callable[[Checkpoint], Checkpoint] | None:
     """The step of --rule."""
-    if asked is None:
+    if ruled is None:
         return None
     from ckptkit.rules.applying import step
     from ckptkit.rules.planner import REST, Rules, unused_argument
 
     rules = Rules.parse(lines)
-    for word in asked.args:
+    for word in ruled.args:
         if word not in rules.words():
             raise unused_argument(word, rules.words())
-    return lambda ck: step(ck, rules, REST, asked)
+    return lambda ck: step(ck, rules, REST, ruled)
 
 
 def _steps(
-    dequantize: bool,
+    dequantize: str | None,
     keep: tuple[str, ...],
     drop: tuple[str, ...],
     strip: tuple[str, ...],
@@ -102,6 +106,7 @@ def _steps(
     substitutions: list[tuple[str, str]],
     rules: Callable[[Checkpoint], Checkpoint] | None,
     cast: dict[str, str],
+    quantize: str | None,
     device: str | None,
     devices: dict[str, str],
     compact: bool,
@@ -112,10 +117,10 @@ def _steps(
 
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device-map A=B")
-    if dequantize:
+    if dequantize is not None:
         from ckptkit.transforms import quantized
 
-        yield quantized.dequantize
+        yield lambda ck: quantized.dequantize(ck, dequantize or None)
     if keep or drop:
         yield lambda ck: keys.select(ck, keep, drop)
     if strip:
@@ -128,6 +133,10 @@ def _steps(
         yield rules
     if cast:
         yield lambda ck: elements.cast(ck, cast)
+    if quantize is not None:
+        from ckptkit.transforms import quantizing
+
+        yield lambda ck: quantizing.quantize(ck, quantize)
     if device is not None or devices:
         yield lambda ck: places.remap(ck, device or devices)
     if compact:

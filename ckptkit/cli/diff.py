@@ -42,6 +42,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     type=click.FloatRange(min=0),
     help="Compare the elements up to this relative difference.",
 )
+@options.stored
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option(
     "--key", metavar="PATH", help="The entry that holds the weights, where several could be meant."
@@ -108,22 +109,26 @@ def _compare(
     rtol: float | None,
     key: str | None,
     key_b: str | None,
+    stored: bool,
 ) -> Diff:
     from ckptkit.analysis.diff import against, compare
     from ckptkit.api import open_checkpoint
+    from ckptkit.quantized import look_through_both
 
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")
-    ours = open_checkpoint(a, key=key).weights
+    first = open_checkpoint(a, key=key)
     if b is not None:
-        theirs = open_checkpoint(b, key=key if key_b is None else key_b).weights
+        second = open_checkpoint(b, key=key if key_b is None else key_b)
+        sides = (first, second) if stored else look_through_both(first, second)
+        ours, theirs = (each.weights for each in sides)
         return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=urls.shown(a))
     if values or atol is not None or rtol is not None:
         raise click.UsageError("a model that was just built has no values to compare with")
     from ckptkit.loading.building import model_from, model_shapes
 
     assert spec is not None
-    return against(ours, model_shapes(model_from(spec, args)), name=urls.shown(a))
+    return against(first.weights, model_shapes(model_from(spec, args)), name=urls.shown(a))
 
 
 def _facts(found: Diff) -> dict[str, Any]:

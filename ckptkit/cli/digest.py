@@ -14,12 +14,13 @@ from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests, Matches
+    from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.digest/1"
 DIFFERENT = 1
 
 
-@click.command("digest")
+@click.command("digest", cls=options.WithDequantize)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--manifest", metavar="OUT", help="Write the list to a file instead.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -35,6 +36,7 @@ DIFFERENT = 1
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="With --check: print what differs only.")
+@options.dequantize
 @options.key
 def command(
     files: tuple[str, ...],
@@ -45,6 +47,7 @@ def command(
     everything: bool,
     as_json: bool,
     quiet: bool,
+    dequantize: str | None,
     key: str | None,
 ) -> int:
     """Say what the tensors of checkpoints weigh.
@@ -63,7 +66,7 @@ def command(
         raise click.UsageError("--manifest goes with neither --check nor --json")
     matches = render.matcher(globs) if globs else None
     failures: list[CkptkitError] = []
-    found = _each(files, key, everything, matches, failures)
+    found = _each(files, key, everything, matches, failures, dequantize)
     if expected is not None:
         ((path, _, digests),) = found
         return _compare(path, digests, expected, matches, as_json, quiet)
@@ -83,6 +86,7 @@ def _each(
     everything: bool,
     matches: Matches | None,
     failures: list[CkptkitError],
+    dequantize: str | None,
 ) -> Iterator[tuple[str, str, Digests]]:
     """Path, format and digests of each file. One file alone raises what is wrong, of several the
     others go on."""
@@ -96,9 +100,8 @@ def _each(
                 closing(open_checkpoint(file, key=key)) as checkpoint,
                 Progress("digest") as progress,
             ):
-                found = digest(
-                    checkpoint, everything=everything, matches=matches, progress=progress
-                )
+                seen = _seen(checkpoint, dequantize, file)
+                found = digest(seen, everything=everything, matches=matches, progress=progress)
         except CkptkitError as error:
             error.at(urls.shown(file))
             if len(files) == 1:
@@ -111,6 +114,22 @@ def _each(
         if not found.tensors and matches is not None:
             render.warn(f"{urls.shown(file)}: no name of a tensor matches --keys")
         yield checkpoint.name or "", checkpoint.format, found
+
+
+def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
+    """The weights that quantized ones become, if that is asked for."""
+    if dtype is not None:
+        from ckptkit.transforms.quantized import dequantize
+
+        return dequantize(checkpoint, dtype or None)
+    from ckptkit import quantized
+
+    if quantized.find(checkpoint):
+        hint = "--dequantize DTYPE gives those of the weights"
+        render.warn(
+            f"{urls.shown(file)}: the digests are of codes and scales, as they are stored", hint
+        )
+    return checkpoint
 
 
 def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:

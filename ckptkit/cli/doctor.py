@@ -112,6 +112,8 @@ def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:
 
 
 def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversion | None:
+    if destination is not None and found.checkpoint is not None:
+        found.checkpoint.whole()
     if destination is None or found.fix is None:
         return None
     from ckptkit.cli.progress import Progress

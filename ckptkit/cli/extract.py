@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ckptkit.cli import options
 
+if TYPE_CHECKING:
+    from ckptkit.formats.format import Asked
+
 
 @click.command("extract")
 @options.edit
+@options.asked
 @click.option(
     "--key", metavar="PATH", required=True, help="Where the entry is: keys joined by dots."
 )
-def command(edit: options.Edit, key: str) -> None:
+def command(edit: options.Edit, asked: Asked | None, key: str) -> None:
     """Write one entry as a checkpoint of its own.
 
     wrap is the way back.
@@ -22,4 +28,4 @@ def command(edit: options.Edit, key: str) -> None:
     """
     from ckptkit.transforms.structure import extract
 
-    edit.run(lambda ck: extract(ck, key))
+    edit.run(lambda ck: extract(ck, key), asked=asked)

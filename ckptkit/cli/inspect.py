@@ -16,6 +16,7 @@ from ckptkit.remote import urls
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Row, Summary
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.formats.format import Asked
 
 SCHEMA = "ckptkit.inspect/1"
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Wanted(NamedTuple):
     flat: bool
     tree: bool
     digest: bool
+    stored: bool
 
 
 @click.command("inspect")
@@ -50,14 +52,21 @@ class Wanted(NamedTuple):
     help="Order of the tensors.",
 )
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
+@options.stored
 @click.option(
     "--textconv",
     is_flag=True,
     help="One line for each tensor and value, with digests: for git diff.",
 )
 @options.key
+@options.asked
 def command(
-    files: tuple[str, ...], as_json: bool, textconv: bool, key: str | None, **wanted: Any
+    files: tuple[str, ...],
+    as_json: bool,
+    textconv: bool,
+    key: str | None,
+    asked: Asked | None,
+    **wanted: Any,
 ) -> int:
     """Show what is in checkpoints.
 
@@ -79,10 +88,15 @@ def command(
     failures: list[CkptkitError] = []
     if as_json:
         render.emit_json(
-            {"schema": SCHEMA, "files": _each(files, key, lambda ck: _facts(ck, want), failures)}
+            {
+                "schema": SCHEMA,
+                "files": _each(files, key, asked, lambda ck: _facts(ck, want), failures),
+            }
         )
     else:
-        for number, lines in enumerate(_each(files, key, lambda ck: _lines(ck, want), failures)):
+        for number, lines in enumerate(
+            _each(files, key, asked, lambda ck: _lines(ck, want), failures)
+        ):
             render.emit(*[""] * bool(number))
             render.write(f"{line}\n" for line in lines)
     return InputError.exit_code if failures else 0
@@ -98,17 +112,19 @@ def _textconv(file: str, key: str | None) -> int:
 def _each(
     files: Sequence[str],
     key: str | None,
+    asked: Asked | None,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
 ) -> Iterator[T]:
     """What `show` makes of each file. One file alone raises, before anything is printed."""
-    shown = _readable(files, key, show, failures)
+    shown = _readable(files, key, asked, show, failures)
     return chain(list(islice(shown, 1)), shown)
 
 
 def _readable(
     files: Sequence[str],
     key: str | None,
+    asked: Asked | None,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
 ) -> Iterator[T]:
@@ -116,7 +132,7 @@ def _readable(
 
     for file in files:
         try:
-            with closing(open_checkpoint(file, key=key)) as checkpoint:
+            with closing(open_checkpoint(file, key=key, asked=asked)) as checkpoint:
                 shown = show(checkpoint)
         except CkptkitError as error:
             if len(files) == 1:
@@ -130,8 +146,9 @@ def _readable(
 def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_json
+    from ckptkit.quantized import look_through
 
-    summary = summarize(checkpoint)
+    summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
     rows = _rows(summary, want)
     return summary_json.file(summary, rows, _digests(rows) if want.digest else None)
 
@@ -148,7 +165,9 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     from ckptkit.analysis.advice import advise
     from ckptkit.analysis.summary import summarize
     from ckptkit.cli import summary_text
+    from ckptkit.quantized import look_through
 
+    checkpoint = checkpoint if want.stored else look_through(checkpoint)
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
     if want.tree:

@@ -23,9 +23,6 @@ def command(edit: options.Edit, sources: tuple[str, ...], last_wins: bool, key: 
     \b
     Example: ckptkit merge stage0.pt stage1.pt model.safetensors
     """
-    from ckptkit.api import open_checkpoint
     from ckptkit.transforms.combine import merge
 
-    edit.run(
-        source=merge([open_checkpoint(each, key=key) for each in sources], last_wins=last_wins)
-    )
+    edit.run(source=merge([edit.opened(each, key) for each in sources], last_wins=last_wins))

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
-    from ckptkit.formats.format import Loss
-    from ckptkit.rules.applying import Asked, Report
+    from ckptkit.formats.format import Asked, Loss
+    from ckptkit.rules.applying import Asked as RulesAsked
+    from ckptkit.rules.applying import Report
     from ckptkit.run.workers import Pool
 
 SCHEMA = "ckptkit.edit/1"
@@ -57,7 +58,9 @@ class Edit:
     objects: str
     ties: str
     everything: bool
+    part_only: bool
     shard_size: int | None
+    ranks: int | None
     workers: int | None
     scheduler: str | None
     like: str | None = None
@@ -74,13 +77,15 @@ class Edit:
         key: str | None = None,
         keep_format: bool = True,
         source: Checkpoint | None = None,
-        lost: Sequence[Loss] = (),
         asked: Asked | None = None,
+        lost: Sequence[Loss] = (),
+        ruled: RulesAsked | None = None,
     ) -> None:
         """Read, apply the steps, write, and say so.
 
-        `source` is what has been read already, `lost` what could not be, and `asked` what the steps
-        of rules were asked for; it holds their reports.
+        `source` is what has been read already, `lost` what could not be; `asked` says how the files
+        of many processes are read, `ruled` what the steps of rules are asked for: it holds their
+        reports.
         """
         from ckptkit.api import convert
         from ckptkit.cli.progress import Progress
@@ -97,17 +102,23 @@ class Edit:
                 key=key,
                 format=self.format,
                 options=WriteOptions(
-                    self.objects, self.ties, everything=self.everything, shard_size=self.shard_size
+                    self.objects,
+                    self.ties,
+                    everything=self.everything,
+                    shard_size=self.shard_size,
+                    ranks=self.ranks,
                 ),
                 force=self.force,
                 durable=self.durable,
                 verify=self.verify,
                 allow_expand=self.allow_expand,
                 dry_run=self.dry_run,
+                part_only=self.part_only and source is None,
+                asked=asked,
                 progress=progress,
                 executor=pool,
             )
-        self.report(done, lost, () if asked is None else asked.reports)
+        self.report(done, lost, () if ruled is None else ruled.reports)
 
     def _checks(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
         """Yield what is looked at before anything is written."""
@@ -118,6 +129,13 @@ class Edit:
 
         name, shapes = self.like, expected(self.like)
         yield lambda checkpoint: check_like(checkpoint, shapes, name)
+
+    def opened(self, path: str, key: str | None) -> Checkpoint:
+        """One of several sources; a part of a checkpoint only if it is meant as it is."""
+        from ckptkit.api import open_checkpoint
+
+        checkpoint = open_checkpoint(path, key=key)
+        return checkpoint.alone() if self.part_only else checkpoint.whole()
 
     def with_defaults(self, said: Mapping[str, Any]) -> Edit:
         """This, where it does not say otherwise, with what a recipe says of the output."""
@@ -147,7 +165,7 @@ class Edit:
             yield pool
 
     def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
-        count = _tensors(done.checkpoint)
+        count = _tensors(done.checkpoint, done.plan)
         if self.as_json:
             facts = _facts(self, done, count)
             if lost:
@@ -197,15 +215,22 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
     )
 
 
-def _tensors(checkpoint: Checkpoint) -> int:
-    """The weights, or every tensor where it is not clear which they are."""
+def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
+    """The tensors that are written: what the plan counts, and names of one tensor; else the
+    weights, or every tensor where it is not clear which they are."""
     from ckptkit.core.errors import AmbiguousError
+    from ckptkit.core.plan import Plan
 
+    written = plan.tensors if isinstance(plan, Plan) else None
     try:
         if checkpoint.selection is not None:
-            return len(checkpoint.selection.nodes)
+            nodes = checkpoint.selection.nodes.values()
+            again = len(nodes) - len({id(node) for node in nodes})
+            return len(nodes) if written is None else written + again
     except AmbiguousError:
         pass
+    if written is not None:
+        return written
     from ckptkit.analysis.summary import summarize
 
     return summarize(checkpoint).totals.tensors
@@ -285,10 +310,21 @@ _EDIT = (
         help="Tensors with the same bytes, in a format without views.",
     ),
     click.option(
+        "--part-only",
+        is_flag=True,
+        help="Take one part of a checkpoint of several processes as it is.",
+    ),
+    click.option(
         "--shard-size",
         metavar="SIZE",
         callback=size,
         help="Write DST as a folder of files of up to 5GB, say.",
+    ),
+    click.option(
+        "--ranks",
+        metavar="N",
+        type=click.IntRange(1, 1 << 16),
+        help="Cut the weights into N parts.",
     ),
     click.option(
         "--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."
@@ -310,6 +346,35 @@ _EDIT = (
         help="Keep everything, also in a format made for weights alone.",
     ),
 )
+
+
+stored = click.option(
+    "--stored", is_flag=True, help="Codes and scales of quantized weights, as they are stored."
+)
+dequantize = click.option(
+    "--dequantize",
+    metavar="[DTYPE]",
+    is_flag=False,
+    flag_value="",
+    help="Make floats of quantized weights: bfloat16, float16 or float32, by default that of the model.",
+)
+
+
+class WithDequantize(click.Command):
+    """A command whose --dequantize may be followed by an argument that is not its dtype."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_dequantize_said(args)))
+
+
+def _dequantize_said(args: Sequence[str]) -> Iterator[str]:
+    """The arguments, with an empty dtype where none follows the option."""
+    from ckptkit.core import dtypes
+
+    for each, after in zip(args, [*args[1:], ""], strict=False):
+        plain = after.lower().removeprefix("torch.")
+        is_dtype = plain in dtypes.BY_NAME or plain in dtypes.ALIASES
+        yield "--dequantize=" if each == "--dequantize" and not is_dtype else each
 
 
 def edit(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,6 +411,42 @@ def _decorated(
     for option in reversed(tuple(options)):
         command = option(command)
     return command
+
+
+def asked(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options about folders that many processes wrote; it gets them as its
+    argument `asked`."""
+
+    @wraps(command)
+    def with_asked(*, table: str | None, check_copies: bool, copies: str, **given: Any) -> Any:
+        from ckptkit.formats.format import Asked
+
+        said = table is not None or check_copies or copies != "compare"
+        how = "check" if check_copies and copies == "compare" else copies
+        return command(asked=Asked(how, table) if said else None, **given)
+
+    return _decorated(with_asked, _ASKED)
+
+
+_ASKED = (
+    click.option(
+        "--parts",
+        "table",
+        metavar="FILE",
+        help="A YAML table that says how the parts in SRC were cut.",
+    ),
+    click.option(
+        "--check-copies",
+        is_flag=True,
+        help="Read and compare all that several processes hold alike.",
+    ),
+    click.option(
+        "--copies",
+        type=click.Choice(["compare", "first"]),
+        default="compare",
+        help="Of copies that differ, refuse them or take the first.",
+    ),
+)
 
 
 def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:

@@ -50,6 +50,7 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
     "--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."
 )
 @click.option("--quiet", "-q", is_flag=True, help="Print errors only.")
+@options.stored
 @options.key
 @click.option(
     "--key-b", metavar="PATH", help="The same for OTHER, where it is another; '' is the whole file."
@@ -64,6 +65,7 @@ def command(
     force: bool,
     as_json: bool,
     quiet: bool,
+    stored: bool,
     key: str | None,
     key_b: str | None,
 ) -> int:
@@ -88,6 +90,8 @@ def command(
             for name, each in zip((file, other), keys, strict=True)
             if name is not None
         ]
+        if not stored:
+            found = _looked_through(found)
         if kind in PAGES:
             data, count = _page(found, values)
         else:
@@ -129,6 +133,25 @@ def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
     from ckptkit.api import open_checkpoint
 
     return stack.enter_context(closing(open_checkpoint(name, key=key)))
+
+
+def _looked_through(found: list[Checkpoint]) -> list[Checkpoint]:
+    from ckptkit.quantized import look_through, look_through_both
+
+    return (
+        list(look_through_both(*found))
+        if len(found) > 1 and _have_weights(found)
+        else list(map(look_through, found))
+    )
+
+
+def _have_weights(found: list[Checkpoint]) -> bool:
+    from ckptkit.core.errors import CkptkitError
+
+    try:
+        return all(each.selection is not None for each in found)
+    except CkptkitError:
+        return False
 
 
 def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:

@@ -62,4 +62,4 @@ def command(
     asked = rule_options.asked(edit, config, args, reverse)
     found = recipes.load(recipe, asked)
     output = {} if reverse else found.output  # which is that of the other layout
-    edit.with_defaults(output).run(*found.steps, key=key, keep_format=False, asked=asked)
+    edit.with_defaults(output).run(*found.steps, key=key, keep_format=False, ruled=asked)

@@ -76,6 +76,7 @@ class Shown(NamedTuple):
 @click.option("--png", metavar="FILE", help="Draw it as a picture, with matplotlib.")
 @click.option("--force", is_flag=True, help="Replace the FILE of --png if it exists.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.stored
 @options.key
 def command(
     file: str,
@@ -90,6 +91,7 @@ def command(
     png: str | None,
     force: bool,
     as_json: bool,
+    stored: bool,
     key: str | None,
 ) -> int:
     """Show the values of one tensor.
@@ -104,9 +106,9 @@ def command(
              ckptkit show run.pth fc.weight --png fc.png
     """
     with ExitStack() as stack:
-        shown = [_chosen(stack, file, name, index, key)]
+        shown = [_chosen(stack, file, name, index, key, stored)]
         if other is not None:
-            shown.append(_chosen(stack, other, name_b or name, index, key))
+            shown.append(_chosen(stack, other, name_b or name, index, key, stored))
         if png is not None:
             from ckptkit.cli.picture import write
 
@@ -124,13 +126,16 @@ def command(
     return 0
 
 
-def _chosen(stack: ExitStack, file: str, name: str, index: str, key: str | None) -> Shown:
+def _chosen(
+    stack: ExitStack, file: str, name: str, index: str, key: str | None, stored: bool
+) -> Shown:
     from ckptkit.analysis.slices import parse
     from ckptkit.analysis.summary import summarize
     from ckptkit.api import open_checkpoint
+    from ckptkit.quantized import look_through
 
     checkpoint = stack.enter_context(closing(open_checkpoint(file, key=key)))
-    rows = summarize(checkpoint).rows
+    rows = summarize(checkpoint if stored else look_through(checkpoint)).rows
     found = next((row for row in rows if row.name == name), None) or next(
         (r for r in rows if r.place == name), None
     )

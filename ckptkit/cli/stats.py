@@ -77,6 +77,7 @@ COLUMNS = (
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
+@options.stored
 @options.key
 def command(
     file: str,
@@ -87,6 +88,7 @@ def command(
     sort: str,
     as_json: bool,
     as_csv: bool,
+    stored: bool,
     key: str | None,
 ) -> int:
     """Show statistics of the values.
@@ -101,12 +103,14 @@ def command(
     """
     from ckptkit.analysis import stats
     from ckptkit.api import open_checkpoint
+    from ckptkit.quantized import look_through
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
     label = stats.depth(depth) if depth is not None else stats.family if fold else None
     form = "json" if as_json else "csv" if as_csv else "text"
-    with closing(open_checkpoint(file, key=key)) as checkpoint:
+    with closing(open_checkpoint(file, key=key)) as opened:
+        checkpoint = opened if stored else look_through(opened)
         rows = _chosen(checkpoint, globs, everything)
         found = stats.Statistics(rows, label)
         _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.summary import Opaque, Row, Summary, Value
 from ckptkit.analysis.values import key_list, number
 from ckptkit.cli.render import json_number
 from ckptkit.core.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.quantized import Group
 
 
 def file(
@@ -40,12 +43,25 @@ def file(
             "nbytes": number(totals.nbytes),
             "storage_nbytes": number(totals.storage_nbytes),
         },
+        **_of_processes(summary),
     }
+
+
+def _of_processes(summary: Summary) -> dict[str, Any]:
+    """What a part is of, and what a folder of parts was made of; nothing for other checkpoints."""
+    found: dict[str, Any] = {"about": summary.about} if summary.about else {}
+    if summary.part is not None:
+        part = summary.part
+        said = {"kind": part.kind, "said": part.said, "detail": part.detail, "folder": part.folder}
+        found["part"] = said
+    return found
 
 
 def tensor(row: Row) -> dict[str, Any]:
     """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes, _ = row
+    name, path, leaf, storage, nbytes = row[:5]
+    piece, group = row.local, row.group
+    local = {} if piece is None else {"local_shapes": [each.shape for each in piece.local()]}
     return {
         "name": name,
         "path": join(path),
@@ -60,6 +76,21 @@ def tensor(row: Row) -> dict[str, Any]:
         "requires_grad": leaf.requires_grad,
         "kind": leaf.kind,
         "layout": leaf.layout,
+        **local,
+        "quantization": None if group is None else quantization(group),
+    }
+
+
+def quantization(group: Group) -> dict[str, Any]:
+    """How the weight is quantized that a tensor stands for, or is a part of."""
+    return {
+        "weight": group.name,
+        "family": group.family,
+        "label": group.label,
+        "shape": group.shape,
+        "parts": group.parts,
+        "dropped": group.dropped,
+        "reason": group.reason or None,
     }
 
 

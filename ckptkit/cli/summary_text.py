@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.summary import Row, Summary, Value
 from ckptkit.analysis.values import Plain
 from ckptkit.cli.render import escape, plural, shape, size, table
 from ckptkit.core.fold import Folded, Item, fold, unfolded
 from ckptkit.core.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.quantized import Group
 
 SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 LISTED = 8  # values of a list; likewise
@@ -22,8 +25,18 @@ LONG = 200  # characters of a value; likewise
 def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterator[str]:
     """Everything but warnings and advice; of a pickled module, its weights only."""
     yield escape(_heading(summary))
+    if summary.about:
+        yield escape(summary.about)
+    if summary.part is not None:
+        yield escape(f"this is {summary.part}")
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
+    if kinds := Counter(row.dtype for row in rows if row.is_logical):
+        total = sum(row.name is not None for row in rows)
+        said = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+        yield escape(
+            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({said}); --stored shows their parts"
+        )
     shared = _shared(rows)
     weights = [row for row in rows if row.name is not None]
     others = [row for row in rows if row.name is None]
@@ -64,7 +77,7 @@ def _shared(rows: Iterable[Row]) -> set[int | None]:
 def _item(row: Row, shared: set[int | None]) -> Item:
     tensor = row.tensor
     name = row.name if row.name is not None else row.place
-    columns = (tensor.dtype.name, tensor.shape, row.device, _remark(row, shared))
+    columns = (row.dtype, tensor.shape, row.device, _remark(row, shared))
     return Item(name, columns, row.nbytes)
 
 
@@ -72,6 +85,14 @@ def _remark(row: Row, shared: set[int | None]) -> str:
     """What is not plain about a tensor."""
     tensor = row.tensor
     storage = tensor.storage
+    if row.local is not None:
+        from ckptkit.core.parts import extent
+
+        local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
+        place = extent(row.local)
+        return f"here {local}" + (f": {place}" if place else "")
+    if row.group is not None:
+        return "" if row.is_logical else _part(row.group)
     if (
         storage is not None
         and storage.record.length == row.nbytes
@@ -94,6 +115,11 @@ def _remark(row: Row, shared: set[int | None]) -> str:
     if tensor.conj or tensor.neg:
         said.append("conjugated" if tensor.conj else "negated")
     return ", ".join(said)
+
+
+def _part(group: Group) -> str:
+    """What a tensor is a part of."""
+    return f"{group.label}, not read" if group.reason else f"part of {group.label}"
 
 
 def _arranged(items: Iterable[Item], flat: bool, sort: str) -> list[Folded]:
@@ -122,7 +148,7 @@ def _cells(row: Folded) -> tuple[str, ...]:
     rows = f"{row.rows:,}" if row.rows > 1 else ""
     return (
         escape(row.label) or "(root)",
-        dtype,
+        escape(dtype),
         shape(sizes),
         rows,
         size(row.nbytes),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptkit.compute.expanded import Allowance
-    from ckptkit.compute.mean import has_mean, mean_record
+    from ckptkit.compute.mean import has_mean, mean_record, sum_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
     from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
     from ckptkit.compute.tensors import (
@@ -47,6 +47,7 @@ __all__ = [
     "parts",
     "rebuild",
     "stream",
+    "sum_record",
     "tally",
     "to_torch_storage",
     "torch_dtype",
@@ -67,7 +68,7 @@ _PLACES = {
         "tensors",
     ),
     **dict.fromkeys(("BINS", "Histogram", "Part", "Tally", "numbers", "parts", "tally"), "tallies"),
-    **dict.fromkeys(("has_mean", "mean_record"), "mean"),
+    **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
     "Allowance": "expanded",
 }

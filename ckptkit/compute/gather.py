@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.core.bytesource import Derived
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 TILE = 16 << 20  # bytes of the output made at once
+JOINED = 4 << 20  # the same of an array that is put together from several inputs
 BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
 CALL = (
     64 << 10
@@ -32,9 +33,33 @@ Dim = tuple[int, int]  # elements, stride in bytes
 Box = tuple[
     tuple[int, ...], tuple[int, ...], tuple[int, ...], int
 ]  # offsets, sizes, stride, first byte of the input
-Read = Callable[[int, int], bytes]  # of so many bytes at an offset
+Read = Callable[
+    [int, int], bytes | memoryview
+]  # of so many bytes at an offset, until the next is read
+
+
+class Reading(Protocol):
+    """Reads so many bytes at an offset, or fills memory with them."""
+
+    def __call__(self, at: int, length: int, /) -> bytes: ...
+
+    def into(self, at: int, buffer: memoryview, /) -> None: ...
+
 
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+class Room:
+    """Memory to read into, again and again: new pages cost more than copies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def of(self, length: int) -> memoryview:
+        """So many bytes, which the next call takes back."""
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return memoryview(self._buffer)[:length]
 
 
 def gather(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
@@ -143,15 +168,19 @@ def assemble(
 
     itemsize, shape, boxes = derived.parameters
     assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(boxes, tuple)
-    axis, width = _tile([(n, 0) for n in shape], itemsize, _limit_of(boxes))
+    axis, width = _tile([(n, 0) for n in shape], itemsize, min(JOINED, _limit_of(boxes)))
     row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
+    unit = np.dtype(_UNITS[itemsize])
+    room = np.empty(
+        min(width, shape[axis]) * row // itemsize, unit
+    )  # of every tile: new pages cost more than copies
     at = start
     while at < stop:
         outer, rest = divmod(at, shape[axis] * row)
         first = rest // row // width * width
         low = (*_index(shape[:axis], outer), first, *(0 for _ in shape[axis + 1 :]))
         sizes = (*(1 for _ in shape[:axis]), min(width, shape[axis] - first), *shape[axis + 1 :])
-        tile = np.empty(sizes, np.dtype(_UNITS[itemsize]))
+        tile = room[: prod(sizes)].reshape(sizes)
         for read, box in zip(reads, boxes, strict=True):
             _read_region(read, tile, low, box)
         made = tile.reshape(-1).view(np.uint8).data

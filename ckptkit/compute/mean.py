@@ -27,6 +27,14 @@ def has_mean(dtype: DType) -> bool:
     )
 
 
+def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
+    """The sums of the elements of `records`, all of `dtype`, added up as float64 and rounded
+    once."""
+    name = _COMPONENTS.get(dtype.name, dtype.name)
+    parameters = (name, *(each for _ in records for each in (name, 1.0)))
+    return Pending("sum", records, parameters, records[-1].length)
+
+
 def mean_record(
     records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
 ) -> Record:
@@ -41,30 +49,31 @@ def mean_record(
 
 
 class Mean:
-    """What a Derived ``mean`` says: the dtypes and weights of its inputs, and the dtype of the
-    result."""
+    """What a Derived ``mean`` or ``sum`` says: dtypes and weights of its inputs, and the dtype of
+    the result."""
 
     def __init__(self, derived: Derived) -> None:
         target, *rest = derived.parameters
         self.target = dtypes.BY_NAME[str(target)]
         self.types = [dtypes.BY_NAME[str(name)] for name in rest[::2]]
         self.shares = [float(str(share)) for share in rest[1::2]]
+        self.divisor = 1.0 if derived.operation == "sum" else sum(self.shares)
 
     def of(self, pieces: Sequence[bytes | memoryview]) -> memoryview:
-        """The mean of as many elements of each input."""
-        return encode(
-            _sum([decode(p, t) for p, t in zip(pieces, self.types, strict=True)], self.shares),
-            self.target,
-        )
+        """The mean, or sum, of as many elements of each input."""
+        values = [decode(p, t) for p, t in zip(pieces, self.types, strict=True)]
+        return encode(_sum(values, self.shares, self.divisor), self.target)
 
 
-def _sum(values: list[np.ndarray[Any, Any]], shares: list[float]) -> np.ndarray[Any, Any]:
-    """The weighted sum over the sum of the weights; an infinite or missing number stays one."""
+def _sum(
+    values: list[np.ndarray[Any, Any]], shares: list[float], divisor: float
+) -> np.ndarray[Any, Any]:
+    """The weighted sum over `divisor`; an infinite or missing number stays one."""
     import numpy as np
 
     with np.errstate(all="ignore"):
-        total = np.zeros(len(values[0]), "f8")
+        total = np.full(len(values[0]), -0.0)  # what leaves every number as it is, -0.0 included
         for each, share in zip(values, shares, strict=True):
             total += each if share == 1 else each.astype("f8") * share
-        total /= sum(shares)
+        total /= divisor
     return total

@@ -21,11 +21,21 @@ dequant   dtype, scale, zero_point        quantised elements of `dtype` as float
           dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and a zero point for each
                                           channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
 mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
+sum       target, (dtype, weight)...      weighted sum of them
+========  ==============================  ===================================================================
+dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
+``concat``, ``chunks``, ``dequant``, ``mean`` and ``sum`` has one input, and is a pure function of
+its inputs, its parameters and the range of the output that is asked for.
+=======
+blocks    a `Blocks`                      elements of a quantized weight, whose codes, scales and zero points are the
+                                          inputs (:mod:`ckptkit.compute.dequantizing`)
+quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix of floating-point elements
+          columns                         (:mod:`ckptkit.compute.quantizing`)
 ========  ==============================  ==========================================================================
 
 dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
-``concat``, ``chunks``, ``dequant`` and ``mean`` has one input, and is a pure function of its
-inputs, its parameters and the range of the output that is asked for.
+``concat``, ``chunks``, ``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function
+of its inputs, its parameters and the range of the output that is asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +46,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.floats import FLOATS, decode, encode
-from ckptkit.compute.gather import Read, assemble, gather
+from ckptkit.compute.gather import Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
@@ -286,6 +296,19 @@ def _dequant(derived: Derived, start: int, stop: int) -> Pieces:
     )
 
 
+def _blocks(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.compute.dequantizing import dequantize
+
+    return dequantize([_reader(extent, Room()) for extent in derived.inputs], derived, start, stop)
+
+
+def _quantize(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.compute.quantizing import quantize
+
+    read = _reader(derived.inputs[0], Room())
+    return quantize(lambda at, length: bytes(read(at, length)), derived, start, stop)
+
+
 def _mean(derived: Derived, start: int, stop: int) -> Pieces:
     mean = Mean(derived)
     size = mean.target.itemsize
@@ -350,22 +373,32 @@ def _elementwise(
 
 
 def _gather(derived: Derived, start: int, stop: int) -> Pieces:
-    return gather(_reader(derived.inputs[0]), derived, start, stop)
+    return gather(_reader(derived.inputs[0], Room()), derived, start, stop)
 
 
 def _chunks(derived: Derived, start: int, stop: int) -> Pieces:
-    return assemble([_reader(extent) for extent in derived.inputs], derived, start, stop)
+    room = Room()
+    return assemble([_reader(extent, room) for extent in derived.inputs], derived, start, stop)
 
 
-def _reader(extent: Extent) -> Read:
-    """Reads so many bytes of an extent at an offset."""
+def _reader(extent: Extent, room: Room) -> Read:
+    """Reads so many bytes of an extent at an offset; those of a local file into `room`, which
+    readers may share."""
     if isinstance(extent, Derived):
         if extent.operation in _FROM_THE_BEGINNING and extent.length <= HELD:
             held = b"".join(stream(extent))
             return lambda at, length: held[at : at + length]
         return Cursor(extent).read
     source, origin, _ = extent
-    return lambda at, length: source.read(origin + at, length)
+    if not isinstance(source, LocalFile):
+        return lambda at, length: source.read(origin + at, length)
+
+    def read(at: int, length: int) -> memoryview:
+        view = room.of(length)
+        source.read_into(origin + at, view)
+        return view
+
+    return read
 
 
 def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
@@ -427,4 +460,7 @@ OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "cast": _cast,
     "dequant": _dequant,
     "mean": _mean,
+    "sum": _mean,
+    "blocks": _blocks,
+    "quantize": _quantize,
 }

@@ -359,8 +359,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Bytes that must be computed from others: which operation of `ckptkit.bridge`, from what, with
-    what.
+    """Bytes that must be computed from others: which operation of `ckptkit.compute`, from what,
+    with what.
 
     Frozen and picklable, so that a plan can be sent to where the bytes are.
     """

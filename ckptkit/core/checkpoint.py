@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ckptkit.core import display
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -13,6 +16,24 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import escape, plural, size
 from ckptkit.core.tree import Global, Node, Object, join
 from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
+
+if TYPE_CHECKING:
+    from ckptkit.core.parts import PartOf
+
+# What a file has that is worth a look at whether it is a part: names of files, entries, and classes
+# in its pickle.
+_FILES = re.compile(
+    r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_|consolidated\.[0-9]{2}\.pth"
+    r"|model-rank-[0-9]+-part-"
+)
+_ENTRIES = frozenset({"args", "mp_world_size", "shard_metadata"})
+_CLASSES = ("DTensor", "ShardedTensor")
+
+
+def _is_looked_at(root: Node, names: Iterable[Global], file: str) -> bool:
+    if _FILES.search(file) or any(each.name in _CLASSES for each in names):
+        return True
+    return isinstance(root, dict) and any(key in root for key in _ENTRIES)
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,7 +44,11 @@ class Checkpoint:
     container keeps beside the tree (safetensors' ``__metadata__``); ``globals`` every class and
     function that its pickles name; ``warnings`` what a reader or transform noticed; ``notes`` what
     transforms did; ``origin`` is opaque to all but the format that set it; ``key`` names the entry
-    to take as the weights instead of looking for it.
+    to take as the weights instead of looking for it. ``part_only`` says that a part of a checkpoint
+    is meant as it is; ``about`` is a phrase on what a folder was made of; ``companions`` are files
+    (name and bytes) that belong beside the weights where these are written as a folder; ``logical``
+    are the tensors that stand for quantized weights, where somebody looks through these
+    (:mod:`ckptkit.quantized.logical`).
     """
 
     root: Node
@@ -35,6 +60,10 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     origin: object = None
     key: str | None = None
+    part_only: bool = False
+    about: str = ""
+    companions: tuple[tuple[str, bytes], ...] = ()
+    logical: object = None
 
     @cached_property
     def selection(self) -> Weights | None:
@@ -44,6 +73,47 @@ class Checkpoint:
             return locate(self.root, self.key)
         except CkptkitError as error:
             raise error.at(self.name or "") from error.__cause__
+
+    @cached_property
+    def part(self) -> PartOf | None:
+        """Which part of a checkpoint of several processes this file is, None if it is whole as far
+        as it tells."""
+        file = self.name if isinstance(self.source, ByteSource) else None
+        if file is None or not _is_looked_at(self.root, self.globals, os.path.basename(file)):
+            return None
+        from ckptkit.core import parts  # most files are whole
+
+        return parts.part_of(self.root, file, pieces=self._has_pieces)
+
+    @property
+    def _has_pieces(self) -> bool:
+        """Whether its pickles name a class of tensors of several processes."""
+        return any(each.name in _CLASSES for each in self.globals)
+
+    def whole(self) -> Checkpoint:
+        """This checkpoint. Raises UnsupportedError if it is a part of one, and that was not said to
+        be meant."""
+        if self.part is not None and not self.part_only:
+            raise self.part.refusal().at(self.name or "")
+        return self
+
+    def alone(self) -> Checkpoint:
+        """The part of a checkpoint that this file is, meant as it is: pieces of tensors are tensors
+        of their own."""
+        if self.part is None:
+            return replace(self.plain(), part_only=True)
+        noticed = f"this is {self.part}: what is written is no whole checkpoint"
+        made = self.plain()
+        return replace(made, warnings=(*made.warnings, noticed), part_only=True)
+
+    def plain(self) -> Checkpoint:
+        """This checkpoint with a tensor of its own for each DTensor and ShardedTensor: what this
+        file holds of it."""
+        if not self._has_pieces:
+            return self
+        from ckptkit.core import parts
+
+        return replace(self, root=parts.local(self.root))
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

@@ -50,6 +50,9 @@ class Limits:
     json_depth: int = 128
     json_values: int = 12_000_000  # numbers, strings, lists and objects in one JSON text
     rank: int = 64
+    ranks: int = (
+        1 << 20
+    )  # that a file says to be of: processes, parts, or pieces that a mesh is split into
     chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
     optimizer_values: int = 64  # that an optimizer keeps for a parameter: Adam has three
     trace_opcodes: int = 20_000_000  # of all pickles of a file, when it is scanned

@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 
+SEEKABLE = frozenset(
+    {"blocks", "quantize"}
+)  # operations of which any part costs no more than its share
+
 
 class Summed(NamedTuple):
     """`extent`, counted into checksum `number`. Extents with one number follow each other in the
@@ -59,8 +63,8 @@ def length(segment: Segment) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file: its plain name inside a folder ("" if the plan is that file alone), and its
-    segments in order."""
+    """One file and its segments in order: its name inside a folder, with slashes where that has
+    folders of its own, "" if the plan is that file alone."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -73,11 +77,15 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that one command writes. `notes` are what the format could not keep, for the
-    report."""
+    """Everything that one command writes.
+
+    `notes` are what the format could not keep, for the report; `tensors` is how many tensors are
+    written where these are others than the weights, None where they are the weights.
+    """
 
     files: tuple[OutputFile, ...]
     notes: tuple[str, ...] = ()
+    tensors: int | None = None
 
     @property
     def is_folder(self) -> bool:

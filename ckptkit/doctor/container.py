@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 
 from ckptkit.analysis.advice import TORCH, argument, convert, edit, packed
+from ckptkit.core.parts import PartOf
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
 
@@ -37,6 +38,21 @@ def causes(facts: Facts) -> Iterator[Cause]:
         _ambiguous,
     ):
         yield from look(facts)
+
+
+def part(path: str, found: PartOf) -> Cause:
+    """The cause of a file that is one part of a checkpoint: nothing that is done to it alone makes
+    it whole."""
+    command = None
+    if found.folder is not None:
+        command = shlex.join(("ckptkit", "convert", *argument(found.folder), "whole.safetensors"))
+    return Cause(
+        "part",
+        ERROR,
+        f"It is {found}.",
+        "A model needs all parts: they are put together from the folder that holds them.",
+        command,
+    )
 
 
 def _container(facts: Facts) -> Iterator[Cause]:

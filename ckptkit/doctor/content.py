@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from ckptkit.analysis.advice import WASTE, argument, convert, edit
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
-from ckptkit.doctor import container, names
+from ckptkit.doctor import codes, container, names
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
 from ckptkit.pickles.trust import refused_by_weights_only
@@ -20,16 +20,9 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 def causes(facts: Facts) -> list[Cause]:
     """All that apply, those of the container first."""
     looks = (
-        container.causes,
-        _module,
-        _wrapper,
-        _refused,
-        names.causes,
-        _devices,
-        _optimizer,
-        _slices,
+        container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices,
         _inner,
-    )
+    )  # fmt: skip
     return [cause for look in looks for cause in look(facts)]
 
 

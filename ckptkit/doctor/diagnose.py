@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import formats
+from ckptkit import formats, quantized
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.pairing import prefixes
 from ckptkit.analysis.summary import Summary, summarize
@@ -30,7 +30,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
-from ckptkit.doctor import content, fit, refused
+from ckptkit.doctor import container, content, fit, refused
 from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
 from ckptkit.formats.common.opening import open_place
@@ -38,6 +38,7 @@ from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied
+from ckptkit.quantized.group import configured
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
@@ -121,6 +122,10 @@ def examine(
             (salvaged.checkpoint, salvaged.lost) if salvaged is not None else (checkpoint, ())
         )
     checkpoint = checkpoint if key is None else checkpoint.with_key(key)
+    if checkpoint.part is not None:
+        return Diagnosis(
+            typed, (*found, container.part(typed, checkpoint.part)), checkpoint, readable=True
+        )
     found += _content(typed, checkpoint, model is not None)
     if model is not None and not any(cause.id == "ambiguous" for cause in found):
         found += _fit(typed, checkpoint, model, options)
@@ -141,7 +146,10 @@ def cure(
     """
     fix = found.fix
     if fix is None or found.checkpoint is None:
+        if found.checkpoint is not None:
+            found.checkpoint.whole()
         raise UsageError("there is nothing that ckptkit could do about it", where=found.path)
+    found.checkpoint.whole()
     options = WriteOptions(objects="drop" if fix.drop_objects else "keep")
     return convert(
         found.checkpoint, destination, *_steps(fix), options=options, force=force, progress=progress
@@ -276,6 +284,8 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         and not any(name.endswith(INDEX) for name in source.list()),
         no_version=any("no version record" in warning for warning in checkpoint.warnings),
         with_model=with_model,
+        quantized=quantized.find(checkpoint),
+        method=configured(source),
     )
     return content.causes(facts)
 

@@ -9,11 +9,13 @@ from ckptkit.analysis.advice import TORCH, convert, edit
 from ckptkit.analysis.summary import Summary
 from ckptkit.core import text
 from ckptkit.core.tree import Node, join
+from ckptkit.quantized import Quantization
 
 SHOWN = 4  # names in a sentence
 FOLDERS = {
     "dcp": "is a folder of torch.distributed.checkpoint (FSDP and others)",
     "deepspeed": "is a folder of DeepSpeed (ZeRO)",
+    "parallel": "is a folder of the parts that many processes wrote",
 }
 TORCH_FILES = ("torch-zip", "torch-legacy", "torch-tar")
 
@@ -26,7 +28,8 @@ class Facts:
     ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
     names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
     shards without one, ``no_version`` that torch looks for a record in vain; ``with_model``:
-    prefixes are looked at beside the model.
+    prefixes are looked at beside the model. ``quantized`` is what is quantized in the weights, and
+    ``method`` what the configuration says of it.
     """
 
     path: str
@@ -38,6 +41,8 @@ class Facts:
     no_index: bool = False
     no_version: bool = False
     with_model: bool = False
+    quantized: Quantization | None = None
+    method: str = ""
 
 
 def is_wrapped(facts: Facts) -> bool:

@@ -24,6 +24,7 @@ from ckptkit.core.plan import Patch, Plan
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
+    Asked,
     Finding,
     Format,
     Part,
@@ -31,7 +32,7 @@ from ckptkit.formats.format import (
     Salvaged,
     WriteOptions,
 )
-from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, SHARDED, TORCH_ZIP
+from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, PARALLEL, SHARDED, TORCH_ZIP
 from ckptkit.remote import urls
 
 WHOLE = ("always", "asked")  # of Format.everything
@@ -66,15 +67,26 @@ def identify(probe: Probe) -> Format:
     raise refusal
 
 
-def read(place: ByteSource | Folder) -> Checkpoint:
+def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
-    probe = Probe(place)
+    probe = Probe(place, asked)
     try:
-        return identify(probe).read(probe)
+        return _reader(probe).read(probe)
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := salvageable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
+
+
+def _reader(probe: Probe) -> Format:
+    """The format that reads it; a table of parts is for a folder of parts."""
+    if probe.asked.table is None:
+        return identify(probe)
+    if not probe.is_folder:
+        raise UsageError(
+            "is a file, and --parts says how the files of a folder go together", where=probe.name
+        )
+    return PARALLEL
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
@@ -198,11 +210,26 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
             f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}"
         )
     try:
+        checkpoint = _without_pieces(checkpoint, format, options)
         if holds_program(checkpoint):
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
     except CkptkitError as error:
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def _without_pieces(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Checkpoint:
+    """The checkpoint with plain tensors for those of several processes, where the output cannot
+    keep such.
+
+    Raises UnsupportedError if it has but a part of them.
+    """
+    keeps = options.everything or format.everything == "always"
+    if keeps and options.objects != "drop" and format.name == checkpoint.format:
+        return checkpoint
+    if not options.everything:
+        checkpoint.whole()
+    return checkpoint if keeps and options.objects != "drop" else checkpoint.plain()
 
 
 def patch(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
 from ckptkit.formats.format import Finding, Part, Probe
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
@@ -32,9 +32,11 @@ INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
 _PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
 _BESIDE = re.compile(
-    r"(training_args|optimizer(_[0-9]+)?|scheduler|sampler|scaler|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
+    r"(training_args|distrib_optim|optimizer(_[0-9]+)?|scheduler|sampler|scaler|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
 )
 _REVISION = "main"
+TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, verl and their kin
+_TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")  # the folders that it may mean
 
 
 class Candidate(NamedTuple):
@@ -109,14 +111,16 @@ def _listed(files: Collection[str]) -> str:
 
 
 def matches(probe: Probe) -> bool:
-    return probe.is_folder and (_is_cache(probe) or bool(candidates(probe.names)))
+    return probe.is_folder and (
+        _is_cache(probe) or TRACKER in probe.names or bool(candidates(probe.names))
+    )
 
 
 def read(probe: Probe) -> Checkpoint:
     """The checkpoint that the folder stands for, in its own format.
 
-    Raises AmbiguousError where several could be meant, UnsupportedError for model-parallel parts,
-    CorruptError for a cache without its revision.
+    Raises AmbiguousError where several could be meant, CorruptError for a cache without its
+    revision.
     """
     inner = _meant(probe)
     checkpoint = formats.read(inner)
@@ -139,16 +143,11 @@ def _meant(probe: Probe) -> ByteSource | Folder:
     """The one file that is meant, or the folder of a revision."""
     if _is_cache(probe):
         return _snapshot(probe)
+    if TRACKER in probe.names:
+        return _tracked(probe)
     chosen = best(probe.names)
     if chosen is None:
         raise _ambiguous(probe)
-    if chosen.form == "parallel":
-        raise UnsupportedError(
-            f"holds {len(chosen.files)} model-parallel parts of a Llama release ({_listed(chosen.files)}): each has a "
-            "part of every tensor, and which dimension is cut depends on the layer",
-            hint="take the release in the format of transformers, whose files are whole; "
-            f"or name one part, e.g. {chosen.files[0]}",
-        )
     (name,) = chosen.files
     return probe.folder.open(name)
 
@@ -160,6 +159,33 @@ def _ambiguous(probe: Probe) -> AmbiguousError:
         where=probe.name,
         hint=f"name the one that is meant, e.g. {os.path.join(probe.name, first[0])}",
     )
+
+
+# The folder of a training that says which of its saves is the latest
+
+
+def _tracked(probe: Probe) -> Folder:
+    """The folder of the save that the tracker names; below it, the only folder with a
+    checkpoint."""
+    source = probe.folder.open(TRACKER)
+    word = source.read(0, min(source.size, 64)).decode("utf-8", "replace").strip()
+    there = probe.folder.folders()
+    found = [name for each in _TRACKED if (name := each.format(word)) in there]
+    if not found or not word.isalnum():
+        raise CorruptError(
+            f"{TRACKER} names {word[:40]!r}, which is no folder there",
+            hint=f"it holds {_listed(there)}: name the folder that is meant" if there else None,
+        )
+    inner = probe.folder.sub(found[0])
+    if formats.match(Probe(inner)) is not None:
+        return inner
+    below = [name for name in inner.folders() if formats.match(Probe(inner.sub(name))) is not None]
+    if len(below) != 1:
+        raise AmbiguousError(
+            f"its latest save {found[0]} holds {len(below)} checkpoints: {_listed(below)}",
+            hint=f"name the one that is meant, e.g. {os.path.join(inner.name, *below[:1])}",
+        )
+    return inner.sub(below[0])
 
 
 # The cache of the Hugging Face hub

@@ -23,13 +23,30 @@ RECOVER, UNVERIFIED = (
 )  # commands that save what is left of a damaged file
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a reader is told about files of many processes.
+
+    ``copies`` of one tensor are compared as far as checksums tell (``compare``), read and compared
+    (``check``), or those that differ are passed over (``first``); ``table`` is a file that says how
+    the parts were cut.
+    """
+
+    copies: str = "compare"
+    table: str | None = None
+
+
 class Probe:
     """A file or folder about to be identified; what one sniffer finds out, the others and the
     reader share."""
 
-    def __init__(self, place: ByteSource | Folder) -> None:
+    def __init__(self, place: ByteSource | Folder, asked: Asked | None = None) -> None:
         self.place = place
         self.name = place.name
+        self.asked = asked or Asked()
+        self.kept: dict[
+            object, object
+        ] = {}  # what a family of readers shares, by whatever they agree on
 
     @property
     def is_folder(self) -> bool:
@@ -68,14 +85,16 @@ class WriteOptions:
     ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or
     ``error``. ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once
     and noted) or ``duplicate``. ``shard_size``: bytes that a file of a format with several may
-    have, one large tensor aside; None: its own choice. ``everything``: the whole tree, not only
-    what the format is made for; see `Format.everything`.
+    have, one large tensor aside; None: its own choice. ``ranks``: the parts that a format of
+    model-parallel parts cuts the weights into. ``everything``: the whole tree, not only what the
+    format is made for; see `Format.everything`.
     """
 
     objects: str = "keep"
     ties: str = "alias"
     everything: bool = False
     shard_size: int | None = None
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,16 @@ DCP = Format(
     check=Lazy("dcp.checking:check"),
     pickles=Lazy("dcp:pickles"),
 )
+PARALLEL = Format(
+    "parallel",
+    "the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
+    matches=Lazy("parallel:matches"),
+    read=Lazy("parallel:read"),
+    is_folder=True,
+    listed=True,
+    rewrite_as="torch-zip",
+    check=Lazy("parallel:check"),
+)
 DEEPSPEED = Format(
     "deepspeed",
     "DeepSpeed: ZeRO and universal checkpoints",
@@ -165,10 +175,30 @@ FOLDER = Format(
     listed=True,
     check=Lazy("folder:check"),
 )
+# Written and never found: their folders are read as `parallel`.
+LLAMA_PARTS = Format(
+    "llama-parts",
+    "the parts of a Llama release of Meta (consolidated.NN.pth), to write alone",
+    matches=Lazy("parallel.llama_parts:matches"),
+    read=Lazy("parallel:read"),
+    is_folder=True,
+    layout=Lazy("parallel.llama_parts:layout"),
+    readable=False,
+)
+MEGATRON_PARTS = Format(
+    "megatron-parts",
+    "Megatron-LM, cut for tensor parallelism (mp_rank_NN), to write alone",
+    matches=Lazy("parallel.megatron_parts:matches"),
+    read=Lazy("parallel:read"),
+    is_folder=True,
+    layout=Lazy("parallel.megatron_parts:layout"),
+    readable=False,
+)
 
 FORMATS = (
-    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, TORCH_LEGACY, SAFETENSORS, DCP, DEEPSPEED, SHARDED, SHARDED_BIN,
-    NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER,
+    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, TORCH_LEGACY, SAFETENSORS, DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN,
+    NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER, LLAMA_PARTS,
+    MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}

@@ -23,6 +23,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.loading import building
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import PathLike, Values, entries
+from ckptkit.quantized import look_through_both
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
 
@@ -314,8 +315,10 @@ def diff(
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
         other = building.model_from(other)
     if isinstance(other, (str, os.PathLike, Checkpoint)):
-        weights = open_checkpoint(other, key=key).weights
-        return reports.compare(ck.weights, weights, values=values, atol=atol, rtol=rtol, name=name)
+        ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
+        return reports.compare(
+            ours.weights, theirs.weights, values=values, atol=atol, rtol=rtol, name=name
+        )
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
     return reports.against(ck.weights, building.model_shapes(other), name=name)

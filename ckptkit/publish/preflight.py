@@ -20,9 +20,7 @@ from ckptkit.core.plan import Plan, Segment, Summed
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
     """What is there now, if it may be replaced by the output."""
     names = [file.name for file in plan.files]
-    if len(set(names)) < len(names) or any(
-        name != os.path.basename(name) or name in (".", "..") for name in names
-    ):
+    if len(set(names)) < len(names) or not all(map(_is_inside, names)):
         raise UsageError(
             f"the output would have files of one name, or outside their folder: {names[:8]}"
         )
@@ -55,6 +53,13 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
     elif not force:
         raise OutputExistsError("exists already", where=path, hint="--force replaces it")
     return old
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is plain, or leads into folders of plain names."""
+    return name == "" or all(
+        part not in ("", ".", "..") and part == os.path.basename(part) for part in name.split("/")
+    )
 
 
 def files_of(origin: ByteSource | Folder | None) -> list[ByteSource]:
@@ -103,9 +108,15 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
         )
 
 
+_UNPACKED = ("inflate", "blocks")
+
+
 def referenced(plan: Plan) -> int:
-    """Bytes of the storages that the plan reads, each counted once: what is inflated counts as
-    inflated."""
+    """Bytes of the storages that the plan reads, each counted once.
+
+    What is inflated counts as inflated, and codes of quantized weights count as the weights: of
+    these, there are never more than the bits of the codes.
+    """
     runs: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
     waiting: list[Segment | Extent] = [segment for file in plan.files for segment in file.segments]
@@ -117,7 +128,7 @@ def referenced(plan: Plan) -> int:
             runs.append((id(each.source), each.offset, each.offset + each.length))
         elif (
             isinstance(each, Derived)
-            and each.operation == "inflate"
+            and each.operation in _UNPACKED
             and isinstance(each.inputs[0], Range)
         ):
             inflated[id(each.inputs[0].source), each.inputs[0].offset] = each.length

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit.core.bytesource import Derived, Extent, runs
-from ckptkit.core.plan import Deferred, Segment, Summed, length
+from ckptkit.core.plan import SEEKABLE, Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
     from ckptkit.compute.slabs import Matrix
@@ -122,7 +122,10 @@ def _split(extent: Extent, size: int) -> Iterator[Extent]:
 
 def _pieces_of(extent: Derived, size: int) -> Iterator[Extent]:
     """Yield parts of about `size` bytes if the extent can start anywhere; else itself."""
-
+    if extent.operation in SEEKABLE:
+        for start in range(0, extent.length, size):
+            yield Derived("slice", (extent,), (start,), min(size, extent.length - start))
+        return
     if extent.operation not in ("gather", "chunks") or extent.length < 2 * size:
         yield extent
         return

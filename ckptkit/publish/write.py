@@ -210,6 +210,17 @@ def _places(plan: Plan, temporary: str) -> list[str]:
     return [os.path.join(temporary, file.name) if file.name else temporary for file in plan.files]
 
 
+def _folders(plan: Plan, temporary: str) -> list[str]:
+    """The folders inside the output, outer ones first."""
+    inner = {folder for file in plan.files for folder in _above(file.name)}
+    return [os.path.join(temporary, *folder.split("/")) for folder in sorted(inner)]
+
+
+def _above(name: str) -> Iterator[str]:
+    parts = name.split("/")[:-1]
+    return ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
 def _write(
     plan: Plan,
     temporary: str,
@@ -218,6 +229,8 @@ def _write(
     verify: bool,
 ) -> None:
     places = _places(plan, temporary)
+    for folder in _folders(plan, temporary):
+        os.mkdir(folder)
     for place in places if plan.is_folder else ():
         os.close(new_file(place))
     found = execute(
@@ -253,6 +266,8 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
 def _to_disk(plan: Plan, temporary: str) -> None:
     for place in _places(plan, temporary):
         sync(place)
+    for folder in _folders(plan, temporary):
+        sync_folder(folder)
     if plan.is_folder:
         sync_folder(temporary)
 
@@ -340,5 +355,8 @@ def _remove(temporary: str, plan: Plan) -> None:
         for place in _places(plan, temporary):
             if os.path.lexists(place):
                 os.unlink(place)
+        for folder in reversed(_folders(plan, temporary)):
+            if os.path.lexists(folder):
+                os.rmdir(folder)
         if plan.is_folder:
             os.rmdir(temporary)

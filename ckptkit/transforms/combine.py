@@ -12,6 +12,8 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Node, OrderedDict, find, join, rebuild
 from ckptkit.core.weights import Weights, as_tensor, locate
+from ckptkit.transforms import groups
+from ckptkit.transforms.groups import refuse_mixture
 from ckptkit.transforms.structure import bare, extract
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics,
@@ -41,6 +43,8 @@ def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = 
         raise UsageError(
             f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
         )
+    for each in checkpoints:
+        groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
     rows = _rows([*map(_weights, checkpoints[:-1]), last.required])
     new = _Means(rows, shares)
@@ -54,7 +58,7 @@ def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = 
 
 
 def _weights(ck: Checkpoint) -> Weights:
-    return ck.required
+    return ck.whole().required
 
 
 def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
@@ -110,8 +114,10 @@ class _Means:
 def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Checkpoint:
     """The weights of all checkpoints in one state_dict, in order, with the ``_metadata`` of all.
 
-    Raises CollisionError for a name that two of them have, unless ``last_wins``.
+    Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for
+    weights that are quantized in different ways.
     """
+    refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
     merged: dict[Node, Node] = {}
     modules: dict[Node, Node] = {}
@@ -146,6 +152,8 @@ def ema(ck: Checkpoint) -> Checkpoint:
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
     UsageError if there is no entry that training loops use for them.
     """
+    ck.whole()
+    groups.refuse(ck, None, "its weights are not those that training has averaged")
     for name in AVERAGED:
         for path in (name, f"ema.{name}"):
             try:
@@ -155,7 +163,9 @@ def ema(ck: Checkpoint) -> Checkpoint:
             if isinstance(node, list) and all(as_tensor(each) is not None for each in node):
                 return _named(ck, path, node)
             if locate(node) is not None:
-                return bare(extract(ck.with_key(None), path))
+                found = bare(extract(ck.with_key(None), path))
+                groups.refuse(found, None, "its weights are not those that training has averaged")
+                return found
     raise UsageError(
         "holds no averaged weights under a name that training loops use for them",
         where=ck.name,

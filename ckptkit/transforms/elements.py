@@ -2,7 +2,7 @@
 of them.
 
 Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or
-read here: a new storage only says from what it will be made (:mod:`ckptkit.bridge`).
+read here: a new storage only says from what it will be made (:mod:`ckptkit.compute`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, rebuild
 from ckptkit.core.weights import Weights, as_tensor
+from ckptkit.transforms import groups
 from ckptkit.transforms.nodes import nodes, on
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
@@ -39,10 +40,14 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
     so exceptions follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools,
     complex and quantized weights stay. Tensors on one storage are cast together; those that then
     differ in dtype get storages of their own, which is said in a warning. Raises UsageError for an
-    unknown dtype and for a glob that matches nothing.
+    unknown dtype, for a glob that matches nothing, and for one that matches codes or scales of
+    quantized weights.
     """
     weights = ck.required
-    wanted, left = _wanted(weights, _rules(dtypes, weights))
+    rules = _rules(dtypes, weights)
+    met = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
+    groups.refuse(ck, met, "codes are no numbers to cast, and scales must keep their bits")
+    wanted, left = _wanted(weights, rules)
     new = _Cast(wanted)
     warnings = (
         [f"not cast, as their dtype is part of how they are made: {quoted(left)}"] if left else []

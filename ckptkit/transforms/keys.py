@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from fnmatch import translate
 from glob import escape
 
+from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
-from ckptkit.transforms import module_versions
+from ckptkit.quantized import Quantization
+from ckptkit.transforms import groups, module_versions
 
 Paths = dict[str, Node]
 
@@ -102,6 +104,7 @@ class _Stripping:
                     f"no key{target.place} begins with {' or '.join(map(repr, self.prefixes))}"
                 )
                 continue
+            names, ck = groups.followed(ck, names)
             swap[id(target.node)] = self._edited(target, names)
             notes += [*self._notes(target, names), *_as_plain(target)]
             warnings += self._warnings(target, names)
@@ -165,6 +168,7 @@ def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()
     notes: list[str] = []
     for target in _targets(ck, keys):
         names = {name: prefix + name for name in target.names}
+        _, ck = groups.followed(ck, names)
         swap[id(target.node)] = target.renamed(
             names, lambda paths: module_versions.prefixed(paths, prefix)
         )
@@ -190,6 +194,7 @@ def rename(
     names = _new_names(target, mapping or {}, substitutions)
     if not names:
         return ck.with_root(ck.root, warnings=[f"nothing{target.place} is renamed"])
+    names, ck = groups.followed(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
     new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
@@ -328,8 +333,9 @@ def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -
     nothing.
     """
     (target,) = _targets(ck, ())
-    kept = _matching(target, keep) if keep else set(target.names)
-    kept -= _matching(target, drop) if drop else set()
+    found = quantized.find(ck)
+    kept = _matching(target, keep, found) if keep else set(target.names)
+    kept -= _matching(target, drop, found) if drop else set()
     gone = len(target.names) - len(kept)
     if not kept:
         raise UsageError(
@@ -346,20 +352,22 @@ def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -
         f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
         *_as_plain(target),
     ]
-    return _replaced(ck, {id(target.node): new}, notes, ())
+    return _replaced(ck, {id(target.node): new}, notes, groups.torn(found, kept))
 
 
-def _matching(target: Target, globs: Sequence[str]) -> set[str]:
+def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> set[str]:
+    """The names that match, and those that are one quantized weight with them."""
     found: set[str] = set()
+    names = [*target.names, *(group.name for group in weights.groups)]
     for glob in globs:
         matches = re.compile(translate(glob)).match
-        hits = {name for name in target.names if matches(name)}
+        hits = {name for name in names if matches(name)}
         if not hits:
             raise UsageError(
                 f"no key{target.place} matches {glob!r}", hint=guess(glob, target.names)
             )
         found |= hits
-    return found
+    return groups.completed(weights, found).intersection(target.names)
 
 
 def _targets(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:

@@ -1,214 +1,136 @@
-"""Quantised weights as float32: scale times the difference to the zero point, per tensor or per
-channel.
-
-torch's quantised layers pack weight and bias into one value, which is not in the state_dict of a
-TorchScript module, and no tensor in that of an eager one: ``fc._packed_params._packed_params =
-(weight, bias)``. Dequantised they are ``fc.weight`` and ``fc.bias``, as the layer had them before.
-"""
+"""Quantized weights as floating-point ones."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
-from ckptkit.compute import dequantized_record
+from ckptkit import quantized
+from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import CollisionError, TensorError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Global, Node, Object, Path, key_text, rebuild, walk
-from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
-from ckptkit.transforms import module_versions
-from ckptkit.transforms.nodes import nodes
+from ckptkit.quantized import Quantization
+from ckptkit.quantized.group import beside, quantization_of
+from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged
+from ckptkit.transforms import torch_quantized
 
-_MADE_BY = Global("torch._utils", "_rebuild_qtensor")
-_AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
-_STATE = "state"  # of an object
-_PACKING = ("_packed_params", "_packed_weight", _STATE)  # from there on a path says how, not where
-_PACKER = "PackedParamsBase"
+_HEADERS = ("tensor_names", "_quantization_metadata")
+_CONFIG = ("quantization_config", "quantization", "compression_config")
 
 
-def dequantize(ck: Checkpoint) -> Checkpoint:
-    """Every quantised tensor as float32, bit for bit as torch's ``dequantize()`` computes it; those
-    that are packed with a bias join the weights, named after their layer.
+def dequantize(ck: Checkpoint, dtype: str | None = None) -> Checkpoint:
+    """Every quantized weight as `dtype`, byte for byte as its own library computes it.
 
-    What has no affine scheme stays as it is, which a warning says. Raises TensorError for a scale
-    or zero point that torch could not have, CollisionError.
+    Without a dtype: that of the model's configuration, else the one that the file names, else
+    float16 (GPTQ, AWQ) or bfloat16; torch's own quantized tensors become float32. What a weight was
+    made of goes, and what serves quantized inference alone. Raises UsageError if nothing is
+    quantized, UnsupportedError for a weight that is not read.
     """
-    new, left = _dequantized(ck.root)
-    weights = ck.selection
-    layers = list(_layers(weights)) if weights is not None else []
-    swap: dict[int, Node] = {key: tensor for key, (_, tensor) in new.items()}
-    if weights is not None and layers:
-        swap[id(weights.node)] = _with_layers(weights, layers)
-    warnings = (
-        [f"left as they are, with no affine scheme: {plural(left, 'quantized tensor')}"]
-        if left
-        else []
+    wanted = None if dtype is None else target(dtype)
+    own = torch_quantized.dequantized(ck, wanted or dtypes.BY_NAME["float32"])
+    found = quantized.find(ck)
+    if own is None and not found:
+        raise UsageError(
+            "nothing in it is quantized in a way that is known",
+            where=ck.name, hint="`ckptkit inspect` shows it; `--cast DTYPE` casts floats",
+        )  # fmt: skip
+    ck = ck if own is None else own
+    return _without_groups(ck, quantized.find(ck) if own is not None else found, wanted)
+
+
+def target(name: str) -> DType:
+    """The dtype to make. Raises UsageError for one that weights are not dequantized to."""
+    try:
+        dtype = dtypes.parse(name)
+    except FormatError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    if dtype.name not in TARGETS:
+        raise UsageError(
+            f"weights are not dequantized to {name!r}",
+            hint=f"to {', '.join(TARGETS)}; `--cast` makes others of these",
+        )
+    return dtype
+
+
+def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -> Checkpoint:
+    if not found:
+        return ck
+    refuse_unread(ck, found)
+    weights, view = ck.required, found.view
+    assert view is not None
+    types = {id(group): wanted or default_dtype(view, group) for group in found.groups}
+    names = [
+        name for name in weights.nodes if name not in found.by_member and name not in found.serving
+    ]
+    twice = [group.name for group in found.groups if group.name in names]
+    if twice:
+        raise CollisionError(
+            f"a dequantized weight and another would both be called {twice[0]!r}", where=ck.name
+        )
+    root, _ = exchanged(ck, found, types)
+    said = [*_notes(found, types), *_dropped(found)]
+    companions, warnings = _configuration(ck)
+    ck = ck.with_root(root, notes=said, warnings=warnings)
+    return replace(
+        ck, metadata=_header(ck.metadata, found), companions=(*ck.companions, *companions)
     )
-    if not swap:
-        return ck.with_root(ck.root, warnings=warnings or ["nothing in it is quantized"])
-    return ck.with_root(
-        rebuild(ck.root, swap=swap), notes=_notes(new.values(), weights, layers), warnings=warnings
+
+
+def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
+    """Raise UnsupportedError if a weight is not read, naming the first."""
+    if not found.unread:
+        return
+    first = found.unread[0]
+    more = f" ({len(found.unread):,} weights in all)" if len(found.unread) > 1 else ""
+    raise UnsupportedError(
+        f"{first.name!r} is quantized as {first.family} and cannot be dequantized: "
+        f"{first.reason}{more}",
+        where=ck.name, hint=first.hint,
+    )  # fmt: skip
+
+
+def _notes(found: Quantization, types: Mapping[int, DType]) -> Iterator[str]:
+    kinds = Counter((group.label, types[id(group)].name) for group in found.groups)
+    for (label, dtype), number in kinds.items():
+        yield f"dequantized {plural(number, 'weight')}: {label} -> {dtype}"
+
+
+def _dropped(found: Quantization) -> Iterator[str]:
+    names = [name for group in found.groups for name in group.members if name != group.name]
+    if names:
+        yield f"left out {plural(len(names), 'tensor')} that they were made of: {quoted(names)}"
+    if found.serving:
+        yield f"left out what only quantized inference uses: {quoted(found.serving)}"
+
+
+def _header(metadata: Mapping[str, str], found: Quantization) -> dict[str, str]:
+    """The strings of the container without those that describe quantized tensors."""
+    gone = {*_HEADERS, *(group.name for group in found.groups)} if found else set()
+    kept = {key: text for key, text in metadata.items() if key not in gone}
+    if "tensor_names" in metadata:
+        kept = {key: text for key, text in kept.items() if '"_type"' not in text}
+    if kept.get("format") == "mlx":
+        kept["format"] = "pt"
+    return kept
+
+
+def _configuration(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """``config.json`` without its quantization, and what to say about it."""
+    config: dict[str, Any] = beside(ck.source, "config.json")
+    if not quantization_of(config) and not any(key in config for key in _CONFIG):
+        return [], []
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        config["text_config"] = {key: value for key, value in inner.items() if key not in _CONFIG}
+    kept = {key: value for key, value in config.items() if key not in _CONFIG}
+    said = (
+        "config.json says how the weights were quantized: its quantization_config is left out of a "
+        "folder that is written, and must go from a copy beside a single file"
     )
-
-
-def _notes(
-    new: Iterable[tuple[str, Tensor]], weights: Weights | None, layers: list[_Layer]
-) -> Iterator[str]:
-    for dtype, number in Counter(dtype for dtype, _ in new).items():
-        yield f"dequantized {plural(number, 'tensor')}: {dtype} -> float32"
-    if layers:
-        yield f"unpacked {plural(len(layers), 'layer')}: {quoted([layer.name or '(root)' for layer in layers])}"
-        if weights is not None and weights.is_module:
-            yield f"the module ({weights.node.global_}) is now its plain state_dict"
-
-
-def _dequantized(root: Node) -> tuple[dict[int, tuple[str, Tensor]], int]:
-    """What stands for each quantised tensor, by id, with the dtype that it had; and how many cannot
-    be converted."""
-    new: dict[int, tuple[str, Tensor]] = {}
-    left = 0
-    for node in nodes(root):
-        if not isinstance(node, Object) or node.tensor is None or node.callable != _MADE_BY:
-            continue
-        scheme = _affine(node.args)
-        if scheme is None:
-            left += 1
-        else:
-            new[id(node)] = node.tensor.dtype.name, _float(node.tensor, *scheme)
-    return new, left
-
-
-def _affine(args: Node) -> tuple[Node, ...] | None:
-    """Scale and zero point, per channel also their axis; None for another scheme."""
-    scheme = args[4] if len(args) == 7 else ()
-    if not isinstance(scheme, tuple) or not scheme or not isinstance(scheme[0], Global):
-        return None
-    return scheme[1:] if len(scheme) == _AFFINE.get(scheme[0].name) else None
-
-
-def _float(tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Tensor:
-    if type(axis) is not int or tensor.storage is None:
-        raise TensorError("a quantized tensor whose channels have no axis, or without its bytes")
-    scale, zero_point = (
-        each if as_tensor(each) is None else as_tensor(each) for each in (scale, zero_point)
-    )
-    record = dequantized_record(tensor, scale, zero_point, axis)
-    storage = Storage(record, tensor.storage.device)
-    return Tensor(storage, BY_NAME["float32"], tensor.shape, contiguous_stride(tensor.shape))
-
-
-class _Layer(NamedTuple):
-    """A packed layer: where its tuple lies below the weights, what it is called, and its tensors by
-    name."""
-
-    path: Path
-    name: str
-    tensors: dict[str, Node]
-
-    def named(self) -> Iterator[tuple[str, Node]]:
-        return (
-            (f"{self.name}.{each}".removeprefix("."), node) for each, node in self.tensors.items()
-        )
-
-
-def _layers(weights: Weights) -> Iterator[_Layer]:
-    """The packed layers, with names that no other layer or weight has."""
-    found = [(path, *_names(path), tensors) for path, tensors in _packed(weights.node)]
-    short_names = Counter(short for _, short, _, _ in found)
-    for path, short, long, tensors in found:
-        layer = _Layer(path, short, tensors)
-        free = short_names[short] == 1 and not any(
-            name in weights.nodes for name, _ in layer.named()
-        )
-        yield layer if free else layer._replace(name=long)
-
-
-def _names(path: Path) -> tuple[str, str]:
-    """What a layer is called by the place where it is packed: as short as it was before, and surely
-    its own."""
-    parts = [part for key in path for part in key_text(key).split(".") if part != "_modules"]
-    short = parts[: next((i for i, part in enumerate(parts) if part in _PACKING), len(parts))]
-    return ".".join(short), ".".join(part for part in parts if part != _STATE)
-
-
-def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
-    """The outermost tuples that pack one weight, perhaps with its bias, and these two. A tied layer
-    is met again."""
-    inside: set[int] = set()
-    holder: Object | None = None
-    for path, node in walk(root):
-        holder = node if isinstance(node, Object) else holder
-        if not isinstance(node, tuple) or id(node) in inside or not _is_packing(path):
-            continue
-        parts, nested = _flat(node)
-        inside |= nested
-        tensors = [part for part in parts if as_tensor(part) is not None]
-        packer = (
-            holder is not None and holder.state is node and str(holder.global_).endswith(_PACKER)
-        )
-        chosen = [part for part in tensors if _kind(part) == "quantized"] or tensors[
-            : 1 if packer else 0
-        ]
-        if len(chosen) == 1:
-            after = tensors[tensors.index(chosen[0]) + 1 :]
-            bias = next((part for part in after if _kind(part) == "float"), None)
-            yield path, {"weight": chosen[0]} | ({} if bias is None else {"bias": bias})
-
-
-def _is_packing(path: Path) -> bool:
-    return any(part in _PACKING for key in path for part in key_text(key).split("."))
-
-
-def _kind(node: Node) -> str | None:
-    tensor = as_tensor(node)
-    return None if tensor is None else tensor.dtype.kind
-
-
-def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
-    """What a tuple holds, directly or in lists and tuples, in order; and the ids of these."""
-    found: list[Node] = []
-    nested: set[int] = set()
-    waiting = list(reversed(root))
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (tuple, list)):
-            found.append(node)
-        elif node is not root and id(node) not in nested:
-            nested.add(id(node))
-            waiting.extend(reversed(node))
-    return found, nested
-
-
-def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
-    """The weights with the tensors of the layers: in their place in a mapping, after all others of
-    a module."""
-    if weights.is_module:
-        packed = [pair for layer in layers for pair in layer.named()]
-        return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
-    by_key: dict[Node, list[_Layer]] = defaultdict(list)
-    for layer in layers:
-        by_key[layer.path[0]].append(layer)
-    dtypes = {
-        f"{key.rpartition('.')[0]}.dtype" for key in by_key
-    }  # fc._packed_params.dtype = torch.qint8
-    pairs: list[tuple[str, Node]] = []
-    for key, node in weights.node.items():
-        if key in by_key:
-            pairs += [pair for layer in by_key[key] for pair in layer.named()]
-        elif key not in dtypes or not isinstance(node, Global):
-            pairs.append((key, node))
-    return module_versions.like(weights.node, _unique(pairs), lambda paths: paths)
-
-
-def _unique(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
-    new = dict(pairs)
-    if len(new) < len(pairs):
-        twice = next(
-            name for name, number in Counter(name for name, _ in pairs).items() if number > 1
-        )
-        raise CollisionError(f"a packed layer and another weight would both be called {twice!r}")
-    return new
+    text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+    return [("config.json", text.encode())], [said]

@@ -15,7 +15,7 @@ from ckptkit.core.weights import plain_state_dict
 def extract(ck: Checkpoint, key: str) -> Checkpoint:
     """The entry at the dotted path `key` as a checkpoint of its own. Raises UsageError if it is not
     there."""
-    path, node = find(ck.root, key)
+    path, node = find(ck.whole().root, key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
             f"the entry {key!r} is a single {type(node).__name__}, not a checkpoint",
@@ -58,7 +58,7 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
 def bare(ck: Checkpoint) -> Checkpoint:
     """The weights as a checkpoint of their own; of a pickled module, its state_dict. Raises
     UsageError without any."""
-    weights = ck.required
+    weights = ck.whole().required
     beside = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
     said = (
         f"took the weights out of {join(weights.path)!r}"

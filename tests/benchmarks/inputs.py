@@ -44,6 +44,34 @@ dist.destroy_process_group()
 if child:
     sys.exit(os.waitpid(child, 0)[1])
 """,
+    "ranks": """
+import os, sys
+rank = next((each for each in (1, 2, 3) if not os.fork()), 0)
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+os.makedirs(path, exist_ok=True)
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store4"), rank=rank, world_size=4)
+mesh = init_device_mesh("cpu", (4,))
+parts = ((f"layers.{i}.weight", torch.full((max(1, rows // 4), columns), i + rank / 4)) for i in range(count))
+model = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts}
+torch.save(model, f"{path}/model_world_size_4_rank_{rank}.pt")
+dist.barrier()
+dist.destroy_process_group()
+if not rank:
+    sys.exit(max(os.waitpid(-1, 0)[1] for _ in range(3)))
+""",
+    "columns": """
+import os, sys, torch
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+os.makedirs(path, exist_ok=True)
+for rank in range(4):
+    whole = {"norm.weight": torch.ones(4 * max(1, columns // 4))}
+    for i in range(count):
+        whole[f"layers.{i}.attention.wo.weight"] = torch.full((rows, max(1, columns // 4)), i + rank / 4)
+    torch.save(whole, f"{path}/consolidated.{rank:02d}.pth")
+""",
     "zero3": """
 import sys, torch
 from pathlib import Path
@@ -53,6 +81,45 @@ model = {f"layers.{i}.weight": torch.full((rows, columns), float(i)) for i in ra
 Run(model, stage=3, ranks=2, steps=False, half=torch.bfloat16).save(Path(path))
 """,
 }
+_CODES = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+# codes of as many bytes of bfloat16 as the size says, in matrices such as real models have
+columns, rows = 4096, max(128, rows // 2 // 128 * 128)
+path.mkdir()
+tensors, method = {}, None
+draw = torch.Generator().manual_seed(0)
+def bits(*shape, dtype=torch.uint8):
+    return torch.randint(0, 120, shape, generator=draw, dtype=torch.uint8).to(dtype)
+"""
+_SAVED = """
+save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+(path / "config.json").write_text(json.dumps({"quantization_config": method} if method else {}))
+"""
+PROGRAMS |= {
+    "fp8": _CODES + """
+for i in range(count):
+    tensors[f"l.{i}.weight"] = bits(rows, columns).view(torch.float8_e4m3fn)
+    tensors[f"l.{i}.weight_scale_inv"] = torch.rand(rows // 128, columns // 128, generator=draw) / 100
+method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+""" + _SAVED,
+    "mxfp4": _CODES + """
+for i in range(count):
+    tensors[f"l.{i}.w.blocks"] = bits(1, rows, columns // 32, 16)
+    tensors[f"l.{i}.w.scales"] = bits(1, rows, columns // 32)
+""" + _SAVED,
+    "gptq": _CODES + """
+index = torch.arange(columns, dtype=torch.int32) // 128
+for i in range(count):
+    tensors[f"l.{i}.qweight"] = bits(columns // 2, rows).view(-1).view(torch.int32).view(columns // 8, rows)
+    tensors[f"l.{i}.qzeros"] = torch.full((columns // 128, rows // 8), 0x77777777, dtype=torch.int32)
+    tensors[f"l.{i}.scales"] = torch.rand(columns // 128, rows, generator=draw).half() / 100
+    tensors[f"l.{i}.g_idx"] = index.clone()
+method = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+""" + _SAVED,
+}  # fmt: skip
 SUFFIXES = {"pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors"}
 COLUMNS = 1024
 SMALL = 0.0  # GiB of an input whose tensors are 2 x 2

@@ -235,7 +235,7 @@ TENSORS = 5
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One small input of each kind, but those that several processes make."""
     folder = tmp_path_factory.mktemp("inputs")
-    for kind in ("pth", "safetensors", "wrapped", "zero3"):
+    for kind in ("pth", "safetensors", "wrapped", "zero3", "columns", "fp8", "mxfp4", "gptq"):
         run([sys.executable, *Input(kind, SMALL, TENSORS).program], folder)
     return folder
 
@@ -244,8 +244,11 @@ def source(kind: str) -> str:
     return Input(kind, SMALL, TENSORS).path
 
 
+OF_PROCESSES = ("dcp", "ranks")  # inputs that several processes make
+
+
 @pytest.mark.parametrize(
-    "work", [each for each in WORKS if each.kind != "dcp"], ids=lambda work: work.name
+    "work", [each for each in WORKS if each.kind not in OF_PROCESSES], ids=lambda work: work.name
 )
 def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> None:
     path = folder / source(work.kind)
@@ -266,7 +269,7 @@ RAN_HERE = [
     (work.job, work.kind, name)
     for work in WORKS
     for name in peers.PROGRAMS[work.job]
-    if name in peers.TORCH and work.kind != "dcp"
+    if name in peers.TORCH and work.kind not in OF_PROCESSES
 ]
 
 

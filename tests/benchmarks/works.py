@@ -108,6 +108,17 @@ WORKS = (
     Work("rules, permute rows", "safetensors", RULE.format("rows [o l i]"), "none", _moved(1.6, 200), sizes="one"),
     Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2.5, 200), sizes="one"),
     Work("DCP folder of 2 ranks", "dcp", "convert {src} out.safetensors", "dcp", _moved(1.6, 300), sizes="one"),
+    Work("rank files of 4 ranks", "ranks", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
+    Work("columns of 4 parts", "columns", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
+    *(
+        Work(
+            f"dequantize {kind}", kind, "convert {src} out.safetensors --dequantize bfloat16", "none",
+            _moved(to_cp, 100), sizes="one",
+        )
+        # cp copies the input: of codes of 8 bits the output is twice as large, of 4 bits nearly
+        # four times
+        for kind, to_cp in (("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("gptq", 1.5 * 3.9))
+    ),
     Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
 )  # fmt: skip
 

@@ -88,6 +88,7 @@ def test_prefixes_devices_tags_dtypes_formats_recipes(tab: Tab, run_pth: Path) -
     assert tab("remap", run_pth, "--to", "c") == ["cpu", "cuda", "cuda:0"]
     assert tab("remap", run_pth, "--map", "") == ["cpu="]
     assert tab("convert", run_pth, "--cast", "bf") == ["bfloat16"]
+    assert tab("convert", run_pth, "out.pth", "--quantize", "") == ["fp8-block", "mxfp4"]
     assert tab("convert", run_pth, "--format", "shard") == ["sharded", "sharded-bin"]
     assert tab("run", "tim") == ["timm", "timm-vit", "file"]
 

@@ -19,7 +19,7 @@ Json = Callable[..., Any]
 
 TENSOR = {
     "name", "path", "keys", "shape", "dtype", "device", "stride", "offset", "storage", "nbytes", "requires_grad",
-    "kind", "layout",
+    "kind", "layout", "quantization",
 }  # fmt: skip
 
 

@@ -72,6 +72,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, size in (
         (operations, "PIECE", 32),
         (gathering, "TILE", 96),
+        (gathering, "JOINED", 96),
         (gathering, "BOX", 48),
         (gathering, "CALL", 16),
         (operations, "BUFFER", 32),

@@ -15,14 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.core.errors import (
-    AmbiguousError,
-    CkptkitError,
-    CorruptError,
-    FormatError,
-    PathError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError
 from ckptkit.formats.folder import best, candidates
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -126,15 +119,6 @@ def test_the_other_files_of_a_release(tmp_path: Path) -> None:
     checkpoint = ckptkit.open(folder)
     assert list(checkpoint.weights) == [ONE, TWO]
     assert checkpoint.warnings == ("the folder also holds consolidated.safetensors, not read",)
-
-
-def test_the_parts_of_a_llama_release(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x", ["consolidated.00.pth", "consolidated.01.pth", "params.json"])
-    with pytest.raises(
-        UnsupportedError, match="2 model-parallel parts of a Llama release"
-    ) as caught:
-        ckptkit.open(folder)
-    assert "format of transformers" in str(caught.value.hint)
 
 
 def test_damage_is_told_of_the_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
+    CkptkitError,
     InputChangedError,
     LimitError,
     OutputError,
@@ -267,10 +268,32 @@ def test_a_folder_that_is_not_there(source: LocalFile, folder: Path) -> None:
 
 
 def test_names_that_leave_the_folder_of_a_plan(folder: Path) -> None:
-    for names in (["../a"], ["a/b"], [".."], ["a", "a"]):
+    for names in (["../a"], ["a/../b"], ["/a"], ["a//b"], [".."], ["a", "a"]):
         with pytest.raises(UsageError):
             publish(Plan(tuple(OutputFile(name, (b"x",)) for name in names)), folder / "out")
     assert os.listdir(folder) == []
+
+
+def test_folders_inside_a_folder_appear_with_it_or_not_at_all(folder: Path) -> None:
+    def plan(last: bytes | Range) -> Plan:
+        return Plan(
+            (
+                OutputFile("a/b/c.pt", (b"x",)),
+                OutputFile("a/d.pt", (last,)),
+                OutputFile("e", (b"z",)),
+            )
+        )
+
+    publish(plan(b"y"), folder / "out", durable=True)
+    found = {
+        str(path.relative_to(folder / "out")): path.read_bytes()
+        for path in (folder / "out").rglob("*.pt")
+    }
+    assert found == {os.path.join("a", "b", "c.pt"): b"x", os.path.join("a", "d.pt"): b"y"}
+    missing = Range(Memory(b"short"), 0, 9)
+    with pytest.raises(CkptkitError):
+        publish(plan(missing), folder / "other")
+    assert os.listdir(folder) == ["out"]
 
 
 def test_DS_12_the_input_is_not_the_output(source: LocalFile, tmp_path: Path) -> None:

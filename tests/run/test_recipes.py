@@ -158,7 +158,6 @@ steps:
   - remap: cuda:1
   - remap: {"cuda:1": cpu}
   - compact: true
-  - dequantize: true
   - add: net.
   - extract: [nothing, net.last.weight, net]
   - wrap: weight

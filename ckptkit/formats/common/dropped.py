@@ -105,27 +105,18 @@ def refuse_objects(checkpoint: Checkpoint) -> None:
 def refuse_pieces(nodes: Mapping[str, Node]) -> None:
     """Raise UnsupportedError for tensors of which each rank saved a piece: in one file there is but
     one of these."""
-    names = [name for name, node in nodes.items() if isinstance(node, Object) and _is_piece(node)]
+    made = [(name, node) for name, node in nodes.items() if isinstance(node, Object)]
+    if not made:
+        return
+    from ckptkit.core.piece_forms import is_piece  # most files have none
+
+    names = [name for name, node in made if is_piece(node)]
     if names:
         more = and_more(len(names) - 1)
         raise UnsupportedError(
             f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or ShardedTensor",
-            hint="in training, save with torch.distributed.checkpoint, or gather them first: "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))",
+            hint="name the folder with the files of all ranks: ckptkit convert DIR out.safetensors",
         )
-
-
-def _is_piece(node: Object) -> bool:
-    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` and of one
-    of two classes."""
-    made = (
-        node.args[1]
-        if node.tensor is not None and isinstance(node.args, tuple) and len(node.args) > 1
-        else None
-    )
-    if not isinstance(made, Global) or not made.module.startswith("torch.distributed."):
-        return False
-    return made.name in ("DTensor", "ShardedTensor")
 
 
 def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:

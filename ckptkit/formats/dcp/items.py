@@ -12,23 +12,24 @@ each of them and not their own, which its header has; where a chunk belongs stan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptkit import compute
 from ckptkit.containers import strict_json
 from ckptkit.containers.zip_reader import MAGIC
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Range, Section
+from ckptkit.core.bytesource import ByteSource, Extent, Folder, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.pieces import Box
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
+from ckptkit.formats.common.assembly import assembled
 from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
@@ -169,17 +170,12 @@ class Assembled:
     order: Shape
 
     def locate(self) -> Extent:
-        """Copied from the files, one range after another, where the chunks follow each other; else
-        computed."""
-        held = [(self._in_order(chunk), self._tensor(chunk)) for chunk in self.chunks]
-        held.sort(key=_chunk)
-        shape = self._permuted(self.shape)
-        if not _is_row(shape, [chunk for chunk, _ in held]):
-            return self._arranged(shape, held)
-        extents = [_outside(compute.contiguous(tensor).locate()) for _, tensor in held]
-        return (
-            extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), self.length)
-        )
+        """Copied from the files where the chunks follow each other in memory; else computed."""
+        boxes = [
+            Box(self._permuted(chunk.offsets), self._permuted(chunk.sizes), self._tensor(chunk))
+            for chunk in self.chunks
+        ]
+        return assembled(self.dtype, self._permuted(self.shape), boxes, self.length)
 
     def _tensor(self, chunk: Chunk) -> Tensor:
         with self.files.reading(self.name, chunk.place):
@@ -188,27 +184,8 @@ class Assembled:
             found, shape=self._permuted(found.shape), stride=self._permuted(found.stride)
         )
 
-    def _in_order(self, chunk: Chunk) -> Chunk:
-        return chunk._replace(
-            offsets=self._permuted(chunk.offsets), sizes=self._permuted(chunk.sizes)
-        )
-
     def _permuted(self, sizes: Shape) -> Shape:
         return tuple(sizes[axis] for axis in self.order)
-
-    def _arranged(self, shape: Shape, held: list[tuple[Chunk, Tensor]]) -> Derived:
-        inputs, boxes = [], []
-        for chunk, tensor in held:
-            extent, stride, start = _view(tensor)
-            inputs.append(_outside(extent))
-            boxes.append((chunk.offsets, chunk.sizes, stride, start))
-        return Derived(
-            "chunks", tuple(inputs), (self.dtype.itemsize, shape, tuple(boxes)), self.length
-        )
-
-
-def _chunk(held: tuple[Chunk, Tensor]) -> Chunk:
-    return held[0]
 
 
 def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
@@ -227,31 +204,3 @@ def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
         ):
             return order, stride
     return axes, contiguous_stride(shape)
-
-
-def _outside(extent: Extent) -> Extent:
-    """The same bytes, ranges of items named as ranges of their file: what the kernel can copy."""
-    if isinstance(extent, Derived):
-        return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
-    source, offset, length = extent
-    return (
-        Range(source.whole, source.offset + offset, length)
-        if isinstance(source, Section)
-        else extent
-    )
-
-
-def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
-    """Bytes that hold the elements as they are meant, strides in elements, and the byte of the
-    first element."""
-    storage = tensor.storage
-    if storage is None or tensor.conj or tensor.neg or storage.big_endian:
-        return compute.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
-    return storage.record.locate(), tensor.stride, tensor.offset * tensor.dtype.itemsize
-
-
-def _is_row(shape: Shape, chunks: Sequence[Chunk]) -> bool:
-    """Whether the chunks, one after another, are the whole: they cut its first dimension of more
-    than one index."""
-    axis = next((axis for axis, n in enumerate(shape) if n > 1), len(shape))
-    return all(chunk.sizes[axis + 1 :] == shape[axis + 1 :] for chunk in chunks)

@@ -35,7 +35,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
-from ckptkit.formats.dcp.boxes import check_cover
+from ckptkit.formats.common.boxes import check_cover
 from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.trust import is_foreign

@@ -56,7 +56,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         data.add_tensor(name, tensor)
     metadata = write_pickle(_metadata(flat, tensors, data.places), lambda typed: ()).data
     files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(data.segments))
-    return Plan(files, (*notes, *dict.fromkeys(data.notes), *_lost(checkpoint, flat)))
+    return Plan(files, (*notes, *dict.fromkeys(data.notes), *_lost(checkpoint, flat)), len(tensors))
 
 
 def _root(checkpoint: Checkpoint) -> tuple[dict[Node, Node], list[str]]:

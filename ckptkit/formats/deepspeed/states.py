@@ -17,16 +17,35 @@ FORMATS = (TORCH_ZIP, TORCH_LEGACY)
 _SIZE = Global("torch", "Size")
 
 
-class Reader:
-    """Reads the files of a folder, and keeps what they warn of and which globals they name."""
+def reader_of(probe: Probe) -> Reader:
+    """The one reader of a folder that is looked at: what identification read is not read again."""
+    found = probe.kept.setdefault(Reader, Reader(probe.folder, keep=True))
+    assert isinstance(found, Reader)
+    return found
 
-    def __init__(self, folder: Folder) -> None:
+
+class Reader:
+    """Reads the files of a folder, and keeps what they warn of and which globals they name; with
+    `keep` the files too, which may be thousands."""
+
+    def __init__(self, folder: Folder, *, keep: bool = False) -> None:
         self.folder = folder
+        self.keep = keep
         self.globals: dict[Global, None] = {}
         self._warnings: dict[str, list[str]] = {}  # names of files by what is said of them
+        self._read: dict[tuple[str, str], Checkpoint] = {}
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
         """One file. Every error says which."""
+        key = (folder or self.folder).name, name
+        found = self._read.get(key)
+        if found is None:
+            found = self._opened(name, folder)
+        if self.keep:
+            self._read[key] = found
+        return found
+
+    def _opened(self, name: str, folder: Folder | None) -> Checkpoint:
         probe = Probe((folder or self.folder).open(name))
         try:
             checkpoint = next((each for each in FORMATS if each.matches(probe)), None)

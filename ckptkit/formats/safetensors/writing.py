@@ -45,7 +45,8 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     reader accepts, UnsafeGlobalError for objects if these are to be an error.
     """
     tensors, metadata, notes = contents(checkpoint, options)
-    return Plan((file_of(tensors, metadata),), tuple(notes))
+    whole = len(tensors) if options.everything or checkpoint.origin is WHOLE else None
+    return Plan((file_of(tensors, metadata),), tuple(notes), whole)
 
 
 class Contents(NamedTuple):

@@ -41,7 +41,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     ]
     if (record := extra_records.write(checkpoint.metadata)) is not None:
         members.append(Member(f"{TOP}/{extra_records.NAME}", record))
-    return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes)
+    return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes, numbering.tensors)
 
 
 class Numbering:
@@ -52,9 +52,11 @@ class Numbering:
         self.dtypes: list[
             DType | None
         ] = []  # of each storage, as its persistent ids say; None: untyped
+        self.tensors = 0  # views of storages that were numbered, one for each tensor of the pickle
         self._numbers: dict[int, int] = {}  # by id of the storage
 
     def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
+        self.tensors += 1
         made = storage_class(typed.dtype)
         storage = typed.storage
         dtype = None if made is storage_class(None) else typed.dtype

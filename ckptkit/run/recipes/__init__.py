@@ -40,7 +40,7 @@ from ckptkit.rules.expecting import Expectations
 from ckptkit.rules.parsing import is_word
 from ckptkit.rules.planner import Rules, unused_argument
 from ckptkit.run.recipes.reversing import Said, backwards
-from ckptkit.transforms import combine, devices, elements, keys, quantized, structure
+from ckptkit.transforms import combine, devices, elements, keys, quantized, quantizing, structure
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
@@ -371,6 +371,16 @@ def _cast(given: Any) -> Step:
     return lambda ck: elements.cast(ck, dtypes)
 
 
+def _dequantize(given: Any) -> Step:
+    dtype = None if given is True else _text(given)
+    return lambda ck: quantized.dequantize(ck, dtype)
+
+
+def _quantize(given: Any) -> Step:
+    kind = _text(given)
+    return lambda ck: quantizing.quantize(ck, kind)
+
+
 def _remap(given: Any) -> Step:
     where = _mapping(given) if isinstance(given, dict) else _text(given)
     return lambda ck: devices.remap(ck, where)
@@ -420,8 +430,9 @@ STEPS: dict[str, Callable[[Any], Step]] = {
     "strip": _strip,  # prefixes
     "add": _add,  # a prefix
     "rename": _rename,  # map: old name to new one; sub: regular expression to replacement
-    "dequantize": _plain(quantized.dequantize),
+    "dequantize": _dequantize,  # true, or a dtype
     "cast": _cast,  # a dtype, or glob to dtype
+    "quantize": _quantize,  # fp8-block or mxfp4
     "remap": _remap,  # a device, or device to device
     "compact": _plain(elements.compact),
     "merge": _merge,  # files whose weights come after

@@ -16,6 +16,7 @@ from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tree import join
+from ckptkit.quantized import look_through
 
 ROWS = 16  # of a grid
 COUNTED = 1 << 20  # elements that are read for statistics
@@ -43,6 +44,7 @@ class Contents:
     tree: Branch = field(init=False)
 
     def __post_init__(self) -> None:
+        self.checkpoint = look_through(self.checkpoint)
         self.summary = summarize(self.checkpoint)
         self.shares = shares(self.summary, self.checkpoint.root)
         self.tree = grown(self.shares)

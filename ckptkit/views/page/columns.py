@@ -66,7 +66,7 @@ class Columns:
             self.places[number] = escape(share.place)
         for name, text in (
             ("shape", shape(row.tensor.shape)),
-            ("dtype", row.tensor.dtype.name),
+            ("dtype", escape(row.dtype)),
             ("device", escape(row.tensor.device)),
             ("role", share.role),
         ):

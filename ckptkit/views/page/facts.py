@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import __version__
+from ckptkit import __version__, quantized
 from ckptkit.analysis.shares import OPTIMIZER
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.text import escape
@@ -38,7 +38,10 @@ def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str,
 
 def _file(seen: Seen) -> dict[str, Any]:
     summary, totals = seen.summary, seen.summary.totals
-    causes = content.causes(Facts(summary.path, summary, seen.checkpoint.root))
+    whole = seen.checkpoint
+    causes = content.causes(
+        Facts(summary.path, summary, whole.root, quantized=quantized.find(whole))
+    )
     return {
         "name": escape(summary.path),
         "format": summary.format,

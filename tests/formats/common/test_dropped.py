@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
-from ckptkit.core.errors import UnsupportedError
 from ckptkit.formats.format import WriteOptions
 from tests.formats.dcp.making import alone
 
@@ -41,16 +40,14 @@ def piece(tmp_path: Path) -> Path:
     ("name", "format"),
     [("x.safetensors", "safetensors"), ("x.npz", "npz"), ("folder", "sharded"), ("folder", "dcp")],
 )
-def test_pieces_of_ranks_are_no_weights(
+def test_pieces_that_are_whole_are_weights(
     piece: Path, tmp_path: Path, name: str, format: str
 ) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"a' the file holds the piece of one rank"
-    ) as caught:
-        ckptkit.save(ckptkit.open(piece), tmp_path / name, format=format)
-    assert caught.value.hint is not None
-    assert "torch.distributed.checkpoint" in caught.value.hint
-    assert not (tmp_path / name).exists()
+    """Of one rank alone: nothing is elsewhere."""
+    ckptkit.save(ckptkit.open(piece), tmp_path / name, format=format)
+    whole = torch.load(piece, weights_only=False)["model"]
+    found = ckptkit.load(tmp_path / name)
+    assert torch.equal(found["a"], whole["a"].to_local()) and torch.equal(found["b"], whole["b"])
 
 
 def test_pieces_of_ranks_are_kept_where_everything_is(piece: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.errors import CorruptError, LimitError
-from ckptkit.formats.dcp.boxes import Box, check_cover
+from ckptkit.formats.common.boxes import Box, check_cover
 
 PINWHEEL: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
 

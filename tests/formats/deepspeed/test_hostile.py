@@ -236,9 +236,7 @@ def test_SH_09_a_universal_checkpoint_among_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mp_rank_01_model_states.pt", "model-parallel"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "model-parallel"),
-        ("layer_00-model_00-model_states.pt", "pipeline"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
         ("expert_3_mp_rank_00_model_states.pt", "experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),

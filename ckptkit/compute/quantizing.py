@@ -1,0 +1,141 @@
+"""Make codes and scales of weights by rounding to nearest: the operation ``quantize``.
+
+``fp8-block``: blocks of 128 x 128, as transformers does it. The scale is that which makes the
+largest magnitude of a block 448; what is stored is its inverse. ``mxfp4``: blocks of 32 columns, as
+compressed-tensors does it. The exponent is that of the largest magnitude, which is rounded first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.compute.floats import decode, encode
+from ckptkit.compute.gather import Read
+from ckptkit.core import dtypes
+from ckptkit.core.bytesource import Derived, Pending, Record
+from ckptkit.core.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+BLOCK = 128  # rows and columns of fp8-block
+GROUP = 32  # columns of mxfp4
+LARGEST = 448.0  # of E4M3
+TILE = 1 << 18  # elements worked on at once
+# Halves between the magnitudes of FP4; one that is reached exactly goes to the even code.
+_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def quantized_records(
+    record: Record, kind: str, source: DType, rows: int, columns: int
+) -> tuple[Record, Record]:
+    """Codes and scales of a matrix of `source` elements."""
+    sizes = {
+        "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
+        "mxfp4": (rows * columns // 2, rows * columns // GROUP),
+    }[kind]
+    codes, scales = (
+        Pending("quantize", (record,), (kind, part, source.name, rows, columns), size)
+        for part, size in zip(("codes", "scales"), sizes, strict=True)
+    )
+    return codes, scales
+
+
+def quantize(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes `start` to `stop` of the codes or scales; `read` reads the weights."""
+    import numpy as np
+
+    kind, part, source, rows, columns = derived.parameters
+    assert isinstance(rows, int) and isinstance(columns, int)
+    dtype = dtypes.BY_NAME[str(source)]
+    codes, scales = _KINDS[str(kind)]
+    make = codes if part == "codes" else scales
+    unit = BLOCK if kind == "fp8-block" else 1
+    tall = max(unit, TILE // max(1, columns) // unit * unit)
+    size = derived.length * unit // rows  # bytes of the result for `unit` rows
+    top = start // size * unit
+    while (at := top // unit * size) < stop:
+        bottom = min(top + tall, rows)
+        step = columns * dtype.itemsize
+        data = read(top * step, (bottom - top) * step)
+        values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
+        with np.errstate(all="ignore"):
+            made = make(values)
+        yield made[max(start - at, 0) : min(stop - at, len(made))]
+        top = bottom
+
+
+def _bytes(values: Array) -> memoryview:
+    import numpy as np
+
+    return np.ascontiguousarray(values).reshape(-1).view("u1").data
+
+
+def _fp8_scales(values: Array) -> Array:
+    """What the numbers of each block are multiplied by."""
+    import numpy as np
+
+    rows, columns = values.shape
+    blocks = np.abs(values).reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    largest = blocks.max(axis=(1, 3))
+    # a quotient with a number above a tensor is a product with its reciprocal, for torch
+    scales = np.float32(LARGEST) * (np.float32(1) / np.where(largest > 0, largest, np.float32(1)))
+    made: Array = np.where(largest > 0, scales, np.float32(1))
+    return made
+
+
+def _fp8_inverse(values: Array) -> memoryview:
+    import numpy as np
+
+    return _bytes((np.float32(1) / _fp8_scales(values)).astype("<f4"))
+
+
+def _fp8_codes(values: Array) -> memoryview:
+    import numpy as np
+
+    scales = _fp8_scales(values)
+    rows, columns = values.shape
+    blocks = values.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    blocks *= scales[:, None, :, None]
+    np.clip(values, -LARGEST, LARGEST, out=values)
+    return encode(values.reshape(-1), dtypes.BY_NAME["float8_e4m3fn"])
+
+
+def _exponents(values: Array) -> Array:
+    """The byte of each group: that of its largest magnitude, rounded to a power of two, less 2."""
+    import numpy as np
+
+    rows, columns = values.shape
+    largest = np.abs(values).reshape(rows, columns // GROUP, GROUP).max(axis=2)
+    bits = largest.view("<u4") + np.uint32(1 << 21)
+    made: Array = np.clip((bits >> 23).astype("<i4") - 2, 0, 255).astype("u1")
+    return made
+
+
+def _mx_scales(values: Array) -> memoryview:
+    return _bytes(_exponents(values))
+
+
+def _mx_codes(values: Array) -> memoryview:
+    import numpy as np
+
+    exponents = _exponents(values).astype("<i4") - 127
+    rows, columns = values.shape
+    groups = values.reshape(rows, columns // GROUP, GROUP)
+    scaled = np.ldexp(groups, -exponents[..., None]).reshape(-1)
+    size = np.abs(scaled)
+    code = np.zeros(len(size), "u1")
+    for number, limit in enumerate(_LIMITS):  # after an even code, the limit itself still is that
+        code += size > limit if number % 2 == 0 else size >= limit
+    code |= (scaled < 0).astype("u1") << 3
+    made: Array = code[0::2] | (code[1::2] << 4)
+    return _bytes(made)
+
+
+_KINDS: dict[str, tuple[Callable[[Array], memoryview], Callable[[Array], memoryview]]] = {
+    "fp8-block": (_fp8_codes, _fp8_inverse),
+    "mxfp4": (_mx_codes, _mx_scales),
+}

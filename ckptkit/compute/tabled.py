@@ -1,0 +1,109 @@
+"""Results for each pair of a scale and a code, where scales are bytes: taken from a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.compute.blocks import Blocks
+from ckptkit.compute.floats import encode
+from ckptkit.compute.machine import TILE, WIDE, Machine
+from ckptkit.compute.packed import Flat, Span, Turned
+from ckptkit.compute.scales import is_byte, joined, places, rounded
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+def is_tabled(blocks: Blocks) -> bool:
+    """Whether each result follows from a code and one byte of scale."""
+    first, *others = blocks.scales
+    grid, bits = first.grid, blocks.packing.bits
+    if not is_byte(first.dtype) or any(each.grid.rows * each.grid.columns > 1 for each in others):
+        return False
+    if blocks.table in (None, "map", "map-signed") or blocks.zero or blocks.bias:
+        return False
+    if blocks.packing.kind == "turned":
+        return grid.height % 2 == 0
+    whole = blocks.columns % grid.width == 0 and (blocks.columns <= WIDE or TILE % grid.width == 0)
+    return blocks.packing.kind == "flat" and whole and grid.width * bits % 8 == 0
+
+
+class Tabled(Machine):
+    """Takes what each pair of a scale and a code gives from a table; of 4 bits, two at once."""
+
+    _of: int | None = None  # batch that the results are for
+
+    def __call__(self, span: Span) -> memoryview:
+        """The bytes of the elements of a span."""
+        import numpy as np
+
+        if self._of != span.batch:
+            self._results, self._of = self._computed(span), span.batch
+        if isinstance(self.codes, Turned):
+            return self._turned(self.codes, span)
+        found = np.take(self._results, self._flat(span), mode="clip")
+        return found.reshape(-1).view("u1").data
+
+    def _flat(self, span: Span) -> Array:
+        codes = self.codes
+        assert isinstance(codes, Flat)
+        data, _ = codes.bytes(span)
+        first = self.scales[0]
+        wide = first.grid.width * self.blocks.packing.bits // 8
+        rows = places(span.top, span.bottom, 1, first.grid.height)
+        scale = first.raw(span).astype("<u2")[rows] << 8
+        made: Array = scale[..., None] | data.reshape(*scale.shape, wide)
+        return made.reshape(-1)
+
+    def _turned(self, codes: Turned, span: Span) -> memoryview:
+        """Pairs of rows, some columns at a time."""
+        import numpy as np
+
+        unit, shift = f"<u{self.target.itemsize}", 8 * self.target.itemsize
+        first = self.scales[0]
+        pairs = places(span.top // 2, -(-span.bottom // 2), 1, first.grid.height // 2)
+        made = np.empty((len(pairs), 2, span.right - span.left), unit)
+        scale = first.raw(span).astype("<u2") << 8
+        step = 512
+        for left in range(span.left, span.right, step):
+            right = min(left + step, span.right)
+            index = codes.bytes(span._replace(left=left, right=right)).astype("<u2")
+            index |= scale[:, left - span.left : right - span.left][pairs]
+            found = np.take(self._results, index, mode="clip")
+            place = made[..., left - span.left : right - span.left]
+            np.copyto(place[:, 0], found, casting="unsafe")
+            found >>= shift
+            np.copyto(place[:, 1], found, casting="unsafe")
+        skip = span.top % 2
+        rows = made.reshape(-1, span.right - span.left)[skip : skip + span.bottom - span.top]
+        return rows.reshape(-1).view("u1").data
+
+    def _computed(self, span: Span) -> Array:
+        """Results for all scales and codes, [scale * 256 + byte].
+
+        Two in one number where a byte holds two codes.
+        """
+        import numpy as np
+
+        first, *others = self.scales
+        assert self.table is not None
+        if first.numbers.dtype == "ldexp":
+            exact = np.ldexp(self.table.astype("f8"), np.arange(256)[:, None] - 127)
+            values = exact.astype("<f4")
+        else:
+            dtype = self.scale_dtype
+            scale = rounded(first.decoded(np.arange(256, dtype="u1")), dtype)
+            for each in others:
+                scale = joined(scale, rounded(each.part(span)[0], dtype), each.numbers, dtype)
+            values = rounded(self.table * scale[:, None], self.product_dtype)
+        size = self.target.itemsize
+        flat = np.frombuffer(encode(values.reshape(-1), self.target), f"<u{size}")
+        made: Array = flat.reshape(values.shape)
+        if self.blocks.packing.bits == 8:
+            return flat
+        low, high = made[:, np.arange(256) & 15], made[:, np.arange(256) >> 4]
+        pair = (high, low) if self.blocks.packing.high_first else (low, high)
+        found: Array = np.stack(pair, axis=-1).reshape(-1).view(f"<u{2 * size}")
+        return found

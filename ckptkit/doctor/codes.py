@@ -1,0 +1,73 @@
+"""What is quantized in a checkpoint, what is missing, and what makes floats of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ckptkit.analysis.advice import convert
+from ckptkit.core.text import plural
+from ckptkit.doctor.cause import NOTE, WARNING, Cause
+from ckptkit.doctor.facts import Facts, some
+from ckptkit.quantized import families
+from ckptkit.quantized.group import Group
+
+_RAGGED = (
+    " Some have blocks that end short: transformers 5.23 derives the size of blocks from shapes, "
+    "and then computes other values."
+)
+
+
+def causes(facts: Facts) -> Iterator[Cause]:
+    """Yield a cause for all weights that can be dequantized, and one for each reason against it."""
+    found = facts.quantized
+    groups = (
+        [group for group in found.groups if group.layout is not None] if found is not None else []
+    )
+    if groups:
+        yield _readable(facts, groups)
+    reasons: dict[tuple[str, str, str | None], list[str]] = {}
+    for group in found.unread if found is not None else ():
+        reasons.setdefault((group.family, group.reason, group.hint), []).append(group.name)
+    for (family, reason, hint), names in reasons.items():
+        number = plural(len(names), "quantized weight")
+        what = f"{number} ({family}) cannot be dequantized: {reason}."
+        yield Cause(
+            "quantized-unread",
+            WARNING,
+            what,
+            f"{some(names)}. Codes without what they mean are no numbers: nothing is guessed."
+            + (f" {hint[:1].upper()}{hint[1:]}." if hint else ""),
+        )
+    if facts.method and not (found and found.groups):
+        yield Cause(
+            "quantized-config",
+            NOTE,
+            f"config.json says that it is quantized ({facts.method}), and no tensor is.",
+            "A library that believes it looks for scales in vain: take quantization_config out.",
+        )
+
+
+def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
+    kinds = Counter((group.label, group.family) for group in groups)
+    said = ", ".join(f"{number:,} {label} ({family})" for (label, family), number in kinds.items())
+    used = {group.family for group in groups}
+    readers = "; ".join(
+        dict.fromkeys(each.oracle for each in families() if each.name in used and each.oracle)
+    )
+    ragged = any(group.family == "fp8-block" and _is_ragged(group) for group in groups)
+    return Cause(
+        "quantized",
+        NOTE,
+        f"{len(groups):,} of its weights {'is' if len(groups) == 1 else 'are'} quantized: {said}.",
+        "A model of floats cannot load them: codes are numbers together with their scales only. "
+        + (f"Read as these do: {readers}." if readers else "")
+        + (_RAGGED if ragged else ""),
+        convert(facts.path, "float", "--dequantize", "bfloat16"),
+    )
+
+
+def _is_ragged(group: Group) -> bool:
+    assert group.layout is not None
+    grid = group.layout.scales[0].grid
+    return bool(group.layout.rows % grid.height or group.layout.columns % grid.width)

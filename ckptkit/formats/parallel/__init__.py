@@ -1,0 +1,85 @@
+"""Folders of what many processes wrote, each its part of every tensor: put together as one
+checkpoint.
+
+:mod:`ranks` are the rank files of FSDP and tensor parallelism, whose pickles say which box each
+holds; the others are tables (:mod:`tables`): which file holds which part, and how each tensor was
+cut.
+
+A part alone is no checkpoint; see :mod:`ckptkit.parts`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import ModuleType
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.table import PARALLEL
+
+# Names that files and folders of parts have, and others too: most folders have none, and pay for no
+# layout.
+_SIGN = re.compile(
+    r"mp_rank_|model-rank-|^metadata\.json$|^latest$|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
+)
+
+
+def matches(probe: Probe) -> bool:
+    """Whether some layout claims the folder, or a table was given for it."""
+    return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
+
+
+def _layouts() -> Iterator[ModuleType]:
+    """The layouts in the order in which they are tried, each imported when it is reached."""
+    from ckptkit.formats.parallel import refused
+
+    yield refused
+    from ckptkit.formats.parallel import megatron
+
+    yield megatron
+    from ckptkit.formats.parallel import llama
+
+    yield llama
+    from ckptkit.formats.parallel import deepspeed
+
+    yield deepspeed
+    from ckptkit.formats.parallel import fairscale
+
+    yield fairscale
+    from ckptkit.formats.parallel import ranks
+
+    yield ranks
+
+
+def _layout(probe: Probe) -> ModuleType | None:
+    """The layout that claims the folder, or the table that was given for it."""
+    if probe.asked.table is not None:
+        from ckptkit.formats.parallel import own
+
+        return own
+    if PARALLEL not in probe.kept:
+        probe.kept[PARALLEL] = next((each for each in _layouts() if each.matches(probe)), None)
+    found = probe.kept[PARALLEL]
+    return found if isinstance(found, ModuleType) else None
+
+
+def read(probe: Probe) -> Checkpoint:
+    """The checkpoint that the files make together. See the layouts."""
+    layout = _layout(probe)
+    assert layout is not None
+    found: Checkpoint = layout.read(probe, PARALLEL.name)
+    return found
+
+
+def check(probe: Probe) -> Iterator[Part | Finding]:
+    """The records of every file that was read."""
+    from ckptkit.formats.common import zip_check
+
+    read(probe)
+    for source in probe.folder.opened():
+        inner = Probe(source)
+        if inner.zip is not None:
+            yield from zip_check.members(
+                inner.zip, source.name.removeprefix(probe.folder.name).lstrip("/")
+            )

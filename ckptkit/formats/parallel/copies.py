@@ -1,0 +1,115 @@
+"""Copies of one tensor in the files of several processes: equal, or the files are not of one
+save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckptkit import compute
+from ckptkit.core.errors import CorruptError
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import size
+
+COMPARE, CHECK, FIRST = "compare", "check", "first"  # what is done about copies
+CHOICES = (COMPARE, CHECK, FIRST)
+READ = 16 << 20  # bytes of each side that are read where checksums do not decide
+_SHOWN = 80  # characters of a name in a message
+
+
+class Copy(NamedTuple):
+    """A tensor that two files hold alike."""
+
+    name: str
+    first: Tensor
+    other: Tensor
+    files: tuple[str, str]
+
+
+class Copies:
+    """The copies met while files are put together, and what became of them.
+
+    ``compare``: checksums decide, small ones are read; ``check``: what checksums do not decide is
+    read; ``first``: those that differ are passed over, the first is taken.
+    """
+
+    def __init__(self, policy: str = COMPARE) -> None:
+        self.policy = policy
+        self.left: list[Copy] = []  # not compared
+        self.equal = 0
+        self.passed: list[str] = []  # differ, and the first was taken
+        self._read = 0
+
+    def same(self, copy: Copy, *, always: bool = True) -> bool | None:
+        """Whether it is equal to the first, None if that is not known and it is not read
+        `always`."""
+        same = _by_checksum(copy.first, copy.other)
+        if same is None and (always or self._may_read(copy.first.nbytes)):
+            same = compute.compare(copy.first, copy.other) is None
+        return same
+
+    def add(self, copy: Copy) -> None:
+        """Raise CorruptError if it differs from the first."""
+        same = self.same(copy, always=False)
+        if same is None:
+            self.left.append(copy)
+        elif same:
+            self.equal += 1
+        else:
+            self._differs(copy)
+
+    def _may_read(self, nbytes: int) -> bool:
+        self._read += nbytes
+        return self.policy == CHECK or self._read <= READ
+
+    def _differs(self, copy: Copy) -> None:
+        if self.policy == FIRST:
+            self.passed.append(copy.name)
+            return
+        raise CorruptError(
+            f"{copy.name[:_SHOWN]!r} should be the same in {copy.files[0]} and {copy.files[1]}, and {_how(copy)}",
+            hint="the files are of two saves, or the processes drifted apart; `--copies first` takes the first of each",
+        )
+
+    def said(self) -> Iterator[str]:
+        """What is worth a warning."""
+        if self.left:
+            nbytes = sum(copy.first.nbytes for copy in self.left)
+            yield (
+                f"{len(self.left):,} copies ({size(nbytes)}) were not compared, the first of each "
+                "is taken: "
+                "--check-copies reads them"
+            )
+        if self.passed:
+            names = list(dict.fromkeys(self.passed))
+            some = ", ".join(names[:4]) + (
+                f" and {len(names) - 4:,} more" if len(names) > 4 else ""
+            )
+            yield f"copies differ, the first of each was taken: {some}"
+
+
+def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
+    """Whether two tensors of one shape and type have equal bytes, None where checksums do not
+    tell."""
+    one, other = a.storage, b.storage
+    if one is None or other is None or one is other:
+        return one is other
+    if not a.nbytes:
+        return True
+    if one.crc32 is None or other.crc32 is None or one.nbytes != other.nbytes:
+        return None
+    if one.big_endian != other.big_endian or (a.offset, a.stride) != (b.offset, b.stride):
+        return None
+    if one.crc32 == other.crc32:
+        return True
+    whole = a.is_contiguous and one.nbytes == a.nbytes
+    return False if whole else None
+
+
+def _how(copy: Copy) -> str:
+    if copy.first.nbytes > READ:
+        return "its checksums differ"
+    found = compute.compare(copy.first, copy.other)
+    if found is None:
+        return "its checksums differ, though its bytes do not: one of the files is damaged"
+    return f"{found.count:,} of {copy.first.numel:,} elements differ"

@@ -1,0 +1,242 @@
+"""DeepSpeed with tensor parallelism, and its pipeline layers.
+
+    <tag>/mp_rank_<TT>_model_states.pt                  module: the state_dict of one tensor rank (None beside layers)
+    <tag>/layer_<LL>-model_<TT>-model_states.pt         the state_dict of one pipeline layer, of one tensor rank
+
+How a tensor was cut is said by ``universal_checkpoint_info``, where Megatron-DeepSpeed or AutoTP
+wrote it, or known for gpt-neox. Layers stand under their number: ``2.input_layernorm.weight``.
+Weights are those of the run, in its dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.piece_forms import attributes
+from ckptkit.core.tree import Node
+from ckptkit.formats.deepspeed import places
+from ckptkit.formats.deepspeed.states import Reader
+from ckptkit.formats.format import Probe
+from ckptkit.formats.parallel import yaml_text
+from ckptkit.formats.parallel.copies import Copies
+from ckptkit.formats.parallel.joining import Joiner
+from ckptkit.formats.parallel.ranks import listed
+from ckptkit.formats.parallel.tables import TP, Part, Rule, Table, check_grid, merge, rule
+from ckptkit.formats.parallel.verbs import Cut, Mean, Refuse, Same, Sum
+
+INFO = "universal_checkpoint_info"
+LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
+MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
+_ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
+_EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
+# What a pattern of a file may be made of: nothing that takes long to match.
+_PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
+_REPEATS = 4
+_LAYER, _TENSOR = "layer", "tensor rank"
+
+
+def matches(probe: Probe) -> bool:
+    """A folder of several tensor ranks or of layers, or the folder above whose tag is one."""
+    if not (places.is_tag(probe.names) or places.POINTERS[0] in probe.names):
+        return False
+    try:
+        folder = places.find(probe.folder, probe.names)
+    except CkptkitError:
+        return False
+    names = folder.list()
+    if places.UNIVERSAL in names or any(map(_EXPERT.fullmatch, names)):
+        return False
+    return any(map(LAYER.fullmatch, names)) or len(list(filter(MODEL.fullmatch, names))) > 1
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """The weights of all ranks, and what else the first saved. Raises UnsupportedError where
+    nothing says how it was cut, CorruptError for files that do not go together."""
+    folder = places.find(probe.folder, probe.names)
+    try:
+        return _Reading(probe, folder).read(format)
+    except CkptkitError as error:
+        raise error.at(folder.name) from error.__cause__
+
+
+class _Reading:
+    def __init__(self, probe: Probe, folder: Folder) -> None:
+        self.top = probe.folder
+        self.folder = folder
+        self.names = folder.list()
+        self.reader = Reader(folder)
+        self.joiner = Joiner(Copies(probe.asked.copies))
+
+    def read(self, format: str) -> Checkpoint:
+        layers = any(map(LAYER.fullmatch, self.names))
+        models = {
+            name: self.reader.fields(name).node for name in filter(MODEL.fullmatch, self.names)
+        }
+        first: Mapping[Node, Node] = next(iter(models.values()), {})
+        parts = list(self._layers() if layers else self._models(models))
+        axes = {TP: 1 + max(part.at[TP] for part in parts)}
+        numbers = sorted({part.at.get(_LAYER, 0) for part in parts})
+        for number in numbers:
+            check_grid(
+                [part for part in parts if part.at.get(_LAYER, 0) == number], axes, {TP: _TENSOR}
+            )
+        self._check_said(first, axes[TP], layers)
+        merged = merge(parts, axes, self._table(first, axes[TP]), self.joiner)
+        left = [name for name in self.names if _ZERO.fullmatch(name)]
+        warnings = (
+            [f"the optimizer and its fp32 weights are left out: {listed(left)}"] if left else []
+        )
+        kept = {
+            key: node for key, node in first.items() if key not in ("module", INFO, "mp_world_size")
+        }
+        what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
+        return Checkpoint(
+            {"module": merged.tensors, **kept}, format, self.top, globals=tuple(self.reader.globals),
+            warnings=(*merged.warnings, *warnings, *self.joiner.copies.said(), *self.reader.warnings),
+            about=f"DeepSpeed: {what}", key="module",
+        )  # fmt: skip
+
+    def _layers(self) -> Iterator[Part]:
+        for name in self.names:
+            found = LAYER.fullmatch(name)
+            if not found:
+                continue
+            node = self.reader.read(name).root
+            if not isinstance(node, dict):
+                raise FormatError("holds no state_dict", where=name)
+            number = int(found[1])
+            entries = {f"{number}.{key}": value for key, value in node.items()}
+            yield Part(name, {TP: int(found[2] or 0), _LAYER: number}, entries)
+
+    def _models(self, models: Mapping[str, Mapping[Node, Node]]) -> Iterator[Part]:
+        for name, node in models.items():
+            found = MODEL.fullmatch(name)
+            module = node.get("module")
+            if found is None or not isinstance(module, dict):
+                raise FormatError("has no module", where=name)
+            entries = {str(key): value for key, value in module.items()}
+            yield Part(name, {TP: int(found[1])}, entries)
+
+    def _check_said(self, first: Mapping[Node, Node], count: int, layers: bool) -> None:
+        """Raise where the files promise another number of ranks, or pipeline stages without files
+        of layers."""
+        args = _underscored(_arguments(first))
+        said = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
+        world = first.get("mp_world_size")
+        stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
+        if not layers and type(stages) is int and stages > 1:
+            raise UnsupportedError(
+                f"has {stages} pipeline stages in files of ranks, which are not put together"
+            )
+        expected = said if type(said) is int and said > 0 else world
+        if type(expected) is int and expected != count and (not layers or said is not None):
+            raise CorruptError(
+                f"has files of {count} tensor ranks, and they say that there are {expected}",
+                hint="fetch what is missing from where the rest came from",
+            )
+
+    def _table(self, first: Mapping[Node, Node], count: int) -> Table:
+        info = first.get(INFO)
+        if isinstance(info, dict):
+            return Table(tuple(_universal_rules(info)))
+        configs = self._configs()
+        known = {"gpt_j_residual": False} if configs else {}
+        return Table(tuple(_neox_rules({**known, **_underscored(_arguments(first)), **configs})))
+
+    def _configs(self) -> dict[str, Any]:
+        """The settings of gpt-neox, from the files that it keeps beside the weights."""
+        found: dict[str, Any] = {}
+        for place in (self.folder, self.top):
+            if "configs" not in place.folders():
+                continue
+            inner = place.sub("configs")
+            for name in inner.list():
+                if name.endswith((".yml", ".yaml", ".json")):
+                    source = inner.open(name)
+                    said = yaml_text.parse(source.read(0, min(source.size, 2 << 20)), source.name)
+                    found |= said if isinstance(said, dict) else {}
+        return _underscored(found)
+
+
+def _underscored(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key).replace("-", "_"): value for key, value in said.items()}
+
+
+def _arguments(first: Mapping[Node, Node]) -> dict[str, Any]:
+    args = first.get("args")
+    said = args if isinstance(args, dict) else attributes(args)
+    return {key: value for key, value in said.items() if isinstance(key, str)}
+
+
+def _neox_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
+    """Of gpt-neox: norms are averaged; biases after a row-parallel product are added up where each
+    rank adds its own before the reduction (gpt_j_residual), else they are copies."""
+    at = r"(?:sequential\.)?[0-9]+\."
+    parallel = config.get("gpt_j_residual")
+    is_gated = config.get("activation") in ("swiglu", "geglu") or config.get("mlp_type") == "llama"
+    yield rule(rf"{at}(word_embeddings|final_linear)\.weight", Cut(0))
+    yield rule(rf"{at}(.*norm|norm)\.(weight|bias|scale)", Mean())
+    yield rule(rf"{at}attention\.rotary_emb\.inv_freq|{at}position_embeddings\.weight", Same())
+    yield rule(rf"{at}attention\.query_key_value\.(weight|bias)", Cut(0))
+    yield rule(rf"{at}mlp\.dense_h_to_4h\.(weight|bias)|{at}mlp\.(w1|w3)\.(weight|bias)", Cut(0))
+    yield rule(rf"{at}mlp\.linear1\.(weight|bias)", Cut(0, 2 if is_gated else 1))
+    yield rule(rf"{at}(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.weight", Cut(1))
+    biases = rf"{at}(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.bias"
+    if parallel is None:
+        yield rule(
+            biases,
+            Refuse("whether it is added up over ranks stands in configs/*.yml (gpt_j_residual)"),
+        )
+    else:
+        yield rule(biases, Sum() if parallel is True else Same())
+
+
+def _universal_rules(info: Mapping[Node, Node]) -> Iterator[Rule]:
+    """What DeepSpeed's own merger goes by: the first list with a pattern that a name begins
+    with."""
+    if info.get("sub_param_shard_widths"):
+        raise UnsupportedError("its sub-parameters are cut unevenly (sub_param_shard_widths)")
+    for key, verb in (
+        ("tp_replicated_parameter_patterns", Same()),
+        ("parameter_to_average_patterns", Mean()),
+        ("parameter_with_2_sub_params_cat_dim_0", Cut(0, 2)),
+    ):
+        for pattern in _patterns(info.get(key)):
+            yield Rule(pattern, verb)
+    for each in info.get("parameter_with_sub_params") or ():
+        yield from _sub_params(each)
+    for pattern in _patterns(info.get("parameter_with_row_parallelism_patterns")):
+        yield Rule(pattern, Cut(1))
+    yield rule(".*", Cut(0))
+
+
+def _sub_params(node: Node) -> Iterator[Rule]:
+    """A SubparamShape: patterns, a shape with a tuple where it is cut, and the dimension."""
+    said = attributes(node)
+    shape, dim = said.get("shape"), said.get("partition_dim")
+    if not isinstance(shape, (tuple, list)) or type(dim) is not int or not 0 <= dim < len(shape):
+        raise FormatError(f"its {INFO} describes a parameter of several in a way that is not known")
+    sizes = shape[dim]
+    blocks = tuple(sizes) if isinstance(sizes, (tuple, list)) else 1
+    if isinstance(blocks, tuple) and not all(type(n) is int and n > 0 for n in blocks):
+        raise FormatError(f"its {INFO} describes a parameter of several without sizes")
+    for pattern in _patterns(said.get("patterns")):
+        yield Rule(pattern, Cut(dim, blocks))
+
+
+def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
+    """The regular expressions in a list of a file, each matching what begins with it. Raises
+    UnsupportedError for those that could run for long."""
+    listed_here: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
+    for text in listed_here:
+        plain = isinstance(text, str) and len(text) < 400 and _PLAIN.fullmatch(text)
+        if not plain or text.count("*") + text.count("+") > _REPEATS:
+            raise UnsupportedError(
+                f"its {INFO} holds the pattern {str(text)[:80]!r}, which ckptkit does not follow"
+            )
+        yield re.compile(f"(?:{text}).*", re.DOTALL)

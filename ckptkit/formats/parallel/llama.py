@@ -1,0 +1,185 @@
+"""The parts of a Llama release of Meta: ``consolidated.<NN>.pth`` and ``params.json``.
+
+Which dimension of the embedding is cut changed with version 3: the one that is not ``dim`` wide
+was. Version 4 has fused projections. The number of parts is the number of files: ``wq`` has ``dim``
+rows in all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckptkit.containers import strict_json
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.tree import Node
+from ckptkit.core.weights import as_tensor
+from ckptkit.formats.deepspeed.states import reader_of
+from ckptkit.formats.format import Probe
+from ckptkit.formats.parallel.copies import Copies
+from ckptkit.formats.parallel.joining import Joiner
+from ckptkit.formats.parallel.tables import TP, Part, Table, check_grid, merge, rule
+from ckptkit.formats.parallel.verbs import Cut, Drop, Same
+
+NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
+PARAMS = "params.json"
+EMBEDDING = "llama.embedding_cut"  # in the metadata: the dimension along which the parts had cut it
+_BYTES = 1 << 20  # of params.json
+
+
+def matches(probe: Probe) -> bool:
+    """Several parts; one alone is a file, and known as a part."""
+    return sum(map(bool, map(NAME.fullmatch, probe.names))) > 1
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """The state_dict under Meta's names. Raises CorruptError for parts that do not go together."""
+    folder, reader = probe.folder, reader_of(probe)
+    text = params_text(folder)
+    params = read_params(text)
+    joiner = Joiner(Copies(probe.asked.copies))
+    parts = []
+    for name in sorted(filter(NAME.fullmatch, probe.names)):
+        root = reader.read(name).root
+        if not isinstance(root, dict):
+            raise FormatError("holds no dict", where=name)
+        found = NAME.fullmatch(name)
+        assert found is not None
+        parts.append(Part(name, {TP: int(found[1])}, root))
+    count = _count(parts, params)
+    check_grid(parts, {TP: count}, {TP: "consolidated"})
+    rules = table(params, by_rows=is_by_rows(parts[0].entries, params))
+    merged = merge(parts, {TP: count}, rules, joiner)
+    _check_totals(merged.tensors, params)
+    kept = {PARAMS: text.decode()} if text else {}
+    cut = rules.verb("tok_embeddings.weight")
+    kept |= {EMBEDDING: str(cut.dim)} if text and isinstance(cut, Cut) and count > 1 else {}
+    return Checkpoint(
+        merged.tensors, format, folder, metadata=kept, globals=tuple(reader.globals),
+        warnings=(*merged.warnings, *joiner.copies.said(), *reader.warnings),
+        about=f"Llama release of Meta: {count} of {count} parts",
+    )  # fmt: skip
+
+
+def params_text(folder: Folder) -> bytes:
+    """The bytes of ``params.json``; none where there is none."""
+    if PARAMS not in folder:
+        return b""
+    source = folder.open(PARAMS)
+    if source.size > _BYTES:
+        raise FormatError(f"has {source.size:,} bytes", where=source.name)
+    return source.read(0, source.size)
+
+
+def read_params(text: bytes) -> dict[str, Any]:
+    """What ``params.json`` says; nothing where there is none."""
+    said = strict_json.parse(text, PARAMS) if text else {}
+    if not isinstance(said, dict):
+        raise FormatError(f"{PARAMS} is no JSON object")
+    return said
+
+
+def integer(params: Mapping[str, Any], key: str) -> int | None:
+    """A positive number in the parameters, None where there is none."""
+    found = params.get(key)
+    return found if type(found) is int and found > 0 else None
+
+
+def width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
+    """The model's ``dim``: said, or that of the last norm, which is whole in each part."""
+    norm = as_tensor(entries.get("norm.weight"))
+    said = integer(params, "dim")
+    held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
+    if said and held and said != held:
+        raise CorruptError(f"{PARAMS} says dim {said:,}, the norms have {held:,} elements")
+    return said or held
+
+
+def count_of(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
+    """How many parts there are, by the rows of a query projection in one of them; None if nothing
+    says it."""
+    dim = width(entries, params)
+    query = as_tensor(entries.get("layers.0.attention.wq.weight"))
+    output = as_tensor(entries.get("layers.0.attention.wo.weight"))
+    if dim is None or output is None or len(output.shape) != 2:
+        return None
+    rows = query.shape[0] if query is not None else output.shape[1]
+    return dim // rows if rows and dim % rows == 0 else None
+
+
+def _count(parts: list[Part], params: Mapping[str, Any]) -> int:
+    said = count_of(parts[0].entries, params)
+    highest = max(part.at[TP] for part in parts) + 1
+    return max(said, highest) if said else highest
+
+
+def is_by_rows(entries: Mapping[str, Node], params: Mapping[str, Any]) -> bool:
+    """Whether a part has rows of the embedding, and not columns: it is as wide as the model
+    then."""
+    embedding = as_tensor(entries.get("tok_embeddings.weight"))
+    dim = width(entries, params)
+    return embedding is None or dim is None or embedding.shape[-1] == dim
+
+
+def table(params: Mapping[str, Any], *, by_rows: bool) -> Table:
+    """The rules of the versions; the embedding is cut `by_rows` from version 3 on."""
+    experts = _experts(params)
+    return Table(
+        rules=(
+            rule(r".*_extra_state", Drop("state of one process")),
+            rule(r".*norm\.weight|.*layer_norm_(weight|bias)|norm\.weight|rope\.freqs", Same()),
+            rule(r".*\.router_DE", Same()),
+            rule(r"tok_embeddings\.weight", Cut(0 if by_rows else 1)),
+            rule(r"output\.weight", Cut(0)),
+            rule(r"layers\.[0-9]+\.attention\.w[qkv]\.weight", Cut(0)),
+            rule(r"layers\.[0-9]+\.attention\.wqkv\.weight", Cut(0, _heads(params))),
+            rule(r"layers\.[0-9]+\.attention\.wo\.weight", Cut(1)),
+            rule(r"layers\.[0-9]+\.feed_forward\.w[13]\.weight", Cut(0)),
+            rule(r"layers\.[0-9]+\.feed_forward\.w2\.weight", Cut(1)),
+            rule(r".*\.mlp\.fc1_weight", Cut(0, 2)),
+            rule(r".*\.mlp\.fc2_weight", Cut(1)),
+            rule(r".*\.experts\.moe_w_(in|swiglu)_eD_F", Cut(1)),
+            rule(r".*\.experts\.moe_w_out_eF_D", Cut(0, experts)),
+            rule(r".*\.w_(in|swiglu)_shared_FD\.weight", Cut(0)),
+            rule(r".*\.w_out_shared_DF\.weight", Cut(1)),
+        )
+    )  # fmt: skip
+
+
+def _heads(params: Mapping[str, Any]) -> int | tuple[int, ...]:
+    heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
+    return (heads, groups, groups) if heads and groups else 3
+
+
+def _experts(params: Mapping[str, Any]) -> int:
+    inner = params.get("moe_args")
+    found = (
+        integer(inner, "num_experts") if isinstance(inner, dict) else integer(params, "num_experts")
+    )
+    return found or 1
+
+
+def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> None:
+    """Raise CorruptError where the whole is of other sizes than ``params.json`` says."""
+    dim, heads = integer(params, "dim"), integer(params, "n_heads")
+    groups = integer(params, "n_kv_heads") or heads
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    said = integer(params, "n_layers")
+    if said and len(layers) != said:
+        raise CorruptError(f"has {len(layers):,} layers, {PARAMS} says {said:,}")
+    key = as_tensor(tensors.get("layers.0.attention.wk.weight"))
+    if not (dim and heads and groups) or key is None:
+        return
+    expected = dim // heads * groups
+    if key.shape[0] > expected and key.shape[0] % expected == 0:
+        raise UnsupportedError(
+            f"its {groups} key heads stand {key.shape[0] // expected} times in its parts (MP16)",
+            hint="take the release with fewer parts (MP8)",
+        )
+    if key.shape[0] != expected:
+        raise CorruptError(
+            f"its keys have {key.shape[0]:,} rows, {PARAMS} says {expected:,}: a part is missing"
+        )

@@ -1,0 +1,320 @@
+"""Megatron-LM, ``--ckpt-format torch``: a folder for each tensor, pipeline and expert rank.
+
+    latest_checkpointed_iteration.txt                         a number, or "release"
+    iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt
+
+PPP is there with several pipeline stages, EEE with several expert ranks: only the arguments in the
+files tell. A file has ``args`` (argparse.Namespace), ``checkpoint_version``, ``iteration`` and
+``model``, or ``model0`` and so on for virtual stages. Layers, and experts, are numbered from 0 in
+each part.
+
+The whole has Megatron's own names, flat, padded rows of the vocabulary kept, and the order of rows
+inside query_key_value that checkpoint_version 2 and later have: head by head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.piece_forms import attributes
+from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tree import Global, Node, Object
+from ckptkit.core.weights import as_tensor
+from ckptkit.formats.deepspeed.states import Reader
+from ckptkit.formats.format import Probe
+from ckptkit.formats.parallel.copies import Copies
+from ckptkit.formats.parallel.joining import Joiner
+from ckptkit.formats.parallel.tables import (
+    TP,
+    Offset,
+    Part,
+    Rule,
+    Table,
+    check_grid,
+    flattened,
+    merge,
+    rule,
+)
+from ckptkit.formats.parallel.verbs import Cut, Drop, Heads, Refuse, Same, Verb
+
+FILE = "model_optim_rng.pt"
+PP, EP, VP = "pp", "ep", "vp"
+AXES = {TP: "TP", PP: "PP", EP: "EP", VP: "VPP"}
+_FOLDER = re.compile(r"mp_rank_([0-9]{2,3})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
+_MODEL = re.compile(r"model([0-9]{0,4})")
+_LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1,9})\.")
+_EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
+_OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
+WORD, POSITION = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+LEGACY = "language_model."
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the arguments of the training say of the parts. Missing ones count as 1, or not."""
+
+    said: Mapping[str, Node]
+    version: float
+
+    def number(self, *names: str) -> int | None:
+        """The first of the arguments that is a number above 0."""
+        for name in names:
+            found = self.said.get(name)
+            if type(found) is int and 0 < found < 1 << 31:
+                return found
+        return None
+
+    def flag(self, name: str) -> bool:
+        return self.said.get(name) is True
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks by axis."""
+        return {
+            TP: self.number("tensor_model_parallel_size", "model_parallel_size") or 1,
+            PP: self.number("pipeline_model_parallel_size") or 1,
+            EP: self.number("expert_model_parallel_size") or 1,
+        }
+
+    @property
+    def head(self) -> int | None:
+        """Rows of one head."""
+        own = self.number("kv_channels")
+        hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
+        return own or (hidden // heads if hidden and heads else None)
+
+
+def matches(probe: Probe) -> bool:
+    """The folder of an iteration."""
+    names = [name for name in probe.names if _FOLDER.fullmatch(name)]
+    return bool(names) and any(
+        FILE in probe.folder.sub(name) for name in _folders(probe.folder, names)
+    )
+
+
+def _folders(folder: Folder, names: list[str]) -> list[str]:
+    there = set(folder.folders())
+    return sorted(name for name in names if name in there)
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """The model of all ranks, and what else the first rank saved, its optimizer aside.
+
+    Raises CorruptError for a part that is missing or of another save, UnsupportedError for what has
+    no rule.
+    """
+    folder, reader = probe.folder, Reader(probe.folder)
+    names = _folders(folder, [name for name in probe.names if _FOLDER.fullmatch(name)])
+    roots = {name: _root(reader, folder, name) for name in names}
+    first = next(iter(roots.values()))
+    arguments = arguments_of(first)
+    sizes = arguments.sizes
+    _check_arguments(roots, sizes)
+    parts = [part for name, root in roots.items() for part in _parts(name, root, sizes)]
+    sizes[VP] = 1 + max(part.at[VP] for part in parts)
+    check_grid(parts, sizes, AXES)
+    joiner = Joiner(Copies(probe.asked.copies))
+    legacy = any(name.startswith(LEGACY) for name in parts[0].entries)
+    merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
+    _check_vocabulary(merged.tensors, arguments, legacy)
+    left = [key for key in _OF_PROCESS if key in first]
+    warnings = [f"left out {', '.join(left)}: of each process its own"] if left else []
+    root = {"model": merged.tensors, **_beside(first, arguments)}
+    grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
+    iteration = _text(first.get("iteration"))
+    names_of = "legacy names" if legacy else "mcore names"
+    return Checkpoint(
+        root, format, folder, globals=tuple(reader.globals),
+        warnings=(*merged.warnings, *warnings, *joiner.copies.said(), *reader.warnings),
+        about=f"Megatron-LM: {grid}, iteration {iteration}, {names_of}",
+        key="model",
+    )  # fmt: skip
+
+
+def _root(reader: Reader, folder: Folder, name: str) -> dict[Node, Node]:
+    inner = folder.sub(name)
+    if FILE not in inner:
+        raise CorruptError(f"{name} has no {FILE}", hint="fetch it from where the rest came from")
+    root = reader.read(FILE, inner).root
+    if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
+        raise FormatError("holds no model of Megatron-LM", where=f"{inner.name}/{FILE}")
+    return root
+
+
+def arguments_of(root: Mapping[Node, Node]) -> Arguments:
+    """The arguments in a file, a Namespace or a dict."""
+    version = root.get("checkpoint_version")
+    number = float(version) if isinstance(version, (int, float)) else 0.0
+    return Arguments(attributes(root.get("args")), number)
+
+
+def _check_arguments(roots: Mapping[str, Mapping[Node, Node]], sizes: Mapping[str, int]) -> None:
+    """Raise CorruptError where two files are of different grids or iterations."""
+    name, first = next(iter(roots.items()))
+    for other, root in roots.items():
+        if arguments_of(root).sizes != sizes:
+            raise CorruptError(
+                f"{other} is of {arguments_of(root).sizes}, {name} of {dict(sizes)}",
+                hint="the files are of two runs: move those of one away",
+            )
+        for key in ("iteration", "checkpoint_version"):
+            if repr(root.get(key)) != repr(first.get(key)):
+                raise CorruptError(
+                    f"{key} is {_text(root.get(key))} in {other}, {_text(first.get(key))} in {name}",
+                    hint="the files are of two saves",
+                )
+
+
+def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> Iterator[Part]:
+    """The parts in one file: one for each virtual stage."""
+    found = _FOLDER.fullmatch(name)
+    assert found is not None
+    numbers = [int(number) for number in found.groups() if number is not None]
+    axes = [TP, *(axis for axis in (PP, EP) if sizes[axis] > 1)]
+    if len(numbers) != len(axes):
+        said = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
+        raise CorruptError(f"{name} does not name a part of {said}", hint="the folder was renamed")
+    at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
+    for key, node in root.items():
+        number = _MODEL.fullmatch(str(key))
+        if number and isinstance(node, dict):
+            entries = dict(flattened(node))
+            yield Part(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, entries)
+
+
+def table(arguments: Arguments, *, legacy: bool) -> Table:
+    """The rules for what the arguments say."""
+    gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
+    experts = arguments.number("num_experts")
+    apart = arguments.number("expert_tensor_parallel_size")
+    if experts and apart and apart != arguments.sizes[TP]:
+        raise UnsupportedError(
+            f"its experts are cut for {apart} ranks, its other tensors for {arguments.sizes[TP]}",
+            hint="save it with expert_tensor_parallel_size equal to tensor_model_parallel_size",
+        )
+    layers = Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
+    if legacy:
+        return Table(
+            tuple(_legacy_rules(arguments, gated)),
+            (layers,),
+            (
+                ("word_embeddings_for_head.weight", LEGACY + WORD),
+                ("word_embeddings.weight", LEGACY + WORD),
+            ),
+        )
+    tied = not arguments.flag("untie_embeddings_and_output_weights")
+    return Table(
+        tuple(_rules(gated)),
+        (layers, Offset(_EXPERTS, (EP,), experts, "experts")),
+        (("output_layer.weight", WORD),) if tied else (),
+    )
+
+
+def _rules(gated: int) -> Iterator[Rule]:
+    """Of mcore, with its own layers and with those of Transformer Engine."""
+    yield rule(r".*\._extra_state.*", Drop("state of Transformer Engine, of one process"))
+    yield rule(r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", Same())
+    yield rule(r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", Same())
+    yield rule(
+        r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", Same()
+    )
+    yield rule(
+        r".*\.experts\.weight[12]",
+        Refuse(
+            "experts in one tensor (GroupedMLP without Transformer Engine) are not put together"
+        ),
+    )
+    yield rule(r".*\.mixer\..*", Refuse("layers of Mamba are not put together"))
+    yield rule(r".*\.(linear_proj|linear_fc2)\.bias[0-9]*", Same())
+    yield rule(r".*\.(linear_proj|linear_fc2)\.weight[0-9]*", Cut(1))
+    yield rule(r".*\.linear_fc1\.(weight|bias)[0-9]*", Cut(0, gated))
+    yield rule(
+        r".*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)", Cut(0)
+    )
+    yield rule(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)", Same())
+    yield rule(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", Cut(0))
+
+
+def _legacy_rules(arguments: Arguments, gated: int) -> Iterator[Rule]:
+    """Of the model classes before mcore."""
+    fused = _fused(arguments)
+    yield rule(r".*\._extra_state.*", Drop("state of one process"))
+    yield rule(r".*(layernorm|norm)\.(weight|bias)", Same())
+    yield rule(r".*\.(position|tokentype)_embeddings\.weight|.*\.inv_freq", Same())
+    yield rule(r".*attention\.query_key_value\.(weight|bias)", fused)
+    yield rule(r".*attention\.(query|key_value)\.(weight|bias)", Cut(0))
+    yield rule(r".*attention\.dense\.weight|.*\.mlp\.dense_4h_to_h\.weight", Cut(1))
+    yield rule(r".*attention\.dense\.bias|.*\.mlp\.dense_4h_to_h\.bias", Same())
+    yield rule(r".*\.mlp\.dense_h_to_4h\.(weight|bias)", Cut(0, gated))
+    yield rule(
+        r".*word_embeddings\.weight|.*word_embeddings_for_head\.weight|.*output_layer\.weight",
+        Cut(0),
+    )
+
+
+def _fused(arguments: Arguments) -> Verb:
+    """How query, key and value of the heads of one rank follow each other, by the version of the
+    file."""
+    if arguments.version >= 2:
+        return Cut(0)
+    head = arguments.head
+    if head is None:
+        raise UnsupportedError(
+            f"is of checkpoint_version {arguments.version:g}, and its arguments do not say how wide a head is"
+        )
+    return Heads("hd3" if arguments.version >= 1 else "3hd", head)
+
+
+def _check_vocabulary(tensors: Mapping[Node, Node], arguments: Arguments, legacy: bool) -> None:
+    """Raise CorruptError where the embedding has other rows than the arguments say."""
+    held = as_tensor(tensors.get(LEGACY + WORD if legacy else WORD))
+    said = arguments.number("padded_vocab_size")
+    if held is not None and said and held.shape[0] != said:
+        raise CorruptError(f"its embedding has {held.shape[0]:,} rows, its arguments say {said:,}")
+
+
+def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
+    """What else the first rank saved. Its arguments, as a plain dict, are those of the whole
+    model."""
+    kept = {
+        key: node
+        for key, node in root.items()
+        if key not in (*_OF_PROCESS, "args") and not _MODEL.fullmatch(str(key))
+    }
+    whole = {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+    }
+    said = {key: value for key, value in arguments.said.items() if _is_plain(value)}
+    said = {
+        key: 1 if key in whole else value
+        for key, value in said.items()
+        if key != "model_parallel_size"
+    }
+    for key in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"):
+        said.update({key: None} if key in said else {})
+    version = max(arguments.version, 3.0)
+    return {
+        **kept,
+        "args": {**dict.fromkeys(sorted(whole), 1), **said},
+        "checkpoint_version": version,
+    }
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a value can be kept without the code of Megatron-LM."""
+    if isinstance(node, Global):
+        return node.module == "torch"
+    if isinstance(node, (list, tuple)):
+        return all(map(_is_plain, node))
+    return not isinstance(node, (Object, dict, Tensor, TypedStorage))
+
+
+def _text(node: Node) -> str:
+    return str(node) if isinstance(node, (int, float, str)) else "not there"

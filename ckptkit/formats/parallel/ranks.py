@@ -1,0 +1,278 @@
+"""Files of ranks: FSDP, FSDP with tensor parallelism, tensor parallelism with DTensor; verl,
+accelerate, hand-made.
+
+    model_world_size_<W>_rank_<R>.pt      verl; beside it optim_..., extra_state_..., fsdp_config.json, huggingface/
+    pytorch_model_fsdp_<i>_rank<R>.bin    accelerate; beside it optimizer_<i>_rank<R>.bin
+    <anything>_<R>.pt                     others
+
+The content says what a file is: which rank wrote it and which box of each tensor it holds stand in
+the pickles of DTensor and ShardedTensor. Names are a check. The whole is one tree of what the ranks
+saved:
+
+    one group of files                    what it holds
+    several                               {"model": ..., "optimizer": ..., "extra_state": that of the first rank}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
+from ckptkit.core.limits import check
+from ckptkit.core.piece_forms import CLASSES, piece_of, pieces_in
+from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
+from ckptkit.core.tree import Node, join
+from ckptkit.core.weights import is_optimizer
+from ckptkit.formats.deepspeed.states import Reader, reader_of
+from ckptkit.formats.format import Probe
+from ckptkit.formats.parallel import flat
+from ckptkit.formats.parallel.copies import Copies
+from ckptkit.formats.parallel.files import Group, groups
+from ckptkit.formats.parallel.joining import Joiner
+from ckptkit.formats.parallel.trees import Merger, Ranked
+
+TITLE = "FSDP rank files"
+MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
+_TRIED = 16  # groups that are opened to see what they are
+_SHOWN = 4  # names in a message
+
+
+Known = dict[int, Piece]  # by the id of their nodes, which live as long as the reading
+
+
+class Kind(NamedTuple):
+    """What the files of a group are, by the first of them: model, optimizer, rest, or "" for none
+    of them."""
+
+    group: Group
+    role: str
+    pieces: bool  # whether it holds any
+
+
+def matches(probe: Probe) -> bool:
+    """Whether some files of the folder hold pieces of tensors."""
+    found = groups(probe.names)
+    if not found:
+        return False
+    reader = reader_of(probe)
+    return any(_matches(reader, group) for group in islice(found, _TRIED))
+
+
+def _matches(reader: Reader, group: Group) -> bool:
+    try:
+        checkpoint = reader.read(group.first)
+    except CkptkitError:
+        return group.world is not None  # which its own reader says better
+    return any(each.name in CLASSES for each in checkpoint.globals)
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """The whole of what the ranks saved. Reads the headers of every file.
+
+    Raises AmbiguousError for files of two worlds, CorruptError for a missing or renamed rank and
+    for files of two saves, UnsupportedError for what the files cannot tell.
+    """
+    return _Reading(probe, format).read()
+
+
+class _Reading:
+    def __init__(self, probe: Probe, format: str) -> None:
+        self.folder: Folder = probe.folder
+        self.names = probe.names
+        self.format = format
+        self.reader = reader_of(probe)
+        self.joiner = Joiner(Copies(probe.asked.copies))
+        self.warnings: list[str] = []
+        self.known: Known = {}
+
+    def read(self) -> Checkpoint:
+        kinds = [self._kind(group) for group in groups(self.names)]
+        model = self._only(kinds, MODEL)
+        optimizer = self._only(kinds, OPTIMIZER)
+        chosen = model or optimizer
+        assert chosen is not None  # one of them matched
+        ranked = self._ranked(chosen.group)
+        world = _check_ranks(chosen.group, ranked, self.known)
+        root = self._merged(chosen.group, ranked, world)
+        beside = [each for each in kinds if each.role == REST and each.group.certain]
+        if optimizer is not None and optimizer is not chosen:
+            root = {MODEL: root, **self._optimizer(optimizer, ranked, world)}
+        if beside and model is not None:
+            root = root if optimizer is not None else {MODEL: root}
+            root = {**root, **self._rest(beside)}
+        self._note_unread(kinds)
+        return Checkpoint(
+            root, self.format, self.folder, globals=tuple(self.reader.globals),
+            warnings=(*self.warnings, *self.joiner.copies.said(), *self.reader.warnings),
+            about=f"{TITLE}: {_title(ranked, world, self.known)}",
+        )  # fmt: skip
+
+    def _kind(self, group: Group) -> Kind:
+        root = self.reader.read(group.first).root
+        pieces = next(pieces_in(root), None) is not None
+        if is_optimizer(root):
+            return Kind(group, OPTIMIZER if pieces or group.certain else "", pieces)
+        return Kind(group, MODEL if pieces else REST, pieces)
+
+    def _only(self, kinds: Sequence[Kind], role: str) -> Kind | None:
+        """The one group of a role. Raises AmbiguousError where there are several."""
+        found = [each for each in kinds if each.role == role]
+        if len(found) > 1:
+            names = [each.group.first for each in found]
+            worlds = {each.group.world for each in found}
+            what = "saves of different numbers of ranks" if len(worlds) > 1 else "models"
+            raise AmbiguousError(
+                f"holds the rank files of {len(found)} {what}: {listed(names)}",
+                hint="move the files of all but one into folders of their own",
+            )
+        return found[0] if found else None
+
+    def _ranked(self, group: Group) -> list[Ranked]:
+        """The files in order of the ranks that wrote them, which are those that their names say."""
+        found = []
+        for number, name in group.files.items():
+            root = self.reader.read(name).root
+            said = {piece.rank for piece in _pieces(root, self.known)} - {None}
+            if len(said) > 1:
+                raise CorruptError(
+                    f"holds pieces of several ranks: {sorted(map(str, said))}", where=name
+                )
+            rank = number if not said else int(str(said.pop()))
+            by_name = group.certain or list(group.files) == list(range(len(group.files)))
+            if rank != number and by_name:
+                raise CorruptError(
+                    f"{name} was written by rank {rank:,}: files were renamed, or are of several saves",
+                    hint="give each file the number of the rank that wrote it, or fetch them again",
+                )
+            found.append(Ranked(rank, name, root))
+        return sorted(found, key=lambda each: each.rank)
+
+    def _merged(self, group: Group, ranked: list[Ranked], world: World) -> Node:
+        missing = [rank for rank in world.ranks if rank not in {each.rank for each in ranked}]
+        if not missing:
+            return Merger(ranked, self.joiner, self.known).merged()
+        names = [group.name(rank) for rank in missing]
+        try:
+            root = Merger(ranked, self.joiner, self.known).merged()
+        except CorruptError as error:
+            raise _missing(missing, names, world) from error
+        self.warnings.append(
+            f"{listed(names)} missing: what they hold is in copies that other ranks hold"
+        )
+        return root
+
+    def _optimizer(self, kind: Kind, model: list[Ranked], world: World) -> dict[str, Node]:
+        """The optimizer's state, whole; nothing and a warning where the files do not say how it was
+        cut."""
+        ranked = self._ranked(kind.group)
+        if kind.pieces:
+            _check_ranks(kind.group, ranked, self.known)
+            return {OPTIMIZER: self._merged(kind.group, ranked, world)}
+        if {each.rank for each in ranked} != {each.rank for each in model}:
+            raise CorruptError(
+                f"{listed(list(kind.group.files.values()))} are not of the ranks of the model"
+            )
+        try:
+            return {OPTIMIZER: flat.merged(ranked, model, self.joiner)}
+        except flat.UnknownError as error:
+            self.warnings.append(f"the optimizer is left out: {error}")
+            return {}
+
+    def _rest(self, kinds: Sequence[Kind]) -> dict[str, Node]:
+        made: dict[str, Node] = {}
+        for kind in kinds:
+            key = (
+                REST
+                if REST in kind.group.pattern
+                else kind.group.pattern.partition("\0")[0].strip("_-.")
+            )
+            made[key] = self.reader.read(kind.group.first).root
+            if len(kind.group.files) > 1:
+                self.warnings.append(f"{key} is of each rank its own: that of the first is taken")
+        return made
+
+    def _note_unread(self, kinds: Sequence[Kind]) -> None:
+        from ckptkit.formats.folder import unread  # which knows other folders
+
+        ours = {name for each in kinds for name in each.group.files.values()}
+        used = {name for each in kinds if each.role for name in each.group.files.values()}
+        self.warnings += unread(self.names, used | ours)
+
+
+class World(NamedTuple):
+    """The ranks that hold the tensors together, and how many the job had."""
+
+    ranks: tuple[int, ...]
+    size: int
+
+
+def _pieces(root: Node, known: Known) -> Iterator[Piece]:
+    meshes: dict[int, Mesh] = {}
+    for path, node in pieces_in(root):
+        if id(node) in known:
+            yield known[id(node)]
+            continue
+        try:
+            piece = piece_of(node, meshes)
+        except CkptkitError as error:
+            error.message = f"{join(path)[:80]!r}: {error.message}"
+            raise
+        if piece is not None:
+            known[id(node)] = piece
+            yield piece
+
+
+def _check_ranks(group: Group, ranked: Sequence[Ranked], known: Known) -> World:
+    """The ranks that the pieces name. Raises CorruptError for files of other ranks."""
+    every: set[int] = set()
+    count = 0
+    for each in ranked:
+        for piece in _pieces(each.root, known):
+            every.update(piece.ranks)
+            count = max(count, piece.world, len(every))
+    if group.world is not None and group.world != count:
+        raise CorruptError(
+            f"{group.first} is named as one of {group.world:,} ranks, and its tensors are laid on {count:,}",
+            hint="files were renamed, or are of several saves",
+        )
+    check("ranks", count, "ranks")
+    every.update(range(count) if len(every) < count else ())
+    others = [each.file for each in ranked if each.rank not in every]
+    if others:
+        raise CorruptError(
+            f"is of {count:,} ranks, but there are files of others: {listed(others)}"
+        )
+    return World(tuple(sorted(every)), count)
+
+
+def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> CorruptError:
+    some = ", ".join(f"{rank:,}" for rank in missing[:_SHOWN]) + (
+        ", ..." if len(missing) > _SHOWN else ""
+    )
+    what = "rank" if len(missing) == 1 else "ranks"
+    are = "is" if len(missing) == 1 else "are"
+    return CorruptError(
+        f"{what} {some} of {world.size:,} {are} missing: there is no {listed(names)}",
+        hint="every process wrote its own file: fetch what is missing from where the rest came from",
+    )
+
+
+def _title(ranked: Sequence[Ranked], world: World, known: Known) -> str:
+    said = []
+    for piece in _pieces(ranked[0].root, known):
+        if isinstance(piece, ShardPiece):
+            said.append("ShardedTensor")
+        elif isinstance(piece, MeshPiece):
+            names = f" ({', '.join(piece.mesh.names)})" if piece.mesh.names else ""
+            said.append(f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}")
+    kinds = list(dict.fromkeys(said))
+    return f"{len(ranked):,} of {world.size:,} ranks; {'; '.join(kinds[:3])}"
+
+
+def listed(names: Collection[str]) -> str:
+    """Some of the names, in order."""
+    return ", ".join(islice(names, _SHOWN)) + (", ..." if len(names) > _SHOWN else "")

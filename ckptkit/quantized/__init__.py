@@ -1,0 +1,75 @@
+"""Quantized checkpoints: which tensors are one weight, and how it follows from them.
+
+In: a Checkpoint. Out: `Quantization`, its groups of tensors, each with a layout for
+:mod:`ckptkit.compute` or a reason why it is not read. A family is one module here; it may look at
+names, dtypes, shapes, small tensors and the files beside the checkpoint, and never at codes. Uses:
+checkpoint, tensor, weights, bridge.
+
+The modules are imported when names of a checkpoint say that something may be quantized.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError
+from ckptkit.quantized import marks
+from ckptkit.quantized.quantization import Quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckptkit.core.dtypes import DType
+    from ckptkit.quantized.group import Family as Family
+    from ckptkit.quantized.group import Group as Group
+
+__all__ = [
+    "Family",
+    "Group",
+    "Quantization",
+    "families",
+    "find",
+    "look_through",
+    "look_through_both",
+]
+
+
+def find(ck: Checkpoint) -> Quantization:
+    """What is quantized in the weights; nothing if it is not clear which these are."""
+    try:
+        weights = ck.selection
+    except AmbiguousError:
+        return Quantization()
+    if weights is None or not marks.concern(weights):
+        return Quantization()
+    from ckptkit.quantized import finding
+
+    return finding.find(ck, weights)
+
+
+def families() -> tuple[Family, ...]:
+    """All families, in the order in which they are asked."""
+    from ckptkit.quantized import finding
+
+    return finding.families()
+
+
+def look_through(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Checkpoint:
+    """The checkpoint with one tensor for each quantized weight that is read."""
+    found = find(ck)
+    if not found:
+        return ck
+    from ckptkit.quantized import logical
+
+    return logical.look_through(ck, found, types or {})
+
+
+def look_through_both(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Both, with quantized weights in the dtype that the other has under their names."""
+    if not find(a) and not find(b):
+        return a, b
+    from ckptkit.quantized import logical
+
+    ours = look_through(a, logical.float_types(b))
+    return ours, look_through(b, logical.float_types(ours))

@@ -1,0 +1,135 @@
+"""Find the groups of a checkpoint: by names and dtypes first, by the configuration second."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.weights import Weights
+from ckptkit.quantized import group as g
+from ckptkit.quantized.group import Family, Group, View
+from ckptkit.quantized.marks import is_marked, is_subclass
+from ckptkit.quantized.quantization import Quantization
+
+# In the order in which they are asked: those with marks of their own before those without.
+MODULES = (
+    "torchao", "comfy", "bitsandbytes", "hqq", "quanto", "others", "gptq", "awq", "mlx", "gpt_oss",
+    "compressed", "modelopt", "fp8_block",
+)  # fmt: skip
+# What serves quantized inference alone and belongs to no weight: last components of names.
+SERVING = frozenset(
+    {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
+)
+_SERVING_FAMILIES = ("ct-", "modelopt", "fbgemm", "nvfp4", "mxfp", "fp8", "comfy")
+_SMALL = 4096  # elements
+_CONFIGURED = ("fp8", "modelopt", "compressed-tensors", "fbgemm_fp8")
+_ELSEWHERE = "it may be in another shard: name the folder or the index"
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """All families, in the order in which they are asked."""
+    found: list[Family] = []
+    for name in MODULES:
+        module = import_module(f"ckptkit.quantized.{name}")
+        found += getattr(module, "FAMILIES", None) or (module.FAMILY,)
+    return tuple(found)
+
+
+def find(ck: Checkpoint, weights: Weights) -> Quantization:
+    """The groups in the weights. Reads tensors of at most 64 KiB, and only where names match."""
+    marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
+    tensors = weights.tensors
+    float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
+    view = View(ck, weights.nodes, tensors)
+    groups = [_measured(group, tensors) for group in _groups(view, marked)]
+    taken = {name for group in groups for name in group.members}
+    groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
+    order = {name: number for number, name in enumerate(weights.nodes)}
+    groups.sort(key=lambda group: min(order[name] for name in group.members))
+    return Quantization(tuple(groups), tuple(_serving(view, groups, tensors)), view)
+
+
+def _measured(group: Group, tensors: Mapping[str, Tensor]) -> Group:
+    stored = sum([tensors[name].nbytes for name in group.members])
+    if len(group.parts) == 1:  # a pickled subclass, perhaps: what it holds has no name
+        stored = max(stored, sum([each.nbytes for each in group.inputs]))
+    group.nbytes = stored
+    return group
+
+
+def _groups(view: View, marked: list[str]) -> Iterator[Group]:
+    from ckptkit.quantized.others import METHODS
+
+    taken: set[str] = set()
+    by_last: dict[str, list[str]] = defaultdict(list)
+    for name in marked:
+        by_last[name[name.rfind(".") + 1 :]].append(name)
+    for family in families():
+        subclasses = (
+            (name for name in marked if is_subclass(view.nodes[name])) if family.subclasses else ()
+        )
+        for name in (*_of_family(family, by_last), *subclasses):
+            if name in taken:
+                continue
+            group = family.recognize(view, name)
+            if group is None or not taken.isdisjoint(group.members):
+                continue
+            taken.update(group.members)
+            unread = METHODS.get(view.method)
+            if unread is not None:
+                group = g.refused(replace(group, family=unread), f"{unread} is not read")
+            yield group
+
+
+def _of_family(family: Family, by_last: Mapping[str, list[str]]) -> Iterator[str]:
+    for last, names in by_last.items():
+        if last in family.marks or (family.endings and last.endswith(family.endings)):
+            yield from names
+
+
+def _incomplete(
+    view: View, float8: list[str], taken: set[str], marked: list[str]
+) -> Iterator[Group]:
+    """Codes without the scales that the configuration promises, and scales without codes."""
+    if view.method not in _CONFIGURED:
+        float8 = []
+    for name in float8:
+        tensor = view.tensors[name]
+        group = Group(_family(view), "fp8", name, tensor.shape, (name,), nbytes=tensor.nbytes)
+        yield g.refused(
+            group, "its scale is missing, though the configuration says that it has one", _ELSEWHERE
+        )
+    for name in marked:
+        for ending in ("_scale_inv", ".weight_scale"):
+            weight = name.removesuffix(ending) + (".weight" if ending == ".weight_scale" else "")
+            certain = ending == "_scale_inv" or view.method in _CONFIGURED
+            if (
+                name.endswith(ending)
+                and name not in taken
+                and weight not in view.tensors
+                and certain
+            ):
+                group = Group(
+                    _family(view), "fp8", weight, (), (name,), nbytes=view.tensors[name].nbytes
+                )
+                yield g.refused(group, "its scale is here, and the weight is not", _ELSEWHERE)
+
+
+def _family(view: View) -> str:
+    return view.method if view.method not in ("", "fp8") else "fp8-block"
+
+
+def _serving(view: View, groups: list[Group], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    if not any(group.family.startswith(_SERVING_FAMILIES) for group in groups):
+        return
+    taken = {name for group in groups for name in group.members}
+    for name, tensor in tensors.items():
+        last = name[name.rfind(".") + 1 :]
+        if last in SERVING and name not in taken and tensor.numel <= _SMALL:
+            yield name

@@ -1,0 +1,38 @@
+"""The names that quantized weights are known by: whether a checkpoint need be looked at."""
+
+from __future__ import annotations
+
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.tree import Node, Object
+from ckptkit.core.weights import Weights
+
+# The marks of all families, so that none is imported without need (a test compares them).
+MARKS = frozenset({
+    "SCB", "W_q", "_data", "bitmask", "bitsandbytes__fp4", "bitsandbytes__nf4", "blocks",
+    "codebooks", "comfy_quant", "dense_weights", "down_proj_scale", "forward_hadamard_matrix",
+    "gate_up_proj_scale", "indices", "meta", "q_weight", "qscale_weight", "qweight", "s",
+    "s_channel", "scale", "scale_weight", "scales", "tables2",
+    "theta", "trellis", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scales",
+})  # fmt: skip
+ENDINGS = ("_blocks", "_qdata", "_scale_inv")
+
+
+def is_marked(name: str) -> bool:
+    """Whether the name of a tensor is one that a family knows its weights by."""
+    last = name[name.rfind(".") + 1 :]
+    return last in MARKS or last.endswith(ENDINGS)
+
+
+def is_subclass(node: Node) -> bool:
+    """Whether a node is a pickled subclass of torch's tensors."""
+    return node.__class__ is Object and node.tensor is not None and node.tensor.layout == "subclass"
+
+
+def concern(weights: Weights) -> bool:
+    """Whether some of the weights may be quantized: their names say so, or they are of 8 bits."""
+    for name, node in weights.nodes.items():
+        if node.__class__ is Tensor and node.dtype.kind == "float" and node.dtype.bits == 8:
+            return True
+        if is_marked(name) or is_subclass(node):
+            return True
+    return False

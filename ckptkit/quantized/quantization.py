@@ -1,0 +1,49 @@
+"""What is quantized in a checkpoint: its groups of tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptkit.quantized.group import Group, View
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The groups of a checkpoint in order, and the names of what serves none of them alone."""
+
+    groups: tuple[Group, ...] = ()
+    serving: tuple[str, ...] = ()
+    view: View | None = field(default=None, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    @cached_property
+    def by_member(self) -> dict[str, Group]:
+        """Name of a tensor -> the group that it belongs to."""
+        return {name: group for group in self.groups for name in group.members}
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """How many weights there are of each kind."""
+        counts: dict[str, int] = defaultdict(int)
+        for group in self.groups:
+            counts[group.label] += 1
+        return dict(counts)
+
+    @property
+    def unread(self) -> tuple[Group, ...]:
+        """Those that cannot be dequantized."""
+        return tuple(group for group in self.groups if group.layout is None)
+
+    def touching(self, names: Iterable[str]) -> Iterator[Group]:
+        """The groups that some names belong to, each once."""
+        seen = {
+            id(group): group for name in names if (group := self.by_member.get(name)) is not None
+        }
+        yield from seen.values()

@@ -1,0 +1,238 @@
+"""torchao: a weight is several tensors, which the header of the file describes, type by type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.compute.blocks import TARGET, Grid, Numbers
+from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.tree import Global, Object
+from ckptkit.quantized import group as g
+from ckptkit.quantized.group import Family, Group, View
+
+Data = dict[str, Any]
+Inner = dict[str, Tensor]
+
+
+def recognize_any(view: View, mark: str) -> Group | None:
+    """A weight in a file with a header, or a pickled one."""
+    node = view.nodes[mark]
+    return (
+        recognize_pickled(view, mark, node) if isinstance(node, Object) else recognize(view, mark)
+    )
+
+
+def recognize_pickled(view: View, name: str, node: Object) -> Group | None:
+    """A subclass of torchao's: (rebuild, class, how it was made, attributes)."""
+    args, tensor = node.args, node.tensor
+    if (
+        not isinstance(args, tuple)
+        or len(args) != 4
+        or tensor is None
+        or not isinstance(args[1], Global)
+    ):
+        return None
+    kind, attributes = args[1], args[3]
+    if not kind.module.startswith("torchao.") or not isinstance(attributes, dict):
+        return None
+    inner = {
+        key: each
+        for key, each in attributes.items()
+        if isinstance(key, str) and isinstance(each, Tensor)
+    }
+    data = {
+        key: each for key, each in attributes.items() if isinstance(key, str) and key not in inner
+    }
+    group = Group(
+        "torchao", "torchao", name, tensor.shape, (name,), own=g.dtype_named(tensor.dtype.name)
+    )
+    made = described(group, kind.name.rpartition(".")[2], data, inner)
+    if made.layout is not None and made.shape != tensor.shape:
+        return g.refused(
+            made, f"its parts make {g.shown(made.shape)}, and it says {g.shown(tensor.shape)}"
+        )
+    return made
+
+
+def recognize(view: View, mark: str) -> Group | None:
+    """The weight whose codes are called `mark`: ``fc._weight_qdata`` for ``fc.weight``."""
+    head, _, last = mark.rpartition("._")
+    name = (
+        f"{head}.{last.removesuffix('_qdata')}"
+        if head
+        else mark.removeprefix("_").removesuffix("_qdata")
+    )
+    said = g.parsed(view.metadata.get(name, "").encode())
+    names, data = said.get("_tensor_data_names"), said.get("_data")
+    if not isinstance(names, list) or not isinstance(data, dict):
+        return None
+    prefix = mark.removesuffix("qdata")
+    inner = {
+        str(each): view.tensors[f"{prefix}{each}"]
+        for each in names
+        if f"{prefix}{each}" in view.tensors
+    }
+    parts = (mark, *(f"{prefix}{each}" for each in inner if each != "qdata"))
+    group = Group("torchao", "torchao", name, view.tensors[mark].shape, parts)
+    if len(inner) != len(names):
+        return g.refused(group, "some of its tensors are missing", "they may be in another shard")
+    return described(group, str(said.get("_type")), data, inner)
+
+
+def described(group: Group, kind: str, data: Data, inner: Inner) -> Group:
+    """The group, from the type of torchao's tensor, its attributes and the tensors in it."""
+    codes, scale = inner.get("qdata"), inner.get("scale")
+    group = replace(group, label=f"torchao {kind}")
+    if any(
+        "pre_scale" in each
+        for each in (*inner, *(key for key, value in data.items() if value is not None))
+    ):
+        return g.refused(
+            group,
+            "act_pre_scale changes what goes into the layer: the weight alone is not the model's",
+        )
+    if kind not in _READERS or codes is None or scale is None:
+        return g.refused(
+            group, f"{kind} has a layout of its own, made for a kernel", "torchao reads it"
+        )
+    made = _READERS[kind](group, data, codes, scale, inner)
+    own = g.dtype_named(_dtype(data.get("dtype") or data.get("orig_dtype")))
+    return (
+        g.ready(made, made.label, made.layout, *made.inputs, own=own)
+        if made.layout is not None
+        else made
+    )
+
+
+def _dtype(said: Any) -> str:
+    """The name of a dtype as JSON has it, or a pickle."""
+    return str(said.get("_data") if isinstance(said, dict) else said).removeprefix("torch.")
+
+
+def _grid(shape: Shape, block: Any, scale: Tensor) -> Grid | None:
+    """The grid of blocks of a size that is given for each dimension."""
+    if not isinstance(block, (list, tuple)) or len(block) != len(shape) or len(shape) != 2:
+        return None
+    if not all(type(n) is int and n > 0 for n in block):
+        return None
+    height, width = (min(n, size) if size else n for n, size in zip(block, shape, strict=True))
+    grid = g.grid_of(shape, height, width)
+    return grid if scale.numel == grid.rows * grid.columns else None
+
+
+def _unfit(group: Group, scale: Tensor) -> Group:
+    return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit its blocks")
+
+
+def _float8(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+    grid = _grid(codes.shape, data.get("block_size"), scale)
+    if grid is None or codes.dtype.name not in g.FLOAT8 or not g.is_scale(scale):
+        return _unfit(group, scale)
+    layout = g.flat(codes.shape, 8, (Numbers(1, scale.dtype.name, grid),), table=codes.dtype.name)
+    return g.ready(group, f"fp8 {_size(grid)}", layout, codes, scale)
+
+
+def _integers(
+    group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner, dtype: str
+) -> Group:
+    grid, zero = _grid(codes.shape, data.get("block_size"), scale), inner.get("zero_point")
+    if grid is None or codes.dtype.name != "int8" or not g.is_scale(scale):
+        return _unfit(group, scale)
+    point = None
+    if zero is not None:
+        if zero.numel != scale.numel or zero.dtype.name not in ("int8", "int16", "int32", "uint8"):
+            return g.refused(group, f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit")
+        point = Numbers(2, zero.dtype.name, grid)
+    product = scale.dtype.name if dtype == "scale" else TARGET
+    layout = g.flat(
+        codes.shape, 8, (Numbers(1, scale.dtype.name, grid),), signed=True, zero=point,
+        scale_dtype=product, product_dtype=product,
+    )  # fmt: skip
+    return g.ready(
+        group, f"{dtype_word(data)} {_size(grid)}", layout, codes, scale, *([zero] if zero else [])
+    )
+
+
+def dtype_word(data: Data) -> str:
+    """``int4`` of a tensor that holds integers of 4 bits in bytes."""
+    name = _dtype(data.get("target_dtype") or "int8")
+    return name if name.startswith(("int", "uint")) else "int8"
+
+
+def _int8(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+    return _integers(group, data, codes, scale, inner, TARGET)
+
+
+def _intx(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+    return _integers(group, data, codes, scale, inner, "scale")
+
+
+def _mx(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+    is_fp4 = codes.dtype.name in ("uint8", "float4_e2m1fn_x2")
+    shape = g.doubled(codes.shape) if is_fp4 else codes.shape
+    numbers = _scales(data, shape, scale, "float8_e8m0fnu")
+    if numbers is None or not (is_fp4 or codes.dtype.name in g.FLOAT8):
+        return _unfit(group, scale)
+    table = "e2m1" if is_fp4 else codes.dtype.name
+    layout = g.flat(
+        shape, 4 if is_fp4 else 8, (numbers,), table=table, scale_dtype=TARGET, product_dtype=TARGET
+    )
+    group = replace(group, shape=shape)
+    return g.ready(group, f"mxfp{4 if is_fp4 else 8} 1x{numbers.grid.width}", layout, codes, scale)
+
+
+def _nvfp4(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+    shape = g.doubled(codes.shape)
+    group = replace(group, shape=shape)
+    numbers, second = _scales(data, shape, scale, "float8_e4m3fn"), inner.get("per_tensor_scale")
+    level = None if second is None else g.single(2, second, shape)
+    if (
+        numbers is None
+        or codes.dtype.name not in ("uint8", "float4_e2m1fn_x2")
+        or (second and level is None)
+    ):
+        return _unfit(group, scale)
+    scales, inputs = (
+        ((numbers, level), [second])
+        if second is not None and level is not None
+        else ((numbers,), [])
+    )
+    layout = g.flat(shape, 4, scales, table="e2m1")
+    return g.ready(group, f"nvfp4 1x{numbers.grid.width}", layout, codes, scale, *inputs)
+
+
+def _scales(data: Data, shape: Shape, scale: Tensor, dtype: str) -> Numbers | None:
+    """Scales of one byte for each so many columns, perhaps in tiles."""
+    size = data.get("block_size")
+    if type(size) is not int or size <= 0 or len(shape) < 2 or shape[-1] % size:
+        return None
+    if scale.dtype.name not in (dtype, "uint8"):
+        return None
+    tiled = bool(data.get("is_swizzled_scales"))
+    grid = g.grid_of(shape, 1, size, "tiles" if tiled else "rows")
+    batches = g.matrix(shape)[0]
+    count = (
+        -(-grid.rows // 128) * 128 * (-(-grid.columns // 4) * 4)
+        if tiled
+        else batches * grid.rows * grid.columns
+    )
+    return Numbers(1, dtype, grid) if scale.numel == count and (batches == 1 or not tiled) else None
+
+
+def _size(grid: Grid) -> str:
+    return f"{grid.height}x{grid.width}"
+
+
+_READERS: dict[str, Callable[[Group, Data, Tensor, Tensor, Inner], Group]] = {
+    "Float8Tensor": _float8,
+    "Int8Tensor": _int8,
+    "IntxUnpackedToInt8Tensor": _intx,
+    "MXTensor": _mx,
+    "NVFP4Tensor": _nvfp4,
+}
+FAMILY = Family(
+    "torchao", "torchao Float8, Int8, Intx, MX, NVFP4; pickled ones too", recognize_any,
+    endings=("_qdata",), subclasses=True, oracle="torchao 0.18.0",
+)  # fmt: skip

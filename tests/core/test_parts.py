@@ -1,0 +1,277 @@
+"""One file of many: known as a part by every command, and never taken for the whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.api import convert
+from ckptkit.core.errors import CorruptError, UnsupportedError
+from ckptkit.formats.format import Asked, WriteOptions
+from ckptkit.transforms.combine import average, merge
+from tests.conftest import Run
+from tests.formats.parallel import making
+from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard
+from tests.formats.parallel.trees import assert_same, flat
+
+WHOLE = torch.arange(14.0).reshape(7, 2)
+
+
+def ranks(
+    folder: Path,
+    *,
+    names: str = "rank{}.pt",
+    buffers: tuple[float, float] = (1.0, 1.0),
+    **more: Any,
+) -> Path:
+    """Two rank files of a tensor of 7 rows, and a buffer of each."""
+    folder.mkdir(exist_ok=True)
+    mesh = torch.tensor([0, 1])
+    for rank, (start, stop) in enumerate(((0, 4), (4, 7))):
+        held = dtensor(
+            WHOLE, WHOLE[start:stop], mesh_of_tensor(mesh, _coordinate_on_dim=[rank]), (shard(0),)
+        )
+        save({"w": held, "b": torch.tensor([buffers[rank]]), **more}, folder / names.format(rank))
+    return folder
+
+
+def fsdp(folder: Path) -> Path:
+    return ranks(folder) / "rank0.pt"
+
+
+def megatron(folder: Path) -> Path:
+    making.megatron(folder, making.mcore(1), [[[0]]], tp=2)
+    return folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+
+
+def llama(folder: Path) -> Path:
+    return making.release(folder, making.llama(1, version=3), 2, version=3) / "consolidated.01.pth"
+
+
+def neox(folder: Path) -> Path:
+    return (
+        making.neox(folder, 2, residual=True)[0]
+        / "global_step5"
+        / "layer_02-model_01-model_states.pt"
+    )
+
+
+def fairscale(folder: Path) -> Path:
+    return making.fairscale(folder, 2, 2)[0] / "checkpoint_last-model_part-1-shard0.pt"
+
+
+def deepspeed(folder: Path) -> Path:
+    folder.mkdir()
+    state = {"module": {"a": torch.ones(2)}, "mp_world_size": 2}
+    torch.save(state, folder / "mp_rank_00_model_states.pt")
+    return folder / "mp_rank_00_model_states.pt"
+
+
+PARTS = {
+    fsdp: "rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor",
+    megatron: "part TP 0 of 2 of a Megatron-LM checkpoint",
+    llama: "part 1 of 2 of a Llama release",
+    neox: "layer 2, tensor rank 1, of a DeepSpeed pipeline",
+    fairscale: "shard 0 of a fairscale checkpoint",
+    deepspeed: "tensor rank 0 of 2 of a DeepSpeed checkpoint",
+}
+
+
+@pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
+def test_a_part_is_known_and_not_converted(make: Any, tmp_path: Path) -> None:
+    path = make(tmp_path / "x")
+    part = ckptkit.open(path).part
+    assert part is not None and str(part) == PARTS[make]
+    for name in ("out.safetensors", "out.pth"):
+        with pytest.raises(UnsupportedError, match="take it for the whole") as caught:
+            convert(path, tmp_path / name, keep_format=False)
+        assert str(part.folder) in str(caught.value.hint)
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
+def test_the_part_alone_is_for_those_who_mean_it(make: Any, tmp_path: Path) -> None:
+    done = convert(make(tmp_path / "x"), tmp_path / "out.pth", keep_format=False, part_only=True)
+    assert any("no whole checkpoint" in each for each in done.warnings)
+    assert dict(flat(torch.load(tmp_path / "out.pth", weights_only=make not in (megatron,))))
+
+
+def test_the_part_alone_has_its_own_rows(tmp_path: Path) -> None:
+    convert(fsdp(tmp_path / "x"), tmp_path / "out.safetensors", part_only=True)
+    assert_same(ckptkit.load(tmp_path / "out.safetensors"), {"w": WHOLE[:4], "b": torch.ones(1)})
+
+
+@pytest.mark.parametrize("make", PARTS, ids=lambda make: make.__name__)
+def test_combinations_and_entries_refuse_parts(make: Any, tmp_path: Path) -> None:
+    checkpoint = ckptkit.open(make(tmp_path / "x"))
+    for attempt in (
+        lambda: average([checkpoint, checkpoint]),
+        lambda: merge([checkpoint, checkpoint], last_wins=True),
+        lambda: ckptkit.save(checkpoint, tmp_path / "y.safetensors"),
+        lambda: ckptkit.save(checkpoint, tmp_path / "y.pth", options=WriteOptions(objects="drop")),
+    ):
+        with pytest.raises(UnsupportedError, match="take it for the whole"):
+            attempt()
+
+
+def test_edits_that_lose_nothing_are_allowed(tmp_path: Path) -> None:
+    """strip-module of a rank file keeps its pieces: the folder still makes the whole."""
+    folder = ranks(tmp_path / "x")
+    (tmp_path / "y").mkdir()
+    for rank in range(2):
+        convert(
+            folder / f"rank{rank}.pt",
+            tmp_path / "y" / f"rank{rank}.pt",
+            lambda ck: ckptkit.add_prefix(ck, "m."),
+        )
+    assert_same(ckptkit.load(tmp_path / "y"), {"m.w": WHOLE, "m.b": torch.ones(1)})
+
+
+def test_the_commands_name_the_folder(run: Run, tmp_path: Path) -> None:
+    path = fsdp(tmp_path / "x")
+    shown = run("inspect", path)
+    assert (
+        "this is rank 0 of 2 of an FSDP checkpoint: rows 0 to 3 of 7 of each tensor" in shown.stdout
+    )
+    assert "[7, 2]" in shown.stdout and "here [4, 2]: rows 0 to 3 of 7" in shown.stdout
+    found = run("doctor", path)
+    assert f"ckptkit convert {tmp_path / 'x'} whole.safetensors" in found.stdout and found.code == 1
+    for words in (
+        ("convert", path),
+        ("strip-module", "--objects", "drop", path),
+        ("average", path, path),
+    ):
+        done = run(*words, tmp_path / "out.pth")
+        assert done.code == 3 and f"ckptkit convert {tmp_path / 'x'}" in done.stderr
+    fixed = run("doctor", path, "--fix", tmp_path / "out.pth")
+    assert fixed.code == 3 and not (tmp_path / "out.pth").exists()
+    assert run("convert", tmp_path / "x", tmp_path / "out.safetensors").code == 0
+    assert "2 of 2 ranks" in run("inspect", tmp_path / "x").stdout
+
+
+def test_what_was_written_is_what_is_counted(run: Run, tmp_path: Path) -> None:
+    state = {
+        "model": {"a": torch.ones(1), "b": torch.ones(2)},
+        "more": [torch.ones(3), torch.ones(4)],
+    }
+    torch.save(state, tmp_path / "a.pth")
+    done = run("remap", tmp_path / "a.pth", tmp_path / "b.pth", "--to", "cuda:0")
+    count = len(list(flat(torch.load(tmp_path / "b.pth", map_location="cpu", weights_only=True))))
+    assert f": {count} tensors" in done.stdout
+    done = run("convert", tmp_path / "a.pth", tmp_path / "c.safetensors")
+    assert f": {len(ckptkit.load(tmp_path / 'c.safetensors'))} tensors" in done.stdout
+
+
+# Folders of ranks that do not go together
+
+
+def test_a_renamed_rank_is_refused(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "x")
+    (folder / "rank0.pt").rename(folder / "t.pt")
+    (folder / "rank1.pt").rename(folder / "rank0.pt")
+    (folder / "t.pt").rename(folder / "rank1.pt")
+    with pytest.raises(CorruptError, match=r"rank0\.pt was written by rank 1"):
+        ckptkit.open(folder)
+
+
+def test_a_missing_rank_is_named_like_the_others(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "x", names="part_{}_rank00{}.pt".replace("{}", "a", 1))
+    (folder / "part_a_rank001.pt").unlink()
+    with pytest.raises(
+        CorruptError, match=r"rank 1 of 2 is missing: there is no part_a_rank001\.pt"
+    ):
+        ckptkit.open(folder)
+
+
+def test_a_rank_too_many_is_refused(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "x", names="net{}.pt")
+    save(
+        {
+            "w": dtensor(WHOLE, WHOLE, mesh_of_tensor(torch.tensor([2])), (shard(0),)),
+            "b": torch.ones(1),
+        },
+        folder / "net2.pt",
+    )
+    with pytest.raises(CorruptError):
+        ckptkit.open(folder)
+
+
+def test_two_worlds_in_a_folder_are_refused(tmp_path: Path) -> None:
+    ranks(tmp_path / "x", names="model_world_size_2_rank_{}.pt")
+    ranks(tmp_path / "x", names="model_world_size_3_rank_{}.pt")
+    with pytest.raises(ckptkit.CkptkitError, match="different numbers of ranks"):
+        ckptkit.open(tmp_path / "x")
+
+
+def test_a_name_that_promises_another_world_is_refused(tmp_path: Path) -> None:
+    ranks(tmp_path / "x", names="model_world_size_3_rank_{}.pt")
+    with pytest.raises(CorruptError, match="named as one of 3 ranks"):
+        ckptkit.open(tmp_path / "x")
+
+
+def test_unequal_copies_are_refused_or_the_first_is_taken(run: Run, tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "x", buffers=(1.0, 2.0))
+    with pytest.raises(
+        CorruptError, match=r"'b' should be the same in rank0\.pt and rank1\.pt, and 1 of 1"
+    ):
+        ckptkit.open(folder)
+    done = run("convert", "--copies", "first", folder, tmp_path / "out.pth")
+    assert done.code == 0 and "copies differ" in done.stderr
+    assert_same(ckptkit.load(tmp_path / "out.pth"), {"w": WHOLE, "b": torch.ones(1)})
+
+
+def test_values_that_differ_are_of_two_saves(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "x", epoch=3)
+    save({"w": torch.ones(1), "b": torch.ones(1)}, folder / "t.bin")
+    ranks(tmp_path / "y", epoch=4)
+    shutil.copy(tmp_path / "y" / "rank1.pt", folder / "rank1.pt")
+    with pytest.raises(CorruptError, match=r"'epoch' is 3 in rank0\.pt and 4 in rank1\.pt"):
+        ckptkit.open(folder)
+
+
+def test_a_name_that_one_rank_lacks_is_refused(tmp_path: Path) -> None:
+    folder = ranks(tmp_path / "x")
+    ranks(tmp_path / "y", extra=torch.ones(1))
+    shutil.copy(tmp_path / "y" / "rank1.pt", folder / "rank1.pt")
+    with pytest.raises(CorruptError, match=r"'extra' is in rank1\.pt and not in rank0\.pt"):
+        ckptkit.open(folder)
+
+
+def test_copies_without_checksums_are_read_where_they_are_asked_for(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Large ones are passed over by default, and said; --check-copies reads them."""
+    from ckptkit.formats.parallel import copies
+
+    torch.serialization.set_crc32_options(False)
+    try:
+        folder = ranks(tmp_path / "x", buffers=(1.0, 2.0))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    monkeypatch.setattr(copies, "READ", 0)
+    assert any("1 copies" in each for each in ckptkit.open(folder).warnings)
+    with pytest.raises(CorruptError, match="'b'"):
+        ckptkit.open(folder, asked=Asked("check"))
+
+
+def test_names_of_accelerate(tmp_path: Path) -> None:
+    """SHARDED_STATE_DICT without DCP: the optimizer by name, in files of its own."""
+    folder = ranks(tmp_path / "x", names="pytorch_model_fsdp_0_rank{}.bin")
+    mesh = torch.tensor([0, 1])
+    for rank, (start, stop) in enumerate(((0, 4), (4, 7))):
+        held = dtensor(WHOLE, WHOLE[start:stop] + 1, mesh_of_tensor(mesh), (shard(0),))
+        state = {"w": {"exp_avg": held, "step": torch.tensor(3.0)}}
+        save(
+            {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+            folder / f"optimizer_0_rank{rank}.bin",
+        )
+    checkpoint = ckptkit.open(folder)
+    assert_same(ckptkit.load(folder), {"w": WHOLE, "b": torch.ones(1)})
+    ckptkit.save(checkpoint, tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
+    assert_same(made["state"], {"w": {"exp_avg": WHOLE + 1, "step": torch.tensor(3.0)}})

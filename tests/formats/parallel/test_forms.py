@@ -1,0 +1,250 @@
+"""The pickled forms of pieces: torch 2.1 to 2.15, by files made after their sources; and which box
+a rank holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.errors import (
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    UnsupportedError,
+)
+from ckptkit.core.pieces import SHARD, STRIDED, Mesh, MeshPiece, Placement, chunk
+from ckptkit.core.tensor import Tensor, contiguous_stride
+from tests.formats.parallel.old_forms import (
+    OLD,
+    Plain,
+    dtensor,
+    mesh_of_axes,
+    mesh_of_layout,
+    mesh_of_tensor,
+    save,
+    shard,
+    sharded_tensor,
+)
+from tests.formats.parallel.trees import assert_same
+
+WHOLE = torch.arange(35, dtype=torch.float32).reshape(7, 5)
+ROWS = {0: (0, 4), 1: (4, 7)}
+
+
+def pair(folder: Path, make: Any) -> Path:
+    """Two rank files of one tensor, by what `make` gives for each rank."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(2):
+        save({"w": make(rank)}, folder / f"rank{rank}.pt")
+    return folder
+
+
+def local(rank: int) -> torch.Tensor:
+    return WHOLE[slice(*ROWS[rank])]
+
+
+RANKS = torch.tensor([0, 1], dtype=torch.int32)
+FORMS = {
+    "2.1": lambda rank: dtensor(
+        WHOLE, local(rank), Plain(f"{OLD}.device_mesh", "DeviceMesh", {"device_type": "cpu", "mesh": RANKS}),
+        (shard(0, f"{OLD}.placement_types"),), old=True,
+    ),
+    "2.4": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_tensor(RANKS.long(), mesh_dim_names=("fsdp",), _flatten_mesh_list=(0, 1)),
+        (shard(0, f"{OLD}.placement_types"),), old=True,
+    ),
+    "2.9": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_tensor(RANKS, _coordinate_on_dim=[rank], _dim_group_names=["0"]), (shard(0),)
+    ),
+    "2.10": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_layout((2,), (1,), RANKS, _rank=rank), (shard(0),), shard_order=None
+    ),
+    "2.11 of one number": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_layout(2, 1, RANKS, _rank=rank), (shard(0),), shard_order=None
+    ),
+    "2.13": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_axes([((2,), (1,))], RANKS, _rank=rank, _coordinate_on_dim=(rank,)), (shard(0),),
+        shard_order=(Plain("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", None, (0, (0,))),),
+    ),
+    "negative dimension": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (shard(-2),)
+    ),
+    "ShardedTensor": lambda rank: sharded_tensor(WHOLE, rank, ROWS, 2, strides=False),
+    "ShardedTensor of 2.15": lambda rank: sharded_tensor(WHOLE, rank, ROWS, 2, strides=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read(form: str, tmp_path: Path) -> None:
+    assert_same(ckptkit.load(pair(tmp_path / "x", FORMS[form])), {"w": WHOLE})
+
+
+def test_a_rank_without_rows(tmp_path: Path) -> None:
+    whole = WHOLE[:1]
+    folder = pair(
+        tmp_path / "x", lambda rank: sharded_tensor(whole, rank, {0: (0, 1)}, 2, strides=False)
+    )
+    assert_same(ckptkit.load(folder), {"w": whole})
+
+
+def test_partial_values_are_refused(tmp_path: Path) -> None:
+    partial = Plain("torch.distributed.tensor.placement_types", "Partial", {"reduce_op": "sum"})
+
+    def make(rank: int) -> Any:
+        return dtensor(WHOLE, WHOLE, mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (partial,))
+
+    with pytest.raises(UnsupportedError, match="Partial"):
+        ckptkit.open(pair(tmp_path / "x", make))
+
+
+def test_two_cuts_of_one_dimension_without_an_order_are_refused(tmp_path: Path) -> None:
+    """FSDP2 with tensor parallelism of torch 2.4: both orders fit."""
+    whole = torch.arange(8.0)
+    mesh = torch.tensor([[0, 1], [2, 3]])
+    (tmp_path / "x").mkdir()
+    for rank in range(4):
+        held = dtensor(
+            whole, whole[2 * rank : 2 * rank + 2], mesh_of_tensor(mesh), (shard(0), shard(0))
+        )
+        save({"w": held}, tmp_path / "x" / f"rank{rank}.pt")
+    with pytest.raises(UnsupportedError, match="order"):
+        ckptkit.open(tmp_path / "x")
+
+
+def test_a_local_shape_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+
+    def make(rank: int) -> Any:
+        return dtensor(
+            WHOLE, WHOLE[:3], mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (shard(0),)
+        )
+
+    with pytest.raises(CorruptError, match=r"'w' in rank0\.pt.*rank 0 holds \(3, 5\)"):
+        ckptkit.open(pair(tmp_path / "x", make))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"mesh": "x"},
+        {"mesh": torch.tensor([0.5])},
+        {"_layout": None, "_rank_map": RANKS},
+        {"_rank_map": RANKS},
+        {},
+        {"mesh": torch.zeros(1 << 19, dtype=torch.int64)},
+    ],
+)
+def test_a_mesh_of_no_known_form_is_refused(state: dict[str, Any], tmp_path: Path) -> None:
+    mesh = Plain("torch.distributed.device_mesh", "DeviceMesh", state)
+    with pytest.raises(CkptkitError):
+        ckptkit.open(
+            pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (shard(0),)))
+        )
+
+
+def test_a_placement_of_another_kind_is_refused(tmp_path: Path) -> None:
+    odd = Plain("torch.distributed.tensor.placement_types", "Ragged", {"dim": 0})
+    mesh = mesh_of_tensor(RANKS)
+    with pytest.raises(UnsupportedError, match="Ragged"):
+        ckptkit.open(pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (odd,))))
+
+
+def test_a_dimension_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    mesh = mesh_of_tensor(RANKS)
+    with pytest.raises(FormatError, match="dimension"):
+        ckptkit.open(
+            pair(tmp_path / "x", lambda rank: dtensor(WHOLE, local(rank), mesh, (shard(2),)))
+        )
+
+
+@pytest.mark.parametrize(("n", "count"), [(13, 4), (1, 3), (2, 4), (8, 4), (0, 2), (7, 3)])
+def test_chunks_are_those_of_torch(n: int, count: int) -> None:
+    expected = [tuple(each.tolist()) for each in torch.arange(n).chunk(count)] if n else []
+    found = [
+        tuple(i for a, b in chunk(((0, n),) if n else (), count, k) for i in range(a, b))
+        for k in range(count)
+    ]
+    assert [each for each in found if each] == [each for each in expected if each]
+
+
+def piece(n: int, dp: int, tp: int, rank: int, held: int, factor: int) -> MeshPiece:
+    """Of a vector of `n`, FSDP over tensor parallelism on a mesh of dp x tp."""
+    from ckptkit.core.dtypes import BY_NAME
+
+    tensor = Tensor(None, BY_NAME["float32"], (held,), contiguous_stride((held,)))
+    ranks = tuple(range(dp * tp))
+    placements = (Placement(STRIDED, 0, factor), Placement(SHARD, 0))
+    return MeshPiece(
+        BY_NAME["float32"],
+        (n,),
+        rank,
+        ranks,
+        len(ranks),
+        tensor,
+        Mesh((dp, tp), ranks),
+        placements,
+        None,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "dp", "tp"), [(7, 3, 2), (15, 2, 2), (11, 2, 2), (64, 4, 8), (5, 4, 2)]
+)
+def test_fsdp_over_tensor_parallelism_is_cut_from_right_to_left(n: int, dp: int, tp: int) -> None:
+    """As two calls of torch.chunk do it: the rows of a tensor rank first, then among the ranks of
+    FSDP."""
+    of_tp = torch.arange(n).chunk(tp)
+    for d in range(dp):
+        for t in range(tp):
+            rows = of_tp[t].chunk(dp) if t < len(of_tp) else ()
+            mine = rows[d].tolist() if d < len(rows) else []
+            found = piece(n, dp, tp, d * tp + t, len(mine), tp).boxes()
+            assert [
+                i for box in found for i in range(box.offsets[0], box.offsets[0] + box.sizes[0])
+            ] == mine
+
+
+def test_a_split_factor_of_another_size_gives_several_boxes() -> None:
+    """8 rows in 4 splits, each cut in 2 over dp: rank (0, 0) has row 0 of each split, then half of
+    them."""
+    found = piece(8, 2, 2, 0, 2, 4).boxes()
+    assert [(box.offsets, box.sizes) for box in found] == [((0,), (1,)), ((2,), (1,))]
+
+
+def test_numbers_that_would_take_forever_are_refused(tmp_path: Path) -> None:
+    """A split factor, a world and a mesh of billions: nothing counts up to them."""
+    factor = Plain(
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+        {"dim": 0, "split_factor": 1 << 40},
+    )
+    mesh = mesh_of_tensor(RANKS)
+    forms: list[Any] = [
+        lambda rank: dtensor(WHOLE, local(rank), mesh, (factor,)),
+        lambda rank: sharded_tensor(WHOLE, rank, ROWS, 1 << 40, strides=False),
+        lambda rank: dtensor(
+            WHOLE, local(rank), mesh_of_layout((1 << 40,), (1,), RANKS, _rank=rank), (shard(0),)
+        ),
+    ]
+    for number, form in enumerate(forms):
+        with pytest.raises(LimitError):
+            ckptkit.open(pair(tmp_path / str(number), form))
+
+
+def test_a_missing_rank_whose_replica_is_there(tmp_path: Path) -> None:
+    """Replicate over two ranks: either has all."""
+    replicate = Plain("torch.distributed.tensor.placement_types", "Replicate", {})
+
+    def make(rank: int) -> Any:
+        return dtensor(WHOLE, WHOLE, mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (replicate,))
+
+    folder = pair(tmp_path / "x", make)
+    (folder / "rank1.pt").unlink()
+    checkpoint = ckptkit.open(folder)
+    assert_same(ckptkit.load(folder), {"w": WHOLE})
+    assert any("rank1.pt missing" in each for each in checkpoint.warnings)

@@ -1,0 +1,85 @@
+"""Rank files of the installed torch: written by 2, 3 and 4 processes (gloo), read against the whole
+of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from tests.conftest import ENVIRONMENT
+from tests.formats.parallel import save_ranks
+from tests.formats.parallel.trees import assert_same
+
+CASES = [(world, form.__name__) for world, forms in save_ranks.FORMS.items() for form in forms]
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of what so many processes saved."""
+
+    @cache
+    def save(world: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks{world}")
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
+             save_ranks.__file__, str(folder)],
+            capture_output=True, encoding="utf-8", timeout=300, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        return folder
+
+    return save
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "form"), CASES)
+def test_rank_files_of_torch_make_the_whole(world: int, form: str, saved: Any) -> None:
+    folder = saved(world)
+    expected = torch.load(folder / f"{form}.full.pt", weights_only=True)
+    checkpoint = ckptkit.open(folder / form)
+    assert checkpoint.format == "parallel" and f"{world} of {world} ranks" in checkpoint.about
+    assert_same(ckptkit.load(folder / form), expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "form"), [(w, f) for w, f in CASES if not f.startswith("fsdp1")])
+def test_their_optimizers_make_the_whole(world: int, form: str, saved: Any, tmp_path: Path) -> None:
+    folder = saved(world)
+    expected = torch.load(folder / f"{form}.optim.pt", weights_only=True)
+    ckptkit.save(ckptkit.open(folder / form), tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert_same(made["optimizer"]["state"], expected["state"])
+    assert made["optimizer"]["param_groups"] == expected["param_groups"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "form"), CASES)
+def test_a_plain_model_goes_on_from_them(world: int, form: str, saved: Any, tmp_path: Path) -> None:
+    """Weights and optimizer load, and the moments are those of one step with the gradients that
+    were made up."""
+    ckptkit.save(ckptkit.open(saved(world) / form), tmp_path / "out.pth")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    net = save_ranks.model()
+    net.load_state_dict(made["model"])
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.load_state_dict(made["optimizer"])
+    first = save_ranks.model()
+    for parameter, old in zip(net.parameters(), first.parameters(), strict=True):
+        state = optimizer.state[parameter]
+        torch.testing.assert_close(state["exp_avg"], (old.detach() * 0.5 + 0.25) * 0.1)
+        torch.testing.assert_close(state["exp_avg_sq"], (old.detach() * 0.5 + 0.25) ** 2 * 0.001)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "form"), CASES)
+def test_each_file_alone_is_a_part(world: int, form: str, saved: Any) -> None:
+    for rank in range(world):
+        part = ckptkit.open(saved(world) / form / f"model_world_size_{world}_rank_{rank}.pt").part
+        assert part is not None and part.said == f"rank {rank} of {world} of an FSDP checkpoint"

@@ -1,0 +1,505 @@
+"""Layouts as tables: parts cut by torch make the whole again; what does not go together is refused,
+and named."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError, CorruptError, LimitError, UnsupportedError, UsageError
+from ckptkit.formats.format import Asked, WriteOptions
+from tests.formats.parallel import making
+from tests.formats.parallel.trees import assert_same
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(3)
+
+
+# Megatron-LM
+
+GRIDS: dict[str, tuple[dict[str, Any], list[list[list[int]]], dict[str, Any]]] = {
+    "TP 4": ({"layers": 1, "bias": True}, [[[0]]], {"tp": 4}),
+    "TP 2, PP 3 of unequal stages": ({"layers": 6}, [[[0]], [[1, 2]], [[3, 4, 5]]], {"tp": 2}),
+    "PP 2, VPP 2": ({"layers": 4}, [[[0], [2]], [[1], [3]]], {}),
+    "tied, PP 2": (
+        {"layers": 2, "tied": True}, [[[0]], [[1]]], {"tp": 2, "untie_embeddings_and_output_weights": False},
+    ),
+    "not gated": ({"layers": 2, "gated": False}, [[[0, 1]]], {"tp": 2, "swiglu": False}),
+    "experts, TP 2, PP 2, EP 2": ({"layers": 2, "experts": 4}, [[[0]], [[1]]], {"tp": 2, "ep": 2, "num_experts": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_parts_of_megatron_make_the_whole(grid: str, tmp_path: Path) -> None:
+    made, stages, said = GRIDS[grid]
+    state = making.mcore(**made)
+    folder = making.megatron(tmp_path / "x", state, stages, **said)
+    assert_same(ckptkit.load(folder), state)
+
+
+@pytest.mark.parametrize(
+    ("version", "order"), [(0, (1, 0, 2)), (1.0, (0, 2, 1)), (2.0, (0, 1, 2)), (3.0, (0, 1, 2))]
+)
+def test_rows_of_heads_by_version(version: float, order: tuple[int, ...], tmp_path: Path) -> None:
+    """Legacy names: (3, heads, rows), (heads, rows, 3) and (heads, 3, rows) of each rank."""
+    heads, height = 4, 2
+    whole = making.rows(heads * 3 * height, 8)
+    for rank, part in enumerate(whole.view(heads, 3, height, 8).chunk(2)):
+        kept = part.permute(*order, 3).reshape(-1, 8).clone()
+        model = {
+            "language_model": {"encoder": {"layers.0.self_attention.query_key_value.weight": kept}}
+        }
+        place = tmp_path / "iter_0000001" / f"mp_rank_{rank:02d}"
+        place.mkdir(parents=True)
+        args = making.arguments(tensor_model_parallel_size=2, num_layers=1)
+        torch.save(
+            {"args": args, "checkpoint_version": version, "model": model},
+            place / "model_optim_rng.pt",
+        )
+    found = ckptkit.load(tmp_path / "iter_0000001")
+    assert_same(
+        found, {"language_model.encoder.layers.0.self_attention.query_key_value.weight": whole}
+    )
+
+
+def test_what_is_made_of_megatron_is_whole(tmp_path: Path) -> None:
+    """Its arguments are those of one rank: it is not taken for a part, and torch loads it as it
+    is."""
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
+    ckptkit.save(ckptkit.open(folder), tmp_path / "out.pth")
+    assert ckptkit.open(tmp_path / "out.pth").part is None
+    assert (
+        torch.load(tmp_path / "out.pth", weights_only=True)["args"]["tensor_model_parallel_size"]
+        == 1
+    )
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Load a file that a test has made, change it, save it."""
+    saved = torch.load(path, weights_only=False)
+    edit(saved)
+    torch.save(saved, path)
+
+
+def _edit(name: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda saved: saved["model"].update({name: tensor(saved["model"][name])})
+
+
+QKV, NORM = (
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+)
+WRONG: dict[str, tuple[Callable[[Any], Any], type[CkptkitError], str]] = {
+    "a name is missing": (lambda saved: saved["model"].pop(QKV), CorruptError, "linear_qkv"),
+    "another dtype": (_edit(QKV, lambda t: t.half()), CorruptError, "float16"),
+    "another width": (_edit(QKV, lambda t: t[:, :4].clone()), CorruptError, r"\(8, 4\)"),
+    "a copy that differs": (_edit(NORM, lambda t: t + 1), CorruptError, "layer_norm_weight.*8 of 8"),
+    "a name without a rule": (
+        lambda saved: saved["model"].update({"decoder.odd.weight": torch.ones(2)}), CorruptError, "decoder.odd",
+    ),
+    "another iteration": (lambda saved: saved.update(iteration=4), CorruptError, "iteration is 4"),
+    "another grid": (
+        lambda saved: setattr(saved["args"], "tensor_model_parallel_size", 4), CorruptError, "mp_rank_01",
+    ),
+    "more layers": (
+        lambda saved: saved["model"].update({"decoder.layers.1.mlp.linear_fc2.weight": torch.ones(8, 6)}),
+        CorruptError, "layers",
+    ),
+    "not a tensor": (lambda saved: saved["model"].update({NORM: [1.0]}), UnsupportedError, "no plain tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_part_that_does_not_go_with_the_others_is_refused(what: str, tmp_path: Path) -> None:
+    edit, kind, word = WRONG[what]
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
+    change(folder / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt", edit)
+    with pytest.raises(kind, match=word):
+        ckptkit.open(folder)
+
+
+def test_a_name_that_no_rule_has_is_refused(tmp_path: Path) -> None:
+    state = {**making.mcore(1), "decoder.layers.0.odd.weight": making.rows(8)}
+    folder = making.megatron(tmp_path / "x", state, [[[0]]], tp=2)
+    with pytest.raises(UnsupportedError, match=r"odd\.weight") as caught:
+        ckptkit.open(folder)
+    assert "--parts" in str(caught.value.hint)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    folder = making.megatron(tmp_path / "x", making.mcore(2), [[[0]], [[1]]], tp=2)
+    shutil.rmtree(folder / "iter_0000003" / "mp_rank_01_000")
+    with pytest.raises(CorruptError, match="1 of 4 parts are missing: TP 1 PP 0"):
+        ckptkit.open(folder)
+
+
+def test_layers_are_counted_against_the_arguments(tmp_path: Path) -> None:
+    folder = making.megatron(tmp_path / "x", making.mcore(2), [[[0, 1]]])
+    change(
+        folder / "iter_0000003/mp_rank_00/model_optim_rng.pt",
+        lambda saved: setattr(saved["args"], "num_layers", 3),
+    )
+    with pytest.raises(CorruptError, match="2 layers in all, its arguments say 3"):
+        ckptkit.open(folder)
+
+
+def test_rows_of_the_vocabulary_are_counted(tmp_path: Path) -> None:
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2, padded_vocab_size=20)
+    with pytest.raises(CorruptError, match="16 rows"):
+        ckptkit.open(folder)
+
+
+def test_parts_that_are_all_equal_are_not_cut(tmp_path: Path) -> None:
+    """The guard against a wrong table; zeros may be equal."""
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
+    for rank in range(2):
+        path = folder / f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
+        change(path, _edit(QKV, lambda t: torch.zeros_like(t)))
+    assert any("of one value" in each for each in ckptkit.open(folder).warnings)
+    for rank in range(2):
+        path = folder / f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
+        change(path, _edit(QKV, lambda t: torch.arange(t.numel()).float().view(t.shape)))
+    with pytest.raises(CorruptError, match="equal in all 2 parts"):
+        ckptkit.open(folder)
+
+
+def test_experts_cut_in_another_way_are_refused(tmp_path: Path) -> None:
+    said = {"tp": 2, "num_experts": 2, "expert_tensor_parallel_size": 1}
+    folder = making.megatron(tmp_path / "x", making.mcore(1, experts=2), [[[0]]], **said)
+    with pytest.raises(UnsupportedError, match="experts are cut for 1 ranks"):
+        ckptkit.open(folder)
+
+
+def test_the_tracker_is_followed(tmp_path: Path) -> None:
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], iteration=3)
+    new = making.mcore(1)
+    making.megatron(folder, new, [[[0]]], iteration=7)
+    assert_same(ckptkit.load(folder), new)
+    (folder / "latest_checkpointed_iteration.txt").write_text("9")
+    with pytest.raises(CorruptError, match="names '9'"):
+        ckptkit.open(folder)
+
+
+# Meta
+
+
+@pytest.mark.parametrize(("version", "count"), [(2, 2), (2, 4), (3, 2), (3, 4)])
+def test_parts_of_llama_make_the_whole_and_back(version: int, count: int, tmp_path: Path) -> None:
+    state = making.llama(2, version=version)
+    folder = making.release(tmp_path / "x", state, count, version=version)
+    assert_same(ckptkit.load(folder), state)
+    out = tmp_path / "again"
+    ckptkit.save(ckptkit.open(folder), out, format="llama-parts", options=WriteOptions(ranks=count))
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".pth":
+            assert_same(
+                torch.load(out / path.name, weights_only=True), torch.load(path, weights_only=True)
+            )
+        else:
+            assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_fused_tensors_of_llama_4(tmp_path: Path) -> None:
+    """Heads 4 of 4 rows, 2 key heads, 2 experts: every part has [q; k; v], [w1; w3], and rows of
+    each expert."""
+    q, k, v, w1, w3 = (making.rows(n, 16) for n in (16, 8, 8, 12, 12))
+    out = making.rows(2, 12, 16)  # experts, feed-forward, width
+    state = {
+        "norm.weight": making.rows(16),
+        "layers.0.attention.wqkv.weight": torch.cat([q, k, v]),
+        "layers.0.attention.wo.weight": making.rows(16, 16),
+        "layers.0.feed_forward.mlp.fc1_weight": torch.cat([w1, w3]),
+        "layers.0.feed_forward.mlp.fc2_weight": making.rows(16, 12),
+        "layers.0.feed_forward.experts.moe_w_out_eF_D": out.reshape(24, 16),
+    }
+    (tmp_path / "x").mkdir()
+    for rank in range(2):
+        part = dict(state)
+        part["layers.0.attention.wqkv.weight"] = torch.cat(
+            [each.chunk(2)[rank] for each in (q, k, v)]
+        )
+        part["layers.0.attention.wo.weight"] = (
+            state["layers.0.attention.wo.weight"].chunk(2, 1)[rank].clone()
+        )
+        part["layers.0.feed_forward.mlp.fc1_weight"] = torch.cat(
+            [each.chunk(2)[rank] for each in (w1, w3)]
+        )
+        part["layers.0.feed_forward.mlp.fc2_weight"] = (
+            part["layers.0.feed_forward.mlp.fc2_weight"].chunk(2, 1)[rank].clone()
+        )
+        part["layers.0.feed_forward.experts.moe_w_out_eF_D"] = out.chunk(2, 1)[rank].reshape(12, 16)
+        torch.save(part, tmp_path / "x" / f"consolidated.{rank:02d}.pth")
+    params = (
+        '{"dim": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 1, "moe_args": {"num_experts": 2}}'
+    )
+    (tmp_path / "x" / "params.json").write_text(params)
+    assert_same(ckptkit.load(tmp_path / "x"), state)
+
+
+def test_a_missing_part_of_llama_is_counted(tmp_path: Path) -> None:
+    folder = making.release(tmp_path / "x", making.llama(1, version=3), 4, version=3)
+    (folder / "consolidated.03.pth").unlink()
+    with pytest.raises(CorruptError, match="1 of 4 parts"):
+        ckptkit.open(folder)
+
+
+def test_params_that_say_otherwise_are_refused(tmp_path: Path) -> None:
+    folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
+    (folder / "params.json").write_text('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}')
+    with pytest.raises(UnsupportedError, match="MP16"):
+        ckptkit.open(folder)
+    (folder / "params.json").write_text('{"dim": 16, "n_layers": 2}')
+    with pytest.raises(CorruptError, match="1 layers"):
+        ckptkit.open(folder)
+    (folder / "params.json").write_text('{"dim": 32}')
+    with pytest.raises(CorruptError, match="dim 32"):
+        ckptkit.open(folder)
+
+
+# DeepSpeed
+
+
+@pytest.mark.parametrize(("residual", "drift"), [(True, False), (False, False), (True, True)])
+def test_layers_of_gpt_neox_make_the_whole(residual: bool, drift: bool, tmp_path: Path) -> None:
+    folder, whole = making.neox(tmp_path / "x", 2, residual=residual, drift=drift)
+    assert_same(ckptkit.load(folder), whole)
+
+
+def test_biases_of_gpt_neox_need_its_configuration(tmp_path: Path) -> None:
+    folder, _ = making.neox(tmp_path / "x", 2, residual=None)
+    with pytest.raises(UnsupportedError, match="gpt_j_residual"):
+        ckptkit.open(folder)
+
+
+def test_a_layer_of_one_rank_is_missed(tmp_path: Path) -> None:
+    folder, _ = making.neox(tmp_path / "x", 2, residual=True)
+    (folder / "global_step5" / "layer_02-model_01-model_states.pt").unlink()
+    with pytest.raises(CorruptError, match="tensor rank 1"):
+        ckptkit.open(folder)
+
+
+def universal(folder: Path, **info: Any) -> tuple[Path, making.State]:
+    """Two tensor ranks whose files say how they were cut."""
+    tag = folder / "global_step1"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text("global_step1")
+    q, k = making.rows(8, 4), making.rows(4, 4)
+    whole = {
+        "a.qk.weight": torch.cat([q, k]),
+        "b.weight": making.rows(4, 6),
+        "c.weight": making.rows(6, 4),
+    }
+    whole |= {"d.norm": making.rows(4), "e.norm": torch.tensor([1.0, 3.0])}
+    for rank in range(2):
+        part = {
+            "a.qk.weight": torch.cat([q.chunk(2)[rank], k.chunk(2)[rank]]),
+            "b.weight": whole["b.weight"].chunk(2, 1)[rank],
+            "c.weight": whole["c.weight"].chunk(2)[rank], "d.norm": whole["d.norm"],
+            "e.norm": whole["e.norm"] + (0.5 - rank),
+        }  # fmt: skip
+        said = {
+            "universal_checkpoint_version": 0.2, "tp_replicated_parameter_patterns": [r"d\..*"],
+            "parameter_to_average_patterns": [r"e\.norm"], "parameter_with_row_parallelism_patterns": [r"b\.weight"],
+            "parameter_with_sub_params": [
+                {"patterns": [r".*qk\.weight"], "shape": ((8, 4), 4), "partition_dim": 0},
+            ], **info,
+        }  # fmt: skip
+        state = {"module": part, "mp_world_size": 2, "universal_checkpoint_info": said}
+        torch.save(state, tag / f"mp_rank_{rank:02d}_model_states.pt")
+    return folder, whole
+
+
+def test_patterns_of_deepspeed_are_followed(tmp_path: Path) -> None:
+    folder, whole = universal(tmp_path / "x")
+    assert_same(ckptkit.load(folder), whole)
+
+
+def test_a_list_that_is_out_of_date_is_found_out(tmp_path: Path) -> None:
+    """A norm that no pattern names falls to `cut 0`, and is equal in all parts."""
+    folder, _ = universal(tmp_path / "x", tp_replicated_parameter_patterns=[])
+    with pytest.raises(CorruptError, match=r"'d\.norm' is equal in all"):
+        ckptkit.open(folder)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(.*a){20}", "x" * 500, ".*.*.*.*.*.*", 3])
+def test_patterns_that_could_run_for_long_are_refused(pattern: Any, tmp_path: Path) -> None:
+    folder, _ = universal(tmp_path / "x", tp_replicated_parameter_patterns=[pattern])
+    with pytest.raises(UnsupportedError, match="pattern"):
+        ckptkit.open(folder)
+
+
+def test_ranks_that_are_promised_and_not_there(tmp_path: Path) -> None:
+    folder, _ = universal(tmp_path / "x")
+    for path in (folder / "global_step1").iterdir():
+        change(path, lambda saved: saved.update(mp_world_size=4))
+    with pytest.raises(CorruptError, match="2 tensor ranks, and they say that there are 4"):
+        ckptkit.open(folder)
+
+
+# fairscale
+
+
+@pytest.mark.parametrize(("parts", "shards"), [(1, 2), (2, 3), (3, 1)])
+def test_shards_of_fairscale_make_the_whole(parts: int, shards: int, tmp_path: Path) -> None:
+    folder, whole = making.fairscale(tmp_path / "x", parts, shards)
+    assert_same(ckptkit.load(folder), whole)
+
+
+def test_a_missing_shard_of_fairscale(tmp_path: Path) -> None:
+    folder, _ = making.fairscale(tmp_path / "x", 2, 3)
+    (folder / "checkpoint_last-model_part-1-shard1.pt").unlink()
+    with pytest.raises(CorruptError, match="1 of 6 parts"):
+        ckptkit.open(folder)
+
+
+# A table of one's own
+
+TABLE = r"""
+files: 'stage(?P<pp>[0-9])/part_(?P<tp>[0-9]+)\.pt'
+root: net
+layers: {pattern: 'blocks\.([0-9]+)\.', by: [pp]}
+rules:
+  - '.*norm': same
+  - '.*\.up': cut 0 blocks 2
+  - '.*\.down': cut 1
+  - '.*\.qk': cut 0 sizes 8 4
+  - '.*\.bias': sum
+  - '.*\.scale': mean
+  - '.*\.junk': drop not a weight
+"""
+
+
+def own(folder: Path) -> tuple[Path, making.State]:
+    whole: making.State = {}
+    for n in range(2):
+        q, k, a, b = making.rows(8, 4), making.rows(4, 4), making.rows(6, 4), making.rows(6, 4)
+        down, norm = making.rows(4, 6), making.rows(4)
+        whole |= {
+            f"blocks.{n}.up": torch.cat([a, b]),
+            f"blocks.{n}.qk": torch.cat([q, k]),
+            f"blocks.{n}.down": down,
+        }
+        whole |= {
+            f"blocks.{n}.norm": norm,
+            f"blocks.{n}.bias": torch.tensor([3.0]),
+            f"blocks.{n}.scale": torch.tensor([1.5]),
+        }
+        for t in range(2):
+            part = {
+                "blocks.0.up": torch.cat([a.chunk(2)[t], b.chunk(2)[t]]), "blocks.0.down": down.chunk(2, 1)[t],
+                "blocks.0.qk": torch.cat([q.chunk(2)[t], k.chunk(2)[t]]), "blocks.0.norm": norm,
+                "blocks.0.bias": torch.tensor([1.0 + t]), "blocks.0.scale": torch.tensor([1.0 + t]),
+                "blocks.0.junk": torch.tensor([t]),
+            }  # fmt: skip
+            (folder / f"stage{n}").mkdir(parents=True, exist_ok=True)
+            torch.save({"net": part}, folder / f"stage{n}" / f"part_{t}.pt")
+    return folder, whole
+
+
+def asked(path: Path, text: str) -> Asked:
+    path.write_text(text)
+    return Asked(table=str(path))
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    folder, whole = own(tmp_path / "x")
+    checkpoint = ckptkit.open(folder, asked=asked(tmp_path / "t.yaml", TABLE))
+    ckptkit.save(checkpoint, tmp_path / "out.pth")
+    assert_same(torch.load(tmp_path / "out.pth", weights_only=True), whole)
+    assert any("not a weight" in each for each in checkpoint.warnings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("files: '", "file: '", "files and rules"),
+        ("cut 1", "slice 1", "no verb"),
+        ("(?P<tp>[0-9]+)", "[0-9]+", "names no rank"),
+        ("'.*norm': same", "'.*(norm': same", "regular expression"),
+        ("part_", "other_", "no file"),
+        ("by: [pp]", "by: [vp]", "axes"),
+        ("'.*norm': same", "'.*norm': &a same\n  - 'x': *a", "anchors"),
+        ("layers: {", "layers: [", "no YAML"),
+    ],
+)
+def test_tables_that_are_wrong(old: str, new: str, says: str, tmp_path: Path) -> None:
+    folder, _ = own(tmp_path / "x")
+    with pytest.raises(UsageError, match=says):
+        ckptkit.open(folder, asked=asked(tmp_path / "t.yaml", TABLE.replace(old, new, 1)))
+
+
+def test_a_table_is_for_folders(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="is a file"):
+        ckptkit.open(tmp_path / "a.pt", asked=asked(tmp_path / "t.yaml", TABLE))
+
+
+def test_megatron_back_to_parts(tmp_path: Path) -> None:
+    """The parts that Megatron's layers hold, of another number of ranks."""
+    state = making.mcore(2)
+    folder = making.megatron(tmp_path / "x", state, [[[0]], [[1]]], tp=1)
+    ckptkit.save(
+        ckptkit.open(folder), tmp_path / "y", format="megatron-parts", options=WriteOptions(ranks=2)
+    )
+    expected = making.megatron(tmp_path / "z", state, [[[0, 1]]], tp=2)
+    for rank in range(2):
+        place = f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
+        found = torch.load(tmp_path / "y" / place, weights_only=False)
+        made = torch.load(expected / place, weights_only=False)
+        made["model"] = {name: each for name, each in made["model"].items() if each is not None}
+        assert (
+            isinstance(found["args"], Namespace) and found["args"].tensor_model_parallel_size == 2
+        )
+        assert_same(found["model"], made["model"])
+    assert_same(ckptkit.load(tmp_path / "y"), state)
+
+
+@pytest.mark.parametrize(("ranks", "says"), [(None, "--ranks"), (3, "even")])
+def test_parts_that_cannot_be_cut(ranks: int | None, says: str, tmp_path: Path) -> None:
+    folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
+    with pytest.raises(UsageError) as caught:
+        ckptkit.save(
+            ckptkit.open(folder),
+            tmp_path / "y",
+            format="llama-parts",
+            options=WriteOptions(ranks=ranks),
+        )
+    assert says in f"{caught.value} {caught.value.hint}"
+
+
+# What is known, and not put together
+
+
+def test_a_sharded_state_of_vllm_is_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"model.layers.0.qkv_proj.weight": torch.ones(2, 2)}
+        save_file(state, tmp_path / f"model-rank-{rank}-part-0.safetensors")
+    with pytest.raises(UnsupportedError, match="vLLM"):
+        ckptkit.open(tmp_path)
+    assert ckptkit.open(tmp_path / "model-rank-1-part-0.safetensors").part is not None
+
+
+def test_zarr_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    (tmp_path / "decoder.weight").mkdir()
+    (tmp_path / "decoder.weight" / ".zarray").write_text("{}")
+    with pytest.raises(UnsupportedError, match="zarr"):
+        ckptkit.open(tmp_path)
+
+
+def test_grids_of_billions_are_not_counted(tmp_path: Path) -> None:
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
+    for path in folder.rglob("*.pt"):
+        change(path, lambda saved: setattr(saved["args"], "tensor_model_parallel_size", 1 << 30))
+    with pytest.raises(LimitError):
+        ckptkit.open(folder)

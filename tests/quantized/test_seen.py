@@ -1,0 +1,178 @@
+"""Commands that show or compare look at the weights, not at codes and scales."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit import quantized
+from ckptkit.quantized import marks
+from tests.conftest import Run
+from tests.quantized.made import Row, ones, row, write
+from tests.quantized.test_refusals import BLOCKS, FP8, GPTQ, L, method
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    scale = row("F32", [2, 2], struct.pack("<4f", 0.5, 2, 4, 0.25))
+    tensors: dict[str, Row] = {
+        **FP8,
+        f"{L}.weight_scale_inv": scale,
+        "norm.weight": ones([4], "BF16"),
+    }
+    return write(tmp_path / "codes" / "model.safetensors", tensors, config=BLOCKS)
+
+
+@pytest.fixture
+def plain(path: Path, tmp_path: Path) -> Path:
+    ckptkit.save(ckptkit.dequantize(ckptkit.open(path), "bfloat16"), tmp_path / "plain.safetensors")
+    return tmp_path / "plain.safetensors"
+
+
+def inspected(run: Run, *words: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("inspect", "--json", *words).stdout)["files"][0]
+    return found
+
+
+def test_inspect_shows_one_row(path: Path, run: Run) -> None:
+    done = run("inspect", path)
+    line = next(line for line in done.stdout.splitlines() if f"{L}.weight" in line)
+    assert "fp8 128x128" in line and "[200, 130]" in line and "26.0 kB" in line
+    assert "scale_inv" not in done.stdout and "26,004 parameters" in done.stdout
+    assert "1 of 2 weights" in done.stdout
+    assert f"{L}.weight_scale_inv" in run("inspect", path, "--stored").stdout
+    assert "fp8" not in run("inspect", path, "--keys", "norm*").stdout
+
+
+def test_json_says_how_each_tensor_is_quantized(path: Path, run: Run) -> None:
+    found = inspected(run, path)
+    tensors = {each["name"]: each for each in found["tensors"]}
+    said = tensors[f"{L}.weight"]["quantization"]
+    assert (said["family"], said["label"], said["reason"]) == ("fp8-block", "fp8 128x128", None)
+    assert said["parts"] == [f"{L}.weight", f"{L}.weight_scale_inv"]
+    assert (
+        tensors[f"{L}.weight"]["nbytes"] == 200 * 130 + 16
+        and tensors["norm.weight"]["quantization"] is None
+    )
+    assert found["totals"]["parameters"] == 26_004
+    stored = {each["name"]: each for each in inspected(run, path, "--stored")["tensors"]}
+    assert stored[f"{L}.weight_scale_inv"]["quantization"]["weight"] == f"{L}.weight"
+
+
+def test_statistics_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
+    ours, theirs = (
+        json.loads(run("stats", "--json", each).stdout)["tensors"] for each in (path, plain)
+    )
+    assert {each["name"]: each["mean"] for each in ours} == {
+        each["name"]: each["mean"] for each in theirs
+    }
+    assert len(json.loads(run("stats", "--json", "--stored", path).stdout)["tensors"]) == 3
+
+
+def test_values_are_of_the_weights(path: Path, plain: Path, run: Run) -> None:
+    ours, theirs = (
+        json.loads(run("show", "--json", each, f"{L}.weight", "[126:130, 126:130]").stdout)[
+            "tensors"
+        ][0]["values"]
+        for each in (path, plain)
+    )
+    assert ours == theirs
+
+
+def test_codes_and_floats_are_compared_as_floats(
+    path: Path, plain: Path, run: Run, tmp_path: Path
+) -> None:
+    assert run("diff", "--values", path, plain).code == 0
+    assert run("diff", "--values", path, path).code == 0
+    other = {**FP8, "norm.weight": ones([4], "BF16")}
+    second = write(tmp_path / "other" / "model.safetensors", other, config=BLOCKS)
+    done = run("diff", "--values", path, second)
+    assert done.code == 1 and "1 changed" in done.stdout
+    assert run("diff", "--stored", path, plain).code == 1
+    assert ckptkit.diff(path, plain, values=True).equal
+
+
+def test_digests_stay_those_of_the_file(path: Path, plain: Path, run: Run) -> None:
+    done = run("digest", path)
+    assert f"{L}.weight_scale_inv" in done.stdout and "as they are stored" in done.stderr
+    assert run("digest", "--dequantize", "bfloat16", path).stdout == run("digest", plain).stdout
+
+
+def test_the_page_has_the_weights(path: Path, run: Run, tmp_path: Path) -> None:
+    assert run("report", path, "-o", tmp_path / "page.html", "--values").code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "fp8 128x128" in text and f"{L}.weight_scale_inv" not in text
+
+
+def test_the_doctor_names_the_family_and_the_command(path: Path, run: Run, tmp_path: Path) -> None:
+    done = run("doctor", path)
+    assert done.code == 1 and "fp8-block" in done.stdout and "--dequantize bfloat16" in done.stdout
+    empty = write(
+        tmp_path / "empty" / "model.safetensors", {"fc.weight": ones([4, 4])}, config=BLOCKS
+    )
+    assert "no tensor is" in run("doctor", empty).stdout
+
+
+def test_a_recipe_dequantizes(path: Path, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("steps:\n  - dequantize: float16\n  - cast: float32\n")
+    done = run("run", tmp_path / "recipe.yaml", path, tmp_path / "out.safetensors")
+    assert done.code == 0, done.stderr
+    assert ckptkit.open(tmp_path / "out.safetensors").weights[f"{L}.weight"].dtype.name == "float32"
+
+
+@pytest.mark.parametrize(
+    "words", [("--dequantize",), ("--dequantize", "fp32"), ("--dequantize=float16",)]
+)
+def test_the_dtype_may_be_left_out(
+    words: tuple[str, ...], path: Path, run: Run, tmp_path: Path
+) -> None:
+    done = run("convert", *words, path, tmp_path / "out.safetensors")
+    assert done.code == 0, done.stderr
+    wanted = {"--dequantize": "bfloat16", "fp32": "float32", "--dequantize=float16": "float16"}[
+        words[-1]
+    ]
+    assert ckptkit.open(tmp_path / "out.safetensors").weights[f"{L}.weight"].dtype.name == wanted
+
+
+def test_many_files_at_once(path: Path, run: Run, tmp_path: Path) -> None:
+    done = run("batch", "convert", "--into", tmp_path / "out", "--dequantize", path)
+    assert done.code == 0, done.stderr
+    (made,) = (tmp_path / "out").rglob("*.safetensors")
+    assert ckptkit.open(made).weights[f"{L}.weight"].dtype.name == "bfloat16"
+
+
+def test_integers_are_no_target(path: Path) -> None:
+    with pytest.raises(ckptkit.CkptkitError, match="int8"):
+        ckptkit.dequantize(ckptkit.open(path), "int8")
+
+
+def test_an_index_that_leads_out_of_the_scales_is_damage(tmp_path: Path, run: Run) -> None:
+    tensors = {**GPTQ, f"{L}.g_idx": row("I32", [64], struct.pack("<64i", *([9] * 64)))}
+    path = write(
+        tmp_path / "model.safetensors", tensors, config=method("gptq", bits=4, group_size=32)
+    )
+    done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
+    assert done.code == 3 and "g_idx" in done.stderr
+
+
+def test_the_manual_has_every_family() -> None:
+    from ckptkit.quantized.guide import markdown
+    from ckptkit.transforms.quantizing import KINDS
+
+    text = markdown()
+    for family in quantized.families():
+        assert family.title in text or not family.read
+    assert {family.written for family in quantized.families()} - {""} == set(KINDS)
+    assert "AQLM" in text and "2.9" in text
+
+
+def test_all_marks_are_in_the_list_that_is_looked_at_first() -> None:
+    families = quantized.families()
+    assert frozenset(mark for family in families for mark in family.marks) == marks.MARKS
+    assert {ending for family in families for ending in family.endings} == set(marks.ENDINGS)
+    assert all(family.oracle for family in families if family.read)

@@ -1,0 +1,99 @@
+"""Shapes that no vector has, against the formula, computed by torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptkit
+
+
+def dequantized(
+    folder: Path, tensors: dict[str, torch.Tensor], config: Any, dtype: str = "float32"
+) -> Any:
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return ckptkit.load(ckptkit.dequantize(ckptkit.open(folder / "model.safetensors"), dtype))
+
+
+def spread(scale: torch.Tensor, height: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    wide = scale.repeat_interleave(height, -2).repeat_interleave(width, -1)
+    return wide[..., : like.shape[-2], : like.shape[-1]]
+
+
+@pytest.mark.parametrize("shape", [(3, 130, 260), (2, 1, 7), (5, 300), (1, 1)])
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), (1, 128)])
+def test_fp8_blocks_of_any_shape(
+    shape: tuple[int, ...], block: tuple[int, int], tmp_path: Path
+) -> None:
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    scale = torch.rand(grid) * 300  # of which some are too large to be multiplied by 2**120
+    name = "experts.gate_up_proj" if len(shape) == 3 else "fc.weight"
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
+    found = dequantized(tmp_path, {name: codes, f"{name}_scale_inv": scale}, config)
+    assert torch.equal(found[name], codes.float() * spread(scale, *block, codes))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_all_codes_with_scales_of_any_size(code: torch.dtype, dtype: str, tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(8, 1).view(code)
+    scale = torch.tensor([1e-38, 1e-41, 0.37, 127.9, 128.1, 1e30, 0.0, float("inf")])[:, None]
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 256]}}
+    found = dequantized(tmp_path, {"fc.weight": codes, "fc.weight_scale_inv": scale}, config, dtype)
+    expected = (codes.float() * scale).to(getattr(torch, dtype))
+    ours, bits = found["fc.weight"], torch.int32 if dtype == "float32" else torch.int16
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert torch.equal(ours.nan_to_num(7.0).view(bits), expected.nan_to_num(7.0).view(bits))
+
+
+@pytest.mark.parametrize("order", [False, True], ids=["in order", "act-order"])
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns", "size"), [(4, 4104, 64, 48), (8, 64, 4096, 128), (2, 32, 96, -1)]
+)
+def test_gptq_of_any_shape(
+    bits: int, rows: int, columns: int, size: int, order: bool, tmp_path: Path
+) -> None:
+    draw = torch.Generator().manual_seed(bits)
+    groups = 1 if size == -1 else -(-columns // size)
+    codes = torch.randint(0, 1 << bits, (columns, rows), generator=draw)
+    zeros = torch.randint(1, 1 << bits, (groups, rows), generator=draw)
+    index = torch.arange(columns) // (columns if size == -1 else size)
+    index = index[torch.randperm(columns, generator=draw)] if order else index
+    scales = torch.rand(groups, rows, generator=draw).half()
+    tensors = {
+        "fc.qweight": packed(codes.T, bits).T, "fc.qzeros": packed(zeros - 1, bits), "fc.scales": scales,
+        "fc.g_idx": index.int(),
+    }  # fmt: skip
+    config = {"quantization_config": {"quant_method": "gptq", "bits": bits, "group_size": size}}
+    found = dequantized(tmp_path, tensors, config, "bfloat16")
+    expected = (codes - zeros[index]).float() * scales[index].float()
+    assert torch.equal(found["fc.weight"], expected.T.bfloat16())
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes along the last dimension in words of 32 bits, from the low bits up."""
+    each = 32 // bits
+    words = codes.reshape(*codes.shape[:-1], -1, each).long() << (torch.arange(each) * bits)
+    whole = words.sum(-1)
+    return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).int()
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_gpt_oss_turned(experts: int, tmp_path: Path) -> None:
+    rows, columns = 200, 96
+    blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (experts, rows, columns // 32), dtype=torch.uint8)
+    found = dequantized(tmp_path, {"w_blocks": blocks, "w_scales": scales}, {}, "float32")
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).reshape(experts, rows, columns // 32, 32)
+    expected = torch.ldexp(table[codes.long()], scales[..., None].int() - 127)
+    assert torch.equal(found["w"], expected.reshape(experts, rows, columns).transpose(1, 2))

@@ -1,0 +1,118 @@
+"""Weights that libraries quantized, dequantized byte for byte as the libraries do it (a NaN equals
+any NaN)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptkit
+from ckptkit import compute, quantized
+from ckptkit.core.dtypes import BY_NAME
+from tests.conftest import Run
+from tests.quantized.made import Row, read
+
+FOLDER = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "quantized"
+CASES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []
+PICKLED = [name for name in CASES if (FOLDER / name / "model.pth").exists()]
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+pytestmark = pytest.mark.skipif(
+    not CASES, reason="CKPTKIT_VECTORS names no folder with vectors of quantized weights"
+)
+
+
+def is_nan(dtype: str, data: bytes) -> np.ndarray:
+    bits = (
+        np.frombuffer(data, "<u2").astype("<u4") << 16
+        if dtype == "BF16"
+        else np.frombuffer(data, "<u4")
+    )
+    return np.isnan(bits.view("<f4"))
+
+
+def assert_equal(found: Row, expected: Row, name: str) -> None:
+    assert found[:2] == expected[:2], name
+    if found[2] != expected[2]:
+        ours, theirs = is_nan(found[0], found[2]), is_nan(found[0], expected[2])
+        unit = "<u2" if found[0] == "BF16" else "<u4"
+        differ = np.frombuffer(found[2], unit) != np.frombuffer(expected[2], unit)
+        assert not (differ & ~(ours & theirs)).any(), name
+
+
+def assert_expected(found: dict[str, Row], case: str, short: str) -> None:
+    expected = read(FOLDER / case / "expected" / f"{short}.safetensors")
+    assert found.keys() >= expected.keys()
+    for name, theirs in expected.items():
+        assert_equal(found[name], theirs, name)
+
+
+@pytest.mark.parametrize("short", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_byte_is_that_of_the_library(case: str, short: str, tmp_path: Path) -> None:
+    ck = ckptkit.dequantize(ckptkit.open(FOLDER / case), DTYPES[short])
+    ckptkit.save(ck, tmp_path / "out.safetensors")
+    found = read(tmp_path / "out.safetensors")
+    assert_expected(found, case, short)
+    assert not quantized.find(ckptkit.open(tmp_path / "out.safetensors"))  # nothing of it is left
+
+
+@pytest.mark.parametrize("case", PICKLED)
+def test_pickled_subclasses_are_read_like_their_files(case: str, tmp_path: Path, run: Run) -> None:
+    done = run(
+        "convert",
+        FOLDER / case / "model.pth",
+        tmp_path / "out.safetensors",
+        "--dequantize",
+        "float32",
+    )
+    assert done.code == 0, done.stderr
+    assert_expected(read(tmp_path / "out.safetensors"), case, "fp32")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_part_is_a_part_of_the_whole(case: str) -> None:
+    numbers = random.Random(case)
+    found = quantized.find(ckptkit.open(FOLDER / case))
+    for group in found.groups:
+        for dtype in DTYPES.values():
+            record = group.tensor(BY_NAME[dtype]).storage.record  # type: ignore[union-attr]
+            extent = record.locate()
+            whole = b"".join(compute.stream(extent))
+            assert len(whole) == extent.length
+            for _ in range(6):
+                start, stop = sorted(numbers.randrange(extent.length + 1) for _ in range(2))
+                assert b"".join(compute.stream(extent, start, stop)) == whole[start:stop]
+
+
+def test_the_command_line_writes_shards_and_a_configuration_that_says_nothing(
+    tmp_path: Path, run: Run
+) -> None:
+    case = FOLDER / "fp8-deepseek"
+    done = run("convert", case, tmp_path / "out", "--dequantize", "--shard-size", "100kB")
+    assert done.code == 0, done.stderr
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert (
+        not any("scale" in name for name in index["weight_map"])
+        and len(set(index["weight_map"].values())) > 1
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    before = json.loads((case / "config.json").read_text())
+    del before["quantization_config"]
+    assert config == before
+    assert "2 weights: fp8 128x128 -> bfloat16" in done.stdout and "weight_scale_inv" in done.stdout
+    shards = [read(path) for path in (tmp_path / "out").glob("*.safetensors")]
+    assert_expected(
+        {name: row for shard in shards for name, row in shard.items()}, "fp8-deepseek", "bf16"
+    )
+
+
+def test_without_a_dtype_the_configuration_decides(tmp_path: Path) -> None:
+    weights = ckptkit.dequantize(ckptkit.open(FOLDER / "gptq-int8")).weights
+    assert weights["model.layers.0.self_attn.q_proj.weight"].dtype.name == "float16"
+    weights = ckptkit.dequantize(ckptkit.open(FOLDER / "fp8-fbgemm")).weights
+    assert weights["model.layers.0.mlp.gate_proj.weight"].dtype.name == "bfloat16"
