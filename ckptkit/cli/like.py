@@ -18,7 +18,7 @@ _BYTES = 64 << 20
 def expected(name: str) -> Shapes:
     """Names and shapes. Raises InputError, UsageError; of a model, its code is imported and run."""
     if _MODEL.fullmatch(name) and not os.path.exists(name):
-        from ckptkit.compute import model_from, model_shapes
+        from ckptkit.loading.building import model_from, model_shapes
 
         return {key: shape for key, (_, shape) in model_shapes(model_from(name, {})).items()}
     if name.endswith(_INDEX) and not _has_shards(name):
