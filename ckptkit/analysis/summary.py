@@ -11,6 +11,7 @@ from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError
+from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
@@ -235,7 +236,9 @@ class _Survey:
     def warnings(self) -> Iterator[str]:
         for made, (first, *more) in self.harmful.items():
             also = and_more(len(more))
-            yield f"loading it with pickle would call {made}, for the value at {join(first) or 'the root'}{also}"
+            place = join(first) or "the root"
+            text = f"loading it with pickle would call {made}, for the value at {place}{also}"
+            yield Notice(RUNS_CODE, text, call=made, values=1 + len(more))
 
     def _number(self, storage: Storage) -> int:
         number = self.numbers.setdefault(id(storage), len(self.storages))

@@ -15,6 +15,7 @@ from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
+from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
@@ -193,11 +194,7 @@ class _Look:
         if not self.records:
             yield f"{self.checkpoint.format} has no checksums: only structure and lengths were checked"
         yield from self.checkpoint.warnings
-        if (
-            self.records
-            and self.unsummed
-            and not any("no checksum" in each for each in self.checkpoint.warnings)
-        ):
+        if self.records and self.unsummed and not coded(self.checkpoint.warnings, NO_CHECKSUM):
             yield f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
 
 

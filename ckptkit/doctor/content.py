@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from ckptkit.analysis.advice import WASTE, argument, convert, edit
+from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import container, names
@@ -84,9 +85,7 @@ def _refused(facts: Facts) -> Iterator[Cause]:
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused or summary.format not in TORCH_FILES or summary.is_module:
         return
-    harm = [
-        each for each in summary.warnings if each.startswith("loading it with pickle would call")
-    ]
+    harm = coded(summary.warnings, RUNS_CODE)
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
     if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
         what += " It holds nothing else, and no weights: without such values nothing would be left."
@@ -119,19 +118,25 @@ def _devices(facts: Facts) -> Iterator[Cause]:
     held = Counter(row.tensor.device for row in facts.summary.rows)
     here = ("cpu",) if facts.devices is None else facts.devices
     away = [device for device in held if device != "meta" and not _is_here(device, here)]
-    lacks = "which this machine does not have"
-    if facts.devices is None:
-        lacks = "and torch, which would know if this machine has it, is not installed"
     if away and facts.summary.format in TORCH_FILES:
         yield Cause(
             "device",
             ERROR,
-            f"It was saved on {some(away)}, {lacks}.",
+            f"It was saved on {some(away)}{_lacks(facts)}.",
             'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA device". '
             "map_location='cpu' does the same as this command, each time anew.",
             edit("remap", facts.path, "cpu", "--to", "cpu"),
             Fix(to_cpu=True),
         )
+
+
+def _lacks(facts: Facts) -> str:
+    """Return the clause on this machine, empty in a report that is read on others."""
+    if not facts.for_here:
+        return ""
+    if facts.devices is None:
+        return ", and torch, which would know if this machine has it, is not installed"
+    return ", which this machine does not have"
 
 
 def _is_here(device: str, devices: Collection[str]) -> bool:

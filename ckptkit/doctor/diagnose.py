@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.notices import NO_VERSION, coded
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.doctor import content, fit, refused
@@ -274,7 +275,7 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         no_index=isinstance(source, Folder)
         and checkpoint.format.startswith("sharded")
         and not any(name.endswith(INDEX) for name in source.list()),
-        no_version=any("no version record" in warning for warning in checkpoint.warnings),
+        no_version=bool(coded(checkpoint.warnings, NO_VERSION)),
         with_model=with_model,
     )
     return content.causes(facts)
@@ -300,7 +301,7 @@ def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The entries that could be the weights, where more than one could."""
     try:
-        checkpoint.selection  # noqa: B018  raises
+        checkpoint.selection
     except AmbiguousError:
         return tuple(
             name

@@ -26,7 +26,7 @@ class Facts:
     ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
     names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
     shards without one, ``no_version`` that torch looks for a record in vain; ``with_model``:
-    prefixes are looked at beside the model.
+    prefixes are looked at beside the model; ``for_here``: titles may speak of this machine.
     """
 
     path: str
@@ -38,6 +38,7 @@ class Facts:
     no_index: bool = False
     no_version: bool = False
     with_model: bool = False
+    for_here: bool = True
 
 
 def is_wrapped(facts: Facts) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.analysis.advice import convert, recover
 from ckptkit.core.errors import (
+    NEWER_TORCH,
     AmbiguousError,
     CkptkitError,
     LimitError,
@@ -50,7 +51,7 @@ def cause(refusal: Refusal) -> Cause:
             "The download got a page about the file, or one that asks to log in: torch.load says "
             "\"invalid load key, '<'\"." + hint,
         )
-    if isinstance(error, UnsupportedError) and "archive version" in error.message:
+    if error.code == NEWER_TORCH:
         return Cause(
             "newer",
             ERROR,

@@ -25,6 +25,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.notices import WRONG_TOTAL, Notice, coded, within
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedDict
 from ckptkit.core.weights import as_tensor
@@ -37,7 +38,6 @@ from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
-_TOTAL_IS = "the index says"
 _FETCH = "fetch the index and the shards again, into an empty folder"
 
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
@@ -74,9 +74,7 @@ def findings(probe: Probe) -> Iterator[Part | Finding]:
     for error in wrong:
         yield Finding(error.message, os.path.basename(error.where or ""), hint=error.hint)
     if not wrong:
-        yield from (
-            Finding(warning) for warning in checkpoint.warnings if warning.startswith(_TOTAL_IS)
-        )
+        yield from map(Finding, coded(checkpoint.warnings, WRONG_TOTAL))
     for name, (format, each) in shards.probes.items():
         if format.check is not None:
             yield from (replace(found, file=name) for found in format.check(each))
@@ -216,7 +214,7 @@ class _Shards:
                 )
             ),
             warnings=(
-                *(f"{name}: {warning}" for name, shard in shards for warning in shard.warnings),
+                *(within(name, warning) for name, shard in shards for warning in shard.warnings),
                 *restored.warnings,
                 *_wrong_total(said, root),
                 *warnings,
@@ -375,4 +373,5 @@ def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]
         total in (every, once, stored) or total == _nbytes_with_objects(root)
     ):
         return []
-    return [f"{_TOTAL_IS} {str(total)[:40]} bytes in all, the tensors have {once:,}"]
+    text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
+    return [Notice(WRONG_TOTAL, text, nbytes=once)]
