@@ -10,20 +10,17 @@ from collections.abc import Iterator
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import join
+from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 from ckptkit.pickles.trust import refused_by_weights_only
 
-# What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
-WRAPPERS = ("module.", "_orig_mod.")
+# What wrappers put before the names of the module inside, and which do.
+WRAPPERS = {
+    "module.": "DataParallel and DistributedDataParallel put it there",
+    "_orig_mod.": "torch.compile puts it there",
+    "_fsdp_wrapped_module.": "FSDP puts it there",
+    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
+}
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
-TORCH = (
-    ".pth",
-    ".pt",
-    ".bin",
-    ".ckpt",
-    ".th",
-    ".pth.tar",
-    ".pt.tar",
-)  # suffixes that torch-zip is written to
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
@@ -59,7 +56,9 @@ def recover(path: str, unverified: bool = False) -> str:
 def fixed(path: str) -> str:
     """The name of the file that has what `path` has, mended."""
     return _beside(
-        path, "fixed", None if path.lower().endswith((*TORCH, ".safetensors")) else ".pth"
+        path,
+        "fixed",
+        None if path.lower().endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes)) else ".pth",
     )
 
 
@@ -74,7 +73,11 @@ def convert(path: str, mark: str, *options: str) -> str:
     """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a
     .pth."""
     return edit(
-        "convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth"
+        "convert",
+        path,
+        mark,
+        *options,
+        suffix=None if path.lower().endswith(TORCH_SUFFIXES) else ".pth",
     )
 
 
@@ -138,12 +141,13 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     Files that torch.load does not read (safetensors that hold everything, folders, plain pickles)
     are not told so.
     """
-    if not summary.format.startswith("torch"):
+    format = BY_NAME.get(summary.format, NONE)
+    if not format.loaded_by_torch:
         return
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
-    what = "TorchScript" if summary.format == "torchscript" else some(refused)
+    what = "TorchScript" if format.program else some(refused)
     said = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)

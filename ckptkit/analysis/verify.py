@@ -127,7 +127,7 @@ class _Look:
         try:
             return format.read(self.probe)
         except DAMAGE as error:
-            if format.name == "folder" and isinstance(error, AmbiguousError):
+            if format.chooses and isinstance(error, AmbiguousError):
                 raise  # which of several checkpoints is meant is no damage
             self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
             return None

@@ -12,7 +12,16 @@ from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import container, names
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
+from ckptkit.doctor.facts import (
+    Facts,
+    alone,
+    format_of,
+    is_script,
+    is_torch_file,
+    is_wrapped,
+    names_of,
+    some,
+)
 from ckptkit.pickles.trust import refused_by_weights_only
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
@@ -36,7 +45,7 @@ def causes(facts: Facts) -> list[Cause]:
 
 def _module(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
-    if summary.is_module and summary.format in TORCH_FILES:
+    if summary.is_module and is_torch_file(facts):
         node = facts.root
         for key in summary.weights or ():
             node = node[key] if isinstance(node, dict) else node
@@ -56,12 +65,9 @@ def _module(facts: Facts) -> Iterator[Cause]:
 
 def _wrapper(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
-    if (
-        not is_wrapped(facts)
-        or summary.format in FOLDERS
-        or summary.is_module
-        or summary.format == "torchscript"
-    ):
+    if not is_wrapped(facts) or summary.is_module or is_script(facts):
+        return
+    if format_of(facts).distributed:
         return
     key = join(summary.weights or ())
     others = (
@@ -83,7 +89,7 @@ def _refused(facts: Facts) -> Iterator[Cause]:
     """What weights_only=True does not take, if loading fails for no other reason that was named."""
     summary = facts.summary
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
-    if not refused or summary.format not in TORCH_FILES or summary.is_module:
+    if not refused or not is_torch_file(facts) or summary.is_module:
         return
     harm = coded(summary.warnings, RUNS_CODE)
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
@@ -118,7 +124,7 @@ def _devices(facts: Facts) -> Iterator[Cause]:
     held = Counter(row.tensor.device for row in facts.summary.rows)
     here = ("cpu",) if facts.devices is None else facts.devices
     away = [device for device in held if device != "meta" and not _is_here(device, here)]
-    if away and facts.summary.format in TORCH_FILES:
+    if away and is_torch_file(facts):
         yield Cause(
             "device",
             ERROR,

@@ -37,6 +37,7 @@ from ckptkit.doctor.facts import Facts
 from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
+from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied
 from ckptkit.remote import urls
@@ -273,7 +274,7 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         lacking=_lacking(checkpoint),
         ambiguous=_ambiguous(checkpoint),
         no_index=isinstance(source, Folder)
-        and checkpoint.format.startswith("sharded")
+        and BY_NAME.get(checkpoint.format, NONE).shards
         and not any(name.endswith(INDEX) for name in source.list()),
         no_version=bool(coded(checkpoint.warnings, NO_VERSION)),
         with_model=with_model,

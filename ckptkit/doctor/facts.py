@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ckptkit.analysis.advice import TORCH, convert, edit
+from ckptkit.analysis.advice import convert, edit
 from ckptkit.analysis.summary import Summary
 from ckptkit.core import text
 from ckptkit.core.tree import Node, join
+from ckptkit.formats.format import Format
+from ckptkit.formats.table import BY_NAME, NONE, TORCH_SUFFIXES
 
 SHOWN = 4  # names in a sentence
-FOLDERS = {
-    "dcp": "is a folder of torch.distributed.checkpoint (FSDP and others)",
-    "deepspeed": "is a folder of DeepSpeed (ZeRO)",
-}
-TORCH_FILES = ("torch-zip", "torch-legacy", "torch-tar")
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,22 @@ class Facts:
     for_here: bool = True
 
 
+def format_of(facts: Facts) -> Format:
+    return BY_NAME.get(facts.summary.format, NONE)
+
+
+def is_script(facts: Facts) -> bool:
+    """Return whether it is a program that torch loads: TorchScript."""
+    format = format_of(facts)
+    return format.loaded_by_torch and format.program
+
+
+def is_torch_file(facts: Facts) -> bool:
+    """Return whether torch.load reads it."""
+    format = format_of(facts)
+    return format.loaded_by_torch and not format.program
+
+
 def is_wrapped(facts: Facts) -> bool:
     return bool(facts.summary.weights)
 
@@ -49,7 +62,7 @@ def alone(facts: Facts, mark: str) -> str:
     """The command that makes a file of the weights alone."""
     if not is_wrapped(facts):
         return convert(facts.path, mark)
-    suffix = None if facts.path.lower().endswith(TORCH) else ".pth"
+    suffix = None if facts.path.lower().endswith(TORCH_SUFFIXES) else ".pth"
     return edit(
         "extract", facts.path, mark, "--key", join(facts.summary.weights or ()), suffix=suffix
     )

@@ -6,17 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from glob import escape
 
-from ckptkit.analysis.advice import edit
+from ckptkit.analysis.advice import WRAPPERS, edit
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.doctor.facts import TORCH_FILES, Facts, is_lightning, names_of, some
+from ckptkit.doctor.facts import Facts, is_lightning, is_torch_file, names_of, some
 
-# What wrappers put before the names of the module inside, and who does.
-WRAPPERS = {
-    "module.": "DataParallel and DistributedDataParallel put it there",
-    "_orig_mod.": "torch.compile puts it there",
-    "_fsdp_wrapped_module.": "FSDP puts it there",
-    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
-}
 ATTRIBUTE = "model."  # what many modules call the network inside
 
 
@@ -71,7 +64,7 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
     """What may be the name of a network inside another module, or a part of every network of a
     kind."""
     names = names_of(facts)
-    if facts.summary.format not in TORCH_FILES or not names:
+    if not is_torch_file(facts) or not names:
         return
     if is_lightning(facts):
         yield from _network(facts, names)

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
+
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.errors import (
@@ -20,6 +22,8 @@ from ckptkit.core.tree import Global, Node, Object
 from ckptkit.doctor import content, fit, refused
 from ckptkit.doctor.cause import Cause, Fix, together
 from ckptkit.doctor.facts import Facts
+from ckptkit.formats.format import Format
+from ckptkit.formats.table import FORMATS
 from tests.analysis.made import checkpoint, tensor
 
 
@@ -138,3 +142,25 @@ def test_refusals() -> None:
         id_of(UnsupportedError("has files of experts"), known=True, is_folder=True) == "unsupported"
     )
     assert id_of(UnsupportedError("any words", code=NEWER_TORCH), known=True) == "newer"
+
+
+@pytest.mark.parametrize(
+    "format", [each for each in FORMATS if not each.is_folder], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_suffix_of_another_format(format: Format, suffix: str) -> None:
+    """Any that is not of the format, and those alone: the table says which."""
+    ck = replace(checkpoint({"a": tensor(1)}), format=format.name)
+    ids = {each.id for each in content.causes(Facts(f"run{suffix}", summarize(ck), ck.root))}
+    fits = format.loaded_by_torch if suffix == ".pth" else suffix in format.suffixes
+    assert ("suffix" in ids) is not fits
+    assert ("not-torch" in ids) is (
+        suffix != ".pth" and bool(format.torch_error) and not format.loaded_by_torch
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
+def test_what_a_diagnosis_calls_a_format(format: Format) -> None:
+    """Whatever torch refuses, and whatever several processes wrote, has a noun for the sentence."""
+    assert bool(format.noun) is bool(format.torch_error or format.distributed)
+    assert format.is_folder or not format.distributed
