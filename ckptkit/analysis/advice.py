@@ -24,8 +24,7 @@ WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a lin
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Sentences that end in a command, for what keeps this checkpoint from loading or makes it
-    larger than it is."""
+    """Return sentences with a command, for what stops it from loading or makes it too large."""
     path = summary.path
     found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
     return tuple(line for advice in found for line in advice(summary, path))
@@ -63,15 +62,13 @@ def fixed(path: str) -> str:
 
 
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
-    """A command that makes ``run-<mark>.pth`` of ``run.pth``; `suffix` is that of what it makes, if
-    it is another."""
+    """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
     output = _beside(path, mark, suffix)
     return shlex.join(("ckptkit", command, *options, *argument(path), output))
 
 
 def convert(path: str, mark: str, *options: str) -> str:
-    """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a
-    .pth."""
+    """Return a `convert` command; a folder, or a file without a suffix of torch, becomes a .pth."""
     return edit(
         "convert",
         path,
@@ -87,8 +84,10 @@ def argument(path: str) -> tuple[str, ...]:
 
 
 def _beside(path: str, mark: str, suffix: str | None) -> str:
-    """``run.pth`` -> ``run-cpu.pth``, in the working directory if `path` is a URL. `suffix`
-    replaces that of `path`."""
+    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
+
+    `suffix` replaces that of `path`.
+    """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     stem, own = os.path.splitext(path.rstrip("/"))
@@ -122,11 +121,14 @@ def _waste(summary: Summary, path: str) -> Iterator[str]:
 
 
 def _packed(summary: Summary, path: str) -> Iterator[str]:
-    """Weights that quantised layers keep out of the state_dict."""
+    """Yield advice on weights that quantized layers keep out of the state_dict."""
     number = packed(summary)
     if number:
         command = convert(path, "float", "--dequantize")
-        yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
+        yield (
+            f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
+            f"{command}"
+        )
 
 
 def packed(summary: Summary) -> int:
@@ -135,11 +137,12 @@ def packed(summary: Summary) -> int:
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
-    """What torch.load refuses by default, and the way around it: without the objects, or the
-    weights alone.
+    """Yield what torch.load refuses by default, and the command that leaves it out.
+
+    Nothing for files that torch.load does not read: safetensors, folders, plain pickles.
 
     Files that torch.load does not read (safetensors that hold everything, folders, plain pickles)
-    are not told so.
+    get no such advice.
     """
     format = BY_NAME.get(summary.format, NONE)
     if not format.loaded_by_torch:
@@ -170,10 +173,16 @@ def _inner(summary: Summary, path: str) -> Iterator[str]:
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]
         look = shlex.join(("ckptkit", "scan", *argument(path)))
-        yield f"byte strings that are files of their own, not looked into here: {some(places)}; {look} does"
+        yield (
+            f"byte strings that are files of their own, not looked into here: {some(places)}; "
+            f"{look} does"
+        )
 
 
 def _others(summary: Summary, path: str) -> Iterator[str]:
-    """How to choose what else could be meant by the weights."""
+    """Yield the commands that choose other entries that could be the weights."""
     for key in map(join, summary.others[:NAMES]):
-        yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
+        yield (
+            f"{key} holds weights too: "
+            f"{shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
+        )

@@ -1,27 +1,35 @@
-"""What a Derived can be, computed in pieces of a few MiB whatever its size.
+"""The operations of a Derived, computed in pieces of a few MiB whatever its size.
 
-========  ==============================  ==========================================================================
+========  ==============================  ========================================================
 name      parameters                      bytes
-========  ==============================  ==========================================================================
+========  ==============================  ========================================================
 slice     start                           `length` bytes of the input from byte `start`
 concat                                    the inputs, any number of them, one after another
-inflate                                   the input is raw deflate (RFC 1951) and inflates to exactly `length` bytes
-latin1                                    the input is UTF-8 text of `length` code points below 256: one byte each
+inflate                                   the input is raw deflate (RFC 1951) and inflates to
+                                          exactly `length` bytes
+latin1                                    the input is UTF-8 text of `length` code points below
+                                          256: one byte each
 byteswap  component                       every run of `component` bytes (2, 4, 8) reversed
-gather    itemsize, shape, stride, start  row-major elements of a strided view: itemsize 1, 2, 4, 8 or 16 bytes,
-                                          strides in elements, the first element at byte `start`
-chunks    itemsize, shape, boxes          row-major elements of an array: each input holds one box of it, described by
-                                          (offsets, sizes, strides in elements, byte of the first element); each
-                                          element is in exactly one box; itemsize as for gather
+gather    itemsize, shape, stride, start  row-major elements of a strided view: itemsize 1, 2,
+                                          4, 8 or 16 bytes, strides in elements, the first
+                                          element at byte `start`
+chunks    itemsize, shape, boxes          row-major elements of an array: each input holds one
+                                          box of it, described by (offsets, sizes, strides in
+                                          elements, byte of the first element); each element is
+                                          in exactly one box; itemsize as for gather
 conj      dtype                           complex elements with the imaginary part negated
 neg       dtype                           elements negated
-cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it:
-                                          by `floats` from one floating-point type to another, else by torch
-dequant   dtype, scale, zero_point        quantised elements of `dtype` as float32, as torch does it
-          dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and a zero point for each
-                                          channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
-mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
-========  ==============================  ==========================================================================
+cast      source, target                  elements of dtype `source` converted to dtype
+                                          `target`, as torch does it: by `floats` from one
+                                          floating-point type to another, else by torch
+dequant   dtype, scale, zero_point        quantized elements of `dtype` as float32, as torch
+                                          does it
+          dtype, scales, zeros, inner     with three inputs: the second and third hold a scale
+                                          and a zero point for each channel, in dtypes `scales`
+                                          and `zeros`; a channel is `inner` elements
+mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of
+                                          its own dtype
+========  ==============================  ========================================================
 
 dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
 ``concat``, ``chunks``, ``dequant`` and ``mean`` has one input, and is a pure function of its
@@ -48,9 +56,8 @@ if TYPE_CHECKING:
     import torch
 
 PIECE = 4 << 20  # bytes; a multiple of every element size
-BUFFER = (
-    256 << 10
-)  # bytes of a local file read at a time, so that they and what is made of them stay in a core's cache
+# Bytes of a local file read at a time: they and what is made of them stay in a core's cache.
+BUFFER = 256 << 10
 
 Piece = bytes | memoryview
 Pieces = Iterator[Piece]
@@ -71,8 +78,10 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 
 
 def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
-    """Like `stream`, at the speed of memory: pieces of a local file share one buffer, and each
-    overwrites the last."""
+    """Yield like `stream`, at the speed of memory.
+
+    Pieces of a local file share one buffer, and each overwrites the last.
+    """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent, start, stop)
@@ -86,8 +95,7 @@ def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """The same bytes in pieces of at most `size`, a multiple of `unit`, and none that ends inside
-    of a unit.
+    """Yield the same bytes in pieces of at most `size`, each a multiple of `unit`.
 
     Nothing is copied where pieces are whole numbers of units.
     """
@@ -166,9 +174,11 @@ def _encoded(extent: Extent) -> Iterator[bytes]:
 
 
 def _window(pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
-    """Bytes `start` to `stop` of what can only be computed from its beginning.
+    """Yield bytes `start` to `stop` of what can only be computed from its beginning.
 
-    Whoever reads to the end is told when there are more bytes or fewer than `derived.length`.
+    A read to the end raises an error where there are more or fewer bytes than `derived.length`.
+
+    A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
     """
     at = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What is wrong with the file or folder, whatever is in it."""
+"""Causes in the file or folder itself, whatever it contains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import Facts, alone, format_of, is_script, is_wrapped, some
 from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
 
-_PACKED = " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes float32 of them."
+_PACKED = (
+    " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes "
+    "float32 of them."
+)
 _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 
@@ -102,8 +105,7 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
 
 
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
-    """Return the command and fix that make a file for torch.load, or safetensors of numpy's
-    arrays."""
+    """Return command and fix that make a file for torch.load; safetensors for numpy's arrays."""
     if facts.summary.weights is None:
         return None, None
     arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
@@ -156,7 +158,8 @@ def _index(facts: Facts) -> Iterator[Cause]:
             "no-index",
             ERROR,
             "It is a folder of shards without their index.",
-            "transformers and others find the tensors of a sharded model through its .index.json alone.",
+            "transformers and others find the tensors of a sharded model through its .index.json "
+            "alone.",
             edit("convert", facts.path, "indexed", "--format", facts.summary.format),
             Fix(),
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint that can be read shows by itself."""
+"""Causes in the content of a checkpoint that can be read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 
 
 def causes(facts: Facts) -> list[Cause]:
-    """All that apply, those of the container first."""
+    """Return all causes that apply, those of the container first."""
     looks = (
         container.causes,
         _module,
@@ -78,7 +78,8 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
         "wrapper",
         ERROR,
         f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict wants that entry, not the dict around it, whose keys are no names of a model's: "
+        "load_state_dict wants that entry, not the dict around it, whose keys are no names of a "
+        "model's: "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
         alone(facts, "weights"),
         Fix(bare=True),
@@ -86,7 +87,7 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
 
 
 def _refused(facts: Facts) -> Iterator[Cause]:
-    """What weights_only=True does not take, if loading fails for no other reason that was named."""
+    """Yield the cause for values that weights_only=True refuses, unless another cause says so."""
     summary = facts.summary
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused or not is_torch_file(facts) or summary.is_module:
@@ -106,8 +107,7 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
-    """What leaves out values that only their own code could make. Arrays of numpy's are such, as
-    torch sees it."""
+    """Return the command and fix that leave out Python objects, arrays of numpy included."""
     if any(row.inside for row in facts.summary.rows):
         return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
@@ -129,8 +129,9 @@ def _devices(facts: Facts) -> Iterator[Cause]:
             "device",
             ERROR,
             f"It was saved on {some(away)}{_lacks(facts)}.",
-            'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA device". '
-            "map_location='cpu' does the same as this command, each time anew.",
+            'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA '
+            'device". '
+            "map_location='cpu' does the same as this command, at each load.",
             edit("remap", facts.path, "cpu", "--to", "cpu"),
             Fix(to_cpu=True),
         )
@@ -150,7 +151,7 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
-    """Whether much of the file is the state of optimizers."""
+    """Yield a note if much of the file is the state of optimizers."""
     inside: int | None = None  # depth of an optimizer, while the walk is in it
     theirs: dict[int, int] = {}  # bytes of each storage, by its id
     others: dict[int, int] = {}  # optimizers may hold the weights themselves
@@ -169,7 +170,8 @@ def _optimizer(facts: Facts) -> Iterator[Cause]:
             "optimizer",
             NOTE,
             f"{optimizers / everything:.0%} of its bytes are the state of the optimizer.",
-            f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing else does.",
+            f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing "
+            "else does.",
             alone(facts, "weights"),
             Fix(bare=True),
         )
@@ -182,14 +184,15 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             "slices",
             NOTE,
             f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
-            "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each tensor.",
+            "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each "
+            "tensor.",
             convert(facts.path, "compact", "--compact"),
             Fix(compact=True),
         )
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:
-    """Checkpoints in byte strings, as skorch pickles its nets."""
+    """Yield the causes for checkpoints in byte strings, as skorch pickles its nets."""
     inner = facts.summary.inner
     if inner:
         places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
@@ -197,6 +200,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
             "inner",
             NOTE,
             f"Byte strings in it are files of their own: {some(places)}.",
-            "Weights may be in there, which only the library that wrote the file unpacks; scan looks into them.",
+            "Weights may be in there, which only the library that wrote the file unpacks; scan "
+            "looks into them.",
             shlex.join(("ckptkit", "scan", *argument(facts.path))),
         )

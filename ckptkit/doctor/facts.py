@@ -1,4 +1,4 @@
-"""What is looked at, and what several looks need to know about it."""
+"""The facts that several checks of the doctor need."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ SHOWN = 4  # names in a sentence
 
 @dataclass(frozen=True)
 class Facts:
-    """What is looked at. ``path`` is the file as it was typed, ``ambiguous`` the entries that could
-    be the weights.
+    """The checkpoint under examination.
+
+    ``path`` is the file as it was typed, ``ambiguous`` the entries that could be the weights.
 
     ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
     names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
-    shards without one, ``no_version`` that torch looks for a record in vain; ``with_model``:
+    shards without one, ``no_version`` that it lacks a record which torch requires; ``with_model``:
     prefixes are looked at beside the model; ``for_here``: titles may speak of this machine.
     """
 

@@ -1,4 +1,4 @@
-"""What stands in the names of the weights that a plain model does not have."""
+"""Causes in the names of the weights: parts that a plain model does not have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ATTRIBUTE = "model."  # what many modules call the network inside
 
 
 def causes(facts: Facts) -> Iterator[Cause]:
-    """Wrappers before the names and inside them. Beside a model, `fit` knows better."""
+    """Yield the causes for wrappers before the names and inside them.
+
+    With a model, `fit` finds them.
+    """
     if not facts.with_model:
         yield from _prefix(facts)
         yield from _attribute(facts)
@@ -22,7 +25,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 
 def _prefix(facts: Facts) -> Iterator[Cause]:
-    """Wrappers before most names, one inside the other perhaps."""
+    """Yield the cause for wrappers before most names, one inside the other perhaps."""
     names = names_of(facts)
     if not names:
         return
@@ -48,21 +51,21 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
-        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in state_dict".',
+        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
+        'state_dict".',
         edit("strip-module", facts.path, "stripped", *options),
         Fix(strip=tuple(found)),
     )
 
 
 def _first_part(names: list[str]) -> str:
-    """What stands before the first dot of all names, dot included, "" if that is not the same."""
+    """Return the part before the first dot of all names, dot included, "" if they differ."""
     first = names[0].partition(".")[0] + "."
     return first if all(name.startswith(first) for name in names) else ""
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """What may be the name of a network inside another module, or a part of every network of a
-    kind."""
+    """Yield a note for a common first part: a network inside a module, or part of each network."""
     names = names_of(facts)
     if not is_torch_file(facts) or not names:
         return
@@ -73,14 +76,15 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             "attribute",
             NOTE,
             f"All keys start with {ATTRIBUTE!r}.",
-            "Was the network an attribute of the module that was saved? The network alone has no such names, and "
+            "Was the network an attribute of the module that was saved? The network alone has no "
+            "such names, and "
             "--model tells which of the two yours is.",
             edit("strip-module", facts.path, "stripped", "--prefix", ATTRIBUTE),
         )
 
 
 def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
-    """The network of a LightningModule that has other parts: metrics, weights of its loss."""
+    """Yield a note for the network of a LightningModule that has other parts: metrics, losses."""
     first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
     if _common(names) or count == len(names) or 2 * count <= len(names):
         return
@@ -96,7 +100,7 @@ def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
 
 
 def _common(names: list[str]) -> str:
-    """A wrapper before more than half of the names."""
+    """Return a wrapper before more than half of the names, "" if there is none."""
     return next(
         (
             each
@@ -108,7 +112,7 @@ def _common(names: list[str]) -> str:
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:
-    """Wrappers of submodules: ``layers.0._orig_mod.weight``, or before a few names only."""
+    """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``, or a few names."""
     parts = [each[:-1] for each in WRAPPERS if each != "module."]
     names = names_of(facts)
     if _common(names):
@@ -122,7 +126,8 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         "inner-prefix",
         ERROR,
         f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
-        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain model has no such names.",
+        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
+        "model has no such names.",
         edit("rename", facts.path, "renamed", "--sub", pattern),
         Fix(names=new),
     )

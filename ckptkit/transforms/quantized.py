@@ -1,9 +1,10 @@
-"""Quantised weights as float32: scale times the difference to the zero point, per tensor or per
-channel.
+"""Quantized weights as float32: scale times the difference to the zero point.
 
-torch's quantised layers pack weight and bias into one value, which is not in the state_dict of a
+Per tensor or per channel.
+
+torch's quantized layers pack weight and bias into one value, which is not in the state_dict of a
 TorchScript module, and no tensor in that of an eager one: ``fc._packed_params._packed_params =
-(weight, bias)``. Dequantised they are ``fc.weight`` and ``fc.bias``, as the layer had them before.
+(weight, bias)``. Dequantized they are ``fc.weight`` and ``fc.bias``, as the layer had them before.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CollisionError, TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Global, Node, Object, Path, key_text, rebuild, walk
+from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.nodes import nodes
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
@@ -31,8 +31,9 @@ _PACKER = "PackedParamsBase"
 
 
 def dequantize(ck: Checkpoint) -> Checkpoint:
-    """Every quantised tensor as float32, bit for bit as torch's ``dequantize()`` computes it; those
-    that are packed with a bias join the weights, named after their layer.
+    """Make quantized tensors float32, bit for bit as torch's ``dequantize()`` does.
+
+    Those that are packed with a bias join the weights, named after their layer.
 
     What has no affine scheme stays as it is, which a warning says. Raises TensorError for a scale
     or zero point that torch could not have, CollisionError.
@@ -61,14 +62,16 @@ def _notes(
     for dtype, number in Counter(dtype for dtype, _ in new).items():
         yield f"dequantized {plural(number, 'tensor')}: {dtype} -> float32"
     if layers:
-        yield f"unpacked {plural(len(layers), 'layer')}: {quoted([layer.name or '(root)' for layer in layers])}"
+        yield (
+            f"unpacked {plural(len(layers), 'layer')}: "
+            f"{quoted([layer.name or '(root)' for layer in layers])}"
+        )
         if weights is not None and weights.is_module:
             yield f"the module ({weights.node.global_}) is now its plain state_dict"
 
 
 def _dequantized(root: Node) -> tuple[dict[int, tuple[str, Tensor]], int]:
-    """What stands for each quantised tensor, by id, with the dtype that it had; and how many cannot
-    be converted."""
+    """Return new tensors by id, each with its old dtype, and how many cannot be converted."""
     new: dict[int, tuple[str, Tensor]] = {}
     left = 0
     for node in nodes(root):
@@ -102,8 +105,7 @@ def _float(tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Ten
 
 
 class _Layer(NamedTuple):
-    """A packed layer: where its tuple lies below the weights, what it is called, and its tensors by
-    name."""
+    """A packed layer: the path of its tuple below the weights, its name, tensors by name."""
 
     path: Path
     name: str
@@ -128,16 +130,17 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
 
 
 def _names(path: Path) -> tuple[str, str]:
-    """What a layer is called by the place where it is packed: as short as it was before, and surely
-    its own."""
+    """Return names of a layer by the place where it is packed: the old one, and a unique one."""
     parts = [part for key in path for part in key_text(key).split(".") if part != "_modules"]
     short = parts[: next((i for i, part in enumerate(parts) if part in _PACKING), len(parts))]
     return ".".join(short), ".".join(part for part in parts if part != _STATE)
 
 
 def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
-    """The outermost tuples that pack one weight, perhaps with its bias, and these two. A tied layer
-    is met again."""
+    """Yield the outermost tuples that pack one weight, perhaps with its bias, and these two.
+
+    A tied layer is met again.
+    """
     inside: set[int] = set()
     holder: Object | None = None
     for path, node in walk(root):
@@ -169,7 +172,7 @@ def _kind(node: Node) -> str | None:
 
 
 def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
-    """What a tuple holds, directly or in lists and tuples, in order; and the ids of these."""
+    """Return the leaves of a tuple, through lists and tuples, in order, and the ids of these."""
     found: list[Node] = []
     nested: set[int] = set()
     waiting = list(reversed(root))
@@ -184,8 +187,10 @@ def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
 
 
 def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
-    """The weights with the tensors of the layers: in their place in a mapping, after all others of
-    a module."""
+    """Return the weights with the tensors of the layers.
+
+    They take their place in a mapping, and come after all others of a module.
+    """
     if weights.is_module:
         packed = [pair for layer in layers for pair in layer.named()]
         return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
