@@ -64,7 +64,7 @@ def digest(
     without: dict[str, str] = {}
     allowance = Allowance()
     wanted = ((name, tensor, allowance.refusal(tensor)) for name, tensor in rows)
-    for name, tensor, found in ordered(_weighed, wanted, lambda row: row[1].nbytes):
+    for name, tensor, found in ordered(_digested, wanted, lambda row: row[1].nbytes):
         if isinstance(found, str):
             ids[name] = found
         else:
@@ -87,7 +87,7 @@ def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
             raise CorruptError(why, hint="`ckptkit verify` lists everything that is damaged")
 
 
-def _weighed(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:
+def _digested(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:
     name, tensor, refusal = row
     try:
         return name, tensor, tensor_id(tensor, refusal)

@@ -180,7 +180,7 @@ class _Look:
             tensors=len(self.tensors),
             records=self.records,
             nbytes=self.nbytes,
-            findings=tuple(_said_once(self.findings)),
+            findings=tuple(_without_implied(self.findings)),
             notes=tuple(self._notes()),
             damaged=self.damaged,
             recoverable=formats.salvageable(self.probe) if self.damaged else "",
@@ -211,18 +211,18 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             yield join(path), tensor
 
 
-def _said_once(findings: list[Finding]) -> Iterator[Finding]:
+def _without_implied(findings: list[Finding]) -> Iterator[Finding]:
     """Yield the findings without those that another one implies.
 
     What stops a reader is often what a checksum shows as well.
     """
     for number, one in enumerate(findings):
         others = enumerate(findings if len(findings) <= COMPARED else ())
-        if not any(_says(other, one, place < number) for place, other in others if place != number):
+        if not any(_implies(other, one, place < number) for place, other in others if place != number):
             yield one
 
 
-def _says(other: Finding, one: Finding, before: bool) -> bool:
+def _implies(other: Finding, one: Finding, before: bool) -> bool:
     """Return whether `other` implies `one`."""
     if other.what not in one.what or (one.file and other.file and one.file != other.file):
         return False

@@ -8,8 +8,8 @@
 
 ``r`` stores a value in the memo: torch stores all that are marked, ckptkit the tensor alone. What
 is written in any other way does not match, and the machine reads it opcode by opcode. Nothing
-refers to the arguments as a tuple, to the id or to the hooks of a tensor again: they are not stored, and
-a reference to one finds UNSET.
+refers to the arguments as a tuple, to the id or to the hooks of a tensor again: they are not
+stored, and a reference to one finds UNSET.
 
 At 100,000 tensors this takes 13 % off the time of `inspect`, and 11 % off its memory (measured with
 and without).

@@ -35,8 +35,8 @@ def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = 
 
     ``shares`` are their weights, which need not add up to 1. What has no mean (integer and bool
     buffers, such as the number of batches) is that of the last checkpoint, as in
-    torch.optim.swa_utils; so are dtypes, devices and order. Only the weights are kept. Raises UsageError where names or
-    shapes differ.
+    torch.optim.swa_utils; so are dtypes, devices and order. Only the weights are kept. Raises
+    UsageError where names or shapes differ.
     """
     shares = tuple(shares) if shares is not None else (1.0,) * len(checkpoints)
     if (
