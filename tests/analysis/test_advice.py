@@ -35,7 +35,7 @@ def test_most_keys_have_the_prefix() -> None:
 
 @pytest.mark.parametrize("prefix", WRAPPERS)
 def test_every_wrapper_is_known(prefix: str) -> None:
-    """Those of which doctor knows: there is one table."""
+    """The doctor knows the same: there is one table."""
     (line,) = advice({f"{prefix}a": tensor(1), f"{prefix}b": tensor(2)})
     assert f"{prefix!r}: ckptkit strip-module" in line
     assert (f"--prefix {prefix} run.pth" in line) is (prefix != "module.")

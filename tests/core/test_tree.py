@@ -164,7 +164,7 @@ def same_shape(a: Node, b: Node, leaf: type) -> None:
 
 
 class Seen:
-    """What the leaf function makes of a leaf."""
+    """The result of the leaf function for a leaf."""
 
     def __init__(self, of: Node) -> None:
         self.of = of

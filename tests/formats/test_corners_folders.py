@@ -1,5 +1,4 @@
-"""What no other test of folders comes by: files beside the data, and what they say that hardly any
-of them does."""
+"""Rare cases of folders: files beside the data, and fields that few of them have."""
 
 from __future__ import annotations
 
