@@ -239,12 +239,14 @@ class _Matcher:
 
 
 def sure(rule: Rule, hits: int, alone: bool) -> float:
-    """Return whether a rule can be trusted: it has no rival, and explains more than a few keys."""
+    """Return the confidence in a rule, from the keys that it explains, alone or with a rival."""
     if not alone:
         return 0.7
     if not rule.old or not rule.new:  # a prefix is all there is
         return 0.99 if hits > 1 else 0.9
-    return 0.95 if hits >= 4 else 0.85 if hits > 1 else 0.6
+    if hits >= 4:
+        return 0.95
+    return 0.85 if hits > 1 else 0.6
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -124,18 +124,18 @@ def select(tensor: Tensor, picks: Picks) -> Tensor:
     )
 
 
+def _first(pick: Pick, size: int | None) -> Pick:
+    """Return the first `size` indices; without a size the first, which drops the dimension."""
+    if pick.single:
+        return pick
+    return Pick(pick.start, 1, 1, True) if size is None else pick.part(0, size)
+
+
 def plane(picks: Picks, rows: int, columns: int) -> Picks:
     """Return a corner with two dimensions: the last two, the first index of those before."""
     many = [n for n, pick in enumerate(picks) if not pick.single]
     sizes = dict(zip(reversed(many), (columns, rows), strict=False))
-    return tuple(
-        pick
-        if pick.single
-        else pick.part(0, sizes[n])
-        if n in sizes
-        else Pick(pick.start, 1, 1, True)
-        for n, pick in enumerate(picks)
-    )
+    return tuple(_first(pick, sizes.get(n)) for n, pick in enumerate(picks))
 
 
 def spread(picks: Picks, most: int) -> Picks:

@@ -218,7 +218,9 @@ def _without_implied(findings: list[Finding]) -> Iterator[Finding]:
     """
     for number, one in enumerate(findings):
         others = enumerate(findings if len(findings) <= COMPARED else ())
-        if not any(_implies(other, one, place < number) for place, other in others if place != number):
+        if not any(
+            _implies(other, one, place < number) for place, other in others if place != number
+        ):
             yield one
 
 

@@ -68,19 +68,16 @@ class Tensors:
 
         Torch is asked once for each device, with a storage of no bytes.
         """
-
         where = self._map_location
         if callable(where):
             raise UnsupportedError(
                 "a function as map_location says nothing about tensors that have no storage"
             )
-        location = (
-            tag
-            if where is None
-            else where.get(tag, tag)
-            if isinstance(where, Mapping)
-            else str(where)
-        )
+        location = tag
+        if isinstance(where, Mapping):
+            location = where.get(tag, tag)
+        elif where is not None:
+            location = str(where)
         if location not in self._devices:
             self._devices[location] = _restored(_empty(), location).device
         return self._devices[location]

@@ -216,7 +216,9 @@ class _Writer(Emitter):
         if node.kwargs is not None:
             yield node.kwargs
             self.needed = 4
-        yield _NEWOBJ_EX if node.kwargs is not None else _NEWOBJ if node.new else _REDUCE
+            yield _NEWOBJ_EX
+        else:
+            yield _NEWOBJ if node.new else _REDUCE
         yield _Put(node)
         for step, value in node.steps:
             yield from self._step(step, value)

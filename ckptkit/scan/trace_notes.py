@@ -150,7 +150,9 @@ class Notes:
             )
 
     def _loads(self, sign: Any) -> bool:
-        data = sign.data if isinstance(sign, Sign) else sign if isinstance(sign, bytes) else None
+        if not isinstance(sign, (Sign, bytes)):
+            return False
+        data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
         inert = [

@@ -111,14 +111,12 @@ def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
     result: dict[str, str | None] = {"": ""}
     for path in by_depth:
         votes = own.get(path) or below[path]
-        if path:
-            result[path] = (
-                next(iter(votes))
-                if len(votes) == 1
-                else None
-                if votes
-                else _inherited(path, result)
-            )
+        if not path:
+            continue
+        if votes:
+            result[path] = next(iter(votes)) if len(votes) == 1 else None
+        else:
+            result[path] = _inherited(path, result)
     return result
 
 

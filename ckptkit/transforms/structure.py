@@ -70,6 +70,8 @@ def wrap(ck: Checkpoint, key: str, beside: Mapping[str, Node] | None = None) -> 
     others = dict(beside or {})
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
-    inner = ck.key if ck.key is None else f"{key}.{ck.key}" if ck.key else key
+    inner = ck.key
+    if inner is not None:
+        inner = f"{key}.{inner}" if inner else key
     said = f"wrapped as {key!r}" + (f" beside {', '.join(map(repr, others))}" if others else "")
     return ck.with_key(inner).with_root({key: ck.root, **others}, notes=[said])
