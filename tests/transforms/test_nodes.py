@@ -60,5 +60,5 @@ def test_words() -> None:
     ]
     assert quoted(list("abc")) == "'a', 'b', 'c'"
     assert quoted(list("abcdef")) == "'a', 'b', 'c', 'd' and 2 more"
-    assert guess("wieght", ["weight", "bias"]) == "did you mean 'weight'?"
+    assert guess("wieght", ["weight", "bias"]) == "did you mean weight?"
     assert guess("xyz", ["weight"]) is None
