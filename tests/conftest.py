@@ -1,5 +1,4 @@
-"""What the tests share: the corpus of real files, the command line, tags of a GPU that is not
-there."""
+"""Shared fixtures: the corpus of real files, the command line, tags of an absent GPU."""
 
 from __future__ import annotations
 

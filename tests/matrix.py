@@ -39,7 +39,7 @@ class Fixture:
 
     @property
     def is_readable(self) -> bool:
-        """Whether ckptkit has a reader for it."""
+        """Return whether ckptkit has a reader for it."""
         format = formats.by_name(self.facts["format"])
         return format is not None and format.readable
 
@@ -50,7 +50,7 @@ class Fixture:
         return self
 
     def load(self) -> Any:
-        """What it holds, as those read it who made its format."""
+        """Return the content, read by the library that made the format."""
         return reading.load(self.path)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -61,5 +61,5 @@ class Fixture:
 
 
 def of_net(names: Iterable[str] = NAMES) -> list[str]:
-    """Those that hold the weights of the trained net."""
+    """Return the fixtures that hold the weights of the trained net."""
     return [name for name in names if "accuracy" in ENTRIES[name]["facts"]]

@@ -124,7 +124,7 @@ class Session:
         self.code = 0
 
     def run(self, command: str) -> str:
-        """What it prints, standard error included."""
+        """Return its output, standard error included."""
         done = shell(f"(exit {self.code})\n{command}", self.folder, strict=False)
         self.code = done.returncode
         return done.stdout

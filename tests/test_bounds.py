@@ -1,5 +1,5 @@
-"""What a small file can make us do is bounded by its size: elements, opcodes, inflated bytes, files
-beside it."""
+"""The work for a small file is bounded by its size: elements, opcodes, inflated bytes, other
+files."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def _anatomy(format: str, path: Path, state: State, header: int, **more: Any) ->
 
 
 def _output(path: Path, src: Anatomy) -> Anatomy:
-    """What a command wrote; half the bytes of tensors if they were cast."""
+    """Return the bytes that a command wrote; half the bytes of tensors if they were cast."""
     if not path.exists():
         return src
     size = _size(path)
@@ -317,7 +317,7 @@ def _twin(path: Path) -> Path:
 
 
 def _counts(src: Path, folder: Path, commands: list[str]) -> dict[str, tuple[Cost, Path]]:
-    """What the kernel counted of each command, and where its output is."""
+    """Return what the kernel counted of each command, and where its output is."""
     twice = []
     for number, command in enumerate(commands):
         (own := folder / str(number)).mkdir()

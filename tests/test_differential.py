@@ -306,6 +306,6 @@ def test_safetensors_and_back(weighted: Case) -> None:
 
 
 def is_holdable(tensor: torch.Tensor) -> bool:
-    """Whether safetensors has a place for it."""
+    """Return whether safetensors has a place for it."""
     plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return plain and tensor.dtype not in (torch.complex32, torch.complex128)

@@ -20,9 +20,8 @@ import ckptkit
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import join
+from ckptkit.core.tree import join, nodes
 from ckptkit.core.weights import as_tensor
-from ckptkit.transforms.nodes import nodes
 from fixtures.make import FIXTURES, KEPT, kept, versions
 from fixtures.making import reading, training
 from tests.conftest import ROOT, Run

@@ -38,7 +38,7 @@ IMPORTERS = {
 
 
 def found(source: str) -> Iterator[str]:
-    """What a source text mentions that it must not."""
+    """Return the forbidden names that a source text mentions."""
     tree = ast.parse(source)
     alias = aliases(tree)
     yield from (name for name in set(alias.values()) if forbidden(name))

@@ -1,5 +1,4 @@
-"""What the commands do without: torch, numpy, an unpickler, temporary files, and any change of
-their input."""
+"""Commands work without torch, numpy, an unpickler, temporary files, and changes of their input."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ QUIET = {"heavy": [], "unpicklers": 0}
 
 
 def spied(folder: Path, *commands: list[str | Path]) -> list[dict[str, Any]]:
-    """What each command imported, started one after the other in `folder` with TMPDIR there too."""
+    """Return what each command imported, started one after the other in `folder`."""
     done = subprocess.run(
         [sys.executable, "-c", SPY],
         input=json.dumps([list(map(str, command)) for command in commands]),

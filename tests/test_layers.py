@@ -96,7 +96,7 @@ def imports(module: str) -> Iterator[tuple[str, str]]:
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:
-    """What ``from X import`` means by X."""
+    """Return what ``from X import`` means by X."""
     if not node.level:
         return node.module or ""
     parts = ["ckptkit", *module.split(".")]

@@ -1,5 +1,4 @@
-"""What a strict reader must not refuse: honest files that look odd. Torch, or who wrote them, says
-what they hold."""
+"""Honest files that look odd, which a strict reader must accept."""
 
 from __future__ import annotations
 

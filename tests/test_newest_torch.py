@@ -26,7 +26,7 @@ def newest(folder: Path) -> str:
 
 
 def digests(run: Run, path: Path) -> dict[str, dict[str, Any]]:
-    """What ``inspect`` says of each tensor, by path."""
+    """Return the line of ``inspect`` for each tensor, by path."""
     done = run("inspect", "--json", "--digest", path)
     assert done.code == 0, done.stderr
     (file,) = json.loads(done.stdout)["files"]

@@ -34,7 +34,7 @@ HEADING = "## Fifteen problems"
 
 
 class Problem(NamedTuple):
-    """What goes wrong, the message that people search for, and what to type."""
+    """A problem: what goes wrong, the message that people search for, and what to type."""
 
     what: str
     message: str

@@ -91,7 +91,7 @@ def test_library_runs(name: str, tmp_path: Path) -> None:
 
 
 def mistyped(text: str, folder: Path) -> str:
-    """What mypy --strict says of the Python of a README; "" if nothing."""
+    """Return the errors of mypy --strict in the Python of a README; "" if there are none."""
     path = folder / "README.py"
     path.write_text(readme.program(text, run=False))
     done = subprocess.run(

@@ -1,5 +1,4 @@
-"""What a file may cost, and what may stand in place of one: in processes with little memory, little
-time, few files."""
+"""The cost of a file, in processes with little memory, little time, few files."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ MOST = {
     "convert PTH out.safetensors": 80,
     "convert SAFETENSORS out.pth": 90,
     "convert PTH out.npz": 80,
-    "diff --json PTH PTH": 70,
+    "diff --json PTH PTH": 80,
     "diff PTH PTH": 80,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports

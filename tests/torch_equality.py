@@ -1,5 +1,4 @@
-"""Whether two values that torch loaded are equal: types, order, geometry, bytes, and what shares
-memory with what."""
+"""Equality of two values that torch loaded: types, order, geometry, bytes, shared memory."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def tensors(root: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it can share any; storages of no bytes are torch's own affair."""
+    """Return whether it can share memory; storages of no bytes are left to torch."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_meta
@@ -80,7 +79,7 @@ class _Comparison:
         self.keep: list[Any] = []
 
     def paired(self, want: int, got: int, path: tuple[Any, ...]) -> bool:
-        """Whether the two have been met before; they must then have been met together."""
+        """Return whether the two have been met before; they must then have been met together."""
         met = want in self.twins
         assert self.twins.setdefault(want, got) == got, f"shared otherwise: {path}"
         assert self.back.setdefault(got, want) == want, f"shared otherwise: {path}"

@@ -10,25 +10,21 @@ from collections.abc import Iterator
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import join
+from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 from ckptkit.pickles.trust import refused_by_weights_only
 
-# What wrappers put before the names of the module inside: DataParallel and its kin, torch.compile.
-WRAPPERS = ("module.", "_orig_mod.")
+# What wrappers put before the names of the module inside, and which do.
+WRAPPERS = {
+    "module.": "DataParallel and DistributedDataParallel put it there",
+    "_orig_mod.": "torch.compile puts it there",
+    "_fsdp_wrapped_module.": "FSDP puts it there",
+    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
+}
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
-TORCH = (
-    ".pth",
-    ".pt",
-    ".bin",
-    ".ckpt",
-    ".th",
-    ".pth.tar",
-    ".pt.tar",
-)  # suffixes that torch-zip is written to
 
 
 def advise(summary: Summary) -> tuple[str, ...]:
-    """Sentences that end in a command, for what keeps this checkpoint from loading or makes it
-    larger than it is."""
+    """Return sentences with a command, for what stops it from loading or makes it too large."""
     path = summary.path
     if summary.part is not None:
         return (summary.part.hint,)
@@ -61,22 +57,26 @@ def recover(path: str, unverified: bool = False) -> str:
 def fixed(path: str) -> str:
     """The name of the file that has what `path` has, mended."""
     return _beside(
-        path, "fixed", None if path.lower().endswith((*TORCH, ".safetensors")) else ".pth"
+        path,
+        "fixed",
+        None if path.lower().endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes)) else ".pth",
     )
 
 
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
-    """A command that makes ``run-<mark>.pth`` of ``run.pth``; `suffix` is that of what it makes, if
-    it is another."""
+    """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
     output = _beside(path, mark, suffix)
     return shlex.join(("ckptkit", command, *options, *argument(path), output))
 
 
 def convert(path: str, mark: str, *options: str) -> str:
-    """`convert` goes by the suffix: a folder, or a file without one that says torch-zip, becomes a
-    .pth."""
+    """Return a `convert` command; a folder, or a file without a suffix of torch, becomes a .pth."""
     return edit(
-        "convert", path, mark, *options, suffix=None if path.lower().endswith(TORCH) else ".pth"
+        "convert",
+        path,
+        mark,
+        *options,
+        suffix=None if path.lower().endswith(TORCH_SUFFIXES) else ".pth",
     )
 
 
@@ -86,8 +86,10 @@ def argument(path: str) -> tuple[str, ...]:
 
 
 def _beside(path: str, mark: str, suffix: str | None) -> str:
-    """``run.pth`` -> ``run-cpu.pth``, in the working directory if `path` is a URL. `suffix`
-    replaces that of `path`."""
+    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
+
+    `suffix` replaces that of `path`.
+    """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     stem, own = os.path.splitext(path.rstrip("/"))
@@ -121,11 +123,14 @@ def _waste(summary: Summary, path: str) -> Iterator[str]:
 
 
 def _packed(summary: Summary, path: str) -> Iterator[str]:
-    """Weights that quantised layers keep out of the state_dict."""
+    """Yield advice on weights that quantized layers keep out of the state_dict."""
     number = packed(summary)
     if number:
         command = convert(path, "float", "--dequantize")
-        yield f"{number:,} quantized tensors are not in the state_dict; to make weights of them: {command}"
+        yield (
+            f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
+            f"{command}"
+        )
 
 
 def packed(summary: Summary) -> int:
@@ -134,18 +139,20 @@ def packed(summary: Summary) -> int:
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:
-    """What torch.load refuses by default, and the way around it: without the objects, or the
-    weights alone.
+    """Yield what torch.load refuses by default, and the command that leaves it out.
+
+    Nothing for files that torch.load does not read: safetensors, folders, plain pickles.
 
     Files that torch.load does not read (safetensors that hold everything, folders, plain pickles)
-    are not told so.
+    get no such advice.
     """
-    if not summary.format.startswith("torch"):
+    format = BY_NAME.get(summary.format, NONE)
+    if not format.loaded_by_torch:
         return
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
     if not refused:
         return
-    what = "TorchScript" if summary.format == "torchscript" else some(refused)
+    what = "TorchScript" if format.program else some(refused)
     said = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)
@@ -168,10 +175,16 @@ def _inner(summary: Summary, path: str) -> Iterator[str]:
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]
         look = shlex.join(("ckptkit", "scan", *argument(path)))
-        yield f"byte strings that are files of their own, not looked into here: {some(places)}; {look} does"
+        yield (
+            f"byte strings that are files of their own, not looked into here: {some(places)}; "
+            f"{look} does"
+        )
 
 
 def _others(summary: Summary, path: str) -> Iterator[str]:
-    """How to choose what else could be meant by the weights."""
+    """Yield the commands that choose other entries that could be the weights."""
     for key in map(join, summary.others[:NAMES]):
-        yield f"{key} holds weights too: {shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
+        yield (
+            f"{key} holds weights too: "
+            f"{shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
+        )

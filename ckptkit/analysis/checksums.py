@@ -1,5 +1,7 @@
-"""Checksums of the parts of a checkpoint, large ones in pieces, and which tensors lie in those that
-are damaged."""
+"""Checksums of the parts of a checkpoint, and the tensors in those that are damaged.
+
+Large parts are summed in pieces.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _NOTHING = Range(Memory(b""), 0, 0)
 
 
 class _Piece(NamedTuple):
-    """Bytes `start` to `stop` of part `number`; or why it has none."""
+    """Bytes `start` to `stop` of part `number`, or the reason why they cannot be read."""
 
     number: int
     extent: Extent
@@ -39,7 +41,7 @@ class _Piece(NamedTuple):
 
 
 def summed(parts: list[Part], tell: Callable[[int], None]) -> Iterator[tuple[Part, str | None]]:
-    """Each part, and what is wrong with it."""
+    """Yield each part, and what is wrong with it."""
     number, total, wrong = 0, 0, None
     for piece, sum in ordered(_sum, _pieces(parts), lambda piece: piece.nbytes):
         if piece.number != number:
@@ -75,8 +77,10 @@ def _pieces(parts: Iterable[Part]) -> Iterator[_Piece]:
 
 
 def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
-    """The CRC-32 of a piece, or what is wrong with it. Raises what keeps a remote file from being
-    read."""
+    """Return the CRC-32 of a piece, or what is wrong with it.
+
+    Raises what keeps a remote file from being read.
+    """
     if piece.error is not None:
         return piece, piece.error
     total = 0
@@ -93,8 +97,10 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
 
 
 def _ranges(extent: Extent) -> Iterator[Range]:
-    """The bytes of files that an extent is made of; those of a file inside a file, where they are
-    in the outer one."""
+    """Return the byte ranges of files that an extent is made of.
+
+    Ranges of a file inside a file are given in the outer one.
+    """
     if isinstance(extent, Derived):
         for each in extent.inputs:
             yield from _ranges(each)
@@ -107,7 +113,7 @@ def _ranges(extent: Extent) -> Iterator[Range]:
 def with_tensors(
     damaged: list[tuple[Part, str]], tensors: list[tuple[str, Tensor]]
 ) -> Iterator[Finding]:
-    """Findings about damaged parts, with the names of all tensors that lie in them."""
+    """Return findings about damaged parts, with the names of all tensors in them."""
     places = (
         [(name, found) for name, tensor in tensors for found in _located(tensor)] if damaged else []
     )

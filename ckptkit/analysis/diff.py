@@ -1,4 +1,4 @@
-"""How two sets of weights differ, or how one differs from what a model expects."""
+"""The differences of two sets of weights, or of one and what a model expects."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class Changed(NamedTuple):
 
 
 class Silent(NamedTuple):
-    """What `load_state_dict(strict=False)` would not say: it would leave out `skipped` tensors of
-    the file with so many `parameters`, and `kept` tensors of the model, with `kept_parameters` of
-    `all_parameters`, as they were."""
+    """The effects of `load_state_dict(strict=False)` that it does not report.
+
+    It leaves out `skipped` tensors of the file with so many `parameters`, and leaves `kept` tensors
+    of the model, with `kept_parameters` of `all_parameters`, as they were."""
 
     skipped: int
     parameters: int
@@ -52,9 +53,11 @@ class Silent(NamedTuple):
 
 @dataclass(frozen=True)
 class Diff:
-    """What A lacks (`missing`), what it has too much (`unexpected`), what is there on both sides
-    and differs in dtype or shape (`mismatched`) or in its values alone (`changed`, if they were
-    compared). `common` counts the names that both sides have; `advice` are commands that help.
+    """The differences of two sets of weights, A and B.
+
+    They are what A lacks (`missing`), what it has too much (`unexpected`), what is there on both
+    sides and differs in dtype or shape (`mismatched`) or in its values alone (`changed`, if they
+    were compared). `common` counts the names that both sides have; `advice` are commands that help.
     `renamed` and `reshaped` pair what is missing with what is unexpected: these names are in both
     lists as well. `silent` is None unless B is a model."""
 
@@ -102,7 +105,10 @@ class Diff:
             for pairs, what in counted
             if pairs
         ]
-        return f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both sides{''.join(looks)}"
+        return (
+            f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both "
+            f"sides{''.join(looks)}"
+        )
 
     def _repr_html_(self) -> str | None:
         """Return what a notebook shows."""
@@ -189,7 +195,7 @@ def _changed(
     atol: float | None,
     rtol: float | None,
 ) -> Iterator[Changed]:
-    """Those of the keys whose values differ; several are compared at a time."""
+    """Return the keys whose values differ; several are compared at a time."""
     compare = partial(_difference, atol=atol, rtol=rtol)
     found = compute.ordered(
         lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes
@@ -225,13 +231,13 @@ def _names(
     missing: Mapping[str, Kind],
     **found: Any,
 ) -> Diff:
-    """What is `found` already, and how the names differ."""
+    """Return the difference of the names, added to what is `found` already."""
     matching = pairs(unexpected, missing, a.keys() & b.keys())
     helpful = list(_prefix_advice(a, b, missing, unexpected, name))
     if matching.renamed and not helpful:
         helpful.append(
-            "if these are the same, --write-map map.json writes their names down, and this gives them to the file: "
-            + advice.rename(name, "map.json")
+            "if these are the same, --write-map map.json writes their names down, and this gives "
+            "them to the file: " + advice.rename(name, "map.json")
         )
     common = len(a) - len(unexpected)
     return Diff(
@@ -251,8 +257,7 @@ def _prefix_advice(
     unexpected: Iterable[str],
     name: str,
 ) -> Iterator[str]:
-    """The command after which A lacks nothing, if a prefix is all that lies between its names and
-    those of B."""
+    """Return the command after which A lacks nothing, if only a prefix differs from B."""
     for prefix in _prefixes(unexpected, set(missing)):
         if b.keys() <= {key.removeprefix(prefix) for key in a}:
             yield f"no key is missing after: {advice.strip_module(name, prefix)}"

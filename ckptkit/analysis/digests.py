@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint weigh, and how that differs from what a manifest says."""
+"""Digests of the tensors of a checkpoint, and how they differ from a manifest."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ Matches = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Ids of tensors by name, the tensors themselves, and those that have no bytes to read, with
-    the reason."""
+    """Tensor ids by name, the tensors, and the reasons for those that have no bytes to read."""
 
     ids: dict[str, str]
     tensors: Mapping[str, Tensor] = field(repr=False)
@@ -49,8 +48,7 @@ def digest(
     sums: bool = True,
     progress: Progress | None = None,
 ) -> Digests:
-    """The ids of the weights by name, or with `everything` those of all tensors by their dotted
-    paths.
+    """Return tensor ids by name: of the weights, or with `everything` of all by dotted path.
 
     `matches` says which names are wanted; with `sums` their bytes must have the checksums that the
     file has of them. Raises UsageError where there are no weights, CorruptError where bytes are
@@ -66,7 +64,7 @@ def digest(
     without: dict[str, str] = {}
     allowance = Allowance()
     wanted = ((name, tensor, allowance.refusal(tensor)) for name, tensor in rows)
-    for name, tensor, found in ordered(_weighed, wanted, lambda row: row[1].nbytes):
+    for name, tensor, found in ordered(_digested, wanted, lambda row: row[1].nbytes):
         if isinstance(found, str):
             ids[name] = found
         else:
@@ -89,7 +87,7 @@ def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
             raise CorruptError(why, hint="`ckptkit verify` lists everything that is damaged")
 
 
-def _weighed(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:
+def _digested(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:
     name, tensor, refusal = row
     try:
         return name, tensor, tensor_id(tensor, refusal)
@@ -127,7 +125,7 @@ def read_manifest(path: PathLike) -> dict[str, str]:
 def differences(
     found: Digests, expected: Mapping[str, str], matches: Matches | None = None
 ) -> Iterator[Finding]:
-    """How tensors differ from what a manifest says of those that are wanted."""
+    """Return how tensors differ from a manifest, among those that are wanted."""
     wanted = {name: id for name, id in expected.items() if matches is None or matches(name)}
     missing, unexpected, differing = manifest.compare(found.ids, wanted)
     for names, what in (

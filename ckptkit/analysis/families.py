@@ -1,5 +1,4 @@
-"""Names that differ only in their numbers, together: ``encoder.layer.{}.output.weight``, with the
-numbers of each."""
+"""Families: names that differ only in their numbers, ``encoder.layer.{}.output.weight``."""
 
 from __future__ import annotations
 
@@ -22,8 +21,10 @@ Key = TypeVar("Key")
 
 
 class Family:
-    """Names with the same parts, their numbers aside. ``members`` are by these numbers, in order of
-    the file."""
+    """Names with the same parts, their numbers aside.
+
+    ``members`` are by these numbers, in order of the file.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -31,8 +32,7 @@ class Family:
 
     @cached_property
     def ranked(self) -> dict[tuple[int, ...], str]:
-        """The members by the rank of each number among those that stand in its place, where there
-        are several.
+        """Return the members by the rank of each number among all in its position.
 
         ``layers.1`` to ``layers.12`` and ``blocks.0`` to ``blocks.11`` have equal ranks.
         """
@@ -50,8 +50,7 @@ class Family:
         }
 
     def meets(self, other: Family) -> Iterable[Mapping[str, str]]:
-        """Ways in which names of this family may become names of the other: by equal numbers, by
-        equal ranks."""
+        """Yield ways to rename this family to the other: by equal numbers, by equal ranks."""
         yield _joined(self.members, other.members)
         if (
             len(self.members) == len(other.members) == 1

@@ -1,15 +1,17 @@
-r"""The list of what a checkpoint's tensors weigh, in the form of ``sha256sum``::
+r"""The manifest: the ids of a checkpoint's tensors, in the form of ``sha256sum``::
 
     # ckptkit.digest/1 tensors=2 sha256=<64 hex>
     <64 hex>  conv1.weight
     \<64 hex>  a name with a backslash: \\
 
-Each line after the first is the id of a tensor (:mod:`digest`), two spaces, its name. As in a list of ``sha256sum``, a
-name that holds a backslash or a line break is written with escapes, and its line begins with a backslash. What else
-cannot be printed is escaped likewise, as Python does it (``\x1b``, ``\u202e``), and read back.
+Each line after the first is the id of a tensor (:mod:`tensor_digest`), two spaces, its name. As in
+a list of ``sha256sum``, a name that holds a backslash or a line break is written with escapes, and
+its line begins with a backslash. What else cannot be printed is escaped likewise, as Python does it
+(``\x1b``, ``\u202e``), and read back.
 
-The digest of the whole is SHA-256 over these lines, of all escapes only those of ``sha256sum`` in them (``\\``, ``\n``,
-``\r``), as UTF-8, in the order of their bytes, whatever the order of the tensors::
+The digest of the whole is SHA-256 over these lines, of all escapes only those of ``sha256sum`` in
+them (``\\``, ``\n``, ``\r``), as UTF-8, in the order of their bytes, whatever the order of the
+tensors::
 
     grep -v '^#' net.manifest | LC_ALL=C sort | sha256sum
 """
@@ -33,8 +35,7 @@ _PLAIN = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
 class Differences(NamedTuple):
-    """Names that a checkpoint lacks, that it has too much, and whose tensors weigh something
-    else."""
+    """Names that a checkpoint lacks, that it has too much, and that have another digest."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -54,8 +55,10 @@ def _line(name: str, id: str) -> bytes:
 
 
 def lines(ids: Mapping[str, str], printable: Callable[[str], str]) -> list[str]:
-    """The manifest, sorted by name. `printable` gives a name without what must not reach a
-    terminal, as escapes."""
+    """Yield the lines of the manifest, sorted by name.
+
+    `printable` escapes what must not reach a terminal.
+    """
     first = f"# {SCHEMA} tensors={len(ids)} sha256={whole(ids)}"
     return [first, *(_shown(name, ids[name], printable) for name in sorted(ids))]
 
@@ -89,7 +92,7 @@ def parse(data: bytes) -> dict[str, str]:
         ids[name] = id
     if len(ids) != int(said[1]) or whole(ids) != said[2]:
         raise CorruptError(
-            f"is not whole: its first line says {int(said[1]):,} tensors that weigh something else"
+            f"is not whole: its first line says {int(said[1]):,} tensors of another digest"
         )
     return ids
 
@@ -115,7 +118,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def compare(ids: Mapping[str, str], expected: Mapping[str, str]) -> Differences:
-    """How what is there differs from what a manifest says."""
+    """Return how a checkpoint differs from a manifest."""
     return Differences(
         tuple(name for name in expected if name not in ids),
         tuple(name for name in ids if name not in expected),

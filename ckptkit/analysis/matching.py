@@ -1,9 +1,10 @@
-"""Which keys that only one side has are one key with two names.
+"""Matching: keys that only one side has, paired where they are one key with two names.
 
 In this order, each on what is left by those before:
 
-``suffix``   the longest common dotted suffix: what stands before it gives a rule (``encoder.layer`` -> ``blocks``), and
-             the rules that explain most are used first, and everywhere: :mod:`rules`
+``suffix``   the longest common dotted suffix: what stands before it gives a rule
+             (``encoder.layer`` -> ``blocks``), and the rules that explain most are used first,
+             and everywhere: :mod:`renaming`
 ``shape``    no other key on either side has that shape and dtype
 ``order``    as many keys of that shape and dtype on both sides, taken in order
 ``edit``     the nearest names of that shape
@@ -79,7 +80,7 @@ def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
 
 
 class _Matcher:
-    """``old`` and ``new`` are the keys that have no partner yet."""
+    """The matching in progress: ``old`` and ``new`` are the keys without a partner yet."""
 
     def __init__(self, old: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
         self.old, self.new = dict(old), dict(new)
@@ -92,7 +93,7 @@ class _Matcher:
         self._comparisons = COMPARISONS
 
     def fitting(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Those of the pairs that are both still there and of one shape."""
+        """Return the pairs that are both still unmatched and of one shape."""
         old, new = self.old, self.new
         return {
             a: b for a, b in names.items() if a in old and b in new and old[a].shape == new[b].shape
@@ -107,8 +108,10 @@ class _Matcher:
             self.renamed.append(Renamed(a, b, self.old.pop(a), self.new.pop(b), confidence, why))
 
     def group(self, numbers: re.Pattern[str]) -> bool:
-        """Put what is left into families; whether there is anything to do that was not done with
-        the last ones."""
+        """Put the unmatched keys into families; return whether any of these is new.
+
+        Returns whether they differ from the last ones.
+        """
         before = self.ours.keys(), self.theirs.keys()
         self.ours, self.theirs = families(self.old, numbers), families(self.new, numbers)
         return not (before[0] >= self.ours.keys() and before[1] >= self.theirs.keys())
@@ -142,7 +145,8 @@ class _Matcher:
     def _alike(
         self, side: Mapping[Parts, Family], kinds: Mapping[str, Kind], leaves: bool, dtypes: bool
     ) -> dict[Hashable, list[Family]]:
-        """Families of which the same is left: ranks, shapes, dtypes, the last part of the name."""
+        """Return families by their unmatched members: ranks, shapes, dtypes, last part of the
+        name."""
         found: dict[Hashable, list[Family]] = {}
         for parts, family in side.items():
             left = tuple(
@@ -157,8 +161,7 @@ class _Matcher:
         return found
 
     def _pair(self, ours: Family, theirs: Family, confidence: float, why: str) -> None:
-        """Two families, and then what else is in the same modules: a bias goes where its weight
-        goes."""
+        """Pair two families, then the rest of the same modules: a bias follows its weight."""
         names = self.joined(ours, theirs)
         if not names or (
             self._is_vague(names) and similarity(ours.parts, theirs.parts) < NEAR_VAGUE
@@ -175,7 +178,7 @@ class _Matcher:
                 self.accept(self.joined(beside, other), confidence + 0.1, why)
 
     def _is_vague(self, names: Mapping[str, str]) -> bool:
-        """Whether the shape says little: of one vector or number alone."""
+        """Return whether the shape says little: of one vector or number alone."""
         return len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
 
     # edit distance
@@ -213,8 +216,7 @@ class _Matcher:
     # other shapes
 
     def reshape(self) -> None:
-        """Names that a rule would make one, or that are near, though their shapes are not:
-        guesses."""
+        """Pair names that a rule makes equal, or that are near, of other shapes: guesses."""
         ours, theirs = families(self.old), families(self.new)
         heads = _grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
@@ -237,12 +239,14 @@ class _Matcher:
 
 
 def sure(rule: Rule, hits: int, alone: bool) -> float:
-    """How far a rule can be trusted: it had no rival, and explains more than a few keys."""
+    """Return the confidence in a rule, from the keys that it explains, alone or with a rival."""
     if not alone:
         return 0.7
     if not rule.old or not rule.new:  # a prefix is all there is
         return 0.99 if hits > 1 else 0.9
-    return 0.95 if hits >= 4 else 0.85 if hits > 1 else 0.6
+    if hits >= 4:
+        return 0.95
+    return 0.85 if hits > 1 else 0.6
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -94,7 +94,7 @@ def moved(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Ite
 
 
 def is_taken_by_torch(pair: Renamed) -> bool:
-    """Whether the model itself takes the old name: a hook of today's weight_norm does."""
+    """Return whether the model itself takes the old name, as a hook of today's weight_norm does."""
     found = _PARAMETRIZED.fullmatch(pair.new)
     return pair.why == CERTAIN and found is not None and found[3] in ("original0", "original1")
 
@@ -115,12 +115,15 @@ def _before(new: Shapes, old: Shapes) -> Iterator[tuple[str, str]]:
 
 
 def fits(ours: Shape | None, theirs: Shape | None) -> bool:
-    """Whether torch would take it. Before torch 0.4 scalars had the shape (1,)."""
+    """Return whether torch would take it.
+
+    Before torch 0.4 scalars had the shape (1,).
+    """
     return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
 
 
 def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Way:
-    """The prefixes to strip from our names and to add, so that most are theirs, with their shapes.
+    """Return the prefixes to strip from the file's names and to add, so that most are the model's.
 
     Names that both sides have (and those in `common`) are never changed, nothing is added to some
     names alone, and no two names become one. Both are empty where nothing is better, or where two
@@ -166,6 +169,6 @@ def _leading(names: Iterable[str]) -> list[str]:
 
 
 def _image(name: str, shape: Shape | None, way: Way, theirs: Shapes) -> str | None:
-    """What a name becomes, if it is then one of theirs."""
+    """Return the changed name, if the other side has it."""
     new = way(name)
     return new if new in theirs and fits(shape, theirs[new]) else None

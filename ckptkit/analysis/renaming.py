@@ -1,8 +1,8 @@
 """Rules of renaming: what stands before a common dotted suffix, ``encoder.layer`` -> ``blocks``.
 
 Every pair of families with a common suffix proposes the rule that is left of their longest one. A
-rule weighs the keys that it explains, each by the parts that it leaves alone; the heaviest is used
-first, on all keys that it fits. Of rules that weigh the same and claim the same keys, the one whose
+rule counts the keys that it explains, each by the parts that it leaves alone; the highest is used
+first, on all keys that it fits. Of rules that count the same and claim the same keys, the one whose
 names are nearer is used, if it is clearly nearer; else none, and the order of the keys decides.
 """
 
@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ckptkit.analysis.families import Family, Parts
 from ckptkit.analysis.similarity import similarity
 
-PAIRS = 4_096  # of families with one suffix and shape that are looked at; with more, the suffix says nothing
+# of families with one suffix and shape that are looked at; with more, the suffix says nothing
+PAIRS = 4_096
 COMPARED = 10_000  # rules whose names are compared
 WORK = 3_000_000  # names that are looked at, in all
 DEEPEST = 24  # parts of a suffix
@@ -85,8 +86,7 @@ class Rules:
         return self.join(ours, theirs)
 
     def found(self) -> Iterator[tuple[Rule, dict[str, str], bool]]:
-        """Rules in the order in which they are to be used, the names that each gives, and whether
-        it had no rival.
+        """Yield rules in the order of use, the names that each gives, and whether it had no rival.
 
         The caller takes the names away before it asks for the next one.
         """
@@ -112,7 +112,7 @@ class Rules:
                 yield rule, names, not rivals
 
     def _weigh(self, rule: Rule) -> tuple[dict[str, str], int]:
-        """What a rule explains now: the names, and their weight."""
+        """Return the names that a rule explains now, and their weight."""
         names: dict[str, str] = {}
         weight = 0
         for family in self.heads[rule.old]:
@@ -129,7 +129,7 @@ class Rules:
         return [each for each in claims if each != rule and self.votes[each] >= self.votes[rule]]
 
     def _contest(self, rival: Rule, names: Mapping[str, str], weight: int) -> bool:
-        """Whether a rule explains as much as another one, and some of the same keys."""
+        """Return whether a rule explains as much as another one, and some of the same keys."""
         theirs, as_much = self._weigh(rival)
         return as_much >= weight and (
             not names.keys().isdisjoint(theirs)

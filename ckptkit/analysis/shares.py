@@ -1,5 +1,4 @@
-"""Who has which share of a checkpoint: parameters and bytes of each tensor, counted once, and of
-what names have in common."""
+"""Shares of a checkpoint: parameters and bytes of tensors and of common prefixes, counted once."""
 
 from __future__ import annotations
 
@@ -16,7 +15,9 @@ LEVELS = 32  # parts that a name is taken apart into: a file could have one of d
 
 
 class Share(NamedTuple):
-    """What a tensor adds: `parameters` if it is one of the weights (or there are none), `nbytes` of
+    """The share of one tensor.
+
+    It has `parameters` if it is one of the weights (or there are none), `nbytes` of
     its elements.
 
     Both are 0 for the same part of the same storage once more: `same` is then the number of the
@@ -105,7 +106,7 @@ def grown(shares: Iterable[Share]) -> Branch:
 
 
 def parts(place: str) -> list[str]:
-    """What stands between the dots."""
+    """Return the parts of a place, which dots separate."""
     return place.split(".", LEVELS - 1)
 
 
@@ -119,8 +120,7 @@ def _below(branch: Branch, label: str) -> Branch:
 
 
 def joined(branch: Branch) -> Branch:
-    """The branch that has all that `branch` has, and is not its only child: ``model`` becomes
-    ``model.encoder``."""
+    """Return the branch with all that `branch` has and more than one child: ``model.encoder``."""
     while branch.share is None and len(branch.children) == 1:
         (branch,) = branch.children.values()
     return branch

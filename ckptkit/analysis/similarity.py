@@ -1,4 +1,4 @@
-"""How near two names are, in parts between dots: 1 for equal, 0 for nothing in common."""
+"""The similarity of two names, in parts between dots: 1 for equal, 0 for nothing in common."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _alike(one: str, other: str) -> float:
-    """Half for what an edit would leave, half for a word of one that begins a word of the other
-    (``q``, ``query``)."""
+    """Return half for what an edit leaves, half for a common beginning (``q``, ``query``)."""
     if one == other:
         return 1.0
     one, other = one[:LONGEST], other[:LONGEST]
@@ -44,14 +43,14 @@ def _words(part: str) -> list[str]:
 
 
 def _begun(one: str, other: str) -> float:
-    """How much of the shorter word the longer one begins with."""
+    """Return the share of the shorter word that the longer one begins with."""
     shorter = min(len(one), len(other))
     same = next((n for n in range(shorter) if one[n] != other[n]), shorter)
     return same / shorter
 
 
 def _distance(one: str, other: str) -> int:
-    """Characters to insert, leave out or exchange."""
+    """Return the number of characters to insert, delete or exchange."""
     row = list(range(len(other) + 1))
     for number, char in enumerate(one, 1):
         before, row[0] = row[0], number

@@ -1,5 +1,6 @@
-"""Parts of a tensor, chosen as in Python: ``[0, :, 3:7]``. Geometry alone: nothing is read here,
-and nothing evaluated.
+"""Parts of a tensor, chosen as in Python: ``[0, :, 3:7]``.
+
+Geometry alone: nothing is read or evaluated.
 
 A part is another view of the same storage, so that reading it reads no more than it spans.
 """
@@ -20,8 +21,10 @@ _ITEM = re.compile(
 
 
 class Pick(NamedTuple):
-    """What is chosen of one dimension: `size` indices from `start`, `step` apart; one alone takes
-    the dimension away if it is `single`."""
+    """The choice in one dimension: `size` indices from `start`, `step` apart.
+
+    One index removes the dimension if it is `single`.
+    """
 
     start: int
     size: int
@@ -45,7 +48,9 @@ Picks = tuple[Pick, ...]
 
 
 def parse(text: str, shape: Shape) -> Picks:
-    """What `text` chooses of a tensor of such a shape, one for each dimension. Raises UsageError.
+    """Return what `text` chooses of a tensor of this shape, a Pick for each dimension.
+
+    Raises UsageError.
 
     Integers, ``start:stop:step`` and one ``...``, between commas; negative ones count from the end;
     what is not named is whole. Steps are positive.
@@ -101,8 +106,10 @@ def show(picks: Picks) -> str:
 
 
 def select(tensor: Tensor, picks: Picks) -> Tensor:
-    """That part of a tensor. Raises TensorError for a tensor whose elements do not lie in a
-    storage."""
+    """Return that part of a tensor.
+
+    Raises TensorError for a tensor whose elements are not in a storage.
+    """
     if tensor.storage is None or tensor.layout != "strided":
         raise TensorError(
             f"a {tensor.layout} tensor on device {tensor.device} has no elements to show"
@@ -117,23 +124,22 @@ def select(tensor: Tensor, picks: Picks) -> Tensor:
     )
 
 
+def _first(pick: Pick, size: int | None) -> Pick:
+    """Return the first `size` indices; without a size the first, which drops the dimension."""
+    if pick.single:
+        return pick
+    return Pick(pick.start, 1, 1, True) if size is None else pick.part(0, size)
+
+
 def plane(picks: Picks, rows: int, columns: int) -> Picks:
-    """The corner of what is chosen that makes a table: the last two dimensions, the first index of
-    those before."""
+    """Return a corner with two dimensions: the last two, the first index of those before."""
     many = [n for n, pick in enumerate(picks) if not pick.single]
     sizes = dict(zip(reversed(many), (columns, rows), strict=False))
-    return tuple(
-        pick
-        if pick.single
-        else pick.part(0, sizes[n])
-        if n in sizes
-        else Pick(pick.start, 1, 1, True)
-        for n, pick in enumerate(picks)
-    )
+    return tuple(_first(pick, sizes.get(n)) for n, pick in enumerate(picks))
 
 
 def spread(picks: Picks, most: int) -> Picks:
-    """The same, with every so many-th index where a dimension has more than `most`."""
+    """Return the same picks, with every n-th index where a dimension has more than `most`."""
     steps = [-(-pick.size // most) or 1 for pick in picks]
     return tuple(
         pick if pick.single else Pick(pick.start, -(-pick.size // step), pick.step * step)

@@ -1,5 +1,6 @@
-"""Statistics of tensors: of each, of those with a common label, and of all. One pass, in memory
-that does not grow with the tensors.
+"""Statistics of tensors: of each, of groups with a common label, and of all.
+
+One pass, in memory that does not grow with the tensors.
 
 NaN and infinities are counted, and left out of everything else. Tensors that are the same part of
 one storage are read once, and count once in groups and totals. Floating-point numbers, integers,
@@ -54,7 +55,7 @@ class Skipped:
 
 
 def depth(parts: int) -> Callable[[str], str]:
-    """Labels that are the first so many parts of a name, between dots."""
+    """Return a function that labels names by their first parts, between dots."""
     return lambda name: ".".join(name.split(".")[:parts])
 
 
@@ -64,8 +65,11 @@ def family(name: str) -> str:
 
 
 class Statistics:
-    """What `rows` finds out. `groups` (if there is a `label`), `totals`, `skipped` and `odd`
-    (tensors that hold NaN or infinities) are complete when it has come to its end."""
+    """The results of `rows`.
+
+    `groups` (if there is a `label`), `totals`, `skipped` and `odd` (tensors that hold NaN or
+    infinities) are complete when it has come to its end.
+    """
 
     def __init__(
         self, rows: Sequence[summary.Row], label: Callable[[str], str] | None = None
@@ -80,7 +84,7 @@ class Statistics:
 
     @property
     def grouped(self) -> bool:
-        """Whether there are groups."""
+        """Return whether there are groups."""
         return self._label is not None
 
     @property
@@ -94,8 +98,10 @@ class Statistics:
         return list(self._totals.values())
 
     def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
-        """The statistics of each tensor, in order. `progress` gets bytes. Raises what reading
-        raises."""
+        """Yield the statistics of each tensor, in order.
+
+        `progress` gets bytes. Raises what reading raises.
+        """
         keys = [_place(number, row.tensor) for number, row in enumerate(self._sources)]
         times = Counter(keys)
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
@@ -136,7 +142,7 @@ def _name(row: summary.Row) -> str:
 
 
 def _place(number: int, tensor: Tensor) -> Key:
-    """What is equal for tensors that are the same numbers."""
+    """Return a key that is equal for tensors that are the same numbers."""
     if tensor.storage is None:
         return (number,)
     return (
@@ -153,7 +159,7 @@ def _place(number: int, tensor: Tensor) -> Key:
 def _tallies(
     rows: list[tuple[int, summary.Row]], progress: Callable[[int], None]
 ) -> Iterator[Tally | str]:
-    """The statistics of each tensor, or why it has none."""
+    """Yield the statistics of each tensor, or why it has none."""
     found = compute.ordered(
         _work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0
     )
@@ -173,7 +179,7 @@ Task = tuple[int, summary.Row, Part | str | None]
 
 
 def _tasks(rows: list[tuple[int, summary.Row]]) -> Iterator[Task]:
-    """The parts of each tensor; None for one of no elements; a text for one that has no numbers."""
+    """Yield the parts of each tensor; None for an empty one; a text for one that has no numbers."""
     for number, row in rows:
         try:
             parts = list(compute.parts(row.tensor))

@@ -1,5 +1,7 @@
-"""What is in a checkpoint: every tensor, value and object with its path, and the totals. One walk
-over the tree."""
+"""The contents of a checkpoint: every tensor, value and object with its path, and the totals.
+
+One walk over the tree.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError
+from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
@@ -78,7 +81,7 @@ class Value(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """A value that only its own code could make, or a class or function itself."""
+    """A Python object that is no tensor or plain value, or a class or function itself."""
 
     path: Path
     global_: str
@@ -97,7 +100,7 @@ class Totals(NamedTuple):
     counted once.
 
     `nbytes` are the elements of all tensors, contiguous; `storage_nbytes` every storage once;
-    `unused_nbytes` what storages hold beyond the tensors that lie in them.
+    `unused_nbytes` what storages hold beyond the tensors in them.
     """
 
     tensors: int
@@ -109,8 +112,10 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that `inspect` tells. `weights` is the path of the state_dict, None if there is
-    none or several."""
+    """Everything that `inspect` shows.
+
+    `weights` is the path of the state_dict, None if there is none or several.
+    """
 
     path: str
     format: str
@@ -130,8 +135,7 @@ class Summary:
     about: str = ""  # what a folder was made of
 
     def survives_dropping(self) -> bool:
-        """Whether `--objects drop` leaves weights, where there are none all tensors, else a
-        value."""
+        """Return whether `--objects drop` leaves weights; without any, all tensors or a value."""
         inside = {place_of(each.path) for each in self.objects}
 
         def is_outside(path: Path) -> bool:
@@ -144,15 +148,17 @@ class Summary:
         return any(row.value is not None and is_outside(row.path) for row in self.values)
 
     def in_module(self, path: Path) -> bool:
-        """Whether a value is an attribute somewhere inside the pickled module that holds the
-        weights."""
+        """Return whether a path is an attribute inside the pickled module of the weights."""
         base = self.weights if self.is_module else None
         return base is not None and len(path) > len(base) and _same(path[: len(base)], base)
 
 
 def summarize(checkpoint: Checkpoint) -> Summary:
-    """The facts of `checkpoint`. Reads no tensor bytes. Raises LimitError for a tree that is nested
-    too deep, and UsageError if the checkpoint's `key` names no mapping of tensors."""
+    """Return the facts of `checkpoint`; no tensor bytes are read.
+
+    Raises LimitError for a tree that is nested too deep, and UsageError if the checkpoint's
+    `key` names no mapping of tensors.
+    """
     warnings = checkpoint.warnings
     weights = None
     try:
@@ -199,7 +205,7 @@ class _Survey:
     def run(self, root: Node) -> None:
         """Visit every node once for each path; what is shown as a tensor or value is not entered.
 
-        The walk goes down before it goes on, so whatever comes after a node and lies deeper is
+        The walk goes down before it goes on, so whatever comes after a node and is deeper is
         inside it.
         """
         target = self.weights.node if self.weights else self
@@ -262,8 +268,10 @@ class _Survey:
         return True
 
     def _inside(self, path: Path, node: Object) -> None:
-        """The tensors that a tensor subclass is made of, below its own row, which has the sum of
-        their bytes."""
+        """Add rows for the tensors that a tensor subclass is made of.
+
+        They come after its own row, which has the sum of their bytes.
+        """
         if node.tensor is None or node.tensor.layout != "subclass":
             return
         held = list(inner_tensors(node.args))
@@ -290,7 +298,9 @@ class _Survey:
     def warnings(self) -> Iterator[str]:
         for made, (first, *more) in self.harmful.items():
             also = and_more(len(more))
-            yield f"loading it with pickle would call {made}, for the value at {join(first) or 'the root'}{also}"
+            place = join(first) or "the root"
+            text = f"loading it with pickle would call {made}, for the value at {place}{also}"
+            yield Notice(RUNS_CODE, text, call=made, values=1 + len(more))
 
     def _number(self, storage: Storage) -> int:
         number = self.numbers.setdefault(id(storage), len(self.storages))
@@ -335,8 +345,10 @@ def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Whether two paths are one. Keys of any kind are compared by identity: a file could make `==`
-    run for long."""
+    """Return whether two paths are one.
+
+    Keys of any kind are compared by identity: a file could make `==` run for long.
+    """
     return len(path) == len(other) and all(
         a is b or (a.__class__ is b.__class__ and isinstance(a, (str, int)) and a == b)
         for a, b in zip(path, other, strict=True)
@@ -344,7 +356,7 @@ def _same(path: Path, other: Path) -> bool:
 
 
 def _naming(weights: Weights) -> Callable[[Path], str | None]:
-    """The name in the weights of what lies at a path below them."""
+    """Return a function from a path below the weights to the name in them."""
     nodes = weights.nodes
 
     def by_key(below: Path) -> str | None:

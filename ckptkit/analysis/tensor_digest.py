@@ -1,4 +1,4 @@
-"""What a tensor weighs: digests that are equal wherever its elements are, in whatever format.
+"""Digests of tensors that are equal wherever their elements are, in whatever format.
 
 ``sha256`` is over the elements alone: contiguous, row-major, little-endian. ``tensor_id`` is
 SHA-256 over one line of ASCII text, the dtype as torch calls it, a space, the sizes joined by
@@ -22,9 +22,11 @@ R = TypeVar("R")
 
 
 def sha256(tensor: Tensor, refusal: TensorError | None = None) -> str | None:
-    """Hexadecimal SHA-256 of the elements; None where they have no plain bytes: on meta, in a
-    sparse layout, with elements smaller than a byte that are out of order, with a sign that their
-    dtype does not have."""
+    """Return the hexadecimal SHA-256 of the elements, None where they have no plain bytes.
+
+    Such are tensors on meta, in a sparse layout, with elements smaller than a byte that are out
+    of order, or with a sign that their dtype does not have.
+    """
     try:
         return _hash(tensor, b"", refusal)
     except TensorError:
@@ -43,8 +45,10 @@ def tensor_id(tensor: Tensor, refusal: TensorError | None = None) -> str:
 def sha256_each(
     tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None
 ) -> Iterator[str | None]:
-    """`sha256` of each tensor, in order, several at a time. Errors name the tensor; `progress` gets
-    bytes."""
+    """Yield `sha256` of each tensor, in order, several at a time.
+
+    Errors name the tensor; `progress` gets bytes.
+    """
     return _each(sha256, tensors, progress)
 
 

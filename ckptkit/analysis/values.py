@@ -1,4 +1,4 @@
-"""What a node of a tree amounts to, as text and plain numbers: the values that a report shows."""
+"""The values of nodes as text and plain numbers, as reports show them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _SCALARS = frozenset({bool, float, str, type(None)})
 
 
 def plain(node: Node) -> tuple[str, Plain] | None:
-    """Type and value of a scalar, a string or what reads as one; None for containers, tensors and
-    objects."""
+    """Return type and value of a scalar, a string or what reads as one, None for others."""
     kind = node.__class__
     if kind in _SCALARS:
         return ("none" if node is None else kind.__name__), node

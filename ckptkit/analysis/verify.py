@@ -1,5 +1,4 @@
-"""Is it whole: structure, lengths and checksums; on request a manifest, and the elements
-themselves."""
+"""Verification: structure, lengths and checksums; on request a manifest, and the elements."""
 
 from __future__ import annotations
 
@@ -15,18 +14,19 @@ from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
+from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Finding, Format, Part, Probe
 
-COMPARED = 1_000  # findings of which none is said twice; more are told as they are
+COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found in one file or folder, and how much of it was looked at.
+    """The findings in one file or folder, and how much of it was checked.
 
     ``records`` and ``nbytes`` are those that have checksums, ``tensors`` those that were read (0 if
     it cannot be). ``notes`` are what could not be checked, and what a reader would warn about.
@@ -56,8 +56,7 @@ def verify(
     key: str | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Read everything of a checkpoint that says whether it is whole: structure, lengths, checksums,
-    contradictions.
+    """Check everything of a checkpoint that can be: structure, lengths, checksums, contradictions.
 
     With `expected`, ids by name, its weights (those that `matches` says) are compared with them;
     with `values`, NaN and infinities in any of its tensors are findings too. Neither is done where
@@ -82,7 +81,7 @@ def verify(
 
 
 class _Look:
-    """At one file or folder, and what it found."""
+    """The verification of one file or folder, and its findings."""
 
     def __init__(self, place: ByteSource | Folder, progress: Progress | None) -> None:
         self.place = place
@@ -96,7 +95,7 @@ class _Look:
         self.records = self.nbytes = self.unsummed = 0
 
     def at_bytes(self) -> Checkpoint | None:
-        """The checkpoint, None if it cannot be read, or is damaged."""
+        """Return the checkpoint, None if it cannot be read, or is damaged."""
         self.format = self._identified()
         if self.format is None:
             return None
@@ -110,7 +109,7 @@ class _Look:
         return None if self.damaged else self.checkpoint
 
     def _identified(self) -> Format | None:
-        """None if it is too damaged to be of a format."""
+        """Return the format, None if it is too damaged to be of one."""
         try:
             found = formats.match(self.probe)
         except DAMAGE as error:
@@ -126,7 +125,7 @@ class _Look:
         try:
             return format.read(self.probe)
         except DAMAGE as error:
-            if format.name == "folder" and isinstance(error, AmbiguousError):
+            if format.chooses and isinstance(error, AmbiguousError):
                 raise  # which of several checkpoints is meant is no damage
             self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
             return None
@@ -144,7 +143,7 @@ class _Look:
             self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
 
     def _within(self, path: str | None) -> str:
-        """A path below the place, as seen from there."""
+        """Return a path below the place, relative to it."""
         return (
             ""
             if path in (None, self.place.name)
@@ -152,7 +151,7 @@ class _Look:
         )
 
     def _summed(self, parts: list[Part]) -> Iterator[tuple[Part, str | None]]:
-        """Each part, and what is wrong with it."""
+        """Yield each part, and what is wrong with it."""
         total = sum(part.record.length for part in parts if part.crc32 is not None)
         for part, why in summed(parts, lambda count: self.tell(count, total)):
             if part.crc32 is None:
@@ -163,7 +162,7 @@ class _Look:
             yield part, why
 
     def at_values(self) -> None:
-        """Every tensor that has NaN or infinite elements is a finding."""
+        """Add a finding for every tensor that has NaN or infinite elements."""
         total = self.nbytes + sum(tensor.nbytes for _, tensor in self.tensors)
         for name, tensor, nan, infinite in ordered(
             _nonfinite, self.tensors, lambda row: row[1].nbytes
@@ -181,7 +180,7 @@ class _Look:
             tensors=len(self.tensors),
             records=self.records,
             nbytes=self.nbytes,
-            findings=tuple(_said_once(self.findings)),
+            findings=tuple(_without_implied(self.findings)),
             notes=tuple(self._notes()),
             damaged=self.damaged,
             recoverable=formats.salvageable(self.probe) if self.damaged else "",
@@ -191,18 +190,19 @@ class _Look:
         if self.checkpoint is None:
             return
         if not self.records:
-            yield f"{self.checkpoint.format} has no checksums: only structure and lengths were checked"
+            yield (
+                f"{self.checkpoint.format} has no checksums: only structure and lengths were "
+                "checked"
+            )
         yield from self.checkpoint.warnings
-        if (
-            self.records
-            and self.unsummed
-            and not any("no checksum" in each for each in self.checkpoint.warnings)
-        ):
-            yield f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
+        if self.records and self.unsummed and not coded(self.checkpoint.warnings, NO_CHECKSUM):
+            yield (
+                f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
+            )
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor once, with the place where it is met first."""
+    """Yield every tensor once, with the place where it is met first."""
     seen: set[int] = set()
     for path, node in walk(checkpoint.root):
         tensor = as_tensor(node)
@@ -211,17 +211,21 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             yield join(path), tensor
 
 
-def _said_once(findings: list[Finding]) -> Iterator[Finding]:
-    """Without those that only say what another one does: what stops a reader is often what a
-    checksum tells as well."""
+def _without_implied(findings: list[Finding]) -> Iterator[Finding]:
+    """Yield the findings without those that another one implies.
+
+    What stops a reader is often what a checksum shows as well.
+    """
     for number, one in enumerate(findings):
         others = enumerate(findings if len(findings) <= COMPARED else ())
-        if not any(_says(other, one, place < number) for place, other in others if place != number):
+        if not any(
+            _implies(other, one, place < number) for place, other in others if place != number
+        ):
             yield one
 
 
-def _says(other: Finding, one: Finding, before: bool) -> bool:
-    """Whether `other` says what `one` does."""
+def _implies(other: Finding, one: Finding, before: bool) -> bool:
+    """Return whether `other` implies `one`."""
     if other.what not in one.what or (one.file and other.file and one.file != other.file):
         return False
     if other.what != one.what or len(other.tensors) > len(one.tensors):

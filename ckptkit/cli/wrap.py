@@ -31,10 +31,13 @@ def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
     """
     from ckptkit import formats
     from ckptkit.core.errors import UsageError
+    from ckptkit.formats.table import TORCH_ZIP
     from ckptkit.transforms.structure import wrap
 
     shards = edit.shard_size is not None
-    chosen = formats.for_writing(edit.dst or edit.src, edit.format, keep="torch-zip", shards=shards)
+    chosen = formats.for_writing(
+        edit.dst or edit.src, edit.format, keep=TORCH_ZIP.name, shards=shards
+    )
     if chosen.everything in ("never", "asked") and not edit.everything:
         hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
         raise UsageError(

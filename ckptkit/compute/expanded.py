@@ -1,5 +1,4 @@
-"""Tensors with more elements than their storage holds: expanded ones (stride 0), and windows that
-overlap.
+"""Tensors with more elements than their storage holds: stride 0, and overlapping windows.
 
 A file of a kilobyte can describe a tensor of terabytes. What is computed from elements reads
 repeated ones once; what needs every element in its place is refused where that is many times what
@@ -30,8 +29,7 @@ def repeated(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """The tensor with one index of each of the dimensions `axes`, along which it repeats its
-    elements."""
+    """Return the tensor with one index of each of `axes`, which repeat its elements."""
     if not axes:
         return tensor
     return replace(
@@ -40,13 +38,12 @@ def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
-    """How often each element of `once` is there."""
+    """Return how often each element of `once` is there."""
     return prod(tensor.shape[axis] for axis in axes)
 
 
 def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
-    """The row-major position in `shape` of what is at `position` with one index of each of the
-    dimensions `axes`."""
+    """Return the row-major position in `shape` of `position`, where `axes` have one index."""
     found, step = 0, 1
     for axis in reversed(range(len(shape))):
         if axis not in axes:
@@ -57,25 +54,24 @@ def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
-    """The error for a tensor that has many times more bytes than its storage, and more than
-    `free`."""
+    """Return the error for a tensor with many times the bytes of its storage, beyond `free`."""
     held = tensor.storage.nbytes if tensor.storage is not None else 0
     if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
         return None
     return TensorError(
-        f"its {tensor.nbytes:,} bytes of elements are views of a storage of {held:,}: they are not read (expansion)"
+        f"its {tensor.nbytes:,} bytes of elements are views of a storage of {held:,}: they are not "
+        "read (expansion)"
     )
 
 
 class Allowance:
-    """How much more than what storages hold may be read for all tensors of a checkpoint
-    together."""
+    """The bytes beyond those in storages that may be read for all tensors together."""
 
     def __init__(self) -> None:
         self._free = LIMITS.expansion_free
 
     def refusal(self, tensor: Tensor) -> TensorError | None:
-        """The error for a tensor that is too much now."""
+        """Return the error for a tensor that exceeds the allowance."""
         found = refusal(tensor, self._free)
         held = tensor.storage.nbytes if tensor.storage is not None else 0
         if found is None and tensor.layout == "strided":

@@ -34,8 +34,7 @@ Data = bytes | memoryview
 
 
 class _Small(NamedTuple):
-    """A floating-point type of 8 bits: the codes of its largest number, of what is larger than
-    that, and of NaN."""
+    """A floating-point type of 8 bits: codes of its largest number, of larger ones, of NaN."""
 
     bias: int
     mantissa: int  # bits
@@ -87,7 +86,7 @@ def decode(data: Data, dtype: DType) -> Array:
 
 
 def is_decoded(dtype: DType) -> bool:
-    """Whether `decode` knows the type."""
+    """Return whether `decode` knows the type."""
     return dtype.numpy is not None or dtype.name in _SMALL or dtype.name in _OTHERS
 
 
@@ -113,8 +112,10 @@ def _bytes(values: Array) -> memoryview:
 
 
 def _bfloat16(values: Array) -> Array:
-    """The upper halves, once half of a last place has been added: a little less where that makes a
-    tie even."""
+    """Return the upper halves, rounded to nearest, ties to even.
+
+    Half of a last place is added first, a little less where that makes a tie even.
+    """
     import numpy as np
 
     bits = values.view("<u4")
@@ -168,8 +169,7 @@ def _values(name: str) -> Array:
 
 @lru_cache
 def _codes(name: str) -> Array:
-    """The code for the upper half of each float32: that of the nearest value, the even one of two
-    as near."""
+    """Return the code for the upper half of each float32: the nearest value, ties to even."""
     import numpy as np
 
     kind = _SMALL[name]

@@ -1,5 +1,4 @@
-"""Strided views, and arrays put together from such, in row-major order, in bounded memory whatever
-the strides.
+"""Strided views, and arrays assembled from them, in row-major order, in bounded memory.
 
 The output is made in tiles: some indices of one dimension with all dimensions after it, below fixed
 indices of the dimensions before. A tile, or the region of it that is one view's, is read in boxes:
@@ -192,7 +191,7 @@ def assemble(
 
 
 def _read_region(read: Read, tile: np.ndarray[Any, Any], low: tuple[int, ...], box: Box) -> None:
-    """What the tile, which begins at indices `low` of the array, has in common with the box."""
+    """Read the intersection of the box and the tile that begins at indices `low` of the array."""
     offsets, sizes, stride, origin = box
     begin = [max(a, b) for a, b in zip(low, offsets, strict=True)]
     end = [min(a + n, b + m) for a, n, b, m in zip(low, tile.shape, offsets, sizes, strict=True)]
@@ -217,7 +216,7 @@ def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memor
 
 
 def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[int, ...]) -> None:
-    """Read into `made` the elements that lie `strides` bytes apart from `offset` on."""
+    """Read into `made` the elements that are `strides` bytes apart from `offset` on."""
     import numpy as np
 
     unit, itemsize = made.dtype, made.itemsize
@@ -236,7 +235,7 @@ def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[in
 
 
 def _box(dims: list[Dim], itemsize: int) -> list[int]:
-    """How many indices of each dimension are read at once."""
+    """Return how many indices of each dimension are read at once."""
     box = [1] * len(dims)
     span = itemsize
     whole = sum((n - 1) * s for n, s in dims)

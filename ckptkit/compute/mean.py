@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 ELEMENTS = 32 << 10  # of each input at a time, so that they and their sum stay in a core's cache
 _COMPONENTS = {
-    "complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128": "float64",
+    "complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128":
+    "float64",
 }  # fmt: skip
 
 
 def has_mean(dtype: DType) -> bool:
-    """Whether elements of `dtype` have a mean of their own type: floating-point and complex
-    ones."""
+    """Return whether elements have a mean of their own type: floats and complex numbers."""
     return (
         dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
     )
@@ -38,8 +38,9 @@ def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
 def mean_record(
     records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
 ) -> Record:
-    """The mean of the elements of `records`, of `types`, weighted by `shares`; it has the type of
-    the last.
+    """Return the mean of the elements of `records`, of `types`, weighted by `shares`.
+
+    It has the type of the last.
 
     Complex numbers are averaged by component.
     """
@@ -49,8 +50,8 @@ def mean_record(
 
 
 class Mean:
-    """What a Derived ``mean`` or ``sum`` says: dtypes and weights of its inputs, and the dtype of
-    the result."""
+    """Parameters of a Derived ``mean`` or ``sum``: dtypes and weights of its inputs, dtype of the
+    result."""
 
     def __init__(self, derived: Derived) -> None:
         target, *rest = derived.parameters

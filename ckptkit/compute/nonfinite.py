@@ -1,4 +1,4 @@
-"""Elements that are no finite numbers, counted."""
+"""Counts of elements that are not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.core.tensor import Tensor
 
 
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
-    """How many elements are NaN, and how many are infinite; of complex ones, in one part at least.
+    """Return how many elements are NaN and infinite; of complex ones, in one part at least.
 
     None where the type has neither, or its elements are no numbers by themselves. Raises
     TensorError for a tensor without elements to read.

@@ -1,18 +1,22 @@
-"""What a Derived can be, computed in pieces of a few MiB whatever its size.
+"""The operations of a Derived, computed in pieces of a few MiB whatever its size.
 
-========  ==============================  ==========================================================================
+========  ==============================  ========================================================
 name      parameters                      bytes
-========  ==============================  ==========================================================================
+========  ==============================  ========================================================
 slice     start                           `length` bytes of the input from byte `start`
 concat                                    the inputs, any number of them, one after another
-inflate                                   the input is raw deflate (RFC 1951) and inflates to exactly `length` bytes
-latin1                                    the input is UTF-8 text of `length` code points below 256: one byte each
+inflate                                   the input is raw deflate (RFC 1951) and inflates to
+                                          exactly `length` bytes
+latin1                                    the input is UTF-8 text of `length` code points below
+                                          256: one byte each
 byteswap  component                       every run of `component` bytes (2, 4, 8) reversed
-gather    itemsize, shape, stride, start  row-major elements of a strided view: itemsize 1, 2, 4, 8 or 16 bytes,
-                                          strides in elements, the first element at byte `start`
-chunks    itemsize, shape, boxes          row-major elements of an array: each input holds one box of it, described by
-                                          (offsets, sizes, strides in elements, byte of the first element); each
-                                          element is in exactly one box; itemsize as for gather
+gather    itemsize, shape, stride, start  row-major elements of a strided view: itemsize 1, 2,
+                                          4, 8 or 16 bytes, strides in elements, the first
+                                          element at byte `start`
+chunks    itemsize, shape, boxes          row-major elements of an array: each input holds one
+                                          box of it, described by (offsets, sizes, strides in
+                                          elements, byte of the first element); each element is
+                                          in exactly one box; itemsize as for gather
 conj      dtype                           complex elements with the imaginary part negated
 neg       dtype                           elements negated
 cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it:
@@ -22,17 +26,7 @@ dequant   dtype, scale, zero_point        quantised elements of `dtype` as float
                                           channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
 mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
 sum       target, (dtype, weight)...      weighted sum of them
-========  ==============================  ===================================================================
-dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
-``concat``, ``chunks``, ``dequant``, ``mean`` and ``sum`` has one input, and is a pure function of
-its inputs, its parameters and the range of the output that is asked for.
-=======
-blocks    a `Blocks`                      elements of a quantized weight, whose codes, scales and zero points are the
-                                          inputs (:mod:`ckptkit.compute.dequantizing`)
-quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix of floating-point elements
-          columns                         (:mod:`ckptkit.compute.quantizing`)
-========  ==============================  ==========================================================================
-
+========  ==============================  ============================================================
 dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
 ``concat``, ``chunks``, ``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function
 of its inputs, its parameters and the range of the output that is asked for.
@@ -60,9 +54,8 @@ if TYPE_CHECKING:
 HELD = 64 << 20  # bytes that are held in memory where they can only be computed from the beginning
 _FROM_THE_BEGINNING = ("inflate", "latin1")
 PIECE = 4 << 20  # bytes; a multiple of every element size
-BUFFER = (
-    256 << 10
-)  # bytes of a local file read at a time, so that they and what is made of them stay in a core's cache
+# Bytes of a local file read at a time: they and what is made of them stay in a core's cache.
+BUFFER = 256 << 10
 
 Piece = bytes | memoryview
 Pieces = Iterator[Piece]
@@ -83,8 +76,10 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 
 
 def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
-    """Like `stream`, at the speed of memory: pieces of a local file share one buffer, and each
-    overwrites the last."""
+    """Yield like `stream`, at the speed of memory.
+
+    Pieces of a local file share one buffer, and each overwrites the last.
+    """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent, start, stop)
@@ -98,8 +93,7 @@ def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """The same bytes in pieces of at most `size`, a multiple of `unit`, and none that ends inside
-    of a unit.
+    """Yield the same bytes in pieces of at most `size`, each a multiple of `unit`.
 
     Nothing is copied where pieces are whole numbers of units.
     """
@@ -178,9 +172,11 @@ def _encoded(extent: Extent) -> Iterator[bytes]:
 
 
 def _window(pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
-    """Bytes `start` to `stop` of what can only be computed from its beginning.
+    """Yield bytes `start` to `stop` of what can only be computed from its beginning.
 
-    Whoever reads to the end is told when there are more bytes or fewer than `derived.length`.
+    A read to the end raises an error where there are more or fewer bytes than `derived.length`.
+
+    A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
     """
     at = 0
     for piece in pieces:

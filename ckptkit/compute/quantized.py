@@ -1,4 +1,4 @@
-"""Quantised elements as float32, exactly as torch's ``dequantize`` computes them on a CPU.
+"""Quantized elements as float32, exactly as torch's ``dequantize`` computes them on a CPU.
 
 Per tensor, the difference to the zero point is an integer of 32 bits, with its overflow, and the
 scale is rounded to float32 first. Per channel, the difference is a float32, and its product with
@@ -23,8 +23,7 @@ _BLOCK = 1 << 16  # bytes worked on at once: what is in between is many times as
 
 
 class Dequantizer:
-    """Makes float32 of the stored bytes of a tensor, in pieces that follow each other from element
-    `at` on.
+    """Makes float32 of the stored bytes of a tensor, in successive pieces from element `at` on.
 
     `parameters` are those of the operation ``dequant``, `tables` the bytes of the scales and the
     zero points of the channels, if it is done per channel.
@@ -54,7 +53,7 @@ class Dequantizer:
         return made
 
     def _integers(self, data: bytes | memoryview) -> Array:
-        """What is stored; elements smaller than a byte from its low bits up."""
+        """Return the stored integers; elements smaller than a byte from its low bits up."""
         import numpy as np
 
         bits = self.dtype.bits
@@ -83,8 +82,7 @@ def _per_tensor(scale: float, zero_point: int) -> Callable[[Array, int], Array]:
 
 
 def _per_channel(scales: Array, zero_points: Array, inner: int) -> Callable[[Array, int], Array]:
-    """A channel is `inner` elements in a row, the channels follow each other, and after the last
-    comes the first."""
+    """Dequantize per channel: channels of `inner` elements follow each other, in a cycle."""
     import numpy as np
 
     zeros = zero_points.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Statistics of numbers, in one pass, of parts that can be put together again.
+"""Statistics of numbers, in one pass, of parts that can be joined.
 
 Mean and sum of squared deviations are float64: those of a block are computed in two passes over it
 while it is in the cache, and blocks are joined as Chan, Golub and LeVeque do (1979), which loses
@@ -41,7 +41,7 @@ class Histogram:
 
     The width is the smallest power of two with which `BINS` bins reach from the smallest number to
     the largest (1 at least for integers, or with `FINE`). So one pass is enough, as bins are joined
-    in pairs when a number lies outside; histograms of different tensors can be added; and neither
+    in pairs when a number is outside; histograms of different tensors can be added; and neither
     the order nor the parts make a difference.
     """
 
@@ -94,8 +94,9 @@ def _scaled(number: int, exponent: int) -> float:
 
 @dataclass(slots=True)
 class Tally:
-    """What there is to say about some numbers. NaN and infinities are counted, and left out of all
-    else.
+    """Statistics of some numbers.
+
+    NaN and infinities are counted, and left out of all else.
 
     ``low`` and ``high`` are the smallest and largest, None if there are none; of complex numbers,
     those of their absolute values, which the histogram is of as well. ``squares`` is the sum of
@@ -225,8 +226,10 @@ def parts(tensor: Tensor) -> Iterator[Part]:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """All elements of a tensor, in its shape; whoever asks sees to it that they are few. Raises
-    like `parts`."""
+    """Return all elements of a tensor, in its shape; the caller must make sure that they are few.
+
+    Raises like `parts`.
+    """
     import numpy as np
 
     each = once(tensor, repeated(tensor))

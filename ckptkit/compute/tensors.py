@@ -1,5 +1,4 @@
-"""Tensors: the record of their plain bytes, their values compared, and torch's own tensors made of
-them."""
+"""Tensors: the record of their plain bytes, comparison of their values, and torch tensors."""
 
 from __future__ import annotations
 
@@ -37,11 +36,10 @@ WIDE = 1 << 15  # elements compared at once: they take up to 16 bytes each
 
 
 def contiguous(tensor: Tensor) -> Record:
-    """The `tensor.nbytes` bytes of the elements: row-major, little-endian, conjugation and negation
-    carried out.
+    """Return the plain bytes of the elements: row-major, little-endian, conj and neg resolved.
 
     A part of the storage's record where nothing needs to be computed. Raises TensorError for a
-    tensor without bytes of its own, and for elements smaller than a byte that do not lie in a row
+    tensor without bytes of its own, and for elements smaller than a byte that are not in a row
     from a byte on.
     """
     if tensor.storage is None or tensor.layout != "strided":
@@ -103,7 +101,7 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
 def dequantized_record(
     tensor: Tensor, scale: float | Tensor, zero_point: int | Tensor, axis: int = 0
 ) -> Record:
-    """The elements of a quantised tensor as float32, row-major and little-endian.
+    """Return the elements of a quantized tensor as float32, row-major and little-endian.
 
     Scale and zero point are two numbers, or two tensors with one for each index of the dimension
     `axis`. Raises TensorError where these do not fit, or the elements have no bytes in order.
@@ -137,7 +135,7 @@ def dequantized_record(
         or not -(2**31) <= zero_point < 2**31
     ):
         raise TensorError(
-            "a quantised tensor without a scale and a zero point that torch could have"
+            "a quantized tensor without a scale and a zero point that torch could have"
         )
     return Pending("dequant", (data,), (tensor.dtype.name, scale, zero_point), length)
 
@@ -157,7 +155,7 @@ class Difference:
 def compare(
     a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | None = None
 ) -> Difference | None:
-    """How the values of two tensors of one shape differ, None if they do not.
+    """Return how the values of two tensors of one shape differ, None if they do not.
 
     Without tolerances dtype and bytes must be equal: NaN payloads and the sign of zero count. With
     one of them (the other is then 0) elements are equal where ``|a - b| <= atol + rtol * |b|``,
@@ -224,8 +222,7 @@ def _compare_bytes(left: Extent, right: Extent, itemsize: int) -> Difference | N
 def _together(
     left: Iterable[Piece], right: Iterable[Piece], unit: int
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """The bytes of both, which are as many, in pieces of the same lengths, multiples of `unit`;
-    nothing is copied."""
+    """Yield the bytes of both, equally many, in pieces of the same lengths, multiples of `unit`."""
     ours, theirs = aligned(left, unit, BUFFER), aligned(right, unit, BUFFER)
     x = y = memoryview(b"")
     while True:

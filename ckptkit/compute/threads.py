@@ -1,5 +1,4 @@
-"""Work on many tensors by several threads: what computes and reads here lets other threads run
-meanwhile."""
+"""Work on many tensors in several threads; computing and reading release the interpreter lock."""
 
 from __future__ import annotations
 
@@ -23,11 +22,10 @@ R = TypeVar("R")
 def ordered(
     function: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]
 ) -> Iterator[R]:
-    """``map(function, items)``, by as many threads as there are processors; `nbytes` is what an
-    item takes.
+    """Yield ``map(function, items)``, by a thread for each processor; `nbytes` sizes an item.
 
     Little work is done right here. Only some batches are under way at a time, however many items
-    there are; when one fails or nobody wants more, those that have begun are waited for and no
+    there are; when one fails or the caller stops, those that have begun are waited for and no
     other begins.
     """
     batches = _batches(items, nbytes)
@@ -71,5 +69,5 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]
 
 
 def _processors() -> int:
-    """Those that this process may use, where the system tells."""
+    """Return the number of processors that this process may use, where the system has it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,6 +11,7 @@ aside, which are checked first), compared or printed by Python's own recursive o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from ckptkit.core.bytesource import Extent
@@ -102,6 +103,26 @@ class OrderedDict(dict[Node, Node]):
         self.state = state
 
     __hash__ = None
+
+
+MODULE_VERSIONS = "_metadata"  # the attribute of a state_dict: path of each module -> its version
+
+
+def attributes_of(node: Node) -> dict[Node, Node]:
+    """Return the attributes that were set on an OrderedDict, none of any other node."""
+    state = node.state if isinstance(node, OrderedDict) else None
+    return state if isinstance(state, dict) else {}
+
+
+def module_versions(node: Node) -> dict[Node, Node] | None:
+    """Return the ``_metadata`` of a state_dict, None if it has none that is a mapping."""
+    found = attributes_of(node).get(MODULE_VERSIONS)
+    return found if isinstance(found, dict) else None
+
+
+def versions_state(versions: Mapping[Node, Node]) -> Node:
+    """Return the `state` of an OrderedDict that has these as its ``_metadata``."""
+    return {MODULE_VERSIONS: OrderedDict(versions)}
 
 
 class SetNode:
@@ -261,6 +282,47 @@ def walk(root: Node) -> Iterator[tuple[Path, Node]]:
         else:
             stack.pop()
             open_ids.discard(id(parent))
+
+
+def nodes(root: Node) -> Iterator[Node]:
+    """Yield every node that is more than a scalar, once, at any depth, in no order.
+
+    Keys, arguments of calls, states and attributes are included.
+    """
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node.__class__ in _PLAIN or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        if node.__class__ is not Tensor:
+            waiting.extend(_held(node))
+
+
+def _held(node: Node) -> Iterable[Node]:
+    if isinstance(node, OrderedDict):
+        return (*node, *node.values(), node.state)
+    if isinstance(node, dict):
+        return (*node, *node.values())
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, SetNode):
+        return node.items
+    if isinstance(node, Pairs):
+        return (*chain.from_iterable(node.pairs), node.state)
+    if isinstance(node, Object):
+        return (node.callable, node.args, node.kwargs, node.tensor, *_step_values(node))
+    return ()
+
+
+def _step_values(node: Object) -> Iterator[Node]:
+    for step, value in node.steps:
+        if step == "build":
+            yield value
+        else:
+            yield from chain.from_iterable(value) if step == "set" else value
 
 
 def _size(node: Node) -> int:

@@ -13,7 +13,10 @@ NOTE = "note"  # it loads, and costs more or is something else than one may thin
 
 @dataclass(frozen=True)
 class Fix:
-    """What one plan can do. An empty fix writes the checkpoint anew: enough for a faulty file."""
+    """The work of one plan.
+
+    An empty fix rewrites the checkpoint: enough for a faulty file.
+    """
 
     bare: bool = False  # the weights as a checkpoint of their own
     strip: tuple[str, ...] = ()
@@ -30,8 +33,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Cause:
-    """`title` says what it is in a sentence, `explanation` what it means, `command` what to type,
-    if anything helps.
+    """A reason why it does not load: `title`, `explanation`, and the `command` to type, if any.
 
     ``fix`` is what one plan can do about it, None if nothing.
     """
@@ -45,7 +47,7 @@ class Cause:
 
 
 def together(causes: Iterable[Cause]) -> Fix | None:
-    """What one plan can do about all of them, None if that is nothing."""
+    """Return one fix for all of the causes, None if none has a fix."""
     fixes = [cause.fix for cause in causes if cause.fix is not None]
     return reduce(_both, fixes) if fixes else None
 

@@ -1,4 +1,4 @@
-"""What is wrong with the file or folder, whatever is in it."""
+"""Causes in the file or folder itself, whatever it contains."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from ckptkit.analysis.advice import TORCH, argument, convert, edit, packed
+from ckptkit.analysis.advice import argument, convert, edit, packed
 from ckptkit.core.parts import PartOf
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
-from ckptkit.doctor.facts import FOLDERS, Facts, alone, is_wrapped, some
+from ckptkit.doctor.facts import Facts, alone, format_of, is_script, is_wrapped, some
+from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
 
-OTHER_FILES = ("safetensors", "npz", "npy", "pickle", "pt2")  # that torch.load refuses
-_PACKED = " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes float32 of them."
-REFUSED = {  # by torch.load, and how
-    "pickle": (
-        "a pickle made without torch.save",
-        '"Weights only load failed", or "Invalid magic number"',
-    ),
-    "npz": ("a file of numpy.savez", '"file in archive is not in a subdirectory"'),
-    "npy": ("a file of numpy.save", '"Weights only load failed"'),
-}
+_PACKED = (
+    " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes "
+    "float32 of them."
+)
 _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 
@@ -56,51 +51,54 @@ def part(path: str, found: PartOf) -> Cause:
 
 
 def _container(facts: Facts) -> Iterator[Cause]:
-    what = FOLDERS.get(facts.summary.format)
-    if what is not None:
+    format = format_of(facts)
+    if format.distributed:
         yield Cause(
-            facts.summary.format,
+            format.name,
             WARNING,
-            f"It {what}, not a file.",
+            f"It is {format.noun}, not a file.",
             "torch.load reads files, and a plain model has no use for the parts of several "
-            "processes: they must be put "
-            "together.",
+            "processes: they must be put together.",
             alone(facts, "whole"),
             Fix(bare=is_wrapped(facts)),
         )
-    elif facts.summary.format == "torch-tar":
+    elif format.loaded_by_torch and format.torch_error:
         yield Cause(
             "old-format",
             ERROR,
-            "It is a tar file, as torch.save made until 0.1.1.",
-            'torch.load(weights_only=True), the default since 2.6, refuses such: "Cannot use '
-            "weights_only=True with files "
-            'saved in the legacy .tar format".',
+            f"It is {format.noun}.",
+            "torch.load(weights_only=True), the default since 2.6, refuses such: "
+            f"{format.torch_error}.",
             convert(facts.path, "new"),
             Fix(),
         )
 
 
 def _suffix(facts: Facts) -> Iterator[Cause]:
-    """A name that promises another format. numpy's arrays in a pickle are tensors in a file of
-    safetensors alone."""
-    format, path = facts.summary.format, facts.path.lower()
-    if path.endswith(TORCH) and format in OTHER_FILES:
+    """Yield the cause for a name whose suffix is that of another format.
+
+    Arrays of numpy in a pickle become tensors in a safetensors file alone.
+    """
+    format, path = format_of(facts), facts.path.lower()
+    if format.is_folder or format is NONE:
+        return
+    if path.endswith(TORCH_SUFFIXES) and not format.loaded_by_torch:
         arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
         torch = convert(facts.path, "torch")
         yield Cause(
             "suffix",
             ERROR,
-            f"Its name says torch.save, its content is {format}.",
-            'torch.load cannot read that: "invalid load key", "Invalid magic number" or "Weights only load failed".',
+            f"Its name says torch.save, its content is {format.name}.",
+            'torch.load cannot read that: "invalid load key", "Invalid magic number" or '
+            '"Weights only load failed".',
             edit("convert", facts.path, "safe", suffix=".safetensors") if arrays else torch,
             Fix(),
         )
-    elif path.endswith(".safetensors") and format.startswith(("torch", "pickle")):
+    elif path.endswith(SAFETENSORS.suffixes) and format is not SAFETENSORS:
         yield Cause(
             "suffix",
             ERROR,
-            f"Its name says safetensors, its content is {format}.",
+            f"Its name says safetensors, its content is {format.name}.",
             'safetensors cannot read that: "Error while deserializing header".',
             edit("convert", facts.path, "safe"),
             Fix(),
@@ -108,24 +106,22 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
 
 
 def _elsewhere(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for a file of numpy or pickle, whose name promises nothing else."""
-    format, path = facts.summary.format, facts.path.lower()
-    if format not in REFUSED or path.endswith(TORCH):
+    """Yield the cause for a file of numpy or pickle that is not named as one of torch.save."""
+    format, path = format_of(facts), facts.path.lower()
+    if format.loaded_by_torch or not format.torch_error or path.endswith(TORCH_SUFFIXES):
         return
-    what, said = REFUSED[format]
     none = facts.summary.weights is None and not facts.summary.inner
     yield Cause(
         "not-torch",
         ERROR,
-        f"It is {what}, not a file of torch.save.",
-        f"torch.load refuses it: {said}." + " It holds no weights." * none,
+        f"It is {format.noun}, not a file of torch.save.",
+        f"torch.load refuses it: {format.torch_error}." + " It holds no weights." * none,
         *_as_torch(facts),
     )
 
 
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
-    """Return the command and fix that make a file for torch.load, or safetensors of numpy's
-    arrays."""
+    """Return command and fix that make a file for torch.load; safetensors for numpy's arrays."""
     if facts.summary.weights is None:
         return None, None
     arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
@@ -135,7 +131,7 @@ def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
 
 
 def _program(facts: Facts) -> Iterator[Cause]:
-    if facts.summary.format == "torchscript":
+    if is_script(facts):
         dequantize = packed(facts.summary) > 0
         options = ["--dequantize"] * dequantize
         yield Cause(
@@ -178,7 +174,8 @@ def _index(facts: Facts) -> Iterator[Cause]:
             "no-index",
             ERROR,
             "It is a folder of shards without their index.",
-            "transformers and others find the tensors of a sharded model through its .index.json alone.",
+            "transformers and others find the tensors of a sharded model through its .index.json "
+            "alone.",
             edit("convert", facts.path, "indexed", "--format", facts.summary.format),
             Fix(),
         )

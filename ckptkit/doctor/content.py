@@ -1,4 +1,4 @@
-"""What a checkpoint that can be read shows by itself."""
+"""Causes in the content of a checkpoint that can be read."""
 
 from __future__ import annotations
 
@@ -7,18 +7,28 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from ckptkit.analysis.advice import WASTE, argument, convert, edit
+from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import codes, container, names
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.doctor.facts import FOLDERS, TORCH_FILES, Facts, alone, is_wrapped, names_of, some
+from ckptkit.doctor.facts import (
+    Facts,
+    alone,
+    format_of,
+    is_script,
+    is_torch_file,
+    is_wrapped,
+    names_of,
+    some,
+)
 from ckptkit.pickles.trust import refused_by_weights_only
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
 
 
 def causes(facts: Facts) -> list[Cause]:
-    """All that apply, those of the container first."""
+    """Return all causes that apply, those of the container first."""
     looks = (
         container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices,
         _inner,
@@ -28,7 +38,7 @@ def causes(facts: Facts) -> list[Cause]:
 
 def _module(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
-    if summary.is_module and summary.format in TORCH_FILES:
+    if summary.is_module and is_torch_file(facts):
         node = facts.root
         for key in summary.weights or ():
             node = node[key] if isinstance(node, dict) else node
@@ -48,12 +58,9 @@ def _module(facts: Facts) -> Iterator[Cause]:
 
 def _wrapper(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
-    if (
-        not is_wrapped(facts)
-        or summary.format in FOLDERS
-        or summary.is_module
-        or summary.format == "torchscript"
-    ):
+    if not is_wrapped(facts) or summary.is_module or is_script(facts):
+        return
+    if format_of(facts).distributed:
         return
     key = join(summary.weights or ())
     others = (
@@ -64,7 +71,8 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
         "wrapper",
         ERROR,
         f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict wants that entry, not the dict around it, whose keys are no names of a model's: "
+        "load_state_dict wants that entry, not the dict around it, whose keys are no names of a "
+        "model's: "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
         alone(facts, "weights"),
         Fix(bare=True),
@@ -72,14 +80,12 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
 
 
 def _refused(facts: Facts) -> Iterator[Cause]:
-    """What weights_only=True does not take, if loading fails for no other reason that was named."""
+    """Yield the cause for values that weights_only=True refuses, unless another cause says so."""
     summary = facts.summary
     refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
-    if not refused or summary.format not in TORCH_FILES or summary.is_module:
+    if not refused or not is_torch_file(facts) or summary.is_module:
         return
-    harm = [
-        each for each in summary.warnings if each.startswith("loading it with pickle would call")
-    ]
+    harm = coded(summary.warnings, RUNS_CODE)
     what = f" {harm[0][:1].upper()}{harm[0][1:]}: do not load it." if harm else ""
     if not is_wrapped(facts) and not summary.rows and not summary.survives_dropping():
         what += " It holds nothing else, and no weights: without such values nothing would be left."
@@ -94,8 +100,7 @@ def _refused(facts: Facts) -> Iterator[Cause]:
 
 
 def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
-    """What leaves out values that only their own code could make. Arrays of numpy's are such, as
-    torch sees it."""
+    """Return the command and fix that leave out Python objects, arrays of numpy included."""
     if any(row.inside for row in facts.summary.rows):
         return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
@@ -112,19 +117,26 @@ def _devices(facts: Facts) -> Iterator[Cause]:
     held = Counter(row.tensor.device for row in facts.summary.rows)
     here = ("cpu",) if facts.devices is None else facts.devices
     away = [device for device in held if device != "meta" and not _is_here(device, here)]
-    lacks = "which this machine does not have"
-    if facts.devices is None:
-        lacks = "and torch, which would know if this machine has it, is not installed"
-    if away and facts.summary.format in TORCH_FILES:
+    if away and is_torch_file(facts):
         yield Cause(
             "device",
             ERROR,
-            f"It was saved on {some(away)}, {lacks}.",
-            'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA device". '
-            "map_location='cpu' does the same as this command, each time anew.",
+            f"It was saved on {some(away)}{_lacks(facts)}.",
+            'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA '
+            'device". '
+            "map_location='cpu' does the same as this command, at each load.",
             edit("remap", facts.path, "cpu", "--to", "cpu"),
             Fix(to_cpu=True),
         )
+
+
+def _lacks(facts: Facts) -> str:
+    """Return the clause on this machine, empty in a report that is read on others."""
+    if not facts.for_here:
+        return ""
+    if facts.devices is None:
+        return ", and torch, which would know if this machine has it, is not installed"
+    return ", which this machine does not have"
 
 
 def _is_here(device: str, devices: Collection[str]) -> bool:
@@ -132,7 +144,7 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
-    """Whether much of the file is the state of optimizers."""
+    """Yield a note if much of the file is the state of optimizers."""
     inside: int | None = None  # depth of an optimizer, while the walk is in it
     theirs: dict[int, int] = {}  # bytes of each storage, by its id
     others: dict[int, int] = {}  # optimizers may hold the weights themselves
@@ -151,7 +163,8 @@ def _optimizer(facts: Facts) -> Iterator[Cause]:
             "optimizer",
             NOTE,
             f"{optimizers / everything:.0%} of its bytes are the state of the optimizer.",
-            f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing else does.",
+            f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing "
+            "else does.",
             alone(facts, "weights"),
             Fix(bare=True),
         )
@@ -164,14 +177,15 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             "slices",
             NOTE,
             f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
-            "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each tensor.",
+            "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each "
+            "tensor.",
             convert(facts.path, "compact", "--compact"),
             Fix(compact=True),
         )
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:
-    """Checkpoints in byte strings, as skorch pickles its nets."""
+    """Yield the causes for checkpoints in byte strings, as skorch pickles its nets."""
     inner = facts.summary.inner
     if inner:
         places = [f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in inner]
@@ -179,6 +193,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
             "inner",
             NOTE,
             f"Byte strings in it are files of their own: {some(places)}.",
-            "Weights may be in there, which only the library that wrote the file unpacks; scan looks into them.",
+            "Weights may be in there, which only the library that wrote the file unpacks; scan "
+            "looks into them.",
             shlex.join(("ckptkit", "scan", *argument(facts.path))),
         )

@@ -1,5 +1,4 @@
-"""Why a checkpoint does not load, here and into a model; and one plan that does what can be done
-about it."""
+"""Diagnosis of a checkpoint that does not load, and one plan that fixes what can be fixed."""
 
 from __future__ import annotations
 
@@ -28,6 +27,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.notices import NO_VERSION, coded
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.doctor import container, content, fit, refused
@@ -36,6 +36,7 @@ from ckptkit.doctor.facts import Facts
 from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
+from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied
 from ckptkit.quantized.group import configured
@@ -73,8 +74,11 @@ _OLD = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. ``checkpoint`` is what can be read, of a damaged file what is whole, None if
-    nothing can; ``readable`` whether all of it can; ``lost`` what of a damaged file cannot."""
+    """The causes that were found.
+
+    ``checkpoint`` is what can be read, of a damaged file what is whole, None if nothing can;
+    ``readable`` whether all of it can; ``lost`` what of a damaged file cannot.
+    """
 
     path: str
     causes: tuple[Cause, ...]
@@ -85,12 +89,12 @@ class Diagnosis:
 
     @property
     def fix(self) -> Fix | None:
-        """What one plan can do about all of it, None if that is nothing."""
+        """Return one fix for all causes, None if there is none."""
         return None if self.checkpoint is None else together(self.causes)
 
     @property
     def unmended(self) -> tuple[Cause, ...]:
-        """What `fix` leaves as it is."""
+        """Return the causes that `fix` does not remove."""
         return tuple(cause for cause in self.causes if cause.fix is None)
 
 
@@ -101,8 +105,7 @@ def examine(
     key: str | None = None,
     options: tuple[str, ...] = (),
 ) -> Diagnosis:
-    """Every cause that keeps `path` from loading: on this machine, and into `model` if there is
-    one.
+    """Return every cause that keeps `path` from loading: here, and into `model` if there is one.
 
     `key` names the entry to take as the weights, `options` are what says model and key on the
     command line. Reads headers, and small files to their end. Raises PathError, UsageError for a
@@ -139,8 +142,7 @@ def cure(
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Write what one plan can make of it: `found.fix`, in the format that the suffix of
-    `destination` says.
+    """Write what `found.fix` can do, in the format that the suffix of `destination` says.
 
     Raises UsageError if there is nothing to do, and what `convert` raises.
     """
@@ -208,7 +210,7 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
 
 
 def _salvaged(place: ByteSource | Folder) -> Salvaged | None:
-    """What is whole of a file on this machine, None if nothing is."""
+    """Return what is whole of a file on this machine, None if nothing is."""
     if isinstance(place, Folder) or place.remote:
         return None
     try:
@@ -218,7 +220,7 @@ def _salvaged(place: ByteSource | Folder) -> Salvaged | None:
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """The last of the folders in this one, or else of the same run beside it, that can be read."""
+    """Return the last readable folder in this one, or else of the same run next to it."""
     inside = [os.path.join(place.name, name) for name in place.folders()]
     path = os.path.abspath(place.name)
     above = os.path.dirname(path)
@@ -240,14 +242,14 @@ def _whole_beside(place: Folder) -> str | None:
 
 
 def _is_related(path: str, other: str) -> bool:
-    """Whether two folders are of one run by their names: equal but for numbers, or for a suffix."""
+    """Return whether two names are of one run: equal but for numbers, or for a suffix."""
     names = [os.path.basename(each) for each in (path, other)]
     steps = {_NUMBER.sub("#", name) for name in names}
     return len(steps) == 1 or len({name.partition(".")[0] for name in names}) == 1
 
 
 def _latest(paths: Any) -> list[str]:
-    """Folders by the numbers in their names, the highest first."""
+    """Return folders by the numbers in their names, the highest first."""
     numbers = {path: [int(n) for n in _NUMBER.findall(os.path.basename(path))] for path in paths}
     return sorted(numbers, key=lambda path: (numbers[path], path), reverse=True)[:FOLDERS]
 
@@ -280,9 +282,9 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         lacking=_lacking(checkpoint),
         ambiguous=_ambiguous(checkpoint),
         no_index=isinstance(source, Folder)
-        and checkpoint.format.startswith("sharded")
+        and BY_NAME.get(checkpoint.format, NONE).shards
         and not any(name.endswith(INDEX) for name in source.list()),
-        no_version=any("no version record" in warning for warning in checkpoint.warnings),
+        no_version=bool(coded(checkpoint.warnings, NO_VERSION)),
         with_model=with_model,
         quantized=quantized.find(checkpoint),
         method=configured(source),
@@ -291,7 +293,7 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:
-    """The devices of this machine, None where torch would have to be asked and is not installed."""
+    """Return the devices of this machine, None where torch is needed to know and not installed."""
     if {row.tensor.device for row in summary.rows} <= {"cpu", "meta"}:
         return ("cpu",)
     here: Any = building.environment()
@@ -308,7 +310,7 @@ def _lacking(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _ambiguous(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The entries that could be the weights, where more than one could."""
+    """Return the entries that could be the weights, where more than one could."""
     try:
         checkpoint.selection  # noqa: B018  raises
     except AmbiguousError:

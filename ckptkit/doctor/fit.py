@@ -1,4 +1,4 @@
-"""What keeps weights from fitting a model."""
+"""Causes that keep weights from fitting a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN, LONG = 3, 200  # names in a sentence, and characters of each
 
 @dataclass(frozen=True)
 class Fitting:
-    """Names and kinds of both sides, and how they meet.
+    """Names and kinds of both sides, and the prefixes by which they match.
 
     ``ours`` as they are in the file; ``way``: prefixes by which most of them become ``theirs``;
     ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the
@@ -38,7 +38,7 @@ class Fitting:
 
 
 def causes(fitting: Fitting) -> list[Cause]:
-    """All that apply, each on what is left by those before it."""
+    """Return all causes that apply, each on what those before it left."""
     found = list(_prefix(fitting))
     names = {name: fitting.way(name) for name in fitting.ours}
     ours = {names[name]: kind for name, kind in fitting.ours.items()}
@@ -100,7 +100,7 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
 
 
 def _ties(ours: Mapping[str, Kind], fitting: Fitting) -> Iterator[tuple[str, str]]:
-    """Names that the file does not have, and the one that it has of the same parameter."""
+    """Return the missing names, each with the name of the same parameter that the file has."""
     for same in fitting.ties:
         there = next(
             (
@@ -120,7 +120,8 @@ def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Cause:
         "tied",
         ERROR,
         f"Tied weights were saved once: {_some(pairs)}.",
-        'In the model both names stand for one parameter, in the file there is one of them: "Missing key(s)".',
+        "In the model both names stand for one parameter, in the file there is one of them: "
+        '"Missing key(s)".',
         _doctor(fitting, "tied"),
         Fix(ties=ties),
     )
@@ -135,14 +136,15 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
         "renamed",
         ERROR,
         f"{plural(len(names), 'key')} with another name in the model: {_some(texts)}.",
-        f"Shapes and names say so, the least sure of them with {least:.0%}; to look through them: {look}",
+        f"Shapes and names say so, the least sure of them with {least:.0%}; to look through them: "
+        f"{look}",
         _substituted(fitting, names) or _doctor(fitting, "renamed"),
         Fix(names={fitting.way(old): new for old, new in names.items()}),
     )
 
 
 def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
-    """The command that renames by beginnings of names, None where that is not all there is."""
+    """Return the command that renames by prefixes, None where prefixes do not suffice."""
     rules = dict.fromkeys(_rule(old, new) for old, new in names.items())
     if any(fitting.way) or len(rules) > RULES or not all(old for old, _ in rules):
         return None
@@ -159,7 +161,7 @@ def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
 
 
 def _rule(old: str, new: str) -> tuple[str, str]:
-    """What two names begin with, up to the dotted parts that they have in common at the end."""
+    """Return the beginnings of two names, without the last dotted parts that are equal."""
     ours, theirs = old.split("."), new.split(".")
     while ours and theirs and ours[-1] == theirs[-1]:
         del ours[-1], theirs[-1]
@@ -180,7 +182,7 @@ def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> I
             "mismatched",
             ERROR,
             f"{plural(len(shapes), 'key')} of another shape: {_some(texts)}.",
-            '"size mismatch", with strict=False as well. If that layer is to be trained anew, '
+            '"size mismatch", with strict=False as well. If that layer is to be trained again, '
             "leave it out of the file, and "
             "load with strict=False.",
             _without(fitting.path, [name for name, _, _ in shapes]),
@@ -193,7 +195,7 @@ def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
             "unexpected",
             ERROR,
             f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
-            '"Unexpected key(s) in state_dict"; strict=False leaves them out without a word.',
+            '"Unexpected key(s) in state_dict"; strict=False leaves them out silently.',
             _without(fitting.path, names) if len(names) < len(fitting.ours) else None,
         )
 
@@ -205,12 +207,12 @@ def _missing(names: Sequence[str]) -> Iterator[Cause]:
             ERROR,
             f"The file lacks {plural(len(names), 'key')} of the model: {_some(names)}.",
             '"Missing key(s) in state_dict"; with strict=False the model keeps its initial '
-            "values for them, without a word.",
+            "values for them, silently.",
         )
 
 
 def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterator[Cause]:
-    """Floating-point types that are others in the model."""
+    """Yield a note for floating-point types that differ from those of the model."""
     other = [
         (a.dtype, b.dtype)
         for _, a, b in pairs
@@ -222,7 +224,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
             "dtype",
             NOTE,
             f"{plural(len(other), 'key')} of another dtype: {_some(kinds)}.",
-            "load_state_dict casts them to those of the model without a word; with assign=True, "
+            "load_state_dict casts them silently to those of the model; with assign=True, "
             "or as a file, they stay.",
             convert(fitting.path, other[0][1], "--cast", other[0][1]),
         )
@@ -233,14 +235,14 @@ def _is_float(kind: Kind) -> bool:
 
 
 def _without(path: str, names: Sequence[str]) -> str | None:
-    """The command that leaves names out, None if they are too many for one."""
+    """Return the command that leaves names out, None if they are too many for one."""
     if len(names) > DROPPED:
         return None
     return convert(path, "fitting", *(word for name in names for word in ("--drop", escape(name))))
 
 
 def _doctor(fitting: Fitting, mark: str) -> str:
-    """What no other command does: it knows the names of the model."""
+    """Return the `doctor` command, which alone knows the names of the model."""
     output = shlex.split(edit("doctor", fitting.path, mark))[-1]
     return shlex.join(
         ("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path))

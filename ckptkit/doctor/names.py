@@ -1,4 +1,4 @@
-"""What stands in the names of the weights that a plain model does not have."""
+"""Causes in the names of the weights: parts that a plain model does not have."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from glob import escape
 
-from ckptkit.analysis.advice import edit
+from ckptkit.analysis.advice import WRAPPERS, edit
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.doctor.facts import TORCH_FILES, Facts, is_lightning, names_of, some
+from ckptkit.doctor.facts import Facts, is_lightning, is_torch_file, names_of, some
 
-# What wrappers put before the names of the module inside, and who does.
-WRAPPERS = {
-    "module.": "DataParallel and DistributedDataParallel put it there",
-    "_orig_mod.": "torch.compile puts it there",
-    "_fsdp_wrapped_module.": "FSDP puts it there",
-    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
-}
 ATTRIBUTE = "model."  # what many modules call the network inside
 
 
 def causes(facts: Facts) -> Iterator[Cause]:
-    """Wrappers before the names and inside them. Beside a model, `fit` knows better."""
+    """Yield the causes for wrappers before the names and inside them.
+
+    With a model, `fit` finds them.
+    """
     if not facts.with_model:
         yield from _prefix(facts)
         yield from _attribute(facts)
@@ -29,7 +25,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 
 def _prefix(facts: Facts) -> Iterator[Cause]:
-    """Wrappers before most names, one inside the other perhaps."""
+    """Yield the cause for wrappers before most names, one inside the other perhaps."""
     names = names_of(facts)
     if not names:
         return
@@ -55,23 +51,23 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
-        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in state_dict".',
+        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
+        'state_dict".',
         edit("strip-module", facts.path, "stripped", *options),
         Fix(strip=tuple(found)),
     )
 
 
 def _first_part(names: list[str]) -> str:
-    """What stands before the first dot of all names, dot included, "" if that is not the same."""
+    """Return the part before the first dot of all names, dot included, "" if they differ."""
     first = names[0].partition(".")[0] + "."
     return first if all(name.startswith(first) for name in names) else ""
 
 
 def _attribute(facts: Facts) -> Iterator[Cause]:
-    """What may be the name of a network inside another module, or a part of every network of a
-    kind."""
+    """Yield a note for a common first part: a network inside a module, or part of each network."""
     names = names_of(facts)
-    if facts.summary.format not in TORCH_FILES or not names:
+    if not is_torch_file(facts) or not names:
         return
     if is_lightning(facts):
         yield from _network(facts, names)
@@ -80,14 +76,15 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             "attribute",
             NOTE,
             f"All keys start with {ATTRIBUTE!r}.",
-            "Was the network an attribute of the module that was saved? The network alone has no such names, and "
+            "Was the network an attribute of the module that was saved? The network alone has no "
+            "such names, and "
             "--model tells which of the two yours is.",
             edit("strip-module", facts.path, "stripped", "--prefix", ATTRIBUTE),
         )
 
 
 def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
-    """The network of a LightningModule that has other parts: metrics, weights of its loss."""
+    """Yield a note for the network of a LightningModule that has other parts: metrics, losses."""
     first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
     if _common(names) or count == len(names) or 2 * count <= len(names):
         return
@@ -103,7 +100,7 @@ def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
 
 
 def _common(names: list[str]) -> str:
-    """A wrapper before more than half of the names."""
+    """Return a wrapper before more than half of the names, "" if there is none."""
     return next(
         (
             each
@@ -115,7 +112,7 @@ def _common(names: list[str]) -> str:
 
 
 def _inner(facts: Facts) -> Iterator[Cause]:
-    """Wrappers of submodules: ``layers.0._orig_mod.weight``, or before a few names only."""
+    """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``, or a few names."""
     parts = [each[:-1] for each in WRAPPERS if each != "module."]
     names = names_of(facts)
     if _common(names):
@@ -129,7 +126,8 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         "inner-prefix",
         ERROR,
         f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
-        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain model has no such names.",
+        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
+        "model has no such names.",
         edit("rename", facts.path, "renamed", "--sub", pattern),
         Fix(names=new),
     )

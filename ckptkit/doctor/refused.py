@@ -1,4 +1,4 @@
-"""Why a file or folder cannot be read at all."""
+"""Causes for which a file or folder cannot be read at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptkit.analysis.advice import convert, recover
 from ckptkit.core.errors import (
+    NEWER_TORCH,
     AmbiguousError,
     CkptkitError,
     LimitError,
@@ -20,8 +21,9 @@ _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why reading failed, and what there is. ``known``: a format claims it; ``recoverable``:
-    tensors of it are whole.
+    """The reason why reading failed, and what there is.
+
+    ``known``: a format claims it; ``recoverable``: tensors of it are whole.
 
     ``head`` are its first bytes, none of a folder; ``whole`` is another folder, which is complete.
     """
@@ -36,7 +38,7 @@ class Refusal:
 
 
 def cause(refusal: Refusal) -> Cause:
-    """The one cause of a refusal."""
+    """Return the one cause of a refusal."""
     error, head = refusal.error, refusal.head
     said = error.message + (f" ({error.where})" if error.where not in (None, refusal.path) else "")
     hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
@@ -50,7 +52,7 @@ def cause(refusal: Refusal) -> Cause:
             "The download got a page about the file, or one that asks to log in: torch.load says "
             "\"invalid load key, '<'\"." + hint,
         )
-    if isinstance(error, UnsupportedError) and "archive version" in error.message:
+    if error.code == NEWER_TORCH:
         return Cause(
             "newer",
             ERROR,
@@ -86,7 +88,8 @@ def _pointer(refusal: Refusal) -> Cause:
         "lfs-pointer",
         ERROR,
         f"It is a Git LFS pointer, not the file{stands} that it stands for.",
-        "The repository was cloned without git-lfs: torch.load says \"invalid load key, 'v'\". In the clone:",
+        "The repository was cloned without git-lfs: torch.load says \"invalid load key, 'v'\". In "
+        "the clone:",
         "git lfs pull",
     )
 
@@ -98,13 +101,17 @@ def _unfinished(refusal: Refusal, said: str, hint: str) -> Cause:
         "unfinished",
         ERROR,
         f"The folder is not complete: {said}.",
-        f"A save that was interrupted, or a copy that left files out, cannot be put together.{hint}{more}",
+        "A save that was interrupted, or a copy that left files out, cannot be put "
+        f"together.{hint}{more}",
         command,
     )
 
 
 def _damaged(refusal: Refusal, said: str, hint: str) -> Cause:
-    again = 'The download or the save did not finish, or bytes were changed since: "failed finding central directory".'
+    again = (
+        'The download or the save did not finish, or bytes were changed since: "failed finding '
+        'central directory".'
+    )
     if not refusal.recoverable:
         return Cause("damaged", ERROR, f"It is cut or damaged: {said}.", f"{again}{hint}")
     return Cause(
@@ -118,8 +125,10 @@ def _damaged(refusal: Refusal, said: str, hint: str) -> Cause:
 
 
 def _verb(said: str) -> str:
-    """Messages are written to stand after the name of the file: ``is empty``, ``holds 2
-    checkpoints``."""
+    """Return a message as the predicate of a sentence.
+
+    Most are written to follow the name of the file: ``is empty``, ``holds 2 checkpoints``.
+    """
     return (
         said
         if re.match(r"(is|has|holds|begins|names|puts|says) ", said)

@@ -25,9 +25,9 @@ from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
 from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.table import BY_SUFFIX
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
-SUFFIXES = (SAFETENSORS, BIN, ".pth", ".pt", ".ckpt", ".th", ".npz")
 INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
 _PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
@@ -67,7 +67,7 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
 def _kind(name: str) -> tuple[str, str, str, str] | None:
     """Form, stem, suffix and total of a file; None of what is no checkpoint by its name."""
     base = name.removesuffix(INDEX)
-    suffix = next((each for each in SUFFIXES if base.endswith(each)), None)
+    suffix = next((each for each in BY_SUFFIX if base.endswith(each)), None)
     if suffix is None:
         return None
     stem = base.removesuffix(suffix)

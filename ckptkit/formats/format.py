@@ -200,6 +200,10 @@ class Format:
     rewrite_as: str | None = (
         None  # the format that an edited copy is written in, if it has no layout of its own
     )
+    distributed: bool = False  # whether it is the parts that several processes wrote
+    chooses: bool = False  # whether it stands for one of the checkpoints in it
+    noun: str = ""  # what a diagnosis calls it, where torch.load does not take it as it is
+    torch_error: str = ""  # how torch.load refuses it; weights_only=True, if it is loaded_by_torch
     salvage: Callable[[Probe, bool], Salvaged | None] | None = None
     salvageable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None

@@ -43,6 +43,8 @@ TORCH_TAR = Format(
     matches=Lazy("torch_tar:matches"),
     read=Lazy("torch_tar:read"),
     loaded_by_torch=True,
+    noun="a tar file, as torch.save made until 0.1.1",
+    torch_error='"Cannot use weights_only=True with files saved in the legacy .tar format"',
     rewrite_as="torch-zip",
     pickles=Lazy("torch_tar:pickles"),
 )
@@ -85,6 +87,8 @@ DCP = Format(
     matches=Lazy("dcp:matches"),
     read=Lazy("dcp.reading:read"),
     is_folder=True,
+    distributed=True,
+    noun="a folder of torch.distributed.checkpoint (FSDP and others)",
     layout=Lazy("dcp.writing:layout"),
     everything="nested",
     listed=True,
@@ -96,6 +100,7 @@ PARALLEL = Format(
     "the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
     matches=Lazy("parallel:matches"),
     read=Lazy("parallel:read"),
+    noun="a folder of the parts that many processes wrote",
     is_folder=True,
     listed=True,
     rewrite_as="torch-zip",
@@ -107,6 +112,8 @@ DEEPSPEED = Format(
     matches=Lazy("deepspeed.reader:matches"),
     read=Lazy("deepspeed.reader:read"),
     is_folder=True,
+    distributed=True,
+    noun="a folder of DeepSpeed (ZeRO)",
     listed=True,
     rewrite_as="torch-zip",
     check=Lazy("deepspeed.reader:check"),
@@ -137,6 +144,8 @@ NPZ = Format(
     matches=Lazy("npz:matches"),
     read=Lazy("npz:read"),
     suffixes=(".npz",),
+    noun="a file of numpy.savez",
+    torch_error='"file in archive is not in a subdirectory"',
     layout=Lazy("npz:layout"),
     check=ZIP_CHECK,
     pickles=ZIP_PICKLES,
@@ -147,6 +156,8 @@ NPY = Format(
     matches=Lazy("npy:matches"),
     read=Lazy("npy:read"),
     rewrite_as="npz",
+    noun="a file of numpy.save",
+    torch_error='"Weights only load failed"',
     pickles=Lazy("npy:pickles"),
 )
 TORCH_UNPACKED = Format(
@@ -163,6 +174,8 @@ PICKLE = Format(
     "a plain pickle, such as a dict of numpy arrays",
     matches=Lazy("plain_pickle:matches"),
     read=Lazy("plain_pickle:read"),
+    noun="a pickle made without torch.save",
+    torch_error='"Weights only load failed", or "Invalid magic number"',
     rewrite_as="torch-zip",
     pickles=Lazy("plain_pickle:pickles"),
 )
@@ -172,6 +185,7 @@ FOLDER = Format(
     matches=Lazy("folder:matches"),
     read=Lazy("folder:read"),
     is_folder=True,
+    chooses=True,
     listed=True,
     check=Lazy("folder:check"),
 )
@@ -195,10 +209,14 @@ MEGATRON_PARTS = Format(
     readable=False,
 )
 
+# What no file is in: of a Checkpoint that was made in memory.
+NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
+
 FORMATS = (
     TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, TORCH_LEGACY, SAFETENSORS, DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN,
     NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER, LLAMA_PARTS,
     MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
+TORCH_SUFFIXES = TORCH_ZIP.suffixes
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}

@@ -1,4 +1,4 @@
-"""The user's model classes, as shapes to compare with, and what this machine has to run them."""
+"""Model classes of the user, as shapes to compare with, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
-    """The model that the user's own code makes: ``package.module:Class`` or
-    ``path/to/file.py:Class``.
+    """Return the model that user code makes: ``package.module:Class`` or ``path/to/file.py:Class``.
 
     The code is imported and run. The model is built on the meta device, which needs no memory for
     its weights, or on the CPU where its constructor cannot do that. Raises ModelError.
@@ -82,7 +81,7 @@ def _load_file(path: str) -> ModuleType:
 
 @contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Modules beside the user's own are found, as they are when Python runs that file."""
+    """Make modules in the folder of the user's file importable, as running that file does."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -143,8 +142,7 @@ def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def model_ties(module: nn.Module) -> list[list[str]]:
-    """Names in the module's state_dict that stand for one parameter or buffer, where there are
-    several."""
+    """Return groups of names in the module's state_dict that are one parameter or buffer."""
     names: dict[int, list[str]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
@@ -152,8 +150,7 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 
 
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Those of the names (module, name) of torch's own that the torch of this machine does not
-    have.
+    """Return the names (module, name) in torch that the torch of this machine does not have.
 
     Nothing is imported but torch, and nothing is called: modules that it did not load count as
     not known, and all of them where torch is not installed.
@@ -167,7 +164,7 @@ def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment() -> dict[str, object]:
-    """Versions, and the devices that torch sees here: name -> (title, bytes of memory).
+    """Return versions, and the devices that torch sees here: name -> (title, bytes of memory).
 
     Without torch its entries are None, and the CPU is the only device.
     """

@@ -35,7 +35,7 @@ GROUP = 1 << 30  # bytes in memory at once, beside the model
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_into` did: names are those of the model, those in `unexpected` of the file.
+    """The result of `load_into`: names are those of the model, those in `unexpected` of the file.
 
     ``stripped`` and ``added`` are the prefixes by which the names of the file had to be changed.
     ``mismatched`` maps a name to its shape in the file and in the model.
@@ -50,7 +50,7 @@ class LoadReport:
 
     @property
     def complete(self) -> bool:
-        """Whether file and model have the same entries."""
+        """Return whether file and model have the same entries."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class LoadReport:
         )
 
     def faults(self) -> Iterator[str]:
-        """A line for each way in which file and model differ."""
+        """Return a line for each way in which file and model differ."""
         if self.missing:
             yield f"missing in the file: {some(self.missing, 8)}"
         if self.unexpected:
@@ -75,8 +75,7 @@ class LoadReport:
 def load_into(
     model: nn.Module, source: PathLike | Checkpoint, *, strict: bool = True, key: str | None = None
 ) -> LoadReport:
-    """Copy the weights of a file, folder or Checkpoint into `model`, on the devices and in the
-    dtypes that it has.
+    """Copy the weights of a file, folder or Checkpoint into `model`, on its devices, in its dtypes.
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
     takes for most names to meet; of tied weights of the model one name is enough; what hooks of
@@ -117,14 +116,14 @@ def load_into(
 
 
 class _Answer(NamedTuple):
-    """What torch says to a state_dict: names that it lacks, and those that no module takes."""
+    """The answer of torch to a state_dict: names that it lacks, and those that no module takes."""
 
     missing: frozenset[str]
     unexpected: frozenset[str]
 
 
 def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _Answer | None:
-    """The answer of torch to all of `nodes`: hooks of modules take names that are not their own.
+    """Return torch's answer to all of `nodes`: hooks of modules take names that are not their own.
 
     Nothing is loaded: a copy of the model on the meta device takes tensors without bytes. None
     where that cannot be had: a module that cannot be copied, a hook that looks at values.
@@ -168,15 +167,14 @@ def _as_torch_counts(
 
 
 def _twins(own: Mapping[str, Any], found: Mapping[str, Node]) -> set[str]:
-    """The names of the model that the file lacks and whose memory another one fills: tied
-    weights."""
+    """Return the tied names of the model that the file lacks: another one fills their memory."""
     places = {name: place for name, value in own.items() if (place := _place(value)) is not None}
     filled = {places[name] for name in places.keys() & found.keys()}
     return {name for name, place in places.items() if name not in found and place in filled}
 
 
 def _place(value: Any) -> tuple[int, Shape, Shape] | None:
-    """Where the elements of a plain tensor are in memory, and how."""
+    """Return where the elements of a plain tensor are in memory, and their layout."""
     from torch import Tensor as TorchTensor
     from torch import strided
 
@@ -185,7 +183,7 @@ def _place(value: Any) -> tuple[int, Shape, Shape] | None:
 
 
 def _changed(ck: Checkpoint, way: Way, theirs: Shapes) -> Checkpoint:
-    """The names of the file as the model has them, as far as that is certain."""
+    """Return the names of the file as the model has them, as far as that is certain."""
     ck = strip_prefix(ck, way.strip) if way.strip else ck
     ck = add_prefix(ck, way.add) if way.add else ck
     found = {name: _shape(as_tensor(node)) for name, node in entries(ck.required)}
@@ -231,8 +229,7 @@ def _report(
 
 
 def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
-    """Batch norm counts its batches since version 2; torch itself makes up the counter of older
-    ones."""
+    """Return whether torch makes the entry up: the batch counter of batch norm before version 2."""
     module, _, parameter = name.rpartition(".")
     known = versions.get(module)
     version = known.get("version") if isinstance(known, dict) else None
@@ -262,8 +259,10 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
 
 
 def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
-    """Names in order, cut where `GROUP` bytes are reached; those of one module stay together: it
-    may need them all."""
+    """Yield names in order, cut where `GROUP` bytes are reached.
+
+    Those of one module stay together: it may need them all.
+    """
     group: list[str] = []
     size, module = 0, ""
     for name, node in nodes.items():
@@ -304,7 +303,7 @@ def diff(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> reports.Diff:
-    """How a checkpoint differs from another one, or from what a model expects.
+    """Return how a checkpoint differs from another one, or from what a model expects.
 
     `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
     or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also

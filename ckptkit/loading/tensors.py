@@ -1,5 +1,4 @@
-"""Torch's own tensors of a checkpoint's: one torch storage for each Storage, one tensor for each
-Tensor."""
+"""Torch tensors of a checkpoint: one torch storage for each Storage, one tensor for each Tensor."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ else:
 
 
 class Tensors:
-    """Makes the tensors of one checkpoint, each once, so that what shared memory shares memory
-    again.
+    """Makes the tensors of one checkpoint, each once, so that shared memory is shared again.
 
     `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
     devices, or a function of a storage on the CPU and its tag. A device that is not there raises
@@ -44,8 +42,10 @@ class Tensors:
         self._keep: list[object] = []  # ids in the two above stay taken
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
-        """The bytes of a storage, where `map_location` wants them. `dtype` is that of the tensors
-        on it."""
+        """Return the bytes of a storage, on the device that `map_location` chooses.
+
+        `dtype` is that of the tensors on it.
+        """
         if id(storage) not in self._storages:
             self._keep.append(storage)
             self._storages[id(storage)] = self._load(storage, dtype.component if dtype else 1)
@@ -64,27 +64,26 @@ class Tensors:
         return given._untyped_storage if isinstance(given, torch.storage.TypedStorage) else given
 
     def device(self, tag: str) -> torch.device:
-        """Where torch puts what is tagged `tag`: torch is asked, with a storage of no bytes, once
-        for each device."""
+        """Return where torch puts what is tagged `tag`.
 
+        Torch is asked once for each device, with a storage of no bytes.
+        """
         where = self._map_location
         if callable(where):
             raise UnsupportedError(
                 "a function as map_location says nothing about tensors that have no storage"
             )
-        location = (
-            tag
-            if where is None
-            else where.get(tag, tag)
-            if isinstance(where, Mapping)
-            else str(where)
-        )
+        location = tag
+        if isinstance(where, Mapping):
+            location = where.get(tag, tag)
+        elif where is not None:
+            location = str(where)
         if location not in self._devices:
             self._devices[location] = _restored(_empty(), location).device
         return self._devices[location]
 
     def tensor(self, node: Tensor | Object) -> torch.Tensor:
-        """The tensor that a node is, or that the call which it describes would give.
+        """Return the tensor that a node is, or that the call which it describes would give.
 
         Classes of tensors are not restored, `attributes` are the caller's. Raises
         UnsupportedError for what only its own class can make.
@@ -130,7 +129,8 @@ class Tensors:
                 f"the tensor that {node.global_} makes does not hold together: {why}"
             ) from error
         raise UnsupportedError(
-            f"a tensor that {node.global_ or 'its own class'} makes cannot be made without its class",
+            f"a tensor that {node.global_ or 'its own class'} makes cannot be made without its "
+            "class",
             hint="ckptkit.load(..., whole=True) gives the tree with such values left as they are",
         )
 
@@ -142,7 +142,7 @@ def _empty() -> torch.UntypedStorage:
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """A storage moved as `torch.load` moves it, by whatever is registered for the tag."""
+    """Return a storage moved as `torch.load` moves it, by the function registered for the tag."""
     import torch
 
     try:
@@ -174,7 +174,7 @@ def _parameter_call(tensors: Tensors, node: Object) -> torch.Tensor:
 
 
 def attributes(node: Node) -> Iterator[tuple[str, Node]]:
-    """What was set on a tensor or parameter of torch's own class, by name."""
+    """Yield the attributes that were set on a tensor or parameter of torch's own class, by name."""
     if not isinstance(node, Object) or node.global_ is None:
         return
     name, args = node.global_.name, node.args
@@ -250,7 +250,8 @@ def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
                 f"quantized per channel of axis {scheme[3]}, which does not fit shape {like.shape}"
             )
         made = torch._empty_per_channel_affine_quantized(
-            like.shape, scales=scales, zero_points=zeros, axis=scheme[3], dtype=dtype, device=memory.device
+            like.shape, scales=scales, zero_points=zeros, axis=scheme[3],
+            dtype=dtype, device=memory.device,
         )  # fmt: skip
     made.set_(memory, like.offset, like.shape, like.stride)
     return made.requires_grad_(like.requires_grad)
@@ -263,7 +264,7 @@ def _numbers(tensors: Tensors, node: Node, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nested(tensors: Tensors, node: Object) -> torch.Tensor:
-    """(buffer, sizes, strides, offsets): torch does not look whether these lie inside the buffer"""
+    """(buffer, sizes, strides, offsets): torch does not check that these are inside the buffer"""
     import torch
 
     buffer, sizes, strides, offsets = map(tensors.tensor, node.args)
@@ -278,7 +279,7 @@ def _nested(tensors: Tensors, node: Object) -> torch.Tensor:
             and offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) >= whole.numel
         ):
             raise TensorError(
-                f"a nested tensor of {shape} at {offset} lies outside its buffer of {whole.numel:,}"
+                f"a nested tensor of {shape} at {offset} is outside its buffer of {whole.numel:,}"
             )
     made: torch.Tensor = torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
     return made

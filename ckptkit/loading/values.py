@@ -1,4 +1,4 @@
-"""``load``: the weights, or the whole tree, as what Python and torch users work with."""
+"""``load``: the weights, or the whole tree, as Python values and torch tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
+    MODULE_VERSIONS,
     Blob,
     ByteString,
     Global,
@@ -21,6 +22,7 @@ from ckptkit.core.tree import (
     OrderedDict,
     Pairs,
     SetNode,
+    attributes_of,
     join,
 )
 from ckptkit.core.weights import Weights, as_tensor
@@ -37,8 +39,7 @@ def load(
     *,
     whole: bool = False,
 ) -> Any:
-    """The weights in a file, folder or Checkpoint: name -> torch tensor, as ``torch.load`` would
-    give that part of it.
+    """Return the weights of a file, folder or Checkpoint, name -> torch tensor, as torch.load.
 
     `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors
     that shared memory share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree
@@ -55,8 +56,7 @@ def load(
 
 
 def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
-    """Names and nodes of a state_dict: its tensors, and the other values that belong to it
-    (``_extra_state``...).
+    """Yield names and nodes of a state_dict: its tensors, and others (``_extra_state``).
 
     A mapping with ``_metadata`` is a state_dict and belongs to it as a whole; any other may be a
     wrapper.
@@ -92,8 +92,10 @@ class Values:
             self._fill(old, new)
 
     def state_dict(self, weights: Weights) -> dict[str, Any]:
-        """Name -> tensor. Those of a pickled module are detached, as its ``state_dict()`` would
-        give them."""
+        """Return name -> tensor.
+
+        Those of a pickled module are detached, as its ``state_dict()`` would give them.
+        """
         ordered = isinstance(weights.node, OrderedDict) or weights.is_module
         found: dict[str, Any] = collections.OrderedDict() if ordered else {}
         for name, node in entries(weights):
@@ -142,8 +144,7 @@ class Values:
         return made
 
     def _object(self, node: Object) -> Any:
-        """What an Object would be, if that is a tensor or a plain value; else an Object of what it
-        holds."""
+        """Return the tensor or plain value of an Object, else an Object of what it holds."""
         if node.tensor is not None and node.tensor.layout != "subclass":
             return self._tensor(node, node.tensor)
         if node.value is not None:
@@ -157,15 +158,14 @@ class Values:
         return made.numpy() if like.kind == "ndarray" else made
 
     def _with_attributes(self, node: Tensor | Object) -> Any:
-        """The tensor that a node is, with the attributes that Python code had set on it."""
+        """Return the tensor that a node is, with the attributes that Python code had set on it."""
         made = self.tensors.tensor(node)
         for key, value in attributes(node):
             made.__dict__[key] = self._value(value)
         return made
 
     def _frozen(self, root: Node) -> Any:
-        """Tuples and frozen sets, the inner ones first; anything else in them has a value or a
-        shell at once."""
+        """Make tuples and frozen sets, the inner ones first; all else in them is made."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
@@ -207,8 +207,7 @@ class Values:
             new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
 
     def _put(self, new: dict[Any, Any], key: Node, value: Any) -> None:
-        """A key that would be another one's equal, or could not be a key, stays the node that it
-        is."""
+        """Set an item; a key that equals another or cannot be hashed stays the node that it is."""
         made = self._value(key)
         try:
             new[key if made in new else made] = value
@@ -216,10 +215,10 @@ class Values:
             new[key] = value
 
     def _attributes(self, old: OrderedDict, new: Any) -> None:
-        """``_metadata``, the one attribute that torch sets; others are whatever a file wants them
-        to be."""
-        if isinstance(old.state, dict) and "_metadata" in old.state:
-            new._metadata = self._value(old.state["_metadata"])
+        """Set ``_metadata``, the one attribute that torch sets; others are not restored."""
+        held = attributes_of(old)
+        if MODULE_VERSIONS in held:
+            new._metadata = self._value(held[MODULE_VERSIONS])
 
     def _fill_object(self, old: Object, new: Object) -> None:
         value = self._value
@@ -236,7 +235,8 @@ class Values:
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _LEAVES = (Tensor, TypedStorage, Global, Blob, ByteString, bytearray)
 _SHELLS: dict[type, Callable[[], Any]] = {
-    dict: dict, list: list, OrderedDict: collections.OrderedDict, SetNode: set, Pairs: lambda: Pairs([]),
+    dict: dict, list: list, OrderedDict: collections.OrderedDict, SetNode: set,
+    Pairs: lambda: Pairs([]),
 }  # fmt: skip
 
 

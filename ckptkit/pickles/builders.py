@@ -1,6 +1,6 @@
-"""What a BUILD makes of an object: numpy arrays, and the tensors and variables of torch 0.1 to 0.3.
+"""The objects that a BUILD makes: numpy arrays, tensors and variables of torch 0.1 to 0.3.
 
-Those were made by their class and told by their state what they are (torch/_tensor.py,
+Those were made by their class; their state says what they are (torch/_tensor.py,
 `Tensor.__setstate__`, which reads them to this day). One that has nothing else to it ends as a
 plain Tensor.
 """
@@ -65,8 +65,7 @@ def _is_made_by_class(node: Node) -> bool:
 
 
 def check_class(made: Node, dtype: DType | None) -> None:
-    """Raise FormatError unless `made` is the tensor class of the element type, of whichever
-    device."""
+    """Raise FormatError unless `made` is the tensor class of the element type, on any device."""
     expected = "" if dtype is None else (dtype.storage or "").replace("Storage", "Tensor")
     if not isinstance(made, Global) or made.module not in _MODULES or made.name != expected:
         kind = made if isinstance(made, Global) else "something that is no class"
@@ -74,7 +73,7 @@ def check_class(made: Node, dtype: DType | None) -> None:
 
 
 def built(target: Object, state: Node) -> bool:
-    """See what an object has become by a BUILD; whether it is now no more than its `tensor`."""
+    """Return whether an object is no more than its `tensor` after a BUILD."""
     made = target.callable
     builder = _BUILDERS.get((made.module, made.name)) if isinstance(made, Global) else None
     return builder is not None and isinstance(state, tuple) and builder(target, state)

@@ -1,5 +1,4 @@
-"""Which values of a file may become keys of a dict: hashing one must be harmless, and so must
-hashing all of them."""
+"""Values of a file that may become keys of a dict: hashing them, one or all, is harmless."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ class KeyCheck:
         self._values = 0
 
     def hashable(self, key: Node) -> bool:
-        """Whether hashing is harmless: shallow, and with hashes that a file cannot choose in any
-        number."""
+        """Return whether hashing is harmless: shallow, and few hashes that a file can choose."""
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
         if isinstance(key, (int, float, complex)) or (

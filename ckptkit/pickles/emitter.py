@@ -1,5 +1,4 @@
-"""What a pickle writer emits at once: scalars, names, storages and tensors, and the memo that they
-share.
+"""Leaves of a pickle that is written: scalars, names, storages and tensors, and the shared memo.
 
 `ckptkit.pickles.writer` adds what holds other values.
 """
@@ -61,16 +60,18 @@ class Emitter:
         ] = {}  # see _frame
         self.refused: dict[str, int] = {}  # by weights_only: name -> times
         self.leaves: dict[type, Callable[[Node], object]] = {
-            str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool, type(None): self._none,
-            float: self._float, complex: self._complex, bytes: self._bytes, bytearray: self._bytearray,
-            ByteString: self._byte_string, Blob: self._blob, TypedStorage: self._storage, Global: self._global_leaf,
+            str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool,
+            type(None): self._none,
+            float: self._float, complex: self._complex, bytes: self._bytes,
+            bytearray: self._bytearray,
+            ByteString: self._byte_string, Blob: self._blob, TypedStorage: self._storage,
+            Global: self._global_leaf,
         }  # fmt: skip
 
     # The memo
 
     def _put(self, node: Node = None) -> bytes:
-        """Opcodes that store the top of the stack in the next entry, for `node` to be found by
-        identity."""
+        """Return opcodes that store the top of the stack in the next entry, for `node`."""
         index = self.count
         self.count = index + 1
         if node is not None:
@@ -109,7 +110,7 @@ class Emitter:
         self.emit(self._global(_COMPLEX) + b"G" + real + b"G" + imaginary + b"\x86R")
 
     def _bytes(self, value: bytes) -> None:
-        """By value: bytes have no identity that anybody could rely on."""
+        """Emit bytes by value: code cannot rely on their identity."""
         key = (bytes, value)
         if key not in self.by_value:
             code = self._encoded(value)
@@ -177,8 +178,7 @@ class Emitter:
         return code + self._put(node)
 
     def _spelt(self, node: Global) -> tuple[str, str]:
-        """Module and name: those that Python 2 had, as protocol 2 wants them, if they are read as
-        the same again."""
+        """Return module and name as Python 2 had them, if these are read back as the same."""
         name = node.module, node.name
         if self.protocol > 2:
             return name
@@ -258,8 +258,10 @@ class Emitter:
     def _frame(
         self, tensor: Tensor, tag: str, made: Global, location: str, grad: bool
     ) -> tuple[bytes, bytes, bytes]:
-        """What the code of a tensor shares with all of its kind: before the key of its storage,
-        between that and the numbers, and after these."""
+        """Return the parts of a tensor's code that all of its kind share.
+
+        They are before the key of its storage, between that and the numbers, and after these.
+        """
         typed = tensor.dtype.storage is not None
         head = (
             self._global(_TENSOR_V2 if typed else _TENSOR_V3)
@@ -277,8 +279,11 @@ class Emitter:
         name = tensor.dtype.name
         if name in NOT_IN_TORCH:
             raise TensorError(
-                f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could not load the file",
-                hint="write safetensors without --all, or leave such tensors out with `--drop NAME`",
+                f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could "
+                "not load the file",
+                hint=(
+                    "write safetensors without --all, or leave such tensors out with `--drop NAME`"
+                ),
             )
         return self._global(Global("torch", name))
 

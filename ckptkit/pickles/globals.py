@@ -1,5 +1,4 @@
-"""What the names in torch's pickles mean: the calls that build tensors and plain values, done
-symbolically.
+"""The calls that build tensors and plain values in torch's pickles, done symbolically.
 
 Signatures are those of torch/_utils.py, torch/_tensor.py and torch/nn/parameter.py, old and new. A
 reducer gets the Global and the arguments and returns a node; what is no more than a plain tensor
@@ -100,8 +99,10 @@ def _getattr(made: Global, args: Args) -> Node:
 
 
 def _same(made: Global, args: Args) -> Node:
-    """build_intlist(list) and its kin, restore_type_tag(list or dict, type): what TorchScript
-    writes for types that Python does not have. Their argument is their value."""
+    """build_intlist(list) and others like it, restore_type_tag(list or dict, type).
+
+    TorchScript writes them for types that Python does not have. Their argument is their value.
+    """
     return args[0] if args and isinstance(args[0], (list, dict)) else Object(made, args)
 
 
@@ -136,7 +137,7 @@ def flag(node: Node) -> bool:
 
 
 def is_empty(hooks: Node) -> bool:
-    """Whether there are no backward hooks."""
+    """Return whether there are no backward hooks."""
     return hooks is None or (isinstance(hooks, (dict, list, tuple)) and not len(hooks))
 
 
@@ -148,8 +149,7 @@ def _arity(made: Global, args: Args, least: int, most: int) -> None:
 def strided(
     typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None
 ) -> tuple[Tensor, bool]:
-    """The tensor of (storage, offset, size, stride[, requires_grad, hooks]), and whether that says
-    everything.
+    """Return the tensor of (storage, offset, size, stride[, ...]), and whether that is all.
 
     Those of four arguments are of torch 0.1 to 0.3, where no dimensions meant no elements.
     """
@@ -216,7 +216,8 @@ def _tensor_v3(made: Global, args: Args) -> Node:
 def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
     """The same tensor as a leaf of its own."""
     return Tensor(
-        tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind, tensor.layout,
+        tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind,
+        tensor.layout,
         tensor.conj, tensor.neg,
     )  # fmt: skip
 
@@ -340,8 +341,7 @@ def dtype_of(node: Node) -> DType:
 
 
 def dtype_or_unknown(node: Node) -> DType:
-    """The same; for a name in torch that ckptkit does not know, a type with nothing but that
-    name."""
+    """Return `dtype_of`; for an unknown name in torch, a type with only that name."""
     known = not isinstance(node, Global) or node.module != "torch" or node.name in BY_NAME
     if not known and re.fullmatch(_DTYPE, node.name):
         return unknown(node.name)

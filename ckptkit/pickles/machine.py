@@ -57,8 +57,7 @@ class Unpickled(NamedTuple):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: it would walk the growing tree again and again, and find
-    nothing."""
+    """Pause garbage collection: it would walk the growing tree again, and find nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,8 +75,7 @@ def unpickle(
     persistent_load: Callable[[Node], Node] | None = None,
     reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
 ) -> Unpickled:
-    """The tree that the pickle at `start` describes; it must end before `stop` (default: the end of
-    the source).
+    """Return the tree of the pickle at `start`, which must end before `stop` (default: the end).
 
     `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
     Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load`
@@ -89,13 +87,13 @@ def unpickle(
     with collector_paused():
         try:
             return machine().run(plain_tensors=True)
-        except NotStoredError:  # as what nobody refers to is left out there
+        except NotStoredError:  # what nothing refers to is left out there
             pass
         return machine().run(plain_tensors=False)
 
 
 def _read_none(data: bytes, pos: int, stack: list[Node]) -> int:
-    """Instead of `PlainTensors.read`."""
+    """Read nothing, in the place of `PlainTensors.read`."""
     return 0
 
 
@@ -106,7 +104,8 @@ class _Machine(Opcodes):
             self._loop(plain.read if plain_tensors else _read_none)
         if len(self.stack) != 1 or self.marks:
             raise FormatError(
-                f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not one value"
+                f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not "
+                "one value"
             )
         root = self.stack[0]
         self.check_dropped(root)
@@ -125,7 +124,9 @@ class _Machine(Opcodes):
             root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings)
         )
 
-    def _loop(self, plain_tensor: Callable[[bytes, int, list[Node]], int]) -> None:
+    def _loop(  # noqa: C901  a call for each opcode would take twice as long
+        self, plain_tensor: Callable[[bytes, int, list[Node]], int]
+    ) -> None:
         """Run opcodes until STOP, or until the window is used up; `base` is then where to go on."""
         data, stack, memo = self.data, self.stack, self.memo
         marks, reducers, persistent_load = self.marks, self.reducers, self.persistent_load

@@ -1,5 +1,6 @@
-"""The source code that torch 0.1 to 1.5 kept beside each class of a pickled module: shown as
-metadata, never read.
+"""The source code that torch 0.1 to 1.5 kept for each class of a pickled module.
+
+Shown as metadata, never executed.
 
 A persistent id names the class where the pickle first needs it: ``(class, source file, source
 text)`` in tar files, the same after ``'module'`` in legacy streams. Both texts are None where
@@ -21,8 +22,10 @@ class ModuleSources:
         self._texts: dict[str, str] = {}
 
     def load(self, made: Node, text: Node) -> Global:
-        """The class; its source is kept aside. Raises FormatError for what is no class or no
-        text."""
+        """Return the class, and keep its source.
+
+        Raises FormatError for what is no class or no text.
+        """
         if not isinstance(made, Global):
             raise FormatError("a module's source is recorded for something that is not a class")
         if isinstance(text, Blob):  # a str of Python 2
@@ -48,7 +51,7 @@ class ModuleSources:
 
 
 def endian_warning(system: Node) -> tuple[str, ...]:
-    """What is to be said about the machine that a file describes."""
+    """Return warnings about the machine that a file describes."""
     if isinstance(system, dict) and system.get("little_endian") is False:
         return (
             "written on a big-endian machine; its data is read as little-endian, as torch does",

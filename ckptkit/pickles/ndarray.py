@@ -33,8 +33,7 @@ _STRUCT = {
 
 
 def built(target: Object, state: Node) -> None:
-    """See what `_reconstruct` has become: an array of plain numbers reads as a tensor, others stay
-    opaque."""
+    """Set the tensor of a `_reconstruct` that is an array of plain numbers; others stay opaque."""
     if not isinstance(state, tuple) or len(state) not in (4, 5):
         return
     shape, dtype, fortran, data = state[-4:]
@@ -44,8 +43,10 @@ def built(target: Object, state: Node) -> None:
 
 
 def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
-    """_frombuffer(data, dtype, shape, order), or with order "K" and the axes in the order of which
-    they are shown."""
+    """Return the array of _frombuffer(data, dtype, shape, order[, axes]).
+
+    With order "K", `axes` gives the order of the dimensions.
+    """
     if not 4 <= len(args) <= 5 or not isinstance(args[2], tuple):
         return Object(made, args)
     tensor = _array(args[1], args[2], args[3] == "F", args[0])
@@ -101,8 +102,7 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
 
 
 def _dtype(node: Node) -> tuple[DType, bool] | None:
-    """Element type and whether it is big-endian; None for what is no plain number (text, records,
-    objects)."""
+    """Return element type and whether it is big-endian, None for text, records and objects."""
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None

@@ -1,4 +1,4 @@
-"""Leaves out of a tree what `torch.load(weights_only=True)` would refuse."""
+"""Removal of the values of a tree that `torch.load(weights_only=True)` would refuse."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import NoneType
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import TypedStorage
 from ckptkit.core.text import plural, some
-from ckptkit.core.tree import Global, Node, Object, SetNode, join, walk
+from ckptkit.core.tree import Global, Node, Object, SetNode, join, nodes, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles.pruning import parts, without
+from ckptkit.pickles.pruning import without
 from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 SHOWN = 8  # names in a note
@@ -25,7 +25,7 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
     pruned, dropped = without(root, _is_refused)
     if not dropped:
         return root, ()
-    if not may_be_empty and not _has_more(pruned, tensors=any(map(_is_tensor, parts(root)))):
+    if not may_be_empty and not _has_more(pruned, tensors=any(map(_is_tensor, nodes(root)))):
         held = join(dropped[0][0]) or "the root"
         raise UsageError(
             f"without its Python objects nothing is left of it: {held} is a {_name(dropped[0][1])}",
@@ -39,9 +39,9 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
 
 
 def _has_more(root: Node, tensors: bool) -> bool:
-    """Whether any tensor is in the tree, or any value where it need not be a tensor."""
+    """Return whether any tensor is in the tree, or any value where it need not be a tensor."""
     if tensors:
-        return any(map(_is_tensor, parts(root)))
+        return any(map(_is_tensor, nodes(root)))
     containers = (dict, list, tuple, NoneType)
     return any(not isinstance(node, containers) for _, node in walk(root))
 
@@ -51,9 +51,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_refused(node: Node) -> bool:
-    """Whether the value names or calls, anywhere in what makes it, something that weights_only
-    refuses."""
-    return any(map(_is_refused_part, parts(node)))
+    """Return whether weights_only refuses a name or call anywhere in what makes the value."""
+    return any(map(_is_refused_part, nodes(node)))
 
 
 def _is_refused_part(node: Node) -> bool:

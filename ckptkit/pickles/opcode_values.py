@@ -1,5 +1,6 @@
-"""The state of the pickle machine, and the opcodes that make one value out of bytes: names,
-numbers, strings.
+"""The state of the pickle machine, and its opcodes that make one value out of bytes.
+
+These are names, numbers and strings.
 
 Each method takes the window and the offset after the opcode, and returns the offset after its
 operand. It changes nothing before it has its whole operand: where the window ends too early it
@@ -107,8 +108,10 @@ class Values:
     # Names
 
     def _global(self, module: str, name: str) -> Global:
-        """The one Global of this name. Newlines in a name would become opcodes when it is written
-        back."""
+        """Return the one Global of this name.
+
+        Newlines in a name would become opcodes when it is written back.
+        """
         parts = name.split(".")
         exists = bool(name) if len(parts) == 1 else all(map(str.isidentifier, parts))
         if not module or not exists or re.search(_UNNAMEABLE, module + name):
@@ -296,8 +299,7 @@ def python2_string(data: bytes) -> Node:
 
 
 def _unescaped(data: bytes) -> bytes:
-    """What stands between the quotes, its escapes resolved; unknown ones stand for themselves, as
-    in Python 2."""
+    """Return a quoted literal, its escapes resolved; unknown ones stay, as in Python 2."""
     if b"\\" not in data:
         return data
     try:

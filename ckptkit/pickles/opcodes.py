@@ -1,5 +1,4 @@
-"""The opcodes of a pickle that work on other values: containers, the stack, calls; and the table of
-all opcodes."""
+"""The opcodes of a pickle that work on other values: containers, stack, calls; the table of all."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Callable
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import Node, Object, OrderedDict, Pairs, SetNode, nodes
 from ckptkit.pickles.builders import built
 from ckptkit.pickles.opcode_values import NO_TUPLE, U4, Short, Values, decimal
 
@@ -70,7 +69,7 @@ class Opcodes(Values):
             self._set_dict(target, keys, values)
 
     def _set_dict(self, target: dict[Node, Node], keys: list[Node], values: list[Node]) -> None:
-        """All or none: a repeated key must not overwrite what it repeats."""
+        """Set all items or none: a repeated key must not overwrite its first value."""
         if all(key.__class__ is str for key in keys) or all(map(self.keys.hashable, keys)):
             new = dict(zip(keys, values, strict=True))
             if len(new) == len(keys) and (not target or target.keys().isdisjoint(new)):
@@ -143,10 +142,8 @@ class Opcodes(Values):
         """Raise UnsupportedError if a value that was dropped is nowhere in the tree."""
         if not self.dropped:
             return
-        from ckptkit.pickles.pruning import parts  # few pickles pay for it
-
         lost = set(self.dropped)
-        for node in parts(root):
+        for node in nodes(root):
             lost.discard(id(node))
             if not lost:
                 return
@@ -177,7 +174,7 @@ class Opcodes(Values):
         return pos
 
     def _called(self, made: Node, args: tuple[Node, ...]) -> Node:
-        """As REDUCE does, which is how it is written back."""
+        """Push the result of a call, as REDUCE does, which is how it is written back."""
         reducer = self.reducers.get(id(made))
         return Object(made, args) if reducer is None else reducer(made, args)
 
@@ -270,12 +267,14 @@ RARE: dict[int, Callable[[Opcodes, bytes, int], int]] = {
     ord("o"): Opcodes.op_obj,
 }
 _REFUSED = {
-    ord("P"): "PERSID", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER",
+    ord("P"): "PERSID", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4",
+    0x97: "NEXT_BUFFER", 0x98: "READONLY_BUFFER",
 }  # fmt: skip
 RARE.update(dict.fromkeys(_REFUSED, Opcodes.op_refused))
 
 # Bytes of the operand that follows the opcode, where its length is fixed or leads a longer one.
 OPERANDS = {
-    **dict.fromkeys(b"KhqU\x8cC\x80\x8a", 1), **dict.fromkeys(b"M", 2), **dict.fromkeys(b"rjJXTB\x8b", 4),
+    **dict.fromkeys(b"KhqU\x8cC\x80\x8a", 1), **dict.fromkeys(b"M", 2),
+    **dict.fromkeys(b"rjJXTB\x8b", 4),
     **dict.fromkeys(b"G\x8d\x8e\x95\x96", 8),
 }  # fmt: skip

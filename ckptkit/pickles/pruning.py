@@ -1,8 +1,8 @@
-"""A tree without some of its values, whatever the reason to leave them out."""
+"""A tree without some of its values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
@@ -12,7 +12,7 @@ _JUDGED = (Object, Global, SetNode, Tensor, TypedStorage)
 
 
 def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[Path, Node]]]:
-    """The tree without the values that are to go, and these with their paths.
+    """Return the tree without the values that `gone` selects, and these with their paths.
 
     Objects, names, sets, tensors and storages are judged, each as a whole. An entry of a mapping
     goes with its key; elsewhere None takes the place, so that the others keep theirs.
@@ -31,7 +31,7 @@ def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[
 def _find(
     root: Node, gone: Callable[[Node], bool]
 ) -> tuple[list[tuple[Path, Node]], list[dict[Node, Node]]]:
-    """The keys and values to leave out, with their paths, and the mappings that remain."""
+    """Return the keys and values to leave out, with their paths, and the mappings that remain."""
     dropped: list[tuple[Path, Node]] = []
     mappings: list[dict[Node, Node]] = []
     seen: set[int] = set()
@@ -66,30 +66,3 @@ def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
     yield from children(node)
     if isinstance(node, OrderedDict) and node.state is not None:
         yield "(attributes)", node.state
-
-
-def parts(root: Node) -> Iterator[Node]:
-    """A value and everything that it is made of, each once, the calls that make objects
-    included."""
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            yield node
-            waiting.extend(_pieces(node))
-
-
-def _pieces(node: Node) -> Iterable[Node]:
-    if isinstance(node, Object):
-        yield from (node.callable, node.args, node.kwargs)
-        for step, value in node.steps:
-            if step == "set":
-                yield from (each for pair in value for each in pair)
-            elif step == "build":
-                yield value
-            else:
-                yield from value
-    else:
-        yield from (child for _, child in children(node))

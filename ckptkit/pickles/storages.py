@@ -1,8 +1,9 @@
 """Persistent ids: how torch's pickles refer to the storages beside them.
 
     ('storage', class, key, location, numel)                    zip archives
-    ('storage', class, key, location, numel, view_metadata)     legacy streams; view_metadata is None since 0.4,
-                                                                (view_key, offset, view_size) in elements before
+    ('storage', class, key, location, numel, view_metadata)     legacy streams
+
+``view_metadata`` is None since 0.4, and (view_key, offset, view_size) in elements before.
 
 `numel` counts elements of the class's type, of the root storage for views; bytes for an
 UntypedStorage.
@@ -23,8 +24,7 @@ Opener = Callable[[str, int, str], Storage]
 
 
 class StorageTable:
-    """The storages of one pickle, each made once, whichever way and however often it is referred
-    to."""
+    """The storages of one pickle, each made once, however often it is referred to."""
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
@@ -119,8 +119,10 @@ def _two_ways(key: str) -> AmbiguousError:
 
 
 def dtype_of_storage(made: Global) -> DType | None:
-    """The element type of a storage class, None for an untyped one. Raises FormatError for anything
-    else."""
+    """Return the element type of a storage class, None for an untyped one.
+
+    Raises FormatError for anything else.
+    """
     try:
         return _DTYPES[made.module, made.name]
     except KeyError:
@@ -133,7 +135,7 @@ def storage_class(dtype: DType | None) -> Global:
 
 
 def _scripted(dtype: DType) -> str:
-    """What TorchScript calls the storages of a type that has no storage class."""
+    """Return TorchScript's name for the storages of a type that has no storage class."""
     name = "complexHalf" if dtype.name == "complex32" else dtype.name.replace("uint", "UInt")
     return name[0].upper() + name[1:] + "Storage"
 

@@ -1,4 +1,4 @@
-"""Where pickles are, and what loading them would do: facts, without a verdict.
+"""Pickles that were found, and what loading them would do: facts, without a verdict.
 
 Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by
 :mod:`ckptkit.scan.verdict`.
@@ -58,8 +58,7 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What keeps a place from being looked into, or makes two readers see different things
-    there."""
+    """A place that could not be read, or that two readers see differently."""
 
     where: str
     reason: str
@@ -79,8 +78,10 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that loading would make, the first of its `kind` (of :mod:`ckptkit.pickles.trust`) for
-    this callable."""
+    """A call that loading would make, the first of its `kind` for this callable.
+
+    Kinds are those of :mod:`ckptkit.pickles.trust`.
+    """
 
     name: str  # what is called
     opcode: str
@@ -91,8 +92,10 @@ class Call(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """A byte string that looks like a file: loaded by whoever gets it, or by the pickle itself
-    (`loaded`)."""
+    """A byte string that looks like a file.
+
+    It is loaded by the user of the value, or by the pickle itself (`loaded`).
+    """
 
     offset: int  # of the opcode
     source: ByteSource
@@ -101,7 +104,7 @@ class Nested(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one pickle names and calls, as far as a machine would come.
+    """The names and calls of one pickle, as far as a machine would run it.
 
     ``error`` is where and why it stops before STOP; ``doubts`` are what different machines
     understand differently. ``refused`` is what else than a name `torch.load(weights_only=True)`
@@ -123,7 +126,7 @@ class Trace:
 
     @property
     def is_proved(self) -> bool:
-        """Whether every step is one that may be written back, files inside aside."""
+        """Return whether every step is one that may be written back, files inside aside."""
         steps = all(call.kind in (*trust.WRITTEN, trust.LOADS) for call in self.calls)
         whole = self.error is None and not self.doubts
         return steps and whole and all(trust.out_of_place(name) is None for name in self.values)
@@ -131,8 +134,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A pickle that was found, and what it would do. ``nested``: in a byte string, that nothing in
-    the file loads."""
+    """A pickle that was found, and what it would do.
+
+    ``nested``: in a byte string that nothing in the file loads.
+    """
 
     where: str
     offset: int  # in the archive's member, or whatever else `where` says

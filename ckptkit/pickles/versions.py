@@ -1,4 +1,4 @@
-"""What `torch.load(weights_only=True)` accepts in some versions of torch and not in others.
+"""Differences between versions of torch in what `torch.load(weights_only=True)` accepts.
 
 `ckptkit.trust` has the list of torch 2.13; here is how others differ from it. From 2.15 on an
 object of an extension class (pybind11) that the user has allowed must also be given a state

@@ -1,5 +1,4 @@
-"""Writes a tree as a pickle of protocol 2, in the opcodes that `torch.load(weights_only=True)`
-accepts.
+"""Writes a tree as a pickle of protocol 2, in opcodes that `torch.load(weights_only=True)` accepts.
 
 One pass, iterative, deterministic. Strings and other immutable scalars are stored in the memo by
 value; containers, tuples, tensors and objects by identity, so that what was shared is shared again.
@@ -7,7 +6,7 @@ Sizes, strides and the keys of storages are written out where they stand. Only w
 cannot say (keyword arguments of ``__new__``, items of a set subclass, a module with a name that
 Python 2 had) raises the protocol to 4.
 
-Other normalisations, all of equal meaning:
+Other normalizations, all of equal meaning:
 
 - ``_rebuild_tensor`` and hooks of None become ``_rebuild_tensor_v2`` with an empty OrderedDict;
 - bytes are spelt ``_codecs.encode(text, "latin1")``, a set ``set([...])``;
@@ -53,8 +52,9 @@ _APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS = map(_Code, (b"a", b"e", b"s"
 
 
 def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "keep") -> Pickled:
-    """The pickle of a tree. `persistent_id` gives the persistent id of a storage, a tuple, each
-    time it is met.
+    """Return the pickle of a tree.
+
+    `persistent_id` gives the persistent id of a storage, a tuple, each time it is met.
 
     `objects` says what becomes of values that weights_only refuses: they are kept, left out
     (``drop``), or an ``error``. Raises AmbiguousError for mappings that Python could not hold,
@@ -101,7 +101,8 @@ class _Writer(Emitter):
                     break
             else:
                 frames.pop()
-        self.leaves.clear()  # methods of this object: with the collector off, a cycle would keep the memo for good
+        # methods of this object: with the collector off, a cycle would keep the memo for good
+        self.leaves.clear()
         if self.needed > self.protocol:  # in which names are spelt differently from the start
             return _Writer(self.persistent_id, self.needed).write(root)
         data = b"".join((b"\x80", bytes((self.protocol,)), *done, *self.parts, b"."))
@@ -141,7 +142,10 @@ class _Writer(Emitter):
         if isinstance(node, Pairs):
             raise AmbiguousError(
                 "a mapping has repeated or unhashable keys, which no output can keep",
-                hint="`ckptkit inspect` shows them; `ckptkit extract --key` takes another part of the file",
+                hint=(
+                    "`ckptkit inspect` shows them; `ckptkit extract --key` takes another part of "
+                    "the file"
+                ),
             )
         raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")
 
@@ -212,7 +216,9 @@ class _Writer(Emitter):
         if node.kwargs is not None:
             yield node.kwargs
             self.needed = 4
-        yield _NEWOBJ_EX if node.kwargs is not None else _NEWOBJ if node.new else _REDUCE
+            yield _NEWOBJ_EX
+        else:
+            yield _NEWOBJ if node.new else _REDUCE
         yield _Put(node)
         for step, value in node.steps:
             yield from self._step(step, value)

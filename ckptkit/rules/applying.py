@@ -11,7 +11,7 @@ from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
 from ckptkit.core.text import shape as shape_text
-from ckptkit.core.tree import Node
+from ckptkit.core.tree import Node, nodes
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.rules import config as configuration
 from ckptkit.rules.errors import NotReversibleError, about
@@ -21,7 +21,6 @@ from ckptkit.rules.reversal import check_reversible
 from ckptkit.rules.sizes import Config
 from ckptkit.transforms import keys as names
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.nodes import nodes
 
 _SIZES = (1, 2, 4, 8, 16)  # bytes of an element that can be moved in any way
 

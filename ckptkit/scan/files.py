@@ -1,5 +1,4 @@
-"""Scans files for what loading them would run: found by formats, judged by reports, several files
-at once."""
+"""Scans files for what loading them would run, several files at once."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Failure(NamedTuple):
 
 
 def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
-    """What loading the file at `path` would do; nothing of it is run, or imported.
+    """Return what loading the file at `path` would do; nothing of it is run, or imported.
 
     `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError
     and InputError for what cannot be read; whatever is wrong with the bytes is part of the verdict.
@@ -50,8 +49,7 @@ def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
 def scan_all(
     paths: Iterable[PathLike], *, trust: Iterable[str] = (), workers: int | None = None
 ) -> Iterator[FileVerdict | Failure]:
-    """The verdicts on files and on all files in folders, in that order; failures among them instead
-    of raised.
+    """Yield the verdicts on files and on all files in folders, in order; failures are not raised.
 
     `workers` processes share the work (default: as many as there are cores, up to 8, for 16 files
     or more).
@@ -77,7 +75,7 @@ def _chained(first: list[str | Failure], rest: Iterator[str | Failure]) -> Itera
 def _spread(
     files: Iterator[str | Failure], trusted: Trusted, workers: int
 ) -> Iterator[FileVerdict | Failure]:
-    """By processes, a few files ahead of whoever takes the verdicts."""
+    """Yield by processes, a few files ahead of the consumer."""
     waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
     pool = ProcessPoolExecutor(workers)
     try:
@@ -121,8 +119,7 @@ def _scan(source: ByteSource, path: str, trusted: Trusted) -> FileVerdict:
 
 
 def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
-    """The paths themselves, and in place of a folder all files in it, sorted, those of its folders
-    after them."""
+    """Yield the paths; for a folder all files in it, sorted, those of its folders after them."""
     for path in (os.fspath(each) for each in paths):
         try:
             if urls.is_url(path):
@@ -138,8 +135,7 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
 
 
 def _walked(path: str) -> Iterator[str | Failure]:
-    """Every file below a folder of this machine. Links to folders are not followed, and said to be
-    not."""
+    """Yield every file below a local folder; links to folders are reported and not followed."""
     unlisted: list[OSError] = []
     for folder, folders, names in os.walk(path, onerror=unlisted.append):
         for error in unlisted:

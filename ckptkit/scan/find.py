@@ -1,5 +1,4 @@
-"""Every pickle in a file, wherever it is: what its format says, and what is hidden in places that
-no format reads.
+"""Every pickle in a file: those of its format, and those in places that no format reads.
 
 A file may be several things at once, depending on who reads it: all of them are looked at. What is
 found inside is looked at in turn, down to a limit: members of archives, compressed streams, byte
@@ -33,8 +32,10 @@ _STEP = 1 << 20
 
 
 def pickles(source: ByteSource) -> Iterator[Seen]:
-    """Every pickle of a file, traced, and what could not be looked into. Never raises for what is
-    in the bytes."""
+    """Yield every pickle of a file, traced, and what could not be read.
+
+    Never raises for what is in the bytes.
+    """
     search = _Search()
     try:
         yield from search.file(source, "", 0, sure=True)
@@ -43,7 +44,7 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 
 
 def inside(source: ByteSource) -> Iterator[Seen]:
-    """What `pickles` would yield of a byte string in a pickle, if that were `source`."""
+    """Yield what `pickles` would for a byte string in a pickle, if that were `source`."""
     try:
         yield from _Search().file(source, "", 1, sure=False)
     except LimitError as error:
@@ -51,7 +52,7 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 
 
 class _Search:
-    """One file being searched, and what of its limits is used up."""
+    """The search of one file, and how much of its limits is used up."""
 
     def __init__(self) -> None:
         self.inflated = 0
@@ -59,8 +60,10 @@ class _Search:
         self.opcodes = 0
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Whatever a source is to anybody. `sure`: it is a file of its own, and not only bytes that
-        look like one."""
+        """Yield everything that any reader sees in a source.
+
+        `sure`: it is a file of its own, and not only bytes that look like one.
+        """
         self._count()
         if depth > LIMITS.scan_depth:
             yield Remark(
@@ -89,7 +92,7 @@ class _Search:
     def _otherwise(
         self, probe: Probe, where: str, depth: int, claimed: bool, sure: bool
     ) -> Iterator[Seen]:
-        """What no format claims, or other readers see."""
+        """Yield what no format claims, or other readers see."""
         source, head = probe.source, probe.head
         is_zip = head.startswith(MAGIC)
         if not is_zip and depth == 0 and _ends_as_zip(source, head):
@@ -114,8 +117,7 @@ class _Search:
             yield Remark(where, f"is compressed ({closed}), which is not looked into")
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """What a container holds. One that turns out to be damaged halfway is not looked into
-        further."""
+        """Yield what a container holds, up to where it is damaged."""
         try:
             for each in found:
                 if isinstance(each, PickleStream):
@@ -184,8 +186,7 @@ class _Search:
     def _in_a_row(
         self, stream: PickleStream, where: str, depth: int, maybe: bool
     ) -> Iterator[Seen]:
-        """One pickle, or several; after one, whatever follows that is a pickle too, which nobody
-        should load."""
+        """Yield one pickle, or several; after one, also those that no reader should load."""
         assert stream.count is not None
         inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
         for number in range(1, LIMITS.scan_parts):
@@ -194,7 +195,8 @@ class _Search:
                 if number > 1 and not maybe:
                     yield Remark(
                         inside,
-                        f"{end - at:,} bytes follow the pickle: other readers may see something there",
+                        f"{end - at:,} bytes follow the pickle: other readers may see something "
+                        "there",
                     )
                 return
             place = inside if number == stream.count == 1 else f"{inside} pickle {number}".strip()
@@ -234,8 +236,7 @@ class _Search:
 
 
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
-    """What the first format that takes the file finds in it; why the reader of its format would
-    refuse it."""
+    """Return the pickles that the first matching format finds, and why its reader would refuse."""
     refusal = None
     for format in FORMATS:
         try:
@@ -249,7 +250,7 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
 
 
 def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
-    """Whether readers of zip archives would see one that is not a whole member of a tar file."""
+    """Return whether readers of zip archives see one that is not a whole member of a tar file."""
     archive = hidden_zip.extent(source)
     if archive is None or not is_tar(head):
         return archive is not None
@@ -262,7 +263,7 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
 
 
 def _base(source: ByteSource) -> int | None:
-    """Where a source begins in the file that it is a part of, None for one that was unpacked."""
+    """Return where a source begins in its file, None for one that was decompressed."""
     at = 0
     while isinstance(source, Section):
         at, source = at + source.offset, source.whole
@@ -270,7 +271,7 @@ def _base(source: ByteSource) -> int | None:
 
 
 def _is_interesting(head: bytes) -> bool:
-    """Whether bytes that begin so may be a file, though nothing names them one."""
+    """Return whether bytes that begin so may be a file, though nothing names them one."""
     return looks_like_a_file(head) or is_tar(head) or bool(_packed(head, weak=False))
 
 
@@ -283,8 +284,10 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 
 
 def _convinces(found: Trace) -> bool:
-    """Whether bytes that were tried turn out to be a pickle that matters: it ends, or calls, and
-    what it names could be names. Every few thousand random bytes something is called."""
+    """Return whether tried bytes are a pickle that matters: it ends, or calls, with possible names.
+
+    Every few thousand random bytes something is called.
+    """
     held = found.globals or (found.nested and found.protocol)
     return (
         bool(held)
@@ -298,7 +301,7 @@ def _could_be(name: Global) -> bool:
 
 
 def _next(source: ByteSource, at: int, end: int) -> int:
-    """Where the next pickle may begin."""
+    """Return where the next pickle may begin."""
     for base in range(at, end, _STEP):
         piece = source.read(base, min(_STEP + 1, end - base))
         found = [place for start in _PROTO if (place := piece.find(start)) >= 0]

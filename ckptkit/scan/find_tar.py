@@ -1,5 +1,7 @@
-"""The members of a tar file, to whoever reads them, damaged or not: no name or kind matters
-here."""
+"""The members of a tar file, as any reader sees them, damaged or not.
+
+Names and kinds do not matter here.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from ckptkit.pickles.streams import Found, Inner, Remark
 
 
 def pickles(source: ByteSource) -> Iterator[Found]:
-    """Every member that has bytes. A header that is none ends the file for some readers, and is
-    passed over here."""
+    """Yield every member that has bytes.
+
+    An invalid header ends the file for some readers, and is skipped here.
+    """
     at = count = 0
     while at + BLOCK <= source.size and count < LIMITS.tar_members:
         block = source.read(at, BLOCK)

@@ -1,4 +1,4 @@
-"""What lenient readers find in a zip file that ours refuses: each reader its own.
+"""Members that lenient readers find in a zip file that the strict reader refuses.
 
 Members as the last directory of the file lists them, wherever in the file the archive begins
 (zipfile, miniz, torch); and whatever has a local header, listed or not (who reads from the front,
@@ -38,7 +38,7 @@ class Member(NamedTuple):
 
 
 def extent(source: ByteSource) -> tuple[int, int] | None:
-    """Where the archive begins and ends that readers find from the end of a file."""
+    """Return where the archive begins and ends for readers that search from the end of a file."""
     end = _end(source)
     if end is None:
         return None
@@ -47,7 +47,7 @@ def extent(source: ByteSource) -> tuple[int, int] | None:
 
 
 def pickles(source: ByteSource) -> Iterator[Found]:
-    """Every member that some reader would find."""
+    """Yield every member that some reader would find."""
     members = {each.data: each for each in _headers(source)}
     members |= {each.data: each for each in _listed(source)}
     script = any(_SCRIPT.fullmatch(each.name) for each in members.values())
@@ -66,8 +66,7 @@ def pickles(source: ByteSource) -> Iterator[Found]:
 
 
 def _end(source: ByteSource) -> tuple[int, int, int] | None:
-    """Place and size of the last directory, and how many bytes its offsets are short by; None if
-    there is none."""
+    """Return place and size of the last directory, and the shift of offsets; None without."""
     length = min(source.size, _TAIL)
     tail = source.read(source.size - length, length)
     at = tail.rfind(_END_MAGIC, 0, max(0, length - 18))
@@ -104,7 +103,7 @@ def _listed(source: ByteSource) -> Iterator[Member]:
 
 
 def _header(source: ByteSource, at: int) -> Member | None:
-    """What the local header at `at` says, None if there is none."""
+    """Return the fields of the local header at `at`, None if there is none."""
     if not 0 <= at <= source.size - _LOCAL.size:
         return None
     magic, flags, method, _, stored, size, n, x = _LOCAL.unpack(source.read(at, _LOCAL.size))

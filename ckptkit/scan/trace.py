@@ -1,5 +1,4 @@
-"""What a pickle machine would do with a stream, traced: which names it looks up, which calls it
-makes, in which order.
+"""Trace of a pickle stream: which names are looked up, which calls made, in which order.
 
 Unlike :mod:`unpickle` this machine makes no values and refuses nothing that CPython would run:
 whatever comes before the opcode that fails has been run by then. All opcodes of protocols 0 to 5,
@@ -32,11 +31,16 @@ _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "Counte
 
 
 class Tracer(Notes):
-    """The machine. Opcodes are methods."""
+    """The tracing machine.
+
+    Opcodes are methods.
+    """
 
     def run(self) -> Trace:
-        """Run until STOP or failure. Never raises a CkptkitError: that is a failure too, and has a
-        reason."""
+        """Run until STOP or failure.
+
+        Never raises a CkptkitError: that is a failure too, and has a reason.
+        """
         error = None
         try:
             self._loop()
@@ -315,7 +319,8 @@ class Tracer(Notes):
     def extension(self, size: int) -> None:
         code = number(self.window.take(size))
         self.doubt(
-            f"takes number {code:,} of copyreg's extensions, which the program that loads it decides"
+            f"takes number {code:,} of copyreg's extensions, which the program that loads it "
+            "decides"
         )
         self.stack.append(Sign(f"extension {code}"))
 
@@ -357,8 +362,7 @@ class Tracer(Notes):
         self.stack.append(self.call(made, args, new=True, kwargs=kwargs))
 
     def build(self) -> None:
-        """Sets attributes, or calls __setstate__: of the class, or one that an earlier step has put
-        in its place."""
+        """Note that attributes are set, or __setstate__ called, of the class or its substitute."""
         state = self.stack.pop()
         self.step("build", state)
         target = self.stack[-1]
@@ -375,22 +379,28 @@ _RUN: dict[str, tuple[Any, ...]] = {  # by the names of pickletools: the method,
     "NONE": (Tracer.push, None), "NEWTRUE": (Tracer.push, True), "NEWFALSE": (Tracer.push, False),
     "EMPTY_TUPLE": (Tracer.push, ()), "EMPTY_LIST": (Tracer.push_new, "list"),
     "EMPTY_DICT": (Tracer.push_new, "dict"), "EMPTY_SET": (Tracer.push_new, "set"),
-    "BININT": (Tracer.push_int, 4), "BININT1": (Tracer.push_int, 1), "BININT2": (Tracer.push_int, 2),
+    "BININT": (Tracer.push_int, 4), "BININT1": (Tracer.push_int, 1),
+    "BININT2": (Tracer.push_int, 2),
     "BINFLOAT": (Tracer.binfloat,), "LONG1": (Tracer.long, 1), "LONG4": (Tracer.long, 4),
-    "INT": (Tracer.number_line, "INT"), "LONG": (Tracer.number_line, "LONG"), "FLOAT": (Tracer.number_line, "FLOAT"),
-    "BINUNICODE": (Tracer.text, 4), "SHORT_BINUNICODE": (Tracer.text, 1), "BINUNICODE8": (Tracer.text, 8),
+    "INT": (Tracer.number_line, "INT"), "LONG": (Tracer.number_line, "LONG"),
+    "FLOAT": (Tracer.number_line, "FLOAT"),
+    "BINUNICODE": (Tracer.text, 4), "SHORT_BINUNICODE": (Tracer.text, 1),
+    "BINUNICODE8": (Tracer.text, 8),
     "UNICODE": (Tracer.unicode_line,), "STRING": (Tracer.string_line,),
     "BINSTRING": (Tracer.string, 4), "SHORT_BINSTRING": (Tracer.string, 1),
     "BINBYTES": (Tracer.byte_string, 4), "SHORT_BINBYTES": (Tracer.byte_string, 1),
     "BINBYTES8": (Tracer.byte_string, 8), "BYTEARRAY8": (Tracer.byte_string, 8),
     "NEXT_BUFFER": (Tracer.buffer,), "READONLY_BUFFER": (Tracer.nothing,),
     "MARK": (Tracer.mark,), "POP": (Tracer.pop,), "POP_MARK": (Tracer.items,), "DUP": (Tracer.dup,),
-    "PUT": (Tracer.put, 0), "BINPUT": (Tracer.put, 1), "LONG_BINPUT": (Tracer.put, 4), "MEMOIZE": (Tracer.memoize,),
+    "PUT": (Tracer.put, 0), "BINPUT": (Tracer.put, 1), "LONG_BINPUT": (Tracer.put, 4),
+    "MEMOIZE": (Tracer.memoize,),
     "GET": (Tracer.get, 0), "BINGET": (Tracer.get, 1), "LONG_BINGET": (Tracer.get, 4),
     "TUPLE": (Tracer.tuple_,), "TUPLE1": (Tracer.tuple_of, 1), "TUPLE2": (Tracer.tuple_of, 2),
     "TUPLE3": (Tracer.tuple_of, 3),
-    "LIST": (Tracer.collected, "list"), "DICT": (Tracer.collected, "dict"), "FROZENSET": (Tracer.collected, "set"),
-    "APPEND": (Tracer.append,), "APPENDS": (Tracer.extend, "list"), "ADDITEMS": (Tracer.extend, "set"),
+    "LIST": (Tracer.collected, "list"), "DICT": (Tracer.collected, "dict"),
+    "FROZENSET": (Tracer.collected, "set"),
+    "APPEND": (Tracer.append,), "APPENDS": (Tracer.extend, "list"),
+    "ADDITEMS": (Tracer.extend, "set"),
     "SETITEM": (Tracer.setitem,), "SETITEMS": (Tracer.setitems,),
     "GLOBAL": (Tracer.global_,), "STACK_GLOBAL": (Tracer.stack_global,),
     "EXT1": (Tracer.extension, 1), "EXT2": (Tracer.extension, 2), "EXT4": (Tracer.extension, 4),
@@ -409,7 +419,9 @@ for _op in opcodes:
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None, before: int = 0) -> Trace:
-    """What the pickle at `start` would do, after pickles of `before` opcodes in the file; never
-    raises for bytes."""
+    """Return what the pickle at `start` would do, after pickles of `before` opcodes in the file.
+
+    Never raises for bytes.
+    """
     with collector_paused():
         return Tracer(source, start, source.size if stop is None else stop, before).run()

@@ -110,8 +110,7 @@ class Notes:
             known[2] += 1
 
     def _result(self, made: Any, args: Any, sort: int, new: bool) -> Any:
-        """What is known of a result: text that was encoded, a class inside a class; else which call
-        made it."""
+        """Return the kind of a result: encoded text, a nested class, else the call of it."""
         name = str(made)
         if not isinstance(args, tuple):
             return Result(made, sort, new=new)
@@ -143,7 +142,7 @@ class Notes:
         return Result(trust.target_of(made, args), sort, new=new)
 
     def keep(self, data: bytes | ByteSource) -> None:
-        """Hand on a byte string that may be a file of its own."""
+        """Report a byte string that may be a file of its own."""
         head = data[:8] if isinstance(data, bytes) else data.read(0, min(8, data.size))
         if looks_like_a_file(head) and len(self.nested) < NESTED:
             self.nested.append(
@@ -151,7 +150,9 @@ class Notes:
             )
 
     def _loads(self, sign: Any) -> bool:
-        data = sign.data if isinstance(sign, Sign) else sign if isinstance(sign, bytes) else None
+        if not isinstance(sign, (Sign, bytes)):
+            return False
+        data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
         inert = [

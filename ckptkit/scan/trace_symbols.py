@@ -1,4 +1,4 @@
-"""What stands for a value while a pickle is traced, and how arguments are shown."""
+"""Symbols for values while a pickle is traced, and how arguments are shown."""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ from ckptkit.scan.trace_window import Stop
 
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
-    "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID", "BINPUT", "BINUNICODE",
-    "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE", "GLOBAL", "LONG1", "LONG_BINGET", "LONG_BINPUT",
-    "MARK", "NEWFALSE", "NEWOBJ", "NEWTRUE", "NONE", "PROTO", "REDUCE", "SETITEM", "SETITEMS", "SHORT_BINSTRING",
+    "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
+    "BINPUT", "BINUNICODE",
+    "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE", "GLOBAL", "LONG1",
+    "LONG_BINGET", "LONG_BINPUT",
+    "MARK", "NEWFALSE", "NEWOBJ", "NEWTRUE", "NONE", "PROTO", "REDUCE", "SETITEM", "SETITEMS",
+    "SHORT_BINSTRING",
     "STOP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
 ))  # fmt: skip
 
@@ -59,8 +62,7 @@ _OPCODES = frozenset(
 
 
 class Sign:
-    """A value that nothing but its kind is known of: a container, with its first items, or
-    something from outside.
+    """A value of which only the kind is known: a container, with first items, or other.
 
     ``sort`` is what the allowlist calls it, ``held`` are the sorts of what it holds, ``parts`` the
     containers in it.
@@ -85,8 +87,10 @@ class Sign:
 
 
 class Result(Object):
-    """What a call gives: which call, the sort of its result, and whether its state was set. Without
-    its arguments."""
+    """The result of a call: which call, the sort of its result, and whether its state was set.
+
+    Without its arguments.
+    """
 
     __slots__ = ("built", "sort")
 
@@ -98,13 +102,14 @@ class Result(Object):
 
 _SIGNS = {"list": LIST, "dict": DICT, "set": SET, "persistent": STORAGE}
 _SORTS: dict[type, int] = {
-    type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE, Global: NAME,
+    type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
+    Global: NAME,
 }  # fmt: skip
 LOOKED_AT = 5_000_000  # values in containers that a trace looks at again, all in all
 
 
 class SignView:
-    """The sorts of what stands for values; see `ckptkit.pickles.trust.View`."""
+    """The sorts of symbols; see `ckptkit.pickles.trust.View`."""
 
     def __init__(self) -> None:
         self.left = LOOKED_AT
@@ -117,8 +122,7 @@ class SignView:
         return int(value.sort) if isinstance(value, (Sign, Result)) else UNKNOWN_SORT
 
     def inside(self, value: Any, every: bool) -> int:
-        """Return the sorts of what a container holds. What is too much to look at may be
-        anything."""
+        """Return the sorts of what a container holds; past the limit, the unknown sort."""
         mask = 0
         seen: set[int] = set()
         waiting = [value]
@@ -145,7 +149,7 @@ def number(data: bytes, signed: bool = False) -> int:
 
 
 def text_of(line: bytes) -> str | bytes:
-    """What stands between the quotes of a literal of Python 2: text where it is ASCII."""
+    """Return the content of a quoted literal of Python 2: text where it is ASCII."""
     line = line.strip()
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
         raise Stop("a string without its quotes")
@@ -159,8 +163,10 @@ def text_of(line: bytes) -> str | bytes:
 
 
 def class_of(pid: Any) -> Global | None:
-    """The class that a persistent id of legacy files stands for: ("module", class, file, source
-    text), or without the first. Nobody runs the text."""
+    """Return the class of a persistent id of legacy files, ("module", class, file, source text).
+
+    The first element may be missing. The text is never run.
+    """
     made = (
         next((each for each in pid[:2] if isinstance(each, Global)), None)
         if isinstance(pid, tuple)
@@ -170,17 +176,23 @@ def class_of(pid: Any) -> Global | None:
 
 
 def looks_like_a_file(head: bytes) -> bool:
-    """Whether bytes that begin so may be one of the files that have pickles inside, or a pickle."""
+    """Return whether bytes that begin so may be a file that has pickles inside, or a pickle."""
     return head.startswith(_HEADS) or looks_like_a_pickle(head)
 
 
 def looks_like_a_pickle(head: bytes) -> bool:
-    """Whether bytes that begin so may be a pickle: those of protocol 0 and 1 have no signature."""
+    """Return whether bytes that begin so may be a pickle.
+
+    Those of protocol 0 and 1 have no signature.
+    """
     return len(head) > 2 and head[0] in _OPCODES
 
 
 def brief(args: Any) -> str:
-    """Arguments, shortened: their values are the file's, and are escaped by whoever prints them."""
+    """Return arguments, shortened.
+
+    Their values are the file's: escape them before printing.
+    """
     text = "".join(_pieces(args, DEEP))
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 

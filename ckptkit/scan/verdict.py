@@ -1,16 +1,21 @@
-"""Verdicts: what loading a file would do, from what its pickles name and call. Pure: nothing is
-read, nothing run.
+"""Verdicts on what loading a file would do, from the names and calls in its pickles.
+
+Pure: nothing is read, nothing run.
 
 Of a pickle, from harmless to not:
 
     safe for weights_only    `torch.load(weights_only=True)`, which is torch's default, loads it
-    harmless                 makes plain values; but weights_only does not read it (its container, its protocol)
-    needs these classes      makes objects of classes that weights_only does not know: loading imports their packages,
-                             and runs what those packages do to set up an object, with a state that is plain or
-                             inert. Nothing else is called
-    cannot tell              it is malformed, two readers could differ, names are computed, a step is not proved
-                             harmless by the allowlist, or it holds a name that is not in it, though nothing calls that
-    would run code           loading it with pickle calls something else: with arguments of the file's choosing
+    harmless                 makes plain values; but weights_only does not read it (its
+                             container, its protocol)
+    needs these classes      makes objects of classes that weights_only does not know: loading
+                             imports their packages, and runs what those packages do to set up
+                             an object, with a state that is plain or inert. Nothing else is
+                             called
+    cannot tell              it is malformed, two readers could differ, names are computed, a
+                             step is not proved harmless by the allowlist, or it holds a name
+                             that is not in it, though nothing calls that
+    would run code           loading it with pickle calls something else: with arguments of the
+                             file's choosing
 
 The verdict on a file is the worst of those on its pickles, on whatever could not be looked into,
 and on its programs.
@@ -52,7 +57,7 @@ _RUNS = (trust.UNKNOWN, trust.HARMFUL)
 @dataclass(frozen=True, slots=True)
 class PickleVerdict:
     """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs``
-    the calls that are somebody's code, ``reasons`` why it cannot be told, ``refused`` why
+    the calls of unknown code, ``reasons`` why it is uncertain, ``refused`` why
     weights_only does not load it even with those classes allowed (None: it does), ``versions`` on
     what versions of torch disagree about it."""
 
@@ -67,7 +72,10 @@ class PickleVerdict:
 
 @dataclass(frozen=True, slots=True)
 class FileVerdict:
-    """One file. ``path`` is what was asked for, or a place below it."""
+    """The verdict on one file.
+
+    ``path`` is the path that was asked for, or a place below it.
+    """
 
     path: str
     size: int
@@ -125,8 +133,11 @@ def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
 
 
 def _is_needed(name: Global, found: Traced, script: bool) -> bool:
-    """Whether a name is a class that has to be allowed, or trusted. What is in our tables need not
-    be where weights_only is no option; a program of TorchScript has its own classes in it."""
+    """Return whether a name is a class that has to be allowed, or trusted.
+
+    Names in the allowlist need not be where weights_only is no option; a program of TorchScript
+    has its own classes in it.
+    """
     if found.no_weights_only is None:
         return trust.refused_by_weights_only(name)
     return not (trust.is_known(name) or (script and name.module.startswith("__torch__")))
@@ -140,12 +151,15 @@ def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
     for name in trace.values:
         reason = trust.out_of_place(name)
         if reason is not None and not _is_trusted(str(name), trusted):
-            yield f"holds {name}, which {reason}; whoever gets it may call it"
+            yield f"holds {name}, which {reason}; code that gets it may call it"
     for call in trace.calls:
         if call.kind == trust.ALLOCATES:
             yield f"{call.name}{call.args} takes as much memory as the file says"
         elif call.kind == trust.UNSURE and not _is_trusted(call.name, trusted):
-            yield f"does not understand {call.opcode} of {call.name} with {call.args} (byte {call.offset:,})"
+            yield (
+                f"does not understand {call.opcode} of {call.name} with {call.args} (byte "
+                f"{call.offset:,})"
+            )
 
 
 def _is_trusted(name: str, trusted: Trusted) -> bool:
@@ -153,7 +167,7 @@ def _is_trusted(name: str, trusted: Trusted) -> bool:
 
 
 class Finding(NamedTuple):
-    """One reason of a verdict: where, what, and the offset in the file where that is known."""
+    """One reason of a verdict: the place, the reason, and the offset in the file if known."""
 
     verdict: str
     where: str
@@ -162,15 +176,17 @@ class Finding(NamedTuple):
 
 
 def counts(result: object, strict: bool) -> bool:
-    """Whether a result is a finding: by its verdict; `strict` leaves nothing but what weights_only
-    loads."""
+    """Return whether a result is a finding, by its verdict.
+
+    `strict` leaves nothing but what weights_only loads.
+    """
     return isinstance(result, FileVerdict) and result.verdict in (
         (HARMLESS, CLASSES, *FINDINGS) if strict else FINDINGS
     )
 
 
 def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
-    """Each reason why a file is one. Of a pickle that would run code, the calls alone."""
+    """Return the reasons for a verdict; of a pickle that would run code, the calls alone."""
     for pickle in file.pickles:
         where, base = pickle.found.where, pickle.found.base
         offset = None if base is None else base + pickle.found.offset
@@ -194,5 +210,5 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
 
 
 def unique(said: Iterable[str]) -> list[str]:
-    """Without repetitions, in order."""
+    """Return the items without repetitions, in order."""
     return list(dict.fromkeys(said))

@@ -1,5 +1,4 @@
-"""Several checkpoints as one: their mean, or all of their tensors; and the averaged weights that
-training kept."""
+"""Several checkpoints as one: their mean, or all of their tensors; and averaged (EMA) weights."""
 
 from __future__ import annotations
 
@@ -10,7 +9,15 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Node, OrderedDict, find, join, rebuild
+from ckptkit.core.tree import (
+    Node,
+    OrderedDict,
+    find,
+    join,
+    module_versions,
+    rebuild,
+    versions_state,
+)
 from ckptkit.core.weights import Weights, as_tensor, locate
 from ckptkit.transforms import groups
 from ckptkit.transforms.groups import refuse_mixture
@@ -19,19 +26,19 @@ from ckptkit.transforms.structure import bare, extract
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics,
 # diffusers, Lightning...).
 AVERAGED = (
-    "state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema", "params_ema", "averaged_state_dict",
+    "state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema", "params_ema",
+    "averaged_state_dict",
     "shadow", "shadow_params",
 )  # fmt: skip
 
 
 def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = None) -> Checkpoint:
-    """The weights whose every floating-point element is the mean of those of all checkpoints, added
-    up as float64.
+    """Return weights whose floating-point elements are the means of all checkpoints, in float64.
 
-    ``shares`` weighs them; they need not add up to 1. What has no mean (integer and bool buffers,
-    such as the number of batches) is that of the last checkpoint, as in torch.optim.swa_utils; so
-    are dtypes, devices and order. Only the weights are kept. Raises UsageError where names or
-    shapes differ.
+    ``shares`` are their weights, which need not add up to 1. What has no mean (integer and bool
+    buffers, such as the number of batches) is that of the last checkpoint, as in
+    torch.optim.swa_utils; so are dtypes, devices and order. Only the weights are kept. Raises
+    UsageError where names or shapes differ.
     """
     shares = tuple(shares) if shares is not None else (1.0,) * len(checkpoints)
     if (
@@ -62,7 +69,10 @@ def _weights(ck: Checkpoint) -> Weights:
 
 
 def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
-    """By name the tensors of all checkpoints. Raises UsageError where they do not go together."""
+    """Return by name the tensors of all checkpoints.
+
+    Raises UsageError where they do not go together.
+    """
     *others, last = (weights.tensors for weights in all_weights)
     for number, other in enumerate(others, 1):
         odd = sorted(other.keys() ^ last.keys())
@@ -80,8 +90,10 @@ def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
 
 
 class _Means:
-    """New tensors for those of the last checkpoint, by id; what is tied in all of them stays
-    tied."""
+    """New tensors for those of the last checkpoint, by id.
+
+    Weights that are tied in all of them stay tied.
+    """
 
     def __init__(self, rows: Mapping[str, list[Tensor]], shares: tuple[float, ...]) -> None:
         self.tensors: dict[int, Tensor] = {}
@@ -127,7 +139,7 @@ def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Chec
         assert isinstance(node, dict)
         twice += [str(name) for name in node if name in merged]
         merged.update(node)
-        modules.update(_modules(node))
+        modules.update(module_versions(node) or {})
     if twice and not last_wins:
         raise CollisionError(
             f"{plural(len(twice), 'name')} in more than one of them: {quoted(twice)}",
@@ -136,18 +148,12 @@ def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Chec
     notes = [f"merged {plural(len(parts), 'checkpoint')}"]
     if twice:
         notes.append(f"{plural(len(set(twice)), 'name')} taken from the last that has it")
-    state: Node = {"_metadata": OrderedDict(modules)} if modules else None
+    state = versions_state(modules) if modules else None
     return parts[-1].with_root(OrderedDict(merged, state), notes=notes)
 
 
-def _modules(node: Node) -> Mapping[Node, Node]:
-    state = node.state if isinstance(node, OrderedDict) else None
-    found = state.get("_metadata") if isinstance(state, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
 def ema(ck: Checkpoint) -> Checkpoint:
-    """The averaged weights that a training loop kept beside those that it trained, as a state_dict.
+    """Return the averaged weights that a training loop kept with the trained ones.
 
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
     UsageError if there is no entry that training loops use for them.
@@ -186,7 +192,8 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     )
     if names is None:
         raise UsageError(
-            f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights at "
+            f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights "
+            "at "
             f"{join(weights.path) or 'the root'} have {len(weights.nodes):,}",
             where=ck.name,
         )

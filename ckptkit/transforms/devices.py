@@ -1,5 +1,4 @@
-"""Where tensors go when they are loaded: the device tag of each storage, changed without a device
-or a byte read.
+"""Devices of tensors: the device tag of each storage, changed without a device or a byte read.
 
 A device is named in three places: by the tag of a storage, by an argument of the calls that rebuild
 tensors that have no storage (``_rebuild_wrapper_subclass``...), and by ``torch.device`` values in
@@ -18,12 +17,13 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Global, Node, Object, join, rebuild, walk
-from ckptkit.transforms.nodes import moved, nodes
+from ckptkit.core.tree import Global, Node, Object, join, nodes, rebuild, walk
+from ckptkit.transforms.nodes import moved
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (
-    "cpu", "cuda", "mps", "meta", "xpu", "hpu", "mtia", "xla", "ipu", "maia", "vulkan", "privateuseone",
+    "cpu", "cuda", "mps", "meta", "xpu", "hpu", "mtia", "xla", "ipu", "maia", "vulkan",
+    "privateuseone",
     "npu", "mlu", "musa", "gcu",
 )  # fmt: skip
 _VALID = re.compile(
@@ -47,8 +47,7 @@ Remap = Callable[[str], str]
 
 
 def remap(ck: Checkpoint, devices: str | Mapping[str, str], *, values: bool = False) -> Checkpoint:
-    """Retag every storage: all to the device `devices`, or, of a mapping, those with exactly the
-    tags that it names.
+    """Change device tags: all to the device `devices`, or those that a mapping names, exactly.
 
     The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it.
     ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
@@ -92,8 +91,7 @@ def remap(ck: Checkpoint, devices: str | Mapping[str, str], *, values: bool = Fa
 
 @dataclass(frozen=True)
 class _Places:
-    """Everything in a tree that names a device: storages, calls and ``torch.device`` values, each
-    once."""
+    """Everything in a tree that names a device: storages, calls and ``torch.device`` values."""
 
     storages: list[Storage]
     calls: list[tuple[Object, str]]
@@ -140,7 +138,7 @@ def _mapping(devices: str | Mapping[str, str], known: set[str]) -> Remap:
 
 
 def check_device(device: str) -> str:
-    """`device` if it is one that torch knows by name; raises UsageError."""
+    """Return `device` if torch knows it by name; raises UsageError."""
     if _VALID.fullmatch(device):
         return device
     kind = device.partition(":")[0].strip().lower()
@@ -175,7 +173,10 @@ def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
 
 def _left(root: Node, changing: Container[int]) -> str:
     paths = [f"{join(path)} ({_text(node)})" for path, node in walk(root) if id(node) in changing]
-    return f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; --values changes them too"
+    return (
+        f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; --values "
+        "changes them too"
+    )
 
 
 def _is_device(node: Object) -> bool:
@@ -195,8 +196,7 @@ def _device(device: str) -> Object:
 
 
 def _argument(node: Object) -> Node:
-    """The device among the arguments of a call that rebuilds a tensor: a string or an Object; None
-    if there is none."""
+    """Return the device argument of a call that rebuilds a tensor, None without one."""
     found = _call(node)
     if found is None:
         return None
@@ -210,7 +210,7 @@ def _argument(node: Object) -> Node:
 
 
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
-    """The arguments in which a rebuild call names its device, and where; None for other objects."""
+    """Return the arguments in which a rebuild call names its device, and where; None for others."""
     made, args = node.callable, node.args
     if (
         isinstance(made, Global)

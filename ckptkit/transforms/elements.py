@@ -1,5 +1,4 @@
-"""What tensors are made of: cast them to another floating-point type, cut storages to what is used
-of them.
+"""Elements of tensors: cast to another floating-point type; storages cut to what is used of them.
 
 Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or
 read here: a new storage only says from what it will be made (:mod:`ckptkit.compute`).
@@ -22,10 +21,10 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import guess, plural, quoted
-from ckptkit.core.tree import Node, Object, rebuild
+from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.transforms import groups
-from ckptkit.transforms.nodes import nodes, on
+from ckptkit.transforms.nodes import on
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
@@ -33,8 +32,7 @@ _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild
 
 
 def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
-    """Floating-point weights as another floating-point type: all of them, or those whose names
-    match a glob.
+    """Cast floating-point weights: all of them, or those whose names match a glob.
 
     `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts,
     so exceptions follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools,
@@ -63,7 +61,8 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
         )
     if new.frozen:
         warnings.append(
-            f"no longer requires_grad, which torch cannot load with 8 bits: {plural(new.frozen, 'tensor')}"
+            "no longer requires_grad, which torch cannot load with 8 bits: "
+            f"{plural(new.frozen, 'tensor')}"
         )
     return ck.with_root(root, notes=_cast_notes(weights, wanted), warnings=warnings)
 
@@ -82,7 +81,7 @@ def _cast_notes(weights: Weights, wanted: Mapping[int, DType]) -> list[str]:
 def _rules(
     dtypes: str | Mapping[str, str], weights: Weights
 ) -> list[tuple[re.Pattern[str], DType]]:
-    """Patterns and targets, the one that counts first."""
+    """Return patterns and targets, the one that counts first."""
     given = {"*": dtypes} if isinstance(dtypes, str) else dtypes
     rules = [(re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()]
     for (pattern, _), glob in zip(rules, given, strict=True):
@@ -111,7 +110,7 @@ def _is_castable(dtype: DType) -> bool:
 def _wanted(
     weights: Weights, rules: list[tuple[re.Pattern[str], DType]]
 ) -> tuple[dict[int, DType], list[str]]:
-    """Target by id of the tensor, and the names of weights that should be cast and cannot be."""
+    """Return targets by id of the tensor, and the names of weights that cannot be cast."""
     wanted: dict[int, DType] = {}
     left: list[str] = []
     for name, node in weights.nodes.items():
@@ -139,8 +138,7 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _made_of(node: Node, tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor that a node stands for, and those of its dtype that it is made of, such as the
-    values of a sparse one."""
+    """Return the tensor of a node, and those inside it of its dtype (values of a sparse one)."""
     yield tensor
     for call in _calls(node):
         inner = (each if isinstance(each, Tensor) else as_tensor(each) for each in _parts(call))
@@ -244,8 +242,7 @@ def _on_part(leaf: Node, cuts: Mapping[int, _Cut]) -> Node:
 
 @dataclass
 class _Use:
-    """What a tree uses of one storage: the spans of tensors in bytes, and the coarsest alignment
-    that these need."""
+    """The use of a storage in a tree: spans of tensors in bytes, and their alignment."""
 
     storage: Storage
     spans: list[tuple[int, int]] = field(default_factory=list)  # start and end
@@ -253,7 +250,7 @@ class _Use:
     whole: bool = False
 
     def cut(self) -> _Cut | None:
-        """The parts to keep, None if that is everything."""
+        """Return the parts to keep, None if that is everything."""
         if self.whole:
             return None
         parts = list(_merged(sorted(self._aligned()))) or [(0, 0)]
@@ -275,7 +272,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where the kept parts of a storage begin, in bytes, and the storages that they become."""
+    """The parts of a storage that are kept: where they begin, in bytes, and their new storages."""
 
     starts: list[int]
     storages: list[Storage]

@@ -1,6 +1,6 @@
 """Names: strip and add prefixes, rename, select.
 
-All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch hangs on
+All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch sets on
 a state_dict (:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its
 plain state_dict: the names in it are attributes of the user's classes.
 """
@@ -56,7 +56,10 @@ class Target:
                 other = next(each for each in self.entries if names.get(each, each) == name)
                 raise CollisionError(
                     f"{other!r} and {key!r}{self.place} would both be called {name!r}",
-                    hint=f"leave one of them out first: ckptkit convert SRC DST --drop {shlex.quote(escape(other))}",
+                    hint=(
+                        "leave one of them out first: ckptkit convert SRC DST --drop "
+                        f"{shlex.quote(escape(other))}"
+                    ),
                 )
             new[name] = value
         return module_versions.like(self.entries, new, edit_metadata)
@@ -137,7 +140,7 @@ class _Stripping:
             )
 
     def _elsewhere(self, ck: Checkpoint, targets: list[Target]) -> Iterator[str]:
-        """Other mappings that have the prefix, and what to type to have them edited."""
+        """Yield warnings on other mappings that have the prefix, and how to edit them."""
         edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
         found = {
             join(path): None
@@ -156,8 +159,7 @@ def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
 
 
 def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()) -> Checkpoint:
-    """Put `prefix` before the names of the weights, or of the mappings that `keys` lists by dotted
-    path.
+    """Put `prefix` before the names of the weights, or of the mappings at the dotted paths `keys`.
 
     ``_metadata`` becomes what torch would give for the module that holds this one. Raises
     CollisionError, UsageError.
@@ -184,8 +186,7 @@ def rename(
     mapping: Mapping[str, str] | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
-    """Give weights other names: those in `mapping` exactly the new one, all others what the
-    `substitutions` make.
+    """Give weights other names: those in `mapping` the new one, others what `substitutions` make.
 
     A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
     order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
@@ -208,8 +209,7 @@ def rename(
 
 
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
-    """Give weights further names: `names` maps each new name to that of the weight that it stands
-    for as well.
+    """Give weights further names: `names` maps each new name to the weight that it is tied to.
 
     Raises UsageError (a name that is not there), CollisionError (one that is).
     """
@@ -326,8 +326,7 @@ def _substituted(name: str, compiled: Iterable[tuple[re.Pattern[str], str]]) -> 
 
 
 def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -> Checkpoint:
-    """Only the weights whose names match a glob of `keep` (all, if there is none) and no glob of
-    `drop`.
+    """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
 
     ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches
     nothing.

@@ -1,6 +1,7 @@
-"""``_metadata`` of a state_dict: a mapping from the path of each module (``""``, ``layer1``,
-``layer1.0``) to the version of its layout. torch hangs it on the OrderedDict as an attribute;
-whoever renames keys renames its paths too.
+"""``_metadata`` of a state_dict: the path of each module -> the version of its layout.
+
+Paths are ``""``, ``layer1``, ``layer1.0``. torch sets it on the OrderedDict as an attribute;
+code that renames keys must rename its paths too.
 """
 
 from __future__ import annotations
@@ -8,20 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.tree import MODULE_VERSIONS, Node, OrderedDict, module_versions
 
 Paths = dict[str, Node]
-
-ATTRIBUTE = "_metadata"
 
 
 def of(mapping: Node) -> Paths | None:
     """The ``_metadata`` of a state_dict, None if it has none that is a mapping from strings."""
-    state = mapping.state if isinstance(mapping, OrderedDict) else None
-    paths = state.get(ATTRIBUTE) if isinstance(state, dict) else None
-    return (
-        paths if isinstance(paths, dict) and all(isinstance(path, str) for path in paths) else None
-    )
+    paths = module_versions(mapping)
+    if paths is None or not all(isinstance(path, str) for path in paths):
+        return None
+    return paths
 
 
 def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
@@ -33,15 +31,17 @@ def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]
         return OrderedDict(entries, old.state)
     new = edit(paths)
     kept = OrderedDict(new, paths.state) if isinstance(paths, OrderedDict) else new
-    return OrderedDict(entries, {**old.state, ATTRIBUTE: kept})
+    return OrderedDict(entries, {**old.state, MODULE_VERSIONS: kept})
 
 
 def stripped(
     paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]
 ) -> Paths:
-    """Paths without the prefixes. Where two meet (``""`` and ``module``), the inner one stays.
+    """Return paths without the prefixes.
 
-    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` still lies below
+    Where two meet (``""`` and ``module``), the inner one stays.
+
+    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` is still below
     it.
     """
     on_the_way = {each[:n] for each in prefixes for n in range(1, len(each) - 1) if each[n] == "."}
@@ -59,8 +59,7 @@ def stripped(
 
 
 def prefixed(paths: Paths, prefix: str) -> Paths:
-    """Paths below `prefix`, with the entries of the modules that are now around them, as torch
-    makes them."""
+    """Return paths below `prefix`, with entries of the modules around them, as in torch."""
     inside = prefix.rpartition(".")[0]
     parts = inside.split(".") if inside else []
     found: Paths = {".".join(parts[:n]): {"version": 1} for n in range(len(parts))}
@@ -81,8 +80,7 @@ def pruned(paths: Paths, names: Iterable[str]) -> Paths:
 
 
 def renamed(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
-    """Paths as their keys went, old name -> new name; what cannot be derived is left out and added
-    to `lost`.
+    """Return paths renamed like their keys; what cannot be derived is left out and added to `lost`.
 
     A module is where its own parameters are. One that has none is where its submodules are, if
     these kept their last component; one without either moves with the module around it.
@@ -159,14 +157,12 @@ def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
     result: dict[str, str | None] = {"": ""}
     for path in by_depth:
         votes = own.get(path) or below[path]
-        if path:
-            result[path] = (
-                next(iter(votes))
-                if len(votes) == 1
-                else None
-                if votes
-                else _inherited(path, result)
-            )
+        if not path:
+            continue
+        if votes:
+            result[path] = next(iter(votes)) if len(votes) == 1 else None
+        else:
+            result[path] = _inherited(path, result)
     return result
 
 

@@ -1,5 +1,4 @@
-"""Take one entry out of a checkpoint, or put a checkpoint under a name: the way there and the way
-back."""
+"""Take one entry out of a checkpoint, or put a checkpoint under a name: each undoes the other."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ from ckptkit.core.weights import plain_state_dict
 
 
 def extract(ck: Checkpoint, key: str) -> Checkpoint:
-    """The entry at the dotted path `key` as a checkpoint of its own. Raises UsageError if it is not
-    there."""
+    """Return the entry at the dotted path `key` as a checkpoint of its own.
+
+    Raises UsageError if it is not there.
+    """
     path, node = find(ck.whole().root, key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
@@ -27,8 +28,7 @@ def extract(ck: Checkpoint, key: str) -> Checkpoint:
 
 
 def _key_below(ck: Checkpoint, path: Path) -> str | None:
-    """What names the weights once the entry at `path` is the root, None if nothing did or they lie
-    elsewhere."""
+    """Return the key of the weights once the entry at `path` is the root, None if there is none."""
     if ck.key is None:
         return None
     weights, _ = find(ck.root, ck.key)
@@ -56,8 +56,10 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
 
 
 def bare(ck: Checkpoint) -> Checkpoint:
-    """The weights as a checkpoint of their own; of a pickled module, its state_dict. Raises
-    UsageError without any."""
+    """Return the weights as a checkpoint of their own; of a pickled module, its state_dict.
+
+    Raises UsageError without any.
+    """
     weights = ck.whole().required
     beside = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
     said = (
@@ -78,13 +80,17 @@ def bare(ck: Checkpoint) -> Checkpoint:
 
 
 def wrap(ck: Checkpoint, key: str, beside: Mapping[str, Node] | None = None) -> Checkpoint:
-    """``{key: root, **beside}``: `key` is one plain key, dots and all. Raises UsageError if it is
-    empty, or is one of `beside`."""
+    """Return ``{key: root, **beside}``: `key` is one plain key, dots and all.
+
+    Raises UsageError if it is empty, or is one of `beside`.
+    """
     if not key:
         raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
     others = dict(beside or {})
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
-    inner = ck.key if ck.key is None else f"{key}.{ck.key}" if ck.key else key
+    inner = ck.key
+    if inner is not None:
+        inner = f"{key}.{inner}" if inner else key
     said = f"wrapped as {key!r}" + (f" beside {', '.join(map(repr, others))}" if others else "")
     return ck.with_key(inner).with_root({key: ck.root, **others}, notes=[said])

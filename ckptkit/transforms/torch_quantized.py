@@ -18,10 +18,9 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CollisionError, TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Global, Node, Object, Path, key_text, rebuild, walk
+from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.nodes import nodes
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
 _AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptkit.analysis.advice import advise, strip_module
+from ckptkit.analysis.advice import WRAPPERS, advise, strip_module
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Global, Node
 from tests.analysis.made import checkpoint, module, opaque, tensor, view
@@ -31,6 +31,21 @@ def test_most_keys_have_the_prefix() -> None:
     assert line.startswith(
         "2 of 3 keys start with '_orig_mod.': ckptkit strip-module --prefix _orig_mod. run.pth"
     )
+
+
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_every_wrapper_is_known(prefix: str) -> None:
+    """The doctor knows the same: there is one table."""
+    (line,) = advice({f"{prefix}a": tensor(1), f"{prefix}b": tensor(2)})
+    assert f"{prefix!r}: ckptkit strip-module" in line
+    assert (f"--prefix {prefix} run.pth" in line) is (prefix != "module.")
+
+
+def test_a_file_that_torch_does_not_load_is_not_refused_by_it() -> None:
+    root = {"a": tensor(1), "b": opaque("my.Class")}
+    ck = checkpoint(root, globals=(Global("my", "Class"),))
+    assert advise(summarize(replace(ck, format="torch-unpacked"))) == ()
+    assert len(advise(summarize(ck))) == 1
 
 
 def test_few_keys_with_the_prefix_are_a_part_of_the_model() -> None:

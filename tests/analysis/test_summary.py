@@ -15,6 +15,7 @@ from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import LimitError, UsageError
+from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
@@ -165,9 +166,10 @@ def test_calls_that_no_checkpoint_needs_are_pointed_out() -> None:
     }
     (warning,) = summarize(checkpoint(root)).warnings
     assert (
-        warning
-        == "loading it with pickle would call posix.system, for the value at a and at 1 more"
+        warning == "loading it with pickle would call posix.system, for the value at a and 1 more"
     )
+    (found,) = coded([warning], RUNS_CODE)
+    assert found.facts == {"call": "posix.system", "values": 2}
 
 
 def test_ambiguous_weights_are_a_warning_that_names_them() -> None:

@@ -1,1 +1,1 @@
-"""What the commands cost, beside `cp` and beside plain torch: ``python -m tests.benchmarks``."""
+"""The cost of the commands, next to `cp` and plain torch: ``python -m tests.benchmarks``."""

@@ -1,4 +1,4 @@
-"""What the commands cost: ``python -m tests.benchmarks``.
+"""The cost of the commands: ``python -m tests.benchmarks``.
 
 A full run takes some twenty minutes, --quick three. It needs room in --dir, best a tmpfs, for the
 largest input and an output, and leaves nothing there. Exit code 1: a budget was missed.
@@ -109,7 +109,7 @@ def ckptkit() -> list[str]:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the facts of the machine that the figures depend on."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "date": datetime.now(UTC).date().isoformat(),

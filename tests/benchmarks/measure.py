@@ -37,8 +37,7 @@ class Contestant(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What one contestant took, None for each round that it sat out; and why it was sent away, if
-    it failed."""
+    """The measures of one contestant, None for rounds without it; and the reason of its failure."""
 
     costs: list[Cost | None]
     failed: str = ""

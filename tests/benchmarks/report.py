@@ -32,14 +32,14 @@ def report(machine: Mapping[str, Any], runs: Sequence[Run], notes: Iterable[str]
 
 
 def kept(runs: Sequence[Run]) -> bool:
-    """Whether every budget was kept, in every run."""
+    """Return whether every budget was kept, in every run."""
     return not any(row.within is False for run in runs for row in run) and all(
         growth.within for run in runs for growth in growths(run)
     )
 
 
 def _beside(runs: Sequence[Run], rows: Callable[[Run], list[tuple[Any, Any]]]) -> list[list[Any]]:
-    """What has one key in all runs, in the order of the first run that has it."""
+    """Return what has one key in all runs, in the order of the first run that has it."""
     found: dict[Any, list[Any]] = {}
     for run in runs:
         for key, row in rows(run):
@@ -80,7 +80,7 @@ def _joined(values: Sequence[float | None], unit: str) -> str:
 
 
 def _others(row: Row) -> list[str]:
-    """Who else took part, `cp` only where the row is not in its measure."""
+    """Return the other contestants, `cp` only where the row is not in its measure."""
     told = {OURS, row.torch, *(() if row.in_seconds else (CP,))}
     return [name for name in row.taken if name not in told]
 
@@ -123,7 +123,7 @@ def _growth(grown: Sequence[Growth]) -> list[str]:
 
 
 def _notes(runs: Sequence[Run], notes: Iterable[str]) -> str:
-    """Who was skipped and what failed, each reason once."""
+    """Return the skipped and the failed, each reason once."""
     found = list(notes)
     for row in (row for run in runs for row in run):
         found += [f"{name} was skipped: {why}" for name, why in row.skipped.items()]

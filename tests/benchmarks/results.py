@@ -1,5 +1,7 @@
-"""What was measured, and what follows from it: medians, ratios, growth, and whether budgets are
-kept. Pure."""
+"""Measurements, and what follows: medians, ratios, growth, and whether budgets are kept.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, float, int]:
-        """What it is the row of."""
+        """Return the identity of the row."""
         return self.work, self.gib, self.tensors
 
     @property
@@ -46,8 +48,7 @@ class Row:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether seconds say more than ratios to cp: of what does not copy, and where there is
-        little to copy."""
+        """Return whether seconds say more than ratios to cp: without a copy, or with a small one."""
         return self.budget.seconds is not None or self.tensors != PLAIN
 
     def costs(self, name: str) -> list[Cost]:
@@ -90,7 +91,7 @@ class Row:
 
     @property
     def within(self) -> bool | None:
-        """Whether the budget is kept, None where there is none to keep. What failed kept none."""
+        """Return whether the budget is kept, None without one. Failures keep none."""
         if not self.costs(OURS) or self.taken[OURS].failed:
             return False
         budget, judged = self.budget, self.gib >= JUDGED

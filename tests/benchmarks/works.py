@@ -1,4 +1,4 @@
-"""What is measured: commands, on which inputs, who else does the same, and the budgets."""
+"""The works that are measured: commands, inputs, contestants, and the budgets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOP = 2.0  # GiB of the largest input for all works; larger ones are for growth
 
 
 class Budget(NamedTuple):
-    """What a work may take; None: there is no such limit."""
+    """The limits of a work; None: there is no such limit."""
 
     seconds: float | None = None
     stretch: float | None = None  # seconds that would be better still

@@ -19,7 +19,7 @@ CALM = {name: value for name, value in ENVIRONMENT.items() if name not in ("NO_C
 
 
 def on_terminal(*words: object, **env: str) -> str:
-    """What a command shows on a terminal of 200 columns."""
+    """Return what a command shows on a terminal of 200 columns."""
     import pty
 
     ours, theirs = pty.openpty()

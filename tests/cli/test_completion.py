@@ -1,4 +1,4 @@
-"""What Tab offers: in this process, and in the shells that are installed."""
+"""Completion by Tab: in this process, and in the shells that are installed."""
 
 from __future__ import annotations
 

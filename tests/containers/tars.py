@@ -157,7 +157,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc,name-defined]
 
 
 def save(value: Any, path: Path, location: str = "cpu", sources: bool = False) -> Path:
-    """What torch.save of that time made of `value`, but for the padding that no reader looks at."""
+    """Return what torch.save of that time made of `value`, without the padding."""
     stream = io.BytesIO()
     pickler = _Pickler(stream, sources)
     pickler.dump(value)

@@ -22,7 +22,9 @@ from ckptkit.core.tree import (
     find,
     join,
     key_text,
+    module_versions,
     rebuild,
+    versions_state,
     walk,
 )
 
@@ -162,7 +164,7 @@ def same_shape(a: Node, b: Node, leaf: type) -> None:
 
 
 class Seen:
-    """What the leaf function makes of a leaf."""
+    """The result of the leaf function for a leaf."""
 
     def __init__(self, of: Node) -> None:
         self.of = of
@@ -431,3 +433,17 @@ def test_state_is_the_last_build() -> None:
     assert made.state is None
     made.steps = [("build", 1), ("append", [2]), ("build", 3)]
     assert made.state == 3
+
+
+@pytest.mark.parametrize(
+    "node",
+    [{}, {"_metadata": {}}, None, OrderedDict(), OrderedDict({}, 5), OrderedDict({}, {"_metadata": 5})],
+)  # fmt: skip
+def test_no_module_versions(node: Node) -> None:
+    assert module_versions(node) is None
+
+
+def test_module_versions_are_an_attribute() -> None:
+    versions = {"": {"version": 1}, "a": {"version": 2}}
+    found = module_versions(OrderedDict({"a.w": 1}, versions_state(versions)))
+    assert found == versions and isinstance(found, OrderedDict)

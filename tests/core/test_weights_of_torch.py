@@ -1,5 +1,4 @@
-"""Which part of a real checkpoint is its weights: whole modules, trainers' files and copies, all
-saved by torch.
+"""The weights of real checkpoints: whole modules, trainers' files and copies, saved by torch.
 
 The oracle for modules is `state_dict()` of what torch.load makes of the same file.
 """

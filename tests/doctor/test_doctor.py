@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
 
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.summary import summarize
-from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.tree import Node
+from ckptkit.core.errors import (
+    NEWER_TORCH,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    UnsupportedError,
+)
+from ckptkit.core.notices import RUNS_CODE, Notice
+from ckptkit.core.tree import Global, Node, Object
 from ckptkit.doctor import content, fit, refused
 from ckptkit.doctor.cause import Cause, Fix, together
 from ckptkit.doctor.facts import Facts
+from ckptkit.formats.format import Format
+from ckptkit.formats.table import FORMATS
 from tests.analysis.made import checkpoint, tensor
 
 
@@ -49,6 +61,23 @@ def test_devices_of_this_machine_are_no_cause() -> None:
     assert found(root, devices=("cpu", "cuda:0", "cuda:1")) == {}
     assert "cuda:1" in found(root, devices=("cpu", "cuda:0"))["device"].title
     assert "device" not in found({"a": tensor(1, device="meta")})
+
+
+def test_a_report_for_others_says_nothing_of_this_machine() -> None:
+    root = {"a": tensor(1, device="cuda:1")}
+    assert found(root, for_here=False)["device"].title == "It was saved on cuda:1."
+    assert "machine" in found(root)["device"].title
+
+
+def test_a_call_that_harms_is_found_by_its_code() -> None:
+    """The words of the warning are of no account."""
+    root = {"a": tensor(1), "b": Object(Global("my", "Class"))}
+    ck = replace(checkpoint(root), globals=(Global("my", "Class"),))
+    summary = summarize(ck)
+    for warning, harmful in ((Notice(RUNS_CODE, "odd words"), True), ("odd words", False)):
+        facts = Facts("run.pth", replace(summary, warnings=(warning,)), root)
+        causes = {cause.id: cause for cause in content.causes(facts)}
+        assert ("Odd words: do not load it" in causes["weights-only"].explanation) is harmful
 
 
 def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:
@@ -112,4 +141,26 @@ def test_refusals() -> None:
     assert (
         id_of(UnsupportedError("has files of experts"), known=True, is_folder=True) == "unsupported"
     )
-    assert id_of(UnsupportedError("archive version 11, not 1 to 10"), known=True) == "newer"
+    assert id_of(UnsupportedError("any words", code=NEWER_TORCH), known=True) == "newer"
+
+
+@pytest.mark.parametrize(
+    "format", [each for each in FORMATS if not each.is_folder], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_suffix_of_another_format(format: Format, suffix: str) -> None:
+    """Any that is not of the format, and those alone: the table says which."""
+    ck = replace(checkpoint({"a": tensor(1)}), format=format.name)
+    ids = {each.id for each in content.causes(Facts(f"run{suffix}", summarize(ck), ck.root))}
+    fits = format.loaded_by_torch if suffix == ".pth" else suffix in format.suffixes
+    assert ("suffix" in ids) is not fits
+    assert ("not-torch" in ids) is (
+        suffix != ".pth" and bool(format.torch_error) and not format.loaded_by_torch
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
+def test_what_a_diagnosis_calls_a_format(format: Format) -> None:
+    """Whatever torch refuses, and whatever several processes wrote, has a noun for the sentence."""
+    assert bool(format.noun) is bool(format.torch_error or format.distributed)
+    assert format.is_folder or not format.distributed

@@ -1,5 +1,4 @@
-"""What every format has to do, as a test class to inherit: its class says how torch or its own
-library writes a file.
+"""The duties of every format, as a test class to inherit: a subclass writes files by a library.
 
 The oracle is whoever made the file: names, shapes, strides, dtypes, bytes and sharing must be what
 it reads.

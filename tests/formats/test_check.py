@@ -1,5 +1,5 @@
-"""What each format can tell of damage: a flipped byte where there are checksums, every
-contradiction between files."""
+"""Detection of damage by format: flipped bytes where there are checksums, contradictions of
+files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no other test comes by: branches for files and values that hardly anybody has."""
+"""Rare cases: branches for files and values that few people have."""
 
 from __future__ import annotations
 

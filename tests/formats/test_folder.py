@@ -46,6 +46,8 @@ def make(folder: Path, names: Iterable[str]) -> Path:
         (["model.safetensors", "config.json", "tokenizer.json"], "model.safetensors"),
         (["adapter_model.safetensors", "adapter_config.json"], "adapter_model.safetensors"),
         (["last.ckpt"], "last.ckpt"),
+        (["last.pth.tar"], "last.pth.tar"),
+        (["last.th"], "last.th"),
         (["weights.npz"], "weights.npz"),
         (["consolidated.00.pth", "params.json"], "consolidated.00.pth"),
         (

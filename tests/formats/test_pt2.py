@@ -172,7 +172,7 @@ def test_several_models(path: Path) -> None:
 
 
 def before(program: torch.export.ExportedProgram, suffix: str = "pt") -> bytes:
-    """What torch 2.1 to 2.7 wrote; until 2.3 files of torch.save were called .json."""
+    """Return what torch 2.1 to 2.7 wrote; until 2.3 files of torch.save were called .json."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
         file.writestr("serialized_exported_program.json", b"{}")

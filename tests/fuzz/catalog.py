@@ -129,7 +129,7 @@ class Catalog(NamedTuple):
     classes: tuple[Name, ...]  # of packages that are there
 
     def full(self) -> set[str]:
-        """What may be called, as one dotted name each; and as what it calls itself."""
+        """Return callables, as one dotted name each; and as what they call themselves."""
         found = set()
         for row in self.callables:
             found.add(".".join(row))
@@ -196,7 +196,7 @@ def _module(name: str) -> ModuleType | None:
 
 
 def resolved(name: Name) -> Any:
-    """What a name means here, None if nothing."""
+    """Return what a name means here, None if nothing."""
     made: Any = _module(name[0])
     for part in name[1].split("."):
         made = getattr(made, part, None)

@@ -275,7 +275,7 @@ class Composer:
         return made
 
     def state(self, depth: int) -> Node:
-        """What BUILD takes: attributes, slots, or whatever a class has for it."""
+        """Return an argument for BUILD: attributes, slots, or whatever a class has for it."""
         kind = self.random.random()
         if kind < 0.55:
             return self.keywords(depth)
@@ -506,7 +506,7 @@ def _roles(node: Node) -> Iterable[tuple[str, Name]]:
 
 
 def seeds() -> list[Node]:
-    """What libraries make of good values."""
+    """Return pickles that libraries make of good values."""
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

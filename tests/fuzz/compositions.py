@@ -91,7 +91,7 @@ class Writer:
         return _BRANCHES[kind](self, value, written)
 
     def odd(self, often: float = 0.2) -> bool:
-        """Whether an unusual spelling is due."""
+        """Return whether an unusual spelling is due."""
         return self.spellings is not None and self.spellings.random() < often
 
     # Leaves

@@ -1,5 +1,4 @@
-"""What ckptkit can do with a file or folder, all of it, and what must be true whatever is in
-there."""
+"""Everything that ckptkit can do with a file or folder, and what must be true of any."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ LINES = 250_000  # that may be shown of one file
 
 
 def quietly(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """What it returns; None if it refuses, as it may."""
+    """Return the result; None if it refuses, as it may."""
     try:
         return function(*args, **kwargs)
     except CkptkitError as error:
@@ -88,7 +87,7 @@ def check(place: ByteSource | Folder) -> None:
 
 
 def salvage(source: ByteSource) -> None:
-    """What is left can be shown and written as well."""
+    """Check that what is recovered can be shown and written as well."""
     saved = formats.salvage(source)
     quietly(show, saved.checkpoint)
     rewrite(saved.checkpoint, "torch-zip", False)
@@ -103,7 +102,7 @@ def show(checkpoint: Checkpoint) -> None:
 
 
 def rewrite(checkpoint: Checkpoint, name: str, everything: bool) -> None:
-    """What is written is read again: the same tensors, and the same bytes when that is written."""
+    """Check that what is written reads back: the same tensors, and the same bytes once more."""
     data = quietly(written, checkpoint, name, everything)
     if data is None:
         return
@@ -134,7 +133,7 @@ def output(plan: Plan) -> bytes:
 
 
 def read_own(data: bytes) -> Checkpoint:
-    """What ckptkit wrote, which it has to read."""
+    """Read what ckptkit wrote, which it must accept."""
     try:
         return formats.read(Memory(data, "own"))
     except CkptkitError as error:

@@ -102,7 +102,7 @@ class _Writer:
     # Scalars
 
     def key(self, depth: int = 0) -> bytes:
-        """What can be a key of a dict."""
+        """Return opcodes of a value that can be a key of a dict."""
         made = self.random.choice((self.none, self.text, self.text, self.integer, self.real))(depth)
         return made + self.put(True) if self.random.random() < 0.15 else made
 
@@ -200,7 +200,7 @@ class _Writer:
         return f"c{module}\n{attribute}\n".encode()
 
     def harmless(self, depth: int) -> bytes:
-        """What stands for a value that has no opcode."""
+        """Return opcodes for a value that has no opcode."""
         kind = self.random.randrange(8)
         if kind == 0:
             return self.call(

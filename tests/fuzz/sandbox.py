@@ -63,7 +63,7 @@ _INSIDE = (
 
 
 class Outcome(NamedTuple):
-    """What came of one pickle: what it did, how it ended, and the names that were looked up.
+    """The outcome of one pickle: what it did, how it ended, and the names that were looked up.
 
     ``wanted`` are attributes that somebody looked for in the canary's objects.
     """
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 class Watch:
-    """What is noted while a pickle is loaded."""
+    """The record of what happens while a pickle is loaded."""
 
     def __init__(self, rows: Collection[str]) -> None:
         self.armed = False
@@ -132,7 +132,7 @@ class Watch:
 
 
 def _is_serious(error: BaseException) -> bool:
-    """Whether an error in a destructor says that memory is not what it should be."""
+    """Return whether an error in a destructor says that memory is not what it should be."""
     return isinstance(error, SystemError) or "nternal error" in str(error)
 
 
@@ -327,7 +327,7 @@ def _torch_load(data: bytes) -> object:
 
 
 def archive(data: bytes) -> bytes:
-    """What torch.save writes around a pickle, with one storage of 64 bytes."""
+    """Return what torch.save writes around a pickle, with one storage of 64 bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr(MEMBER, data)

@@ -50,7 +50,7 @@ def state() -> dict[str, Any]:
 
 
 def saved(value: Any, *, crc: bool = True, **options: Any) -> bytes:
-    """What torch.save writes."""
+    """Return what torch.save writes."""
     buffer = io.BytesIO()
     torch.serialization.set_crc32_options(crc)
     try:

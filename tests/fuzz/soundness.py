@@ -75,7 +75,7 @@ class Finding(NamedTuple):
 
 
 def is_clean(data: bytes, name: str = "made.pkl") -> bool:
-    """Whether `ckptkit scan` ends with 0."""
+    """Return whether `ckptkit scan` ends with 0."""
     source = Memory(data, name)
     try:
         if data[:2] != b"PK":
@@ -169,7 +169,7 @@ class Hunt:
             yield self.findings[key]
 
     def _together(self, made: Composition, before: list[Composition], kind: str) -> Composition:
-        """What does it only after others, with as few of these as it takes."""
+        """Return the pickle that acts only after others, with as few of these as it takes."""
         step = len(before)
         while step:
             at = 0
@@ -183,7 +183,7 @@ class Hunt:
         return _joined(made, before)
 
     def _does(self, made: Composition, kind: str) -> bool:
-        """Whether it is clean, and does something of this kind."""
+        """Return whether it is clean, and does something of this kind."""
         return next(self._still(iter([made]), kind), None) is not None
 
     def _smaller(self, made: Composition, kind: str) -> Composition:

@@ -1,5 +1,7 @@
-"""What is given bytes that nobody meant: one function for each part that reads. They fail where
-something is wrong."""
+"""Fuzz targets: a function for each part that reads.
+
+They fail where something is wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the targets found. Each of these was wrong once."""
+"""Faults that the targets found, each of them fixed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pickles.making import machine
 
 
 def rewritten(data: bytes) -> Any:
-    """What is read of a pickle, written and read again."""
+    """Return a pickle that was read, written and read again."""
     made = write_pickle(machine(data), lambda typed: ()).data
     assert isinstance(made, bytes)
     return machine(made)

@@ -132,7 +132,7 @@ def hunt(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tried(cases: dict[str, Node], folder: Path) -> dict[str, dict[str, Any]]:
-    """What each did in the sandbox, and what scan says of it."""
+    """Return what each pickle did in the sandbox, and the verdict of scan."""
     options = []
     for name, node in cases.items():
         path = folder / f"{name}.pkl"

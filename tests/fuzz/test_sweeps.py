@@ -53,7 +53,7 @@ UNSUMMED = (
 
 
 def opened(data: bytes) -> Checkpoint:
-    """What is read of a file, all bytes that have checksums compared with them."""
+    """Return what is read of a file, all checksums compared."""
     source = Memory(data, "made")
     checkpoint = formats.read(source)
     parts = [each for each in formats.check(Probe(source)) if isinstance(each, Part)]

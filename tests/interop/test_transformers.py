@@ -124,7 +124,7 @@ def test_load_into(model: Any, saved: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the Trainer leaves after two of four steps."""
+    """Return the folder that the Trainer leaves after two of four steps."""
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate (extra: interop)")
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(train(model, folder, until=2), folder / "kept")

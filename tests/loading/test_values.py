@@ -20,7 +20,7 @@ from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDic
 
 
 def both(value: Any, folder: Path) -> tuple[Any, Any]:
-    """What ckptkit and torch give of one file, which the test itself made."""
+    """Return what ckptkit and torch give of one file, which the test itself made."""
     path = folder / "a.pth"
     torch.save(value, path)
     return ckptkit.load(path, whole=True), torch.load(path, weights_only=False)

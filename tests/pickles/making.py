@@ -1,5 +1,5 @@
-"""What the tests of the pickle machine and its writer share: nodes as Python values, and both ways
-through torch."""
+"""Shared by the tests of the pickle machine and its writer: nodes as values, and ways through
+torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, bytearray, Global, ByteString
 
 
 def isomorphic(a: Node, b: Node) -> bool:
-    """Whether two trees are equal in every type, value and order, and in what is shared with
+    """Return whether two trees are equal in every type, value and order, and in what is shared with
     what."""
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
@@ -139,7 +139,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def saved(value: Any, **options: Any) -> bytes:
-    """What torch.save writes."""
+    """Return what torch.save writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
@@ -151,7 +151,7 @@ def read_file(path: Path) -> Checkpoint:
 
 
 def read_saved(value: Any, folder: Path, **options: Any) -> Checkpoint:
-    """What torch.save writes, as ckptkit reads it."""
+    """Return what torch.save writes, as ckptkit reads it."""
     path = folder / "saved.pt"
     path.write_bytes(saved(value, **options))
     return read_file(path)
@@ -183,5 +183,5 @@ class Written:
         return "storage", storage_class(typed.dtype), str(number), storage.device, numel
 
     def load(self, **options: Any) -> Any:
-        """What torch makes of it; weights_only unless said otherwise."""
+        """Return what torch makes of it; weights_only unless said otherwise."""
         return torch.load(self.path, **{"weights_only": True, **options})

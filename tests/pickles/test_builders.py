@@ -48,7 +48,7 @@ OLD = {
 
 
 def both(tree: bytes, folder: Path) -> tuple[Node, Any]:
-    """What ckptkit and torch read."""
+    """Return what ckptkit and torch read."""
     data = legacy(tree)
     root = read_bytes(data, folder).root
     return root, torch.load(folder / "legacy.pt", weights_only=False)

@@ -1,5 +1,5 @@
-"""What torch's own calls mean: the rarer ones, by hand and by torch, and arguments that none of
-them takes."""
+"""The calls of torch: the rarer ones, by hand and by torch, and arguments that none of them
+takes."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ if read is not None:
 
 
 def outcome(data: bytes, folder: Path) -> Outcome:
-    """What becomes of a pickle in a process of its own."""
+    """Return the outcome of a pickle in a process of its own."""
     path = folder / "payload"
     path.write_bytes(data)
     done = subprocess.run(

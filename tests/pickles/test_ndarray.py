@@ -28,7 +28,7 @@ def tensor_of(node: Node) -> Tensor:
 
 
 def array_of(tensor: Tensor) -> Any:
-    """What the description says, read by numpy."""
+    """Return the described array, read by numpy."""
     assert tensor.storage is not None
     data = b"".join(stream(tensor.storage.record.locate()))
     dtype = np.dtype(tensor.dtype.numpy).newbyteorder(">" if tensor.storage.big_endian else "<")

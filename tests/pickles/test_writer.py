@@ -1,5 +1,4 @@
-"""What the pickle writer writes: torch reads it as it read the original, and the machine reads the
-same tree again."""
+"""The pickle writer: torch and the machine read its output as they read the original."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def agree(a: Any, b: Any) -> bool:
-    """Whether torch loaded the same twice."""
+    """Return whether torch loaded the same twice."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

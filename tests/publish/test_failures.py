@@ -1,5 +1,4 @@
-"""What no other test of publishing comes by: disks that fail at the very end, file systems that
-cannot sync folders."""
+"""Rare failures of publishing: disks that fail at the very end, folders that cannot be synced."""
 
 from __future__ import annotations
 

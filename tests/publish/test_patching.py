@@ -267,16 +267,14 @@ def test_a_file_with_another_name_is_written_anew(how: str, tmp_path: Path) -> N
 
 
 class Torn(NamedTuple):
-    """What is there after an edit was ended: what each reader makes of the file itself, None if it
-    refuses."""
+    """A file after an interrupted edit: what each reader makes of it, None if it refuses."""
 
     others: str | None
     ours: str | None
 
 
 def meaning(path: Path, read: Callable[[Path], dict[str, Any]], change: str) -> str | None:
-    """Which of the two versions of the file a reader finds; None if it refuses the file. Anything
-    else fails."""
+    """Return the version of the file that a reader finds; None if it refuses the file."""
     try:
         found = read(path)
     except Exception:
@@ -375,8 +373,7 @@ def test_DS_01_killed_at_every_call(kind: str, change: str, half: str, tmp_path:
 
 
 class Disk:
-    """What a power cut leaves of a file: what was synced, and any part of what was written
-    since."""
+    """A file after a power cut: what was synced, and any part of what was written since."""
 
     def __init__(self, data: bytes) -> None:
         self.synced = data

@@ -40,7 +40,7 @@ http {{
 
 
 class Answer(NamedTuple):
-    """What the server logged of a request."""
+    """The log of a request on the server."""
 
     status: int
     nbytes: int  # of the body

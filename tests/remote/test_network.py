@@ -187,7 +187,7 @@ def test_a_page_without_a_length_is_looked_at(server: Misbehaving) -> None:
 
 
 class TestWindows:
-    """What is read from the network, and what is kept."""
+    """The bytes that are read from the network, and those that are kept."""
 
     def test_what_was_read_is_kept(self, server: Misbehaving) -> None:
         source = opened(server)

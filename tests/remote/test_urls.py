@@ -1,4 +1,4 @@
-"""What is a URL, and what of it may be shown."""
+"""URLs: what is one, and what of it may be shown."""
 
 from __future__ import annotations
 

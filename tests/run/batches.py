@@ -1,5 +1,4 @@
-"""What the tests of batches share: many small checkpoints, work that dies, a Dask cluster on this
-machine."""
+"""Shared by the tests of batches: many small checkpoints, work that dies, a Dask cluster."""
 
 from __future__ import annotations
 

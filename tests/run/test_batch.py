@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def expected(runs: Sequence[Path], tmp_path: Path) -> dict[str, bytes]:
-    """What the same work makes of each file alone."""
+    """Return what the same work makes of each file alone."""
     for path in runs:
         target = tmp_path / "alone" / path.relative_to(tmp_path / "runs")
         target.parent.mkdir(parents=True, exist_ok=True)

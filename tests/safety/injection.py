@@ -68,8 +68,8 @@ def traced(arguments: Sequence[object], cwd: Path, *options: str) -> Done:
 
 
 def calls(arguments: Sequence[object], cwd: Path, names: Sequence[str] = CHANGES) -> list[Call]:
-    """What ckptkit calls that is about files in `cwd`, where it runs: all reads of the names asked
-    for, and what follows the first change."""
+    """Return the calls of ckptkit about files in `cwd`: reads of these names, and all after a
+    change."""
     log = cwd.with_name(f"{cwd.name}.log")
     done = traced(arguments, cwd, "-y", "-o", str(log), "-e", f"trace={','.join(names)}")
     assert done.code == 0, done.stderr

@@ -191,8 +191,7 @@ def test_DS_03_the_order_in_which_things_reach_the_disk(
 
 
 def kind_of(shown: str, folder: Path) -> str:
-    """What a call is about, by the last path that it shows but the input's; for a rename, the
-    first."""
+    """Return the kind of a call, by the last path that it shows but the input's."""
     if ".tmp" in shown:
         return "temporary"
     if "ckptkit-journal" in shown:

@@ -1,5 +1,4 @@
-"""What another format cannot hold is stored beside it, named in the report, or refused: never lost
-in silence."""
+"""Values that another format cannot hold are stored elsewhere, named in the report, or refused."""
 
 from __future__ import annotations
 

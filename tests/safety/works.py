@@ -1,4 +1,4 @@
-"""What the tests of data safety do to a folder, and what may be in it afterwards."""
+"""The work of the data safety tests on a folder, and the states that it may be in afterwards."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WORKS = {
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What a command makes of a folder: before and after, each a snapshot."""
+    """The states of a folder: before and after a command, each a snapshot."""
 
     work: Work
     before: dict[str, bytes]
@@ -120,7 +120,7 @@ class Outcomes:
 
 
 def outcomes(work: Work, folder: Path, source: Path) -> Outcomes:
-    """What the command makes when nothing happens to it."""
+    """Return the states before and after the command when it is not disturbed."""
     before = snapshot(work.prepare(folder, source))
     command = [*COMMAND, *work.arguments]
     done = subprocess.run(

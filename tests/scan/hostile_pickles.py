@@ -71,7 +71,7 @@ PLAIN = pickle2(b"}" + text("a") + b"K\x01s")
 
 
 def archive(data: bytes, *more: Member, **options: object) -> bytes:
-    """What torch.save writes, around any pickle."""
+    """Return what torch.save writes, around any pickle."""
     members = (Member("archive/data.pkl", data), *more, Member("archive/version", b"3\n"))
     return build(*members, **options)  # type: ignore[arg-type]
 

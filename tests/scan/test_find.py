@@ -1,5 +1,4 @@
-"""What no other test comes by of files that are searched for pickles, pruned or salvaged, and
-refused."""
+"""Rare files that are searched for pickles, pruned or salvaged, and refused."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_fixtures_are_no_findings_and_torch_agrees(path: Path) -> None:
 
 
 def loads(path: Path) -> bool:
-    """Whether torch.load takes a file with weights_only."""
+    """Return whether torch.load takes a file with weights_only."""
     try:
         torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError):

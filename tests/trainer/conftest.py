@@ -1,5 +1,4 @@
-"""What the tests of the trainer share: runs before their first epoch, and replicas on one
-device."""
+"""Shared by the tests of the trainer: runs before their first epoch, replicas on one device."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def prepared() -> Iterator[Prepare]:
 
 
 class TwoReplicas(parallel.Replicated):
-    """What DataParallel does with two GPUs, on one CPU: it does not replicate there.
+    """DataParallel with two GPUs, on one CPU: it does not replicate there.
 
     The batch is split along dim 0, each half goes through the (one) model, and the outputs are
     joined, or not.

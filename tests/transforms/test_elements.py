@@ -24,7 +24,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 
 
 def to_torch(leaf: Tensor) -> torch.Tensor:
-    """What a tensor reads as, through torch alone."""
+    """Return a tensor as torch alone reads it."""
     assert leaf.storage is not None
     data = b"".join(bytes(each) for each in stream(leaf.storage.record.locate()))
     values = torch.frombuffer(bytearray(data or b"\0" * 16), dtype=torch.uint8)[: len(data)]

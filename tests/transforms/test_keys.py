@@ -296,7 +296,7 @@ def test_rename_absent_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError) as caught:
         rename(checkpoint("layer1.weight", "layer2.bias"), {"layer1.weigth": "w"})
     assert caught.value.hint is not None
-    assert "'layer1.weight'" in caught.value.hint
+    assert "layer1.weight" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_select_unmatched_glob_says_what_is_near() -> None:
     with pytest.raises(UsageError) as caught:
         select(checkpoint("encoder.weight", "decoder.weight"), drop=["encodr.weight"])
     assert caught.value.hint is not None
-    assert "'encoder.weight'" in caught.value.hint
+    assert "encoder.weight" in caught.value.hint
 
 
 def test_select_nothing_left() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.text import guess, plural, quoted
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
-from ckptkit.transforms.nodes import moved, nodes
+from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode, nodes
+from ckptkit.transforms.nodes import moved
 from tests.transforms.trees import tensor
 
 
@@ -60,5 +60,5 @@ def test_words() -> None:
     ]
     assert quoted(list("abc")) == "'a', 'b', 'c'"
     assert quoted(list("abcdef")) == "'a', 'b', 'c', 'd' and 2 more"
-    assert guess("wieght", ["weight", "bias"]) == "did you mean 'weight'?"
+    assert guess("wieght", ["weight", "bias"]) == "did you mean weight?"
     assert guess("xyz", ["weight"]) is None

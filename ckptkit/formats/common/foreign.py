@@ -11,6 +11,7 @@ from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
 from ckptkit.core.text import shown
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
 
 
 class Signature(NamedTuple):
@@ -135,7 +136,6 @@ _FLAX_MAP = re.compile(
     rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL
 )  # a key that is a text
 _TABLE_END = bytes.fromhex("57fb808b247547db")  # of the index of a TensorFlow checkpoint
-_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".ckpt")
 _TF_DATA = re.compile(r"\.data-[0-9]{5}-of-[0-9]{5}$")
 _HTML = (b"<!doctype html", b"<html", b"<head")
 
@@ -245,7 +245,7 @@ def _start(head: bytes) -> str:
 
 def _zip(archive: ZipDirectory) -> InputError:
     names = [name.rpartition("/")[2] for name in archive.entries]
-    inside = [name for name in names if name.endswith(_SUFFIXES)]
+    inside = [name for name in names if name.endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes))]
     if {"model.weights.h5", "config.json"} <= set(names):
         return FormatError("is a Keras model", hint=_KERAS)
     if f"{archive.top}/.data/extern_modules" in archive:

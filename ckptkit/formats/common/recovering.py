@@ -10,10 +10,10 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Node, Object, join, walk
+from ckptkit.core.tree import Node, Object, join, nodes, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Salvaged
-from ckptkit.pickles.pruning import parts, without
+from ckptkit.pickles.pruning import without
 
 AGAIN = "fetch it again from where it came from"
 UNVERIFIED = (
@@ -112,7 +112,7 @@ class _Verdicts:
 
     def _look(self, root: Node) -> str | None:
         storages = (
-            node.storage for node in parts(root) if isinstance(node, (Tensor, TypedStorage))
+            node.storage for node in nodes(root) if isinstance(node, (Tensor, TypedStorage))
         )
         return next(
             (why for storage in storages if (why := self._verdict(storage)) is not None), None

@@ -10,6 +10,7 @@ from math import prod
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
+from ckptkit.core.notices import within
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.dcp import hub
@@ -127,7 +128,7 @@ class _Tree:
     def _root(self, name: str, item: Checkpoint) -> Node:
         """The root of a file inside, or beside, the data; what it names and warns of is kept."""
         self.globals |= dict.fromkeys(item.globals)
-        self.warnings += [f"{name}: {warning}" for warning in item.warnings]
+        self.warnings += [within(name, warning) for warning in item.warnings]
         return item.root
 
     def add(self, extra: Checkpoint) -> None:

@@ -6,6 +6,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import check
+from ckptkit.core.notices import within
 from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import some
 from ckptkit.core.tree import Global, Node, Object
@@ -67,7 +68,7 @@ class Reader:
     @property
     def warnings(self) -> list[str]:
         """What the files warn of, each thing once."""
-        return [f"{some(names, 1)}: {text}" for text, names in self._warnings.items()]
+        return [within(some(names, 1), text) for text, names in self._warnings.items()]
 
 
 class Fields:

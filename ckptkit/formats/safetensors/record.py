@@ -30,7 +30,16 @@ from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural
-from ckptkit.core.tree import Global, Node, OrderedDict, children, key_text
+from ckptkit.core.tree import (
+    MODULE_VERSIONS,
+    Global,
+    Node,
+    OrderedDict,
+    children,
+    key_text,
+    module_versions,
+    versions_state,
+)
 from ckptkit.core.weights import Weights
 from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
 
@@ -38,7 +47,6 @@ RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt
 VERSION = 1
 WHOLE = object()  # the origin of a checkpoint that a file held whole
-ATTRIBUTE = "_metadata"
 
 
 class Record(NamedTuple):
@@ -219,7 +227,7 @@ def _restored(
             tensor = replace(tensor, kind=kind, requires_grad=requires_grad)
         root[name] = tensor
     if isinstance(root, OrderedDict) and known.metadata is not None:
-        root.state = {ATTRIBUTE: OrderedDict(known.metadata)}
+        root.state = versions_state(known.metadata)
     return root
 
 
@@ -263,14 +271,13 @@ def lost_attributes(node: Node) -> list[str]:
     """What was set on a state_dict and cannot be recorded, by name."""
     if not isinstance(node, OrderedDict) or node.state is None:
         return []
-    held = (ATTRIBUTE,) if _metadata(node) is not None else ()
+    held = (MODULE_VERSIONS,) if _metadata(node) is not None else ()
     return [key_text(key) for key, _ in children(node.state) if key not in held]
 
 
 def _metadata(node: Node) -> dict[Node, Node] | None:
-    state = node.state if isinstance(node, OrderedDict) else None
-    paths = state.get(ATTRIBUTE) if isinstance(state, dict) else None
-    if not isinstance(paths, dict):
+    paths = module_versions(node)
+    if paths is None:
         return None
     plain = dict(paths)
     return plain if is_plain(plain, LIMITS.safetensors_header_bytes) else None

@@ -25,19 +25,19 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.notices import WRONG_TOTAL, Notice, coded, within
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.tree import Node, OrderedDict, module_versions, nodes, versions_state
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.format import Finding, Format, Part, Probe
-from ckptkit.formats.safetensors.record import ATTRIBUTE, Restored
+from ckptkit.formats.safetensors.record import Restored
 from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
 SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
-_TOTAL_IS = "the index says"
 _FETCH = "fetch the index and the shards again, into an empty folder"
 
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
@@ -74,9 +74,7 @@ def findings(probe: Probe) -> Iterator[Part | Finding]:
     for error in wrong:
         yield Finding(error.message, os.path.basename(error.where or ""), hint=error.hint)
     if not wrong:
-        yield from (
-            Finding(warning) for warning in checkpoint.warnings if warning.startswith(_TOTAL_IS)
-        )
+        yield from map(Finding, coded(checkpoint.warnings, WRONG_TOTAL))
     for name, (format, each) in shards.probes.items():
         if format.check is not None:
             yield from (replace(found, file=name) for found in format.check(each))
@@ -216,7 +214,7 @@ class _Shards:
                 )
             ),
             warnings=(
-                *(f"{name}: {warning}" for name, shard in shards for warning in shard.warnings),
+                *(within(name, warning) for name, shard in shards for warning in shard.warnings),
                 *restored.warnings,
                 *_wrong_total(said, root),
                 *warnings,
@@ -270,10 +268,10 @@ class _Shards:
         """Names that the index leaves out because they share memory with one that it has. Any other
         is an error."""
         ties: dict[Node, Node] = {}
-        for shard, nodes in self.held.items():
-            extra = [name for name in nodes if places.get(name) != shard]
+        for shard, held in self.held.items():
+            extra = [name for name in held if places.get(name) != shard]
             known = (
-                {_storage(nodes[name]) for name in nodes if places.get(name) == shard}
+                {_storage(held[name]) for name in held if places.get(name) == shard}
                 if extra
                 else set()
             )
@@ -284,7 +282,7 @@ class _Shards:
                             f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH
                         )
                     )
-                elif _storage(nodes[name]) not in known:
+                elif _storage(held[name]) not in known:
                     self.refuse(
                         CorruptError(
                             f"{shard} holds {name[:80]!r}, which the index does not have",
@@ -292,7 +290,7 @@ class _Shards:
                         )
                     )
                 else:
-                    ties[name] = nodes[name]
+                    ties[name] = held[name]
         return ties
 
 
@@ -342,18 +340,14 @@ def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
         return root
     metadata = OrderedDict()
     for shard in shards:
-        state = shard.state if isinstance(shard, OrderedDict) else None
-        part = state.get(ATTRIBUTE) if isinstance(state, dict) else None
-        metadata.update(part if isinstance(part, dict) else {})
-    return OrderedDict(root, {ATTRIBUTE: metadata} if metadata else None)
+        metadata.update(module_versions(shard) or {})
+    return OrderedDict(root, versions_state(metadata) if metadata else None)
 
 
 def _nbytes_with_objects(root: Node) -> int:
     """Bytes of all storages, those inside objects included (packed parameters of quantized
     modules)."""
-    from ckptkit.pickles.pruning import parts  # most indexes are right without
-
-    leaves = (node for node in parts(root) if isinstance(node, (Tensor, TypedStorage)))
+    leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
     return sum(
         {
             id(leaf.storage): leaf.storage.nbytes for leaf in leaves if leaf.storage is not None
@@ -375,4 +369,5 @@ def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]
         total in (every, once, stored) or total == _nbytes_with_objects(root)
     ):
         return []
-    return [f"{_TOTAL_IS} {str(total)[:40]} bytes in all, the tensors have {once:,}"]
+    text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
+    return [Notice(WRONG_TOTAL, text, nbytes=once)]

@@ -21,7 +21,14 @@ from typing import Protocol
 from ckptkit.containers.zip_entries import REPLACED
 from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import (
+    NEWER_TORCH,
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    UnsupportedError,
+)
+from ckptkit.core.notices import NO_CHECKSUM, NO_VERSION, Notice
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import shown
 from ckptkit.formats import table
@@ -131,12 +138,14 @@ class Archive:
     def _check_version(self) -> list[str]:
         versions = {self._number("version"), self._number(".data/version")} - {None}
         if not versions:
-            return ["it has no version record: torch refuses it; a copy written by ckptkit has one"]
+            text = "it has no version record: torch refuses it; a copy written by ckptkit has one"
+            return [Notice(NO_VERSION, text)]
         if len(versions) > 1:
             raise AmbiguousError("the records version and .data/version contradict each other")
         if not versions <= set(VERSIONS):
             raise UnsupportedError(
-                f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}"
+                f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}",
+                code=NEWER_TORCH,
             )
         return []
 
@@ -200,11 +209,7 @@ class Archive:
 
     def unverified(self) -> list[str]:
         """A warning, if some of the storages that were opened have no checksum."""
-        if not self._unsummed:
-            return []
-        return [
-            f"{self._unsummed:,} of its storages have no checksum: damage to them cannot be seen"
-        ]
+        return unsummed(self._unsummed)
 
     def unused(self, known: Iterable[str]) -> list[str]:
         """A warning, if there are records besides the storages that were opened and the `known`
@@ -221,3 +226,9 @@ class Archive:
         return [
             f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"
         ]
+
+
+def unsummed(count: int) -> list[str]:
+    """Return the warning about `count` storages without a checksum, none for 0."""
+    text = f"{count:,} of its storages have no checksum: damage to them cannot be seen"
+    return [Notice(NO_CHECKSUM, text, storages=count)] if count else []

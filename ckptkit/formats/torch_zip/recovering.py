@@ -26,6 +26,7 @@ from ckptkit.formats.common.recovering import AGAIN, salvaged
 from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Salvaged
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.evidence import Evidence, Place
+from ckptkit.formats.torch_zip.reader import unsummed
 from ckptkit.formats.torch_zip.remains import Entry, Header, headers
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
@@ -287,10 +288,7 @@ class _Archive:
         return list(self.reasons)
 
     def _warn(self) -> None:
-        if count := self.verdicts[UNSUMMED]:
-            self.warnings.append(
-                f"{count:,} of its storages have no checksum: damage to them cannot be seen"
-            )
+        self.warnings += unsummed(self.verdicts[UNSUMMED])
         if count := self.verdicts[UNPROVEN]:
             self.warnings.append(
                 f"nothing proves that {count:,} of its storages are whole: they may be garbage"

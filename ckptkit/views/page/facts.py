@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.page/1"
 LISTED = 400  # values, objects or metadata entries
 LONG = 400  # characters of a value
-HERE = ", which this machine does not have"  # a page is read on others
 
 
 def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str, Any]:
@@ -39,8 +38,10 @@ def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str,
 def _file(seen: Seen) -> dict[str, Any]:
     summary, totals = seen.summary, seen.summary.totals
     whole = seen.checkpoint
+    # A page is read on other machines than this one.
+    found = quantized.find(whole)
     causes = content.causes(
-        Facts(summary.path, summary, whole.root, quantized=quantized.find(whole))
+        Facts(summary.path, summary, whole.root, quantized=found, for_here=False)
     )
     return {
         "name": escape(summary.path),
@@ -53,7 +54,7 @@ def _file(seen: Seen) -> dict[str, Any]:
         "causes": [
             {
                 "severity": cause.severity,
-                "title": escape(cause.title.replace(HERE, "")),
+                "title": escape(cause.title),
                 "explanation": escape(cause.explanation),
                 "command": None if cause.command is None else escape(cause.command),
             }

@@ -1,4 +1,4 @@
-"""What a format of weights alone leaves out, and what it refuses instead."""
+"""Values that a format of weights alone leaves out, and those that it refuses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is no checkpoint says what it is, and what to do: by the bytes that such files begin
-with."""
+"""Files that are no checkpoint: the errors name them by their first bytes, and say what to do."""
 
 from __future__ import annotations
 

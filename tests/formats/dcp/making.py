@@ -42,14 +42,14 @@ def alone() -> Iterator[None]:
 
 
 def save(folder: Path, state: dict[str, Any], **options: Any) -> Path:
-    """What one process saves."""
+    """Save as one process does."""
     with alone():
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
     return folder
 
 
 def whole(folder: Path) -> dict[str, Any]:
-    """What torch makes of a folder."""
+    """Return what torch makes of a folder."""
     out = folder.with_name(f"{folder.name}.whole.pth")
     with alone():
         dcp_to_torch_save(folder, out)

@@ -1,5 +1,4 @@
-"""What several processes save with torch.distributed.checkpoint: run by each of them, under
-torchrun.
+"""Saves of several processes with torch.distributed.checkpoint: run by each, under torchrun.
 
 torchrun --nproc-per-node 4 -m tests.formats.dcp.ranks FOLDER
 """

@@ -16,7 +16,7 @@ PINWHEEL: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1
 
 
 def counted(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether every element is in exactly one box."""
+    """Return whether every element is in exactly one box."""
     held = np.zeros(shape, int)
     for offsets, sizes in boxes:
         held[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1

@@ -216,7 +216,7 @@ def test_a_tree_that_does_not_end(tmp_path: Path) -> None:
 
 
 class Custom:
-    """What only its own code could make."""
+    """A class whose values only its own code can make."""
 
 
 def test_objects(tmp_path: Path) -> None:

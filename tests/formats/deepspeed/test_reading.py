@@ -1,4 +1,4 @@
-"""What DeepSpeed's folders hold, against the parameters that they were made from."""
+"""DeepSpeed's folders, against the parameters that they were made from."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def sample(name: str) -> torch.Tensor:
 
 
 def saved(state: object, folder: Path) -> Checkpoint:
-    """What ckptkit reads of what torch saves."""
+    """Return what ckptkit reads of what torch saves."""
     torch.save(state, folder / "saved.pth")
     return TORCH_ZIP.read(Probe(LocalFile(folder / "saved.pth")))
 

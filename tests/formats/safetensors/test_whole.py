@@ -103,7 +103,7 @@ class Other:
 
 
 def odd() -> dict[str, Any]:
-    """What JSON and safetensors have no word for."""
+    """Return values that JSON and safetensors cannot express."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     shared = ["once"]
     cycle: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Which tensor goes into which file: huggingface_hub is the oracle."""
+"""The split of tensors into files: huggingface_hub is the oracle."""
 
 from __future__ import annotations
 

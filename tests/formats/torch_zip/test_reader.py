@@ -29,6 +29,7 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
@@ -96,6 +97,7 @@ def test_D_45_without_checksums(tmp_path: Path) -> None:
     assert checkpoint.warnings == (
         "1 of its storages have no checksum: damage to them cannot be seen",
     )
+    assert [each.facts for each in coded(checkpoint.warnings, NO_CHECKSUM)] == [{"storages": 1}]
     copy = write(checkpoint, tmp_path / "b.pth")
     check_equal(checkpoint.root, torch.load(copy, mmap=True))
     with zipfile.ZipFile(copy) as made:

@@ -85,7 +85,7 @@ class Exportable(nn.Module):
 
 
 def export(module: nn.Module, path: Path) -> Path:
-    """What the module holds, in a program that makes no use of it."""
+    """Export a program that holds the module and makes no use of it."""
     program = Exportable()
     program.__dict__.update(
         {part: module.__dict__[part] for part in ("_parameters", "_buffers", "_modules")}

@@ -1,4 +1,4 @@
-"""What is declared in the code of TorchScript archives, as torch prints it."""
+"""Declarations in the code of TorchScript archives, as torch prints it."""
 
 from __future__ import annotations
 

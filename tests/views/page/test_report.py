@@ -23,7 +23,7 @@ from tests.views.page import made
 
 
 class Reader(HTMLParser):
-    """What a browser sees: the tags, and the text of scripts and styles."""
+    """The tags of a page, and the text of its scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,0 +1,51 @@
+"""Codes of warnings and of errors: what code asks instead of reading messages."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from ckptkit.core import errors
+from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.notices import Notice, coded, within
+
+NOTICE = Notice("some-code", "3 of them are odd", count=3)
+
+
+def test_a_notice_is_its_text() -> None:
+    assert NOTICE == "3 of them are odd" and f"{NOTICE}" == "3 of them are odd"
+    assert json.dumps([NOTICE]) == '["3 of them are odd"]'
+    assert {NOTICE: 1}["3 of them are odd"] == 1
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])  # fmt: skip
+def test_a_copy_keeps_code_and_facts(again: object) -> None:
+    made = again(NOTICE)  # type: ignore[operator]
+    assert (made, made.code, made.facts) == (NOTICE, "some-code", {"count": 3})
+
+
+def test_a_place_before_a_notice_keeps_its_code() -> None:
+    found = within("a.bin", NOTICE)
+    assert found == "a.bin: 3 of them are odd"
+    assert coded(["some-code", found, Notice("other", "x")], "some-code") == [found]
+    assert type(within("a.bin", "plain")) is str
+
+
+def classes(base: type[CkptkitError] = CkptkitError) -> Iterator[type[CkptkitError]]:
+    yield base
+    for each in base.__subclasses__():
+        yield from classes(each)
+
+
+def test_every_class_of_errors_has_a_code_of_its_own() -> None:
+    codes = [each.code for each in classes() if each.__module__ == errors.__name__]
+    assert len(codes) > 15 and len({*codes}) == len(codes)
+
+
+def test_an_error_may_say_more_than_its_class() -> None:
+    error = pickle.loads(pickle.dumps(FormatError("x", where="y", code="odd")))
+    assert (error.code, error.where, FormatError("x").code) == ("odd", "y", "format")
