@@ -47,14 +47,18 @@ def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
 
 
 def match(probe: Probe) -> Format | None:
-    """The format that claims a file or folder. Raises what is wrong with the container that some of
-    them share."""
+    """Return the format that claims a file or folder, None if there is none.
+
+    Raises what is wrong with a container that several formats share.
+    """
     return next((format for format in FORMATS if format.matches(probe)), None)
 
 
 def identify(probe: Probe) -> Format:
-    """The format of a file or folder, by its content. Raises an InputError that says what it is
-    instead."""
+    """Identify the format of a file or folder by its content.
+
+    Raises an InputError that says what it is instead.
+    """
     found = match(probe)
     if found is not None:
         return found
@@ -67,7 +71,7 @@ def identify(probe: Probe) -> Format:
 
 
 def read(place: ByteSource | Folder) -> Checkpoint:
-    """The checkpoint in a file or folder: headers only. Every error says which file."""
+    """Read the checkpoint in a file or folder: headers only. Every error says which file."""
     probe = Probe(place)
     try:
         return identify(probe).read(probe)
@@ -78,21 +82,25 @@ def read(place: ByteSource | Folder) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """What can be checked beyond reading, and what is wrong; nothing where the format has no more
-    than that."""
+    """Yield what can be checked beyond reading, and the findings.
+
+    Empty where the format has no check of its own.
+    """
     format = identify(probe)
     return iter(()) if format.check is None else format.check(probe)
 
 
 _SAVES = {
-    RECOVER: f"`ckptkit {RECOVER}` saves what is whole",
-    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is there, which may be garbage",
+    RECOVER: f"`ckptkit {RECOVER}` saves what is intact",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is left, which may be garbage",
 }
 
 
 def salvageable(probe: Probe) -> str:
-    """The command that may save something of a damaged file, an empty text if there is none. Reads
-    headers."""
+    """Return the command that may recover part of a damaged file, "" if there is none.
+
+    Reads headers.
+    """
     found = (format.salvageable(probe) for format in FORMATS if format.salvageable is not None)
     try:
         return "" if probe.is_folder else next(filter(None, found), "")
@@ -101,9 +109,9 @@ def salvageable(probe: Probe) -> str:
 
 
 def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged:
-    """What is whole of a damaged file; with `unverified`, also what nothing proves to be.
+    """Recover the intact part of a damaged file; with `unverified`, also what cannot be verified.
 
-    Raises CorruptError if nothing is, UnsupportedError for other formats.
+    Raises CorruptError if nothing is intact, UnsupportedError for other formats.
     """
     probe = Probe(place)
     try:
@@ -117,7 +125,7 @@ def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged
         raise error.at(place.name) from error.__cause__
     able = ", ".join(format.name for format in FORMATS if format.salvage is not None)
     raise UnsupportedError(
-        "is of no format that can be recovered", where=place.name, hint=f"these can: {able}"
+        "is not of a format that can be recovered", where=place.name, hint=f"these can: {able}"
     )
 
 
@@ -138,11 +146,10 @@ def for_writing(
     *,
     shards: bool = False,
 ) -> Format:
-    """The format to write `path` in: the one called `name`, else by its suffix, else that of the
-    input (`keep`).
+    """Choose the format to write `path` in: `name`, else by suffix, else the input's (`keep`).
 
-    With `shards` it is one that writes a folder of them, safetensors if nothing says otherwise.
-    Raises UsageError for a name or suffix that no writer has.
+    With `shards` it is a format that writes a folder of shards, safetensors by default. Raises
+    UsageError for a name or suffix without a writer.
     """
     if name is not None:
         return _writer(name, shards)
@@ -179,18 +186,19 @@ def _writer(name: str, shards: bool = False) -> Format:
     format = by_name(name)
     if format is None or format.layout is None:
         names = ", ".join(each.name for each in writable())
-        known = "cannot be written" if format is not None else "is no format that ckptkit knows"
+        known = "cannot be written" if format is not None else "is not a format that ckptkit knows"
         raise UsageError(f"{name!r} {known}", hint=f"formats that can be written: {names}")
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
         raise UsageError(
-            f"{name} is one file, and --shard-size is for folders", hint=f"--format {able}"
+            f"{name} is a single file, and --shard-size needs a format of folders",
+            hint=f"--format {able}",
         )
     return format
 
 
 def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
-    """What writing `checkpoint` in `format` comes to. Every error says which checkpoint."""
+    """Plan a file of `checkpoint` in `format`. Every error says which checkpoint."""
     assert format.layout is not None
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
@@ -208,8 +216,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
 def patch(
     before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
 ) -> Patch | None:
-    """What makes of the file that `before` was read from one that holds `after`; None if that takes
-    a new file.
+    """Plan the edit in place that makes the file of `before` hold `after`; None if it is large.
 
     Every error says which checkpoint.
     """
@@ -229,7 +236,7 @@ def patch(
 
 
 def holds_program(checkpoint: Checkpoint) -> bool:
-    """Whether it was read from a format of programs, of which only the weights can be written."""
+    """Return whether the checkpoint is a program, of which only the weights can be written."""
     kept = by_name(checkpoint.format)
     return kept is not None and kept.program
 

@@ -1,4 +1,4 @@
-"""The contract of a format, and what a sniffer may look at."""
+"""The contract of a format, and the probe that identifies a file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 RECOVER, UNVERIFIED = (
     "recover",
     "recover --unverified",
-)  # commands that save what is left of a damaged file
+)  # the commands that recover a damaged file
 
 
 class Probe:
-    """A file or folder about to be identified; what one sniffer finds out, the others and the
-    reader share."""
+    """A file or folder to be identified; the formats and the reader share what has been parsed."""
 
     def __init__(self, place: ByteSource | Folder) -> None:
         self.place = place
@@ -47,12 +46,12 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 512 bytes, fewer if there are fewer; none of a folder."""
+        """The first 512 bytes, fewer in a short file; empty for a folder."""
         return b"" if self.is_folder else self.source.read(0, min(512, self.source.size))
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names in a folder; none of a file."""
+        """The names in a folder; empty for a file."""
         return frozenset(self.folder.list() if self.is_folder else ())
 
     @cached_property
@@ -63,12 +62,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How to write, as far as a format has a choice.
+    """The choices of how to write, where a format has one.
 
-    ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or
-    ``error``. ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once
-    and noted) or ``duplicate``. ``shard_size``: bytes that a file of a format with several may
-    have, one large tensor aside; None: its own choice. ``everything``: the whole tree, not only
+    ``objects``: ``keep``, ``drop`` or ``error`` for Python objects that are not tensors or plain
+    values. ``ties``: ``alias`` (store once and note) or ``duplicate`` for tensors with equal bytes
+    in a format without views. ``shard_size``: the most bytes in a file of a sharded format, a
+    single larger tensor aside; None: the default. ``everything``: write the whole tree, not only
     what the format is made for; see `Format.everything`.
     """
 
@@ -80,7 +79,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An entry that could not be saved: its dotted path, what it was, and why."""
+    """An entry that could not be recovered: its dotted path, its kind, and the reason."""
 
     path: str
     what: str
@@ -89,7 +88,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """What is left, and what is not."""
+    """A recovered checkpoint, and the list of losses."""
 
     checkpoint: Checkpoint
     lost: tuple[Loss, ...]
@@ -97,11 +96,9 @@ class Salvaged:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes that say whether they are whole: by their CRC-32 if that is known, else by being there,
-    and inflating.
+    """Bytes to be verified: by their CRC-32 if it is known, else by reading and inflating them.
 
-    ``what`` they are is for messages, ``file`` is the name in a folder of the file that they are
-    in.
+    ``what`` names them in messages, ``file`` is the file in a folder that they are in.
     """
 
     what: str
@@ -112,8 +109,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, the name of the file in a folder that it is about, the tensors that
-    it hits, and what to do about it."""
+    """A defect found by `check`: message, file in the folder, affected tensors, hint."""
 
     what: str
     file: str = ""
@@ -123,8 +119,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A function of this room by its place, ``"module:function"``, imported when it is first
-    called."""
+    """A function of this room by its place, ``"module:function"``, imported at the first call."""
 
     place: str
 
@@ -140,21 +135,21 @@ class Lazy:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One on-disk format. What it cannot do is None; generic code asks for the capability, never
-    for the name.
+    """One on-disk format.
 
-    ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every
+    What it cannot do is None; generic code asks for the capability, never for the name.
+
+    ``matches`` identifies a file and does not raise for one of another format; after a match, every
     failure of `read` is an error. `read` takes the probe, so that what identification parsed is not
     parsed twice. ``layout`` is pure: it plans and writes nothing. A format that is not ``readable``
-    is recognised all the same, and its `read` says what to do instead. ``pickles`` finds what
+    is recognized all the same; its `read` raises an error with the advice. ``pickles`` finds what
     `scan` traces, None if the file is of another format. Raises what is wrong with it. ``salvage``
-    gives what is whole of a damaged file, None if the file is of another format; told ``True``,
-    also what nothing proves to be whole. ``salvageable`` reads no tensor and says which command may
-    find something: `RECOVER`, `UNVERIFIED`, or an empty text. ``check`` gives what can be checked
-    beyond reading: everything that has a checksum, and everything that is wrong, where `read` says
-    the first of it. It reads headers alone. ``patch`` makes of a local file, as it was read, what
-    it is to be, by the few bytes that differ; None if they are not few. It is as pure as `layout`,
-    and notes what that would.
+    recovers the intact part of a damaged file, None if the file is of another format; with
+    ``True``, also what cannot be verified. ``salvageable`` reads no tensor and returns the command
+    that may recover something: `RECOVER`, `UNVERIFIED`, or "". ``check`` yields what can be checked
+    beyond reading: every part with a checksum, and all findings, where `read` raises the first. It
+    reads headers alone. ``patch`` plans the edit in place of a local file, as it was read, if few
+    bytes differ; None if many do. It is as pure as `layout`, and gives the same notes.
     """
 
     name: str

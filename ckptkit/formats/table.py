@@ -1,8 +1,8 @@
 """The list of formats, a record each; their code is imported when it is called.
 
-In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy
-stream is the order in which torch tries them. A plain pickle comes after the legacy stream, which
-begins with one; a folder that stands for one of its files comes after all others.
+In sniff order. TorchScript comes before torch-zip, which it also matches. Zip, tar, legacy stream
+is the order in which torch tries them. A plain pickle comes after the legacy stream, which begins
+with one; a folder of loose files comes after all other folders.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ FOLDER = Format(
 )
 
 FORMATS = (
-    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, TORCH_LEGACY, SAFETENSORS, DCP, DEEPSPEED, SHARDED, SHARDED_BIN,
-    NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER,
+    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, TORCH_LEGACY, SAFETENSORS, DCP, DEEPSPEED, SHARDED,
+    SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}

@@ -487,7 +487,7 @@ def test_TR_05_keys(key: Any) -> None:
     refused(
         FormatError,
         torch_tar(ids(2), [tensor(2, 1)], [storage(key, DATA)]),
-        "something other than a number",
+        "is not a number",
     )
 
 

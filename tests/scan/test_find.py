@@ -195,7 +195,7 @@ def test_a_tensor_of_no_storage_is_not_lost() -> None:
 
 def test_nothing_is_left(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "w": torch.ones(2)}, tmp_path / "a.pth")
-    with pytest.raises(CorruptError, match="no tensor in it is whole"):
+    with pytest.raises(CorruptError, match="no tensor in it is intact"):
         salvaged(open_checkpoint(tmp_path / "a.pth"), lambda storage: "gone")
 
 

@@ -1,5 +1,4 @@
-"""What is whole of a damaged checkpoint: the tree without the tensors whose bytes are gone, and a
-list of these."""
+"""Recover a damaged checkpoint: the tree without tensors whose bytes are lost, and their list."""
 
 from __future__ import annotations
 
@@ -15,22 +14,22 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Salvaged
 from ckptkit.pickles.pruning import parts, without
 
-AGAIN = "fetch it again from where it came from"
+AGAIN = "download or copy it again"
 UNVERIFIED = (
-    f"{AGAIN}; `ckptkit recover --unverified` keeps what lies inside the file, shifted or not"
+    f"{AGAIN}; `ckptkit recover --unverified` keeps what is inside the file, shifted or not"
 )
-_ZEROS = 512  # bytes at the end of a file that look as if they were never written
+_ZEROS = 512  # zeros at the end of a file that was perhaps not written to its end
 _STEP = 1 << 20
 
-Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are whole
+Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are intact
 
 
 def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
-    """The checkpoint without what refers to lost storages.
+    """Return the checkpoint without everything that refers to lost storages.
 
-    An entry of a mapping goes with its key; elsewhere None takes the place. A pickled module that
-    has lost a part becomes the state_dict of what it has left. Raises CorruptError if no tensor is
-    left, with `hint`.
+    An entry of a mapping is removed with its key; elsewhere None replaces it. A pickled module that
+    has lost a part becomes the state_dict of the rest. Raises CorruptError if no tensor is left,
+    with `hint`.
     """
     verdicts = _Verdicts(why)
     root, found = without(checkpoint.root, verdicts.is_lost)
@@ -52,14 +51,16 @@ def _has_tensors(root: Node) -> bool:
 
 
 def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
-    """Make the error that says that nothing is left, with the reason for the first loss."""
+    """Make the error for a file without an intact tensor, with the reason for the first loss."""
     why = f": {lost[0].why}" if lost else ""
-    return CorruptError(f"no tensor in it is whole{why}", hint=hint)
+    return CorruptError(f"no tensor in it is intact{why}", hint=hint)
 
 
 def zeros_from(source: ByteSource) -> int:
-    """Find where the zeros at the end of a file begin, if there are so many that it may not be
-    written to its end."""
+    """Return where the zeros at the end of a file begin; its size if there are fewer than 512.
+
+    So many zeros may mean that the file was not written to its end.
+    """
     stop, step = source.size, _ZEROS
     while stop > 0:
         start = max(0, stop - step)
@@ -85,12 +86,12 @@ def _of_module(
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
     if not root:
         raise nothing(lost, hint)
-    note = "the module became the state_dict of what is left of it"
+    note = "the module became a state_dict of the parts that are left"
     return Salvaged(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
 
 
 class _Verdicts:
-    """Which nodes refer to lost storages: each looked at once."""
+    """Decide which nodes refer to lost storages; each node and storage is examined once."""
 
     def __init__(self, why: Why) -> None:
         self._why = why

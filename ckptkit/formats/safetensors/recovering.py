@@ -1,4 +1,4 @@
-"""A cut or damaged safetensors file: each entry of the header stands for itself."""
+"""Recover a cut or damaged safetensors file: each entry of the header by itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from ckptkit.formats.safetensors.record import restore
 
 
 def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """The tensors of a file that is as long as its header says; with `unverified`, of any that lie
-    inside it.
+    """Recover a file that is as long as its header says; with `unverified`, any tensor inside it.
 
     The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as
     nothing says where that begins; and a file that ends in zeros may not be written to its end.
-    What is beside the tensors (ties, ``_metadata``, a whole tree) comes back only if all tensors
-    do. Raises what is wrong with the header.
+    Everything but the tensors (ties, ``_metadata``, a whole tree) is recovered only if all tensors
+    are. Raises what is wrong with the header.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -51,7 +50,7 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
 
 
 def salvageable(probe: Probe) -> str:
-    """Name the command that may save something: none unless the header can be read."""
+    """Return the command that may recover something; "" unless the header can be read."""
     if probe.is_folder or not matches(probe):
         return ""
     try:
@@ -64,7 +63,7 @@ def salvageable(probe: Probe) -> str:
 
 
 def _shifted(header: dict[str, Any], size: int) -> str:
-    """Say what is wrong with the number of bytes behind the header; an empty text if nothing is."""
+    """Describe what is wrong with the number of bytes after the header; "" if nothing is."""
     end = 0
     for entry in header.values():
         try:
@@ -73,14 +72,12 @@ def _shifted(header: dict[str, Any], size: int) -> str:
             continue
     if end == size:
         return ""
-    which = (
-        f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} bytes are too many"
-    )
+    which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} extra bytes"
     return f"its bytes may be shifted: {which} in the file, and nothing says where"
 
 
 def _doubt(tensor: Tensor, shifted: str, zeros: int) -> str:
-    """Why a tensor that lies inside the file may not be whole."""
+    """Return why a tensor that is inside the file may not be intact."""
     record = tensor.storage.record.locate() if tensor.storage is not None else None
     if not isinstance(record, Range) or not record.length:
         return ""

@@ -1,4 +1,4 @@
-"""A whole tree as JSON, and back: what ``--all`` writes beside the tensors of a safetensors file.
+"""Encode a whole tree as JSON: what ``--all`` writes next to the tensors of a safetensors file.
 
 A list of statements. Each makes a node, numbered from 0 in the order of the list, or fills one that
 was made before:
@@ -7,25 +7,26 @@ was made before:
     ["tuple", value...] ["set", value...] ["frozenset", value...]
     ["bytes", base64] ["bytearray", base64] ["python2", base64]
     ["text", base64]                                        of UTF-8 with lone surrogates
-    ["int", hex] ["float", hex] ["complex", hex]            two's complement; IEEE 754; all big-endian
+    ["int", hex] ["float", hex] ["complex", hex]            two's complement; IEEE 754; big-endian
     ["global", module, name]
     ["object", callable, arguments, keywords, new]          see tree.Object; keywords null or a dict
-    ["storage", entry, device]  and  true after it          bytes of an entry of the header; big-endian ones
-    ["tensor", storage, {...}]                              the fields that the entry does not say: below
+    ["storage", entry, device]  and  true after it          bytes of an entry; big-endian ones
+    ["tensor", storage, {...}]                              fields not in the entry: below
     ["typed", storage, dtype, start, stop]                  see tensor.TypedStorage
     ["blob", entry, kind]                                   see tree.Blob
 
     ["fill", n, "set", key, value...]                       items of a dict, or set on an object
     ["fill", n, "append" | "add", value...]                 items of a list, or of an object
-    ["fill", n, "build", value]                             the state of an object, the attributes of an OrderedDict
+    ["fill", n, "build", value]                             the state of an object, the attributes
+                                                            of an OrderedDict
 
 A value is null, a boolean, an integer of up to 19 digits, a finite float, a text; or ``[n]``, a
 node that was made. Fields of a tensor: dtype, shape, stride, offset, kind, layout, requires_grad,
 conj, neg. Without them a tensor is what its entry is: that dtype and shape, row-major, from the
 first element.
 
-:mod:`skeleton_reader` makes what the statements say by the rules of the pickle machine, which also decides what an
-object reads as.
+:mod:`skeleton_reader` builds the tree by the rules of the pickle machine, which also decides how an
+object reads.
 """
 
 from __future__ import annotations
@@ -56,8 +57,7 @@ class Skeleton(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a header says of the bytes of a storage: a tensor of its own, or plain bytes (dtype
-    uint8)."""
+    """The bytes of a storage in a header: a tensor of its own, or plain bytes (dtype uint8)."""
 
     name: str
     dtype: DType
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class Writer:
-    """Turns a tree into statements. `entry` says where the bytes of a storage or a blob are put."""
+    """Encode a tree as statements. `entry` places the bytes of a storage or a blob."""
 
     def __init__(self, entry: Callable[[Storage | Blob], Entry]) -> None:
         self._entry = entry
@@ -77,7 +77,10 @@ class Writer:
         self._making: set[int] = set()
 
     def write(self, root: Node) -> Skeleton:
-        """Iterative: a generator per open node yields what must be made before it goes on."""
+        """Write the statements of a tree.
+
+        Iterative: a generator per open node yields what must be made first.
+        """
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:
             for node in frames[-1]:
@@ -184,7 +187,7 @@ class Writer:
             self._say(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
             raise AmbiguousError(
-                "a mapping has repeated or unhashable keys, which no output can keep"
+                "a mapping has repeated or unhashable keys, which cannot be written"
             )
         else:
             self._say(node, *_spelt(node))
@@ -193,7 +196,7 @@ class Writer:
         if id(storage) not in self._numbers:
             if not is_utf8(storage.device):
                 raise UnsupportedError(
-                    "the name of a device is not UTF-8, which no output of text can hold"
+                    "the name of a device is not UTF-8, which cannot be written as text"
                 )
             entry = self._entry(storage)
             self._say(
@@ -253,7 +256,7 @@ def _spelt(node: Node) -> tuple[str, str]:
         return "float", struct.pack(">d", node).hex()
     if isinstance(node, complex):
         return "complex", struct.pack(">dd", node.real, node.imag).hex()
-    raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")
+    raise FormatError(f"a value of type {type(node).__name__} cannot be kept in a checkpoint")
 
 
 def _base64(data: bytes | bytearray) -> str:

@@ -1,4 +1,4 @@
-"""Makes a tree of the statements of :mod:`skeleton`, and trusts none of them."""
+"""Build a tree from the statements of :mod:`skeleton`, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class Read(NamedTuple):
 
 
 def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
-    """The tree that the statements describe over the entries of a header. Raises InputErrors of
-    several kinds."""
+    """Build the tree that the statements describe over the entries of a header.
+
+    Raises InputErrors of several kinds.
+    """
     reader = _Reader(entries)
     for statement in skeleton.statements:
         with _explained(f"statement {str(statement)[:80]}"):
@@ -40,14 +42,14 @@ def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Errors say what they are about; what Python stumbles over is none of a file that we wrote."""
+    """Name the statement in errors; report a Python error as a file that ckptkit did not write."""
     try:
         yield
     except CkptkitError as error:
         error.message = f"{what}: {error.message}"
         raise
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, struct.error) as error:
-        raise FormatError(f"{what} makes no sense") from error
+        raise FormatError(f"{what} is invalid") from error
 
 
 class _Reader:
@@ -66,15 +68,15 @@ class _Reader:
             self.nodes.append(_MAKERS[what](self, *rest))
 
     def value(self, said: Any) -> Node:
-        """What a value stands for. Nodes that are not made yet are none."""
+        """Return the value of an operand. Nodes that are not made yet are refused."""
         if said.__class__ is list:
             (number,) = said
             node = self.nodes[_natural(number)]
             if isinstance(node, _Named):
-                raise FormatError("a storage is no value")
+                raise FormatError("a storage is not a value")
             return node
         if said.__class__ is dict:
-            raise FormatError("an object of JSON is no value")
+            raise FormatError("a JSON object is not a value")
         return said
 
     def _fill(self, number: int, step: str, *said: Any) -> None:
@@ -89,7 +91,7 @@ class _Reader:
         elif step == "build" and isinstance(target, OrderedDict) and target.state is None:
             (target.state,) = values
         else:
-            raise FormatError(f"a {type(target).__name__} cannot be filled so")
+            raise FormatError(f"a {type(target).__name__} cannot be filled this way")
 
     def _items(self, target: dict[Node, Node], values: list[Node]) -> None:
         for key, value in zip(values[0::2], values[1::2], strict=True):
@@ -107,7 +109,7 @@ class _Reader:
         elif step in ("append", "add"):
             target.steps.append((step, values))
         else:
-            raise FormatError("an object cannot be filled so")
+            raise FormatError("an object cannot be filled this way")
 
     def tuple_(self, *said: Any) -> Node:
         return tuple(self.value(each) for each in said)
@@ -133,7 +135,7 @@ class _Reader:
             or not (kwargs is None or isinstance(kwargs, dict))
             or new.__class__ is not bool
         ):
-            raise FormatError("an object is not made so")
+            raise FormatError("an object is not made this way")
         reducer = (
             known.REDUCERS.get((made.module, made.name))
             if isinstance(made, Global) and not new
@@ -145,7 +147,7 @@ class _Reader:
 
     def storage(self, entry: str, device: str, big_endian: bool = False) -> Node:
         if not isinstance(device, str) or big_endian.__class__ is not bool:
-            raise FormatError("a storage is not described so")
+            raise FormatError("a storage is not described this way")
         held = self._take(entry).storage
         assert held is not None
         return _Named(Storage(held.record, device, None, big_endian), entry)
@@ -200,7 +202,7 @@ class _Reader:
 
 
 class _Named(NamedTuple):
-    """A storage, and the entry that its bytes are in. No value of its own."""
+    """A storage, and the entry that its bytes are in. Not a value by itself."""
 
     storage: Storage
     entry: str

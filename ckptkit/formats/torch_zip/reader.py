@@ -4,10 +4,11 @@
     <top>/data/<key>             the bytes of one storage
     <top>/version                a number, 1 to 10 ("3\\n")
     <top>/byteorder              "little" or "big"; little where it is missing
-    <top>/.format_version, .storage_alignment, .data/serialization_id        since about 2.7; not needed to read
-    <top>/.data/ckptkit.json     ours: :mod:`beside`
+    <top>/.format_version, .storage_alignment, .data/serialization_id
+                                 since about 2.7; not needed to read
+    <top>/.data/ckptkit.json     ckptkit's own: :mod:`extra_records`
 
-<top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`;
+<top> is the name of the first entry up to its first slash. (torch/serialization.py, `_load`;
 caffe2/serialize.)
 """
 
@@ -52,8 +53,11 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The pickle and the places of the storages. Raises CorruptError, AmbiguousError, FormatError,
-    UnsupportedError, LimitError, and what the pickle machine raises."""
+    """Read the pickle and locate the storages.
+
+    Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and what the
+    pickle machine raises.
+    """
     archive = probe.zip
     assert archive is not None
     return _read(Archive(archive))
@@ -70,7 +74,7 @@ def _read(archive: Archive) -> Checkpoint:
 
 
 def _metadata(archive: Archive) -> dict[str, str]:
-    """What another format kept beside the tree, and ckptkit in a record of its own."""
+    """Return the metadata of another format and of ckptkit's own record."""
     name = archive.folder + extra_records.NAME
     return extra_records.read(archive.directory.read(name)) if name in archive.directory else {}
 
@@ -81,7 +85,7 @@ class _Entry(Protocol):
 
 
 class Directory(Protocol):
-    """The records of an archive: the members of a zip file, mostly."""
+    """The records of an archive, mostly the members of a zip file."""
 
     @property
     def source(self) -> ByteSource: ...
@@ -97,7 +101,7 @@ class Directory(Protocol):
 
 
 class Archive:
-    """One archive being read: its control records, and pickles with their storages."""
+    """One archive while it is read: its control records, and pickles with their storages."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
@@ -107,7 +111,7 @@ class Archive:
         self._used: set[str] = set()
 
     def check(self) -> list[str]:
-        """The control records, and that all records are in one folder; what is worth a warning.
+        """Check the control records, and that all records are in one folder; return warnings.
 
         Raises AmbiguousError, FormatError, UnsupportedError.
         """
@@ -141,7 +145,7 @@ class Archive:
         return []
 
     def _control(self, name: str) -> bytes | None:
-        """The whole of a small record, None if there is none."""
+        """Return the bytes of a small record, None if it is missing."""
         entry = self.directory.entries.get(self.folder + name)
         if entry is None:
             return None
@@ -158,7 +162,7 @@ class Archive:
         return None if text is None else int(text)
 
     def unpickle(self, name: str) -> Unpickled:
-        """The pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
+        """Read the pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
 
         Raises CorruptError, AmbiguousError, and what the pickle machine raises.
         """
@@ -192,14 +196,14 @@ class Archive:
         return self.storage(name, location)
 
     def storage(self, name: str, location: str) -> Storage:
-        """The bytes of the record `name`, which the caller knows to be there."""
+        """Return the bytes of the record `name`, which the caller knows to exist."""
         self._used.add(name)
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
         return Storage(record, location, crc, self.big_endian)
 
     def unverified(self) -> list[str]:
-        """A warning, if some of the storages that were opened have no checksum."""
+        """Warn if some of the storages that were opened have no checksum."""
         if not self._unsummed:
             return []
         return [
@@ -207,8 +211,7 @@ class Archive:
         ]
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """A warning, if there are records besides the storages that were opened and the `known`
-        ones."""
+        """Warn if there are records besides the opened storages and the `known` ones."""
         used = self._used | {self.folder + name for name in known}
         unused = [
             name

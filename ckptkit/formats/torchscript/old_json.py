@@ -1,16 +1,20 @@
 """TorchScript of torch 1.0 to 1.2: the modules in JSON, the tensors in records of their own.
 
     <top>/model.json       {"protoVersion": "3", "mainModule": MODULE, "tensors": [TENSOR...], ...}
-    MODULE                 {"name", "submodules": [MODULE...], "parameters": [{"name", "tensorId", "isBuffer"}...],
-                           "attributes": [{"name", "type", "id"}...], "torchscriptArena": {"key": code}, ...}
-    TENSOR                 {"dims": ["2", "3"], "strides": [...], "offset": "0", "requiresGrad": true,
-                           "dataType": "FLOAT", "data": {"key": "tensors/0"}, "device": "cpu"},
-                           quantised also {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}, of type UINT8...
+    MODULE                 {"name", "submodules": [MODULE...],
+                           "parameters": [{"name", "tensorId", "isBuffer"}...],
+                           "attributes": [{"name", "type", "id"}...],
+                           "torchscriptArena": {"key": code}, ...}
+    TENSOR                 {"dims": ["2", "3"], "strides": [...], "offset": "0",
+                           "requiresGrad": true, "dataType": "FLOAT",
+                           "data": {"key": "tensors/0"}, "device": "cpu"}, quantized also
+                           {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}, of type UINT8...
     <top>/tensors/0        the bytes of a storage, which several tensors may share
-    <top>/attributes.pkl   since 1.1: a tuple or list, to which the ids of attributes refer; below 0 there is no value
+    <top>/attributes.pkl   since 1.1: a tuple or list, to which the ids of attributes refer; an id
+                           below 0 has no value
 
-The text is protobuf's JSON: integers of 64 bits are strings, what has its default may be missing.
-Sizes, strides and offsets are in elements. Tensors that no module has are constants of the code,
+The text is protobuf's JSON: integers of 64 bits are strings, fields with default values may be
+missing. Sizes, strides and offsets are in elements. Tensors outside of modules are constants,
 ``CONSTANTS.c<id>``. (caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
 """
 
@@ -30,15 +34,16 @@ from ckptkit.core.tree import Global, Node, Object, OrderedDict
 from ckptkit.formats.torch_zip.reader import Archive
 
 _DTYPES = {
-    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT32": "int32", "INT64": "int64",
-    "INT16": "int16", "INT8": "int8", "UINT8": "uint8", "BYTE": "uint8", "BOOL": "bool",
+    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT32": "int32",
+    "INT64": "int64", "INT16": "int16", "INT8": "int8", "UINT8": "uint8",
+    "BYTE": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _QUANTIZED = {"uint8": "quint8", "int8": "qint8", "int32": "qint32"}
 Json = dict[str, Any]
 
 
 def read(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
-    """The main module, the globals that its attributes name, and what is worth a warning.
+    """Read the main module, the globals that its attributes name, and warnings.
 
     Raises FormatError, CorruptError, UnsupportedError, and what the pickle machine raises.
     """
@@ -100,7 +105,7 @@ class _Model:
     def _storage(self, said: Json) -> Storage:
         name = f"{self.archive.folder}{_text(_object(said, 'data'), 'key')}"
         if name not in self.archive.directory:
-            raise CorruptError(f"model.json tells of a tensor in {shown(name)}, which is not there")
+            raise CorruptError(f"model.json has a tensor in {shown(name)}, which is missing")
         device = _text(said, "device", "cpu")
         if name not in self.storages:
             self.storages[name] = self.archive.storage(name, device)
@@ -109,8 +114,10 @@ class _Model:
         return self.storages[name]
 
     def _module(self, said: Json) -> Object:
-        """The object of a module. Recursive: JSON that is nested deeper than `LIMITS.json_depth` is
-        not read."""
+        """Make the object of a module.
+
+        Recursive: JSON nested deeper than `LIMITS.json_depth` is not read.
+        """
         parameters: dict[Node, Node] = {}
         buffers: dict[Node, Node] = {}
         for each in _objects(said, "parameters"):
@@ -179,7 +186,7 @@ def _text(said: Json, key: str, default: str | None = None) -> str:
 
 
 def _integer(said: Any) -> int:
-    """A number, or the decimal text of one, as protobuf writes 64 bits."""
+    """Parse a number, or the decimal text of one, as protobuf writes 64 bits."""
     if type(said) is int:
         return said
     if not isinstance(said, str) or not re.fullmatch("-?[0-9]{1,19}", said):

@@ -45,7 +45,7 @@ def test_pieces_of_ranks_are_no_weights(
     piece: Path, tmp_path: Path, name: str, format: str
 ) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"a' the file holds the piece of one rank"
+        UnsupportedError, match=r"a' the file holds only one rank's piece"
     ) as caught:
         ckptkit.save(ckptkit.open(piece), tmp_path / name, format=format)
     assert caught.value.hint is not None
@@ -71,5 +71,5 @@ def test_what_python_adds_to_tensors_is_said_to_be_left_out(tmp_path: Path, suff
         {"weight": weight, "parameter": parameter, "plain": torch.ones(1)}, tmp_path / "x.pth"
     )
     done = ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / f"x{suffix}")
-    said = "left out: what Python adds to the elements of tensors (a class, attributes): 'weight', 'parameter'"
+    said = "left out: the Python class or attributes of tensors: 'weight', 'parameter'"
     assert said in done.plan.notes

@@ -226,7 +226,7 @@ def test_DC_04_chunks_that_are_no_whole(tmp_path: Path, boxes: list[Box], said: 
 def test_DC_04_a_chunk_that_is_stored_nowhere(tmp_path: Path) -> None:
     made = two(tmp_path / "x")
     del made.metadata.storage_data[MetadataIndex("w", (2, 0))]
-    with pytest.raises(CorruptError, match=r"'w': the chunk at \(2, 0\) is stored nowhere"):
+    with pytest.raises(CorruptError, match=r"'w': the chunk at \(2, 0\) has no entry"):
         read(made.write())
 
 
@@ -484,7 +484,7 @@ def test_DC_10_what_lightning_keeps_beside_twice(tmp_path: Path) -> None:
     with pytest.raises(AmbiguousError, match="'epoch' is there twice"):
         read(folder)
     torch.save([1], folder / "meta.pt")
-    with pytest.raises(FormatError, match="no dict"):
+    with pytest.raises(FormatError, match="does not hold a dict"):
         read(folder)
     (folder / "meta.pt").write_bytes(b"x")
     with pytest.raises(FormatError) as caught:
