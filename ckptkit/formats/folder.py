@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from ckptkit import formats
@@ -100,8 +101,9 @@ def _model(stem: str) -> str:
 
 
 def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """Warn about the checkpoints in a folder that are not among the files that were read."""
-    left = [file for each in candidates(names) for file in each.files if file not in read]
+    """Return a warning about checkpoints in a folder that were not read."""
+    files = chain.from_iterable(each.files for each in candidates(names))
+    left = [file for file in files if file not in read]
     return (f"the folder also holds {_listed(left)}, not read",) if left else ()
 
 
@@ -128,7 +130,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """Check the checkpoint of the folder. Raises like `read`."""
+    """Yield the parts to check in the checkpoint of the folder. Raises like `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
     return (

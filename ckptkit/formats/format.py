@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-RECOVER, UNVERIFIED = (
-    "recover",
-    "recover --unverified",
-)  # the commands that recover a damaged file
+# The commands that recover a damaged file.
+RECOVER = "recover"
+UNVERIFIED = "recover --unverified"
 
 
 class Probe:
@@ -156,26 +155,21 @@ class Format:
     title: str  # for people
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    suffixes: tuple[
-        str, ...
-    ] = ()  # of its files; for a format with a layout, those that choose it for writing
+    # suffixes of its files; with a layout, those that choose it for writing
+    suffixes: tuple[str, ...] = ()
     is_folder: bool = False
-    loaded_by_torch: bool = False  # whether torch.load or torch.jit.load reads it
+    loaded_by_torch: bool = False  # torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
-    listed: bool = (
-        False  # whether it is found in a list of a folder's files, which a web server does not give
-    )
-    shards: bool = False  # whether its layout is a folder of files of at most `shard_size`
-    everything: str = (
-        "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
-    )
-    program: bool = (
-        False  # whether it holds a program, which no other format keeps: it is not changed in place
-    )
-    rewrite_as: str | None = (
-        None  # the format that an edited copy is written in, if it has no layout of its own
-    )
+    # found by listing a folder's files, which a web server does not offer
+    listed: bool = False
+    shards: bool = False  # its layout is a folder of files of at most `shard_size`
+    # keeps the whole tree: "always", when "asked", "nested" (but not ties), "never"
+    everything: str = "never"
+    # holds a program, which no other format keeps: it is not changed in place
+    program: bool = False
+    # the format of an edited copy, if it has no layout of its own
+    rewrite_as: str | None = None
     salvage: Callable[[Probe, bool], Salvaged | None] | None = None
     salvageable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None

@@ -84,7 +84,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
 
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """Return notes on the texts that other formats keep."""
+    """Yield notes on the texts that other formats keep."""
     yield from leftovers(checkpoint)[0]
     yield from (f"{key} (metadata)" for key in checkpoint.metadata)
     node = checkpoint.required.node

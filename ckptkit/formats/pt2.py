@@ -26,6 +26,7 @@ Before, in a plain zip file:
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from ckptkit.containers import strict_json
@@ -120,8 +121,8 @@ class _Archive(Archive):
         if name not in self.directory:
             return None
         check("index_bytes", self.directory.entries[name].size, f"bytes of {config}")
-        said = strict_json.parse(self.directory.read(name), config)
-        entries = _field(said, "config", dict)
+        parsed = strict_json.parse(self.directory.read(name), config)
+        entries = _field(parsed, "config", dict)
         made = OrderedDict()
         for tensor, entry in entries.items():
             place = f"{self.folder}{folder}{_field(entry, 'path_name', str)}"
@@ -153,25 +154,25 @@ class _Archive(Archive):
         return Tensor(self.storages[place], dtype, shape, stride, offset, grad, kind)
 
 
-def _field(said: Any, key: str, kind: type) -> Any:
-    found = said.get(key) if isinstance(said, dict) else None
+def _field(parsed: Any, key: str, kind: type) -> Any:
+    found = parsed.get(key) if isinstance(parsed, dict) else None
     if type(found) is not kind:
         raise FormatError(f"a configuration of tensors has no {key!r} where one must be")
     return found
 
 
-def _integer(said: Any) -> int:
+def _integer(parsed: Any) -> int:
     """Return n of ``{"as_int": n}``.
 
     Sizes that the graph computes cannot occur in a stored tensor.
     """
-    found: int = _field(said, "as_int", int)
+    found: int = _field(parsed, "as_int", int)
     return found
 
 
-def _device(said: Json) -> str:
-    kind, index = _field(said, "type", str), said.get("index")
-    return kind if index is None else f"{kind}:{_field(said, 'index', int)}"
+def _device(parsed: Json) -> str:
+    kind, index = _field(parsed, "type", str), parsed.get("index")
+    return kind if index is None else f"{kind}:{_field(parsed, 'index', int)}"
 
 
 def _read_parts(directory: ZipDirectory) -> Checkpoint:
@@ -194,6 +195,6 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         {part: each.root for part, each in held.items()},
         table.PT2.name,
         directory.source,
-        globals=tuple(dict.fromkeys(name for each in held.values() for name in each.globals)),
-        warnings=tuple(warning for each in held.values() for warning in each.warnings),
+        globals=tuple(dict.fromkeys(chain.from_iterable(each.globals for each in held.values()))),
+        warnings=tuple(chain.from_iterable(each.warnings for each in held.values())),
     )

@@ -229,12 +229,12 @@ class _Table:
 
     def warnings(self) -> tuple[str, ...]:
         unused = self.tensors.keys() - self.used
-        said = (
+        unread = (
             (f"nothing refers to {len(unused):,} of its tensors, which are not carried over",)
             if unused
             else ()
         )
-        return (*self.sources.warnings, *said)
+        return (*self.sources.warnings, *unread)
 
     def _storage(self, node: Node) -> TypedStorage:
         found = self.storages.get(_key(node))

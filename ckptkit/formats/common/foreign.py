@@ -256,8 +256,8 @@ def _zip(archive: ZipDirectory) -> InputError:
     if f"{archive.top}/.data/extern_modules" in archive:
         return UnsupportedError(
             "is a torch.package archive: Python code with pickles that need it",
-            hint="if you trust it, load it with torch.package.PackageImporter(FILE), which runs its "
-            "code, and save the state_dict",
+            hint="if you trust it, load it with torch.package.PackageImporter(FILE), which runs "
+            "its code, and save the state_dict",
         )
     if {"policy.pth", "_stable_baselines3_version"} <= set(names):
         return FormatError(

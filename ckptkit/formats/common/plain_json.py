@@ -35,7 +35,8 @@ def is_plain(root: Node, room: int = _ROOM) -> bool:
         room -= 1 + (len(node) if isinstance(node, str) else 0)
         if room < 0 or depth > _DEPTH or not _is_plain_node(node):
             return False
-        waiting.extend((child, depth + 1) for pair in children(node) for child in pair)
+        for pair in children(node):
+            waiting.extend((child, depth + 1) for child in pair)
     return True
 
 

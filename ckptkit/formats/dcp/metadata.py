@@ -131,7 +131,7 @@ def read_metadata(source: ByteSource) -> Described:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse names of functions and of Python itself; warn about classes of other packages."""
+    """Refuse names of functions and of Python itself; return warnings about other classes."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:

@@ -34,7 +34,7 @@ class Row:
         self._starts = list(accumulate((tensor.numel for tensor in held), initial=0))[:-1]
 
     def cut(self, start: int, count: int) -> Iterator[Record]:
-        """Return the records of `count` elements from `start`; the caller checks the range."""
+        """Yield the records of `count` elements from `start`; the caller checks the range."""
         size = self.dtype.itemsize
         index = bisect_right(self._starts, start) - 1
         while count:

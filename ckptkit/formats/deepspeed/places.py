@@ -137,7 +137,7 @@ class RankFiles:
 
     @property
     def model(self) -> str:
-        """Return the file with the model of rank 0. Raises CorruptError if it is missing."""
+        """The file with the model of rank 0. Raises CorruptError if it is missing."""
         found = self.models.get(-1) or self.models.get(0)
         if found is None:
             raise _incomplete(

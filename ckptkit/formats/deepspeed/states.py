@@ -47,7 +47,7 @@ class Reader:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the warnings of all files, each once."""
+        """The warnings of all files, each once."""
         return [f"{some(names, 1)}: {text}" for text, names in self._warnings.items()]
 
 

@@ -42,34 +42,34 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
 
     Raises what writing `after` raises.
     """
-    source, said = before.source, contents(after, options)
+    source, target = before.source, contents(after, options)
     if not isinstance(source, LocalFile):
         return None
     start = 8 + int.from_bytes(source.read(0, 8), "little")
-    places = _places(source, said.tensors)
-    if places is None or not _tile(said.tensors, places, start, source.size):
+    places = _places(source, target.tensors)
+    if places is None or not _tile(target.tensors, places, start, source.size):
         return None
     buffer = _Buffer(start, source.size, places)
-    text = _header(said, buffer)
+    text = _header(target, buffer)
     moved: list[Edit] = []
     while len(text) > buffer.start - 8:
-        grown = _grown(source, said.tensors, buffer, len(text) - (buffer.start - 8))
+        grown = _grown(source, target.tensors, buffer, len(text) - (buffer.start - 8))
         if grown is None:
             return None
         edit, buffer = grown
         moved.append(edit)
-        text = _header(said, buffer)
+        text = _header(target, buffer)
     length = buffer.start - 8
     if length > LIMITS.safetensors_header_bytes or sum(len(edit.data) for edit in moved) > _MOVED:
         return None
     edits = (Edit(8, text.ljust(length)), *moved)
     seal = Edit(0, length.to_bytes(8, "little"))
-    return Patch(source, _BREAKS, edits, seal, buffer.stop, tuple(said.notes))
+    return Patch(source, _BREAKS, edits, seal, buffer.stop, tuple(target.notes))
 
 
-def _header(said: Contents, buffer: _Buffer) -> bytes:
+def _header(target: Contents, buffer: _Buffer) -> bytes:
     offsets = {name: place - buffer.start for name, place in buffer.places.items()}
-    return header_text(said.tensors, offsets, said.metadata)
+    return header_text(target.tensors, offsets, target.metadata)
 
 
 def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] | None:

@@ -74,12 +74,12 @@ def restore(
     them. A record that is not understood stays as it is, with a warning.
     """
     try:
-        said = _parse(metadata)
-        if said is None:
+        fields = _parse(metadata)
+        if fields is None:
             return restore_ties(tensors, metadata, index=index)
-        if "tree" in said:
-            return _whole(said, tensors, metadata)
-        known = _read(said, tensors, metadata)
+        if "tree" in fields:
+            return _whole(fields, tensors, metadata)
+        known = _read(fields, tensors, metadata)
         return Restored(
             _restored(known, tensors, metadata), _rest(known.values, known.ties, metadata)
         )
@@ -90,14 +90,14 @@ def restore(
 
 
 def _whole(
-    said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Restored:
     from ckptkit.formats.safetensors import whole  # only such files pay for it
 
-    ties, known = _typed(said, "ties", list), _typed(said, "values", dict)
+    ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
     if not all(isinstance(name, str) for name in ties):
         raise FormatError("its ties are not names")
-    found = whole.restore(said, tensors)
+    found = whole.restore(fields, tensors)
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
 
@@ -127,8 +127,8 @@ def restore_ties(
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the values, as JSON, of the record among `metadata` that `restore` left there."""
     try:
-        said = _parse(metadata)
-        return _typed(said, "values", dict) if said is not None else {}
+        fields = _parse(metadata)
+        return _typed(fields, "values", dict) if fields is not None else {}
     except CkptkitError:
         return {}
 
@@ -150,28 +150,28 @@ def _is_parameter(name: str, kept: str) -> bool:
 def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     if RESERVED not in metadata:
         return None
-    said = strict_json.parse(metadata[RESERVED].encode(), "the record")
-    if not isinstance(said, dict) or said.get("version") != VERSION:
+    fields = strict_json.parse(metadata[RESERVED].encode(), "the record")
+    if not isinstance(fields, dict) or fields.get("version") != VERSION:
         raise FormatError(f"not a record of version {VERSION}")
-    return said
+    return fields
 
 
 def _read(
-    said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Record:
-    paths = decode(said.get("state_dict_metadata"))
+    paths = decode(fields.get("state_dict_metadata"))
     if not isinstance(paths, (dict, type(None))):
         raise FormatError("its state_dict_metadata are not a dict")
-    ties = _typed(said, "ties", dict)
+    ties = _typed(fields, "ties", dict)
     _check_ties(ties, tensors, metadata)
     names = tensors.keys() | ties.keys()
     return Record(
-        bool(said.get("ordered")),
+        bool(fields.get("ordered")),
         paths,
         ties,
-        _names(said, "parameters", names),
-        _names(said, "requires_grad", names),
-        _typed(said, "values", dict),
+        _names(fields, "parameters", names),
+        _names(fields, "requires_grad", names),
+        _typed(fields, "values", dict),
     )
 
 
@@ -188,17 +188,17 @@ def _check_ties(
         raise FormatError("two of its ties have the same position")
 
 
-def _typed(said: dict[str, Any], key: str, kind: type) -> Any:
-    value = said.get(key, kind())
+def _typed(fields: dict[str, Any], key: str, kind: type) -> Any:
+    value = fields.get(key, kind())
     if not isinstance(value, kind):
         raise FormatError(f"its {key} are not a {kind.__name__}")
     return value
 
 
-def _names(said: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[str]:
-    if said.get(key) is True:
+def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[str]:
+    if fields.get(key) is True:
         return frozenset(known)
-    named = _typed(said, key, list)
+    named = _typed(fields, key, list)
     if not all(isinstance(name, str) for name in named):
         raise FormatError(f"its {key} are not names")
     return frozenset(named)
@@ -241,16 +241,16 @@ def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> 
     """
     place = {name: n for n, name in enumerate(weights.nodes)}
     paths = _metadata(weights.node)
-    said = {
+    fields = {
         "ordered": isinstance(weights.node, OrderedDict),
         "state_dict_metadata": None if paths is None else encode(paths),
         "ties": {name: place[name] for name in ties},
         **({} if weights.is_module else _marks(weights.tensors)),
         "values": dict(values),
     }
-    if not any(said.values()):
+    if not any(fields.values()):
         return None
-    return dump({"version": VERSION, **{key: value for key, value in said.items() if value}})
+    return dump({"version": VERSION, **{key: value for key, value in fields.items() if value}})
 
 
 def of_values(values: Mapping[str, Any]) -> dict[str, str]:

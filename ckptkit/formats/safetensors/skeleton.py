@@ -35,6 +35,7 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptkit.core.dtypes import DType
@@ -147,8 +148,10 @@ class Writer:
     def _fixed(self, node: tuple[Node, ...] | SetNode) -> Iterator[Node]:
         items = node.items if isinstance(node, SetNode) else node
         yield from items
-        if self._number(node) is None:  # else it holds itself, and was made in there
-            kind = "tuple" if isinstance(node, tuple) else "frozenset" if node.frozen else "set"
+        if self._number(node) is None:  # else it contains itself, and was made meanwhile
+            kind = "tuple"
+            if isinstance(node, SetNode):
+                kind = "frozenset" if node.frozen else "set"
             self._say(node, kind, *self._values(items))
 
     def _object(self, node: Object) -> Iterator[Node]:
@@ -163,13 +166,11 @@ class Writer:
         made = self._values((node.callable, node.args, node.kwargs))
         number = self._say(node, "object", *made, node.new)
         for step, value in node.steps:
-            items = (
-                [value]
-                if step == "build"
-                else value
-                if step != "set"
-                else [each for pair in value for each in pair]
-            )
+            items = value
+            if step == "build":
+                items = [value]
+            elif step == "set":
+                items = _flat(value)
             yield from items
             self._fill(number, step, self._values(items))
 
@@ -209,7 +210,7 @@ class Writer:
         return [self._numbers[id(storage)]]
 
     def _tensor(self, tensor: Tensor) -> None:
-        said = {flag: True for flag in FLAGS if getattr(tensor, flag)}
+        flags = {flag: True for flag in FLAGS if getattr(tensor, flag)}
         fields: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         storage = None
         if tensor.storage is not None:
@@ -225,11 +226,11 @@ class Writer:
             fields["offset"] = tensor.offset
         if tensor.kind != "tensor":
             fields["kind"] = tensor.kind
-        self._say(tensor, "tensor", storage, {**fields, **said})
+        self._say(tensor, "tensor", storage, {**fields, **flags})
 
 
 def _flat(pairs: Iterable[tuple[Node, Node]]) -> list[Node]:
-    return [each for pair in pairs for each in pair]
+    return list(chain.from_iterable(pairs))
 
 
 def _is_inline(node: Node) -> bool:

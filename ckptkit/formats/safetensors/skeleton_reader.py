@@ -67,21 +67,21 @@ class _Reader:
         else:
             self.nodes.append(_MAKERS[what](self, *rest))
 
-    def value(self, said: Any) -> Node:
+    def value(self, operand: Any) -> Node:
         """Return the value of an operand. Nodes that are not made yet are refused."""
-        if said.__class__ is list:
-            (number,) = said
+        if operand.__class__ is list:
+            (number,) = operand
             node = self.nodes[_natural(number)]
             if isinstance(node, _Named):
                 raise FormatError("a storage is not a value")
             return node
-        if said.__class__ is dict:
+        if operand.__class__ is dict:
             raise FormatError("a JSON object is not a value")
-        return said
+        return operand
 
-    def _fill(self, number: int, step: str, *said: Any) -> None:
+    def _fill(self, number: int, step: str, *operands: Any) -> None:
         target = self.nodes[_natural(number)]
-        values = [self.value(each) for each in said]
+        values = [self.value(each) for each in operands]
         if isinstance(target, Object):
             self._step(target, step, values)
         elif step == "set" and isinstance(target, dict):
@@ -111,14 +111,14 @@ class _Reader:
         else:
             raise FormatError("an object cannot be filled this way")
 
-    def tuple_(self, *said: Any) -> Node:
-        return tuple(self.value(each) for each in said)
+    def tuple_(self, *operands: Any) -> Node:
+        return tuple(self.value(each) for each in operands)
 
-    def set_(self, *said: Any) -> Node:
-        return SetNode([self.value(each) for each in said])
+    def set_(self, *operands: Any) -> Node:
+        return SetNode([self.value(each) for each in operands])
 
-    def frozenset_(self, *said: Any) -> Node:
-        return SetNode([self.value(each) for each in said], frozen=True)
+    def frozenset_(self, *operands: Any) -> Node:
+        return SetNode([self.value(each) for each in operands], frozen=True)
 
     def global_(self, module: str, name: str) -> Node:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -161,25 +161,25 @@ class _Reader:
     def tensor(self, storage: Any, fields: dict[str, Any]) -> Node:
         named = self._named(storage) if storage is not None else None
         entry = self._entries[named.entry] if named is not None else None
-        said = dict(fields)
+        left = dict(fields)
         dtype = (
-            dtypes.BY_NAME[said.pop("dtype")] if "dtype" in said or entry is None else entry.dtype
+            dtypes.BY_NAME[left.pop("dtype")] if "dtype" in left or entry is None else entry.dtype
         )
-        shape = tuple(said.pop("shape")) if "shape" in said or entry is None else entry.shape
-        layout = said.pop("layout", "strided")
-        stride = tuple(said.pop("stride")) if "stride" in said else contiguous_stride(shape)
+        shape = tuple(left.pop("shape")) if "shape" in left or entry is None else entry.shape
+        layout = left.pop("layout", "strided")
+        stride = tuple(left.pop("stride")) if "stride" in left else contiguous_stride(shape)
         if layout != "strided":
             stride = ()
-        kind, offset = said.pop("kind", "tensor"), said.pop("offset", 0)
+        kind, offset = left.pop("kind", "tensor"), left.pop("offset", 0)
         if kind not in ("tensor", "parameter", "ndarray") or not isinstance(layout, str):
             raise FormatError("there is no such kind of tensor")
-        if any(flag not in FLAGS or value is not True for flag, value in said.items()):
+        if any(flag not in FLAGS or value is not True for flag, value in left.items()):
             raise FormatError("a tensor has no such fields")
         held = named.storage if named is not None else None
-        return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **said)
+        return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **left)
 
-    def _named(self, said: Any) -> _Named:
-        (number,) = said
+    def _named(self, operand: Any) -> _Named:
+        (number,) = operand
         named = self.nodes[_natural(number)]
         if not isinstance(named, _Named):
             raise FormatError("a tensor is made of something that is not a storage")

@@ -74,7 +74,7 @@ class Whole:
                     yield name, kept
 
 
-def said(whole: Whole) -> dict[str, Any]:
+def record_of(whole: Whole) -> dict[str, Any]:
     """Return the record of the tree."""
     return {"root": whole.tree.root, "tree": whole.tree.statements, "ties": sorted(whole.ties)}
 

@@ -77,12 +77,12 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     ties = _ties(tensors, checkpoint.metadata) if options.ties == "alias" else {}
     stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
     beside, notes = leftovers(checkpoint)
-    said = record(weights, ties, {**values(checkpoint.metadata), **beside})
+    text = record(weights, ties, {**values(checkpoint.metadata), **beside})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **checkpoint.metadata,
         **ties,
-        RESERVED: said,
+        RESERVED: text,
     }
     notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)
@@ -94,7 +94,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
     Raises what the writer of .pth files raises: all of it must be restorable.
     """
-    from ckptkit.formats.safetensors.whole import Whole, said
+    from ckptkit.formats.safetensors.whole import Whole, record_of
     from ckptkit.formats.torch_zip.writer import Numbering
     from ckptkit.pickles.objects import without_objects
     from ckptkit.pickles.writer import write_pickle
@@ -110,7 +110,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
         )
     write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
-    text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
+    text = dump({"version": VERSION, **record_of(whole), "values": values(checkpoint.metadata)})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **whole.ties,

@@ -48,9 +48,8 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
-    checkpoint = replace(
-        checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""}
-    )  # so that no tie is called so
+    # reserve the name, which a tie must not have
+    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""})
     tensors, metadata, notes = writing.prepared(checkpoint, options)
     del metadata[shards.TOTAL]
     parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
@@ -63,9 +62,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         for name, part in zip(names, parts, strict=True)
     ]
     file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
-    said = {
+    recorded = {
         shards.TOTAL: sum(tensor.nbytes for tensor in tensors.values()),
         **{key: text for key, text in metadata.items() if text is not None},
     }
-    index = index_file(STEM + SAFETENSORS, {name: file_of[name] for name in tensors}, said)
+    index = index_file(STEM + SAFETENSORS, {name: file_of[name] for name in tensors}, recorded)
     return Plan((*files, index), tuple(notes))

@@ -155,8 +155,8 @@ class _Shards:
                         )
                     )
                 places[name] = file
-        said = "there is no index: the shards are read in the order of their numbers"
-        return self._assembled(places, {}, _as_it_is, (said, *unread(names, set(chosen.files))))
+        warning = "there is no index: the shards are read in the order of their numbers"
+        return self._assembled(places, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
 
     def _read(self, files: set[str]) -> None:
         for file in sorted(files):
@@ -183,7 +183,7 @@ class _Shards:
     def _assembled(
         self,
         places: Mapping[str, str],
-        said: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         restore: Restore,
         warnings: tuple[str, ...],
     ) -> Checkpoint:
@@ -203,7 +203,7 @@ class _Shards:
         root |= self._ties(places)
         texts = {
             key: text if isinstance(text, str) else dump(text)
-            for key, text in said.items()
+            for key, text in metadata.items()
             if key != TOTAL
         }
         restored = restore(root, texts)
@@ -221,7 +221,7 @@ class _Shards:
             warnings=(
                 *(f"{name}: {warning}" for name, shard in shards for warning in shard.warnings),
                 *restored.warnings,
-                *_wrong_total(said, root),
+                *_wrong_total(metadata, root),
                 *warnings,
             ),
         )
@@ -239,10 +239,10 @@ class _Shards:
             )
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
-            said = " and ".join(map(str, sorted(totals)))
+            counts = " and ".join(map(str, sorted(totals)))
             self.refuse(
                 CorruptError(
-                    f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH
+                    f"names {len(names):,} shards, which are numbered as {counts}", hint=_FETCH
                 )
             )
         names.difference_update(missing)
@@ -366,7 +366,7 @@ def _nbytes_with_objects(root: Node) -> int:
     )
 
 
-def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
+def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
     every = sum(tensor.nbytes for tensor in tensors)
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
@@ -375,7 +375,7 @@ def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]
             id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None
         }.values()
     )
-    total = said.get(TOTAL, once)
+    total = metadata.get(TOTAL, once)
     if type(total) is int and (
         total in (every, once, stored) or total == _nbytes_with_objects(root)
     ):

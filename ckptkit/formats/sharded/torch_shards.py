@@ -54,12 +54,12 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
     if len(parts) > 1:
         file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
-        said = {
+        recorded = {
             **{key: text for key, text in metadata.items() if key != FRAMEWORK},
             shards.TOTAL: total,
         }
         files.append(
-            index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, said)
+            index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, recorded)
         )
     return Plan(
         tuple(files),
@@ -96,7 +96,7 @@ def _empty(like: Node) -> dict[Node, Node]:
 
 
 def _storages(root: Node) -> list[Storage]:
-    """Yield every storage in an entry, those in the arguments of objects included."""
+    """Return every storage in an entry, those in the arguments of objects included."""
     found: list[Storage] = []
 
     def see(node: Node) -> Node:

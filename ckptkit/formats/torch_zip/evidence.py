@@ -62,7 +62,7 @@ class Evidence:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether so much was read for checksums that headers must overlap each other."""
+        """True once so much was read for checksums that headers must overlap each other."""
         return self._budget < 0
 
     def places(self, name: str, size: int) -> Iterator[Place]:
@@ -90,7 +90,7 @@ class Evidence:
         return Header(entry.name, entry.offset, start, 0, None, None)
 
     def place(self, header: Header, entry: Entry | None, size: int) -> Iterator[Place]:
-        """Return the bytes after a header, if the file has them."""
+        """Yield the bytes after a header, if the file has them."""
         stored = _stored(header, entry, size)
         if stored is None or header.start + stored > self.source.size:
             return

@@ -32,9 +32,11 @@ def record(metadata: Mapping[str, str]) -> bytes:
 
 def read(data: bytes) -> dict[str, str]:
     """Parse the metadata of a record. Raises FormatError."""
-    said = strict_json.parse(data, NAME)
+    parsed = strict_json.parse(data, NAME)
     texts = (
-        said.get("metadata") if isinstance(said, dict) and said.get("version") == VERSION else None
+        parsed.get("metadata")
+        if isinstance(parsed, dict) and parsed.get("version") == VERSION
+        else None
     )
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise FormatError(f"record {NAME} is not one that ckptkit wrote")

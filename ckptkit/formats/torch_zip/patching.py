@@ -148,7 +148,7 @@ class _Archive:
         renamed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
         # the entry keeps its place: the first decides what torch takes for the top folder
         self.entries = {
-            other if each == name else each: renamed if each == name else kept
+            (other if each == name else each): (renamed if each == name else kept)
             for each, kept in self.entries.items()
         }
         return True

@@ -203,7 +203,7 @@ class Archive:
         return Storage(record, location, crc, self.big_endian)
 
     def unverified(self) -> list[str]:
-        """Warn if some of the storages that were opened have no checksum."""
+        """Return a warning if some of the storages that were opened have no checksum."""
         if not self._unsummed:
             return []
         return [
@@ -211,7 +211,7 @@ class Archive:
         ]
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """Warn if there are records besides the opened storages and the `known` ones."""
+        """Return a warning on records besides the opened storages and the `known` ones."""
         used = self._used | {self.folder + name for name in known}
         unused = [
             name

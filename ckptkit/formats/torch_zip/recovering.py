@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptkit import compute
 from ckptkit.containers.zip_entries import MAGIC
@@ -160,10 +161,8 @@ class _Archive:
         Raises UnsupportedError where no torch archive has one.
         """
         first = self.found.first()
-        known = next(
-            (each for same in self.found.entries.values() for each in same if each.offset == 0),
-            None,
-        )
+        entries = chain.from_iterable(self.found.entries.values())
+        known = next((each for each in entries if each.offset == 0), None)
         if first is not None and known is not None and len(first.name) != len(known.name):
             known = None  # of the directory of an archive inside this one
         names = [each.name for each in (known, first) if each is not None]
@@ -237,9 +236,8 @@ class _Archive:
 
     def _doubt_pickle(self, place: Place) -> None:
         """Refuse an unverified pickle, or warn; except in files without checksums."""
-        summed = any(place.promised) or any(
-            entry.crc for same in self.found.entries.values() for entry in same
-        )
+        entries = chain.from_iterable(self.found.entries.values())
+        summed = any(place.promised) or any(entry.crc for entry in entries)
         if not summed and place.promised and place.framed:
             return
         if not self.unverified:
@@ -329,12 +327,11 @@ class _Archive:
 
     def _has_checksums(self) -> bool:
         """Return whether members that hold storages have checksums: then a CRC of 0 is damage."""
-        summed = any(entry.crc for name in self.sizes for entry in self.found.entries.get(name, ()))
-        return summed or any(
-            place.promised and any(place.promised)
-            for name, size in self.sizes.items()
-            for place in self.found.places(name, size)
-        )
+        entries = chain.from_iterable(self.found.entries.get(name, ()) for name in self.sizes)
+        if any(entry.crc for entry in entries):
+            return True
+        places = (self.found.places(name, size) for name, size in self.sizes.items())
+        return any(any(place.promised) for place in chain.from_iterable(places))
 
     def _is_big_endian(self) -> bool:
         """Return the byte order from its record, or from the record's length.

@@ -92,7 +92,10 @@ class Numbering:
     def _units(self) -> Iterator[tuple[Storage, int]]:
         """Yield each storage with its byte order's unit: 1 for none, 0 for unknown."""
         for storage, dtype in zip(self.storages, self.dtypes, strict=True):
-            yield storage, 1 if not storage.nbytes else 0 if dtype is None else dtype.component
+            if not storage.nbytes:
+                yield storage, 1
+            else:
+                yield storage, 0 if dtype is None else dtype.component
 
     def all_big_endian(self) -> bool:
         """Return whether all storages with a byte order are big-endian: then they stay so."""

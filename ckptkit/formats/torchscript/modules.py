@@ -31,11 +31,11 @@ def read(directory: ZipDirectory, format: str) -> Checkpoint:
     archive = Archive(directory)
     warnings = archive.check()
     if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
-        root, names, said = _pickled(archive)
+        root, names, found = _pickled(archive)
     else:
-        root, names, said = script_json.read(archive)
+        root, names, found = script_json.read(archive)
     texts, lost = _extra(archive)
-    warnings += [*said, *archive.unverified(), *lost]
+    warnings += [*found, *archive.unverified(), *lost]
     key = None
     if not module_state(root) and any(
         as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()

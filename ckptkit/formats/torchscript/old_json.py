@@ -77,70 +77,72 @@ class _Model:
             root.state["CONSTANTS"] = self.constants
         return root, names, warnings
 
-    def _tensor(self, said: Json) -> Node:
-        name = _DTYPES.get(str(said.get("dataType")), "")
-        is_quantized = said.get("isQuantized") is True
+    def _tensor(self, parsed: Json) -> Node:
+        name = _DTYPES.get(str(parsed.get("dataType")), "")
+        is_quantized = parsed.get("isQuantized") is True
         dtype = BY_NAME.get(_QUANTIZED.get(name, "") if is_quantized else name)
         if dtype is None:
             raise UnsupportedError(
-                f"a tensor of type {str(said.get('dataType'))[:40]} in model.json"
+                f"a tensor of type {str(parsed.get('dataType'))[:40]} in model.json"
             )
-        storage = self._storage(said)
-        shape, stride = (tuple(map(_integer, _list(said, key))) for key in ("dims", "strides"))
-        offset, grad = _integer(said.get("offset", 0)), said.get("requiresGrad") is True
+        storage = self._storage(parsed)
+        shape, stride = (tuple(map(_integer, _list(parsed, key))) for key in ("dims", "strides"))
+        offset, grad = _integer(parsed.get("offset", 0)), parsed.get("requiresGrad") is True
         tensor = Tensor(storage, dtype, shape, stride, offset, grad)
         if not is_quantized:
             return tensor
-        scale = said.get("scale", 0.0)
+        scale = parsed.get("scale", 0.0)
         if type(scale) not in (int, float):
             raise FormatError("model.json has a quantized tensor whose scale is not a number")
         scheme = (
             Global("torch", "per_tensor_affine"),
             float(scale),
-            _integer(said.get("zeroPoint", 0)),
+            _integer(parsed.get("zeroPoint", 0)),
         )
         args = (TypedStorage(storage, dtype), offset, shape, stride, scheme, grad, OrderedDict())
         return Object(Global("torch._utils", "_rebuild_qtensor"), args, tensor=tensor)
 
-    def _storage(self, said: Json) -> Storage:
-        name = f"{self.archive.folder}{_text(_object(said, 'data'), 'key')}"
+    def _storage(self, parsed: Json) -> Storage:
+        name = f"{self.archive.folder}{_text(_object(parsed, 'data'), 'key')}"
         if name not in self.archive.directory:
             raise CorruptError(f"model.json has a tensor in {shown(name)}, which is missing")
-        device = _text(said, "device", "cpu")
+        device = _text(parsed, "device", "cpu")
         if name not in self.storages:
             self.storages[name] = self.archive.storage(name, device)
         if self.storages[name].device != device:
             raise CorruptError(f"the tensors in {shown(name)} are on two devices")
         return self.storages[name]
 
-    def _module(self, said: Json) -> Object:
+    def _module(self, parsed: Json) -> Object:
         """Make the object of a module.
 
         Recursive: JSON nested deeper than `LIMITS.json_depth` is not read.
         """
         parameters: dict[Node, Node] = {}
         buffers: dict[Node, Node] = {}
-        for each in _objects(said, "parameters"):
+        for each in _objects(parsed, "parameters"):
             number = _integer(each.get("tensorId", 0))
             part = buffers if each.get("isBuffer") is True else parameters
             part[_text(each, "name")] = self._at(self.tensors, number)
             self.constants.pop(f"c{number}", None)
         attributes = {
-            _text(each, "name"): self._value(each) for each in _objects(said, "attributes")
+            _text(each, "name"): self._value(each) for each in _objects(parsed, "attributes")
         }
-        modules = {_text(each, "name"): self._module(each) for each in _objects(said, "submodules")}
+        modules = {
+            _text(each, "name"): self._module(each) for each in _objects(parsed, "submodules")
+        }
         parts = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
         rest = {
             name: value
             for name, value in attributes.items()
             if name not in buffers and name not in parts
         }
-        made = Object(Global("__torch__", _text(said, "name", "") or "Module"), (), new=True)
+        made = Object(Global("__torch__", _text(parsed, "name", "") or "Module"), (), new=True)
         made.steps.append(("build", rest | parts))
         return made
 
-    def _value(self, said: Json) -> Node:
-        number = _integer(said.get("id", 0))
+    def _value(self, parsed: Json) -> Node:
+        number = _integer(parsed.get("id", 0))
         value = self._at(self.values, number) if number >= 0 else None
         if (
             isinstance(value, Object)
@@ -157,38 +159,38 @@ class _Model:
         return table[number]
 
 
-def _object(said: Any, key: str) -> Json:
-    found = said.get(key) if isinstance(said, dict) else None
+def _object(parsed: Any, key: str) -> Json:
+    found = parsed.get(key) if isinstance(parsed, dict) else None
     if not isinstance(found, dict):
         raise FormatError(f"model.json has no object {key!r} where one must be")
     return found
 
 
-def _list(said: Any, key: str) -> list[Any]:
-    found = said.get(key, []) if isinstance(said, dict) else None
+def _list(parsed: Any, key: str) -> list[Any]:
+    found = parsed.get(key, []) if isinstance(parsed, dict) else None
     if not isinstance(found, list):
         raise FormatError(f"model.json has no list {key!r} where one must be")
     return found
 
 
-def _objects(said: Any, key: str) -> Iterator[Json]:
-    for each in _list(said, key):
+def _objects(parsed: Any, key: str) -> Iterator[Json]:
+    for each in _list(parsed, key):
         if not isinstance(each, dict):
             raise FormatError(f"the list {key!r} of model.json holds something other than objects")
         yield each
 
 
-def _text(said: Json, key: str, default: str | None = None) -> str:
-    found = said.get(key, default)
+def _text(parsed: Json, key: str, default: str | None = None) -> str:
+    found = parsed.get(key, default)
     if not isinstance(found, str):
         raise FormatError(f"model.json has no text {key!r} where one must be")
     return found
 
 
-def _integer(said: Any) -> int:
+def _integer(parsed: Any) -> int:
     """Parse a number, or the decimal text of one, as protobuf writes 64 bits."""
-    if type(said) is int:
-        return said
-    if not isinstance(said, str) or not re.fullmatch("-?[0-9]{1,19}", said):
-        raise FormatError(f"model.json holds {str(said)[:40]!r} where an integer must be")
-    return int(said)
+    if type(parsed) is int:
+        return parsed
+    if not isinstance(parsed, str) or not re.fullmatch("-?[0-9]{1,19}", parsed):
+        raise FormatError(f"model.json holds {str(parsed)[:40]!r} where an integer must be")
+    return int(parsed)

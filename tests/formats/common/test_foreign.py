@@ -150,7 +150,7 @@ FILES = [
     ("x.pth", b"<!DOCTYPE html>\n<html><body>404</body></html>\n", "HTML page", "download"),
     ("x.pth", "  <html><title>Zugriff verweigert für".encode("latin-1"), "HTML page", "download"),
     ("x.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "XML document", "download"),
-    ("config.json", b'{\n  "architectures": ["BertModel"],\n  "model_type": "bert"\n}\n', "configuration", "beside it"),
+    ("config.json", b'{\n  "architectures": ["BertModel"],\n  "model_type": "bert"\n}\n', "configuration", "another file"),
     ("tokenizer.json", b'{"version": "1.0"}', "JSON text", "index file"),
     ("x.pth", b"Entry not found", "is text", "'Entry not found'"),
     ("x.pth", b"", "is empty", "again"),

@@ -407,7 +407,7 @@ def test_DC_09_ranks_that_contradict_each_other(tmp_path: Path) -> None:
     for size in ((4, 4), (5, 3)):
         other = two(tmp_path / f"y{size[0]}", [((0, 0), size)], size).write()
         shutil.copy(other / ".metadata", folder / "__1.metadata")
-        with pytest.raises(AmbiguousError, match="'w' is described in two ways"):
+        with pytest.raises(AmbiguousError, match="'w' is described differently"):
             read(folder)
 
 
