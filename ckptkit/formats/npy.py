@@ -207,16 +207,16 @@ def _dtype(descr: str) -> tuple[str, DType]:
     )
 
 
-def _check_size(expected: int, seen: int, header: Header, dtype: DType) -> None:
-    if seen < expected:
+def _check_size(expected: int, found: int, header: Header, dtype: DType) -> None:
+    if found < expected:
         raise TruncatedError(
             f"an array of shape {header.shape} and {dtype} has {expected:,} bytes, "
-            f"but only {seen:,} are in the file",
+            f"but only {found:,} are in the file",
             hint="the file is cut: download or copy it again",
         )
-    if seen > expected:
+    if found > expected:
         raise AmbiguousError(
-            f"{seen - expected:,} bytes follow the array: other readers may interpret them"
+            f"{found - expected:,} bytes follow the array: other readers may interpret them"
         )
 
 

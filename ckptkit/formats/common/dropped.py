@@ -45,7 +45,7 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
     values: dict[str, Any] = {}
     left: list[str] = []
     states = 0
-    for path, node in _beside(checkpoint.root, weights, inside):
+    for path, node in _outside_weights(checkpoint.root, weights, inside):
         if str(path[-1]).endswith(_EXTRA_STATE):
             states += 1
         elif is_plain(node) and is_utf8(join(path)):
@@ -154,7 +154,7 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
     )
 
 
-def _beside(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
+def _outside_weights(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
     """Yield the outermost nodes that do not belong to the weights."""
     node = root
     for depth, key in enumerate(weights.path):

@@ -76,8 +76,8 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     _check_holdable(tensors)
     ties = _ties(tensors, checkpoint.metadata) if options.ties == "alias" else {}
     stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
-    beside, notes = leftovers(checkpoint)
-    text = record(weights, ties, {**values(checkpoint.metadata), **beside})
+    extra, notes = leftovers(checkpoint)
+    text = record(weights, ties, {**values(checkpoint.metadata), **extra})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **checkpoint.metadata,

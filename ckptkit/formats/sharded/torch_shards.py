@@ -47,8 +47,8 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     weights = checkpoint.required
     parts, total = _parts(weights, options.shard_size)
     names = shard_names(STEM, BIN, len(parts))
-    beside, notes = leftovers(checkpoint, inside=False)
-    metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **beside})}
+    extra, notes = leftovers(checkpoint, inside=False)
+    metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **extra})}
     alone = metadata if len(parts) == 1 else {}
     plans = [writer.layout(Checkpoint(part, metadata=alone), options) for part in parts]
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
