@@ -28,7 +28,7 @@ from ckptkit.formats.format import (
     Format,
     Part,
     Probe,
-    Salvaged,
+    Recovered,
     WriteOptions,
 )
 from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, SHARDED, TORCH_ZIP
@@ -76,7 +76,7 @@ def read(place: ByteSource | Folder) -> Checkpoint:
     try:
         return identify(probe).read(probe)
     except CkptkitError as error:
-        if isinstance(error, (TruncatedError, CorruptError)) and (command := salvageable(probe)):
+        if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
 
@@ -96,19 +96,19 @@ _SAVES = {
 }
 
 
-def salvageable(probe: Probe) -> str:
+def recoverable(probe: Probe) -> str:
     """Return the command that may recover part of a damaged file, "" if there is none.
 
     Reads headers.
     """
-    found = (format.salvageable(probe) for format in FORMATS if format.salvageable is not None)
+    found = (format.recoverable(probe) for format in FORMATS if format.recoverable is not None)
     try:
         return "" if probe.is_folder else next(filter(None, found), "")
     except CkptkitError:
         return ""
 
 
-def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged:
+def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovered:
     """Recover the intact part of a damaged file; with `unverified`, also what cannot be verified.
 
     Raises CorruptError if nothing is intact, UnsupportedError for other formats.
@@ -117,13 +117,13 @@ def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged
     try:
         for format in FORMATS:
             if (
-                format.salvage is not None
-                and (found := format.salvage(probe, unverified)) is not None
+                format.recover is not None
+                and (found := format.recover(probe, unverified)) is not None
             ):
                 return found
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
-    able = ", ".join(format.name for format in FORMATS if format.salvage is not None)
+    able = ", ".join(format.name for format in FORMATS if format.recover is not None)
     raise UnsupportedError(
         "is not of a format that can be recovered", where=place.name, hint=f"these can: {able}"
     )

@@ -86,7 +86,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Salvaged:
+class Recovered:
     """A recovered checkpoint, and the list of losses."""
 
     checkpoint: Checkpoint
@@ -142,9 +142,9 @@ class Format:
     failure of `read` is an error. `read` takes the probe, so that what identification parsed is not
     parsed twice. ``layout`` is pure: it plans and writes nothing. A format that is not ``readable``
     is recognized all the same; its `read` raises an error with the advice. ``pickles`` finds what
-    `scan` traces, None if the file is of another format. Raises what is wrong with it. ``salvage``
+    `scan` traces, None if the file is of another format. Raises what is wrong with it. ``recover``
     recovers the intact part of a damaged file, None if the file is of another format; with
-    ``True``, also what cannot be verified. ``salvageable`` reads no tensor and returns the command
+    ``True``, also what cannot be verified. ``recoverable`` reads no tensor and returns the command
     that may recover something: `RECOVER`, `UNVERIFIED`, or "". ``check`` yields what can be checked
     beyond reading: every part with a checksum, and all findings, where `read` raises the first. It
     reads headers alone. ``patch`` plans the edit in place of a local file, as it was read, if few
@@ -170,8 +170,8 @@ class Format:
     program: bool = False
     # the format of an edited copy, if it has no layout of its own
     rewrite_as: str | None = None
-    salvage: Callable[[Probe, bool], Salvaged | None] | None = None
-    salvageable: Callable[[Probe], str] | None = None
+    recover: Callable[[Probe, bool], Recovered | None] | None = None
+    recoverable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None

@@ -34,7 +34,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import Node
-from ckptkit.formats.format import RECOVER, Probe, Salvaged
+from ckptkit.formats.format import RECOVER, Probe, Recovered
 from ckptkit.formats.table import TORCH_LEGACY
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
@@ -186,7 +186,7 @@ def _check_count(place: Range, key: str, itemsize: int) -> None:
         )
 
 
-def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
+def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover the tensors whose storages are between two right counts, or up to the file's end.
 
     Nothing has a checksum. A wrong count shows that bytes before it may be missing or shifted; with
@@ -198,7 +198,7 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
     from ckptkit.formats.common.recovering import (
         AGAIN,
         UNVERIFIED,
-        salvaged,
+        recovered,
         zeros_from,
     )  # reading does not pay for it
 
@@ -210,9 +210,9 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
             f"the pickles before its tensors are damaged: {error.message}", hint=AGAIN
         ) from error
     if unverified:
-        return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
+        return recovered(checkpoint, lambda storage: reasons.get(_key(storage)))
     zeros = zeros_from(probe.source)
-    return salvaged(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
+    return recovered(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
 
 
 def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str | None:
@@ -240,7 +240,7 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str |
     return None
 
 
-def salvageable(probe: Probe) -> str:
+def recoverable(probe: Probe) -> str:
     """Return the command that may recover something; "" unless the pickles can be read."""
     if not matches(probe):
         return ""

@@ -11,7 +11,7 @@ from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, Object, join, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
-from ckptkit.formats.format import Loss, Salvaged
+from ckptkit.formats.format import Loss, Recovered
 from ckptkit.pickles.pruning import parts, without
 
 AGAIN = "download or copy it again"
@@ -24,7 +24,7 @@ _STEP = 1 << 20
 Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are intact
 
 
-def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
+def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     """Return the checkpoint without everything that refers to lost storages.
 
     An entry of a mapping is removed with its key; elsewhere None replaces it. A pickled module that
@@ -37,13 +37,13 @@ def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
     if not lost:
         if not _has_tensors(root):
             raise CorruptError("it holds no tensors", hint="there is nothing to recover")
-        return Salvaged(checkpoint, ())
+        return Recovered(checkpoint, ())
     weights = _weights(checkpoint)
     if weights is not None and weights.is_module:
         return _of_module(checkpoint, weights, verdicts, hint)
     if not _has_tensors(root):
         raise nothing(lost, hint)
-    return Salvaged(replace(checkpoint, root=root), lost)
+    return Recovered(replace(checkpoint, root=root), lost)
 
 
 def _has_tensors(root: Node) -> bool:
@@ -80,14 +80,14 @@ def _weights(checkpoint: Checkpoint) -> Weights | None:
 
 def _of_module(
     checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts, hint: str
-) -> Salvaged:
+) -> Recovered:
     entries = plain_state_dict(weights.nodes)
     root, found = without(entries, verdicts.is_lost)
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
     if not root:
         raise nothing(lost, hint)
     note = "the module became a state_dict of the parts that are left"
-    return Salvaged(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
+    return Recovered(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
 
 
 class _Verdicts:

@@ -10,12 +10,12 @@ from ckptkit.core.errors import CkptkitError, TruncatedError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.formats import format
 from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
-from ckptkit.formats.format import Loss, Probe, Salvaged
+from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.safetensors.header import matches, read_entry, read_header
 from ckptkit.formats.safetensors.record import restore
 
 
-def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
+def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover a file that is as long as its header says; with `unverified`, any tensor inside it.
 
     The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as
@@ -46,10 +46,10 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
     checkpoint = Checkpoint(
         found.root, "safetensors", source, found.metadata, found.globals, found.warnings
     )
-    return Salvaged(checkpoint, tuple(lost))
+    return Recovered(checkpoint, tuple(lost))
 
 
-def salvageable(probe: Probe) -> str:
+def recoverable(probe: Probe) -> str:
     """Return the command that may recover something; "" unless the header can be read."""
     if probe.is_folder or not matches(probe):
         return ""

@@ -22,8 +22,8 @@ from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check_inflated
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import shown
-from ckptkit.formats.common.recovering import AGAIN, salvaged
-from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Salvaged
+from ckptkit.formats.common.recovering import AGAIN, recovered
+from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.evidence import Evidence, Place
 from ckptkit.formats.torch_zip.remains import Entry, Header, headers
@@ -35,7 +35,7 @@ _PICKLE = "/data.pkl"
 WHOLE, UNSUMMED, UNPROVEN, DAMAGED = "whole", "unsummed", "unproven", "damaged"
 
 
-def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
+def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover every intact tensor; with `unverified`, also those that cannot be verified.
 
     None for other files. Raises CorruptError where the pickle, which has the names and shapes, is
@@ -43,10 +43,10 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
     """
     if not is_zip(probe):
         return None
-    return _Archive(probe.source, unverified).salvage()
+    return _Archive(probe.source, unverified).recover()
 
 
-def salvageable(probe: Probe) -> str:
+def recoverable(probe: Probe) -> str:
     """Return the command that may recover something; "" unless its pickle can be read."""
     if not is_zip(probe):
         return ""
@@ -94,7 +94,7 @@ class _Archive:
         self._big_endian = False
         self._members: dict[int, str] = {}  # by id of the storage
 
-    def salvage(self) -> Salvaged:
+    def recover(self) -> Recovered:
         tree = self.open()
         if lost := self._take(
             self.sizes, unverified=False
@@ -115,7 +115,7 @@ class _Archive:
             tree.globals,
             (*tree.warnings, *self.warnings),
         )
-        return salvaged(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
+        return recovered(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
 
     # The pickle
 
