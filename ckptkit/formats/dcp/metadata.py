@@ -322,7 +322,9 @@ def merged(ranks: Sequence[Described]) -> Described:
                 raise _contradicted(name)
     warnings = [warning for rank in ranks for warning in rank.warnings]
     if own:
-        warnings.append(f"ranks saved different values; of {len(own):,} the first rank's are taken")
+        warnings.append(
+            f"each rank saved its own values: {len(own):,} are taken from the first rank"
+        )
     return Described(
         entries,
         {name: path for rank in ranks for name, path in rank.paths.items()},

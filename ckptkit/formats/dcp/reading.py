@@ -137,7 +137,7 @@ class _Tree:
             raise FormatError("does not hold a dict", where=extra.name)
         for key, node in root.items():
             if key in self.nest.root:
-                raise AmbiguousError(f"the entry {key!r} is in two files, {NAME} and in {EXTRA}")
+                raise AmbiguousError(f"the entry {key!r} is in two files, {NAME} and {EXTRA}")
             self.nest.root[key] = node
 
 

@@ -37,9 +37,9 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
             whole[name] = tensor = _tensor(entry, source, start)
             if why := _doubt(tensor, shifted, zeros):
                 del whole[name]
-                lost.append(Loss(name, _said(entry), why))
+                lost.append(Loss(name, _described(entry), why))
         except CkptkitError as error:
-            lost.append(Loss(name, _said(entry), error.message))
+            lost.append(Loss(name, _described(entry), error.message))
     if not any(tensor.nbytes for tensor in whole.values()) and lost:
         raise nothing(lost, UNVERIFIED if shifted or zeros < source.size else AGAIN)
     found = restore(whole, metadata)
@@ -97,7 +97,7 @@ def _tensor(entry: object, source: ByteSource, start: int) -> Tensor:
     )
 
 
-def _said(entry: object) -> str:
+def _described(entry: object) -> str:
     if not isinstance(entry, dict):
         return "an entry"
     return f"{str(entry.get('dtype'))[:20]} {str(entry.get('shape'))[:60]}"

@@ -104,7 +104,7 @@ class Writer:
     def _values(self, nodes: Iterable[Node]) -> list[Any]:
         return [self._value(node) for node in nodes]
 
-    def _say(self, node: Node, *statement: Any) -> int:
+    def _emit(self, node: Node, *statement: Any) -> int:
         self._numbers[(node.module, node.name) if isinstance(node, Global) else id(node)] = (
             number
         ) = self._count
@@ -129,7 +129,7 @@ class Writer:
         return iter(())
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
-        number = self._say(node, "ordered" if isinstance(node, OrderedDict) else "dict")
+        number = self._emit(node, "ordered" if isinstance(node, OrderedDict) else "dict")
         flat = _flat(node.items())
         yield from flat
         if flat:
@@ -140,7 +140,7 @@ class Writer:
             self._fill(number, "build", [self._value(node.state)])
 
     def _list(self, node: list[Node]) -> Iterator[Node]:
-        number = self._say(node, "list")
+        number = self._emit(node, "list")
         yield from node
         if node:
             self._fill(number, "append", self._values(node))
@@ -152,7 +152,7 @@ class Writer:
             kind = "tuple"
             if isinstance(node, SetNode):
                 kind = "frozenset" if node.frozen else "set"
-            self._say(node, kind, *self._values(items))
+            self._emit(node, kind, *self._values(items))
 
     def _object(self, node: Object) -> Iterator[Node]:
         if id(node) in self._making:
@@ -160,11 +160,11 @@ class Writer:
         self._making.add(id(node))
         check_object(node)
         if self._number(node.callable) is None:
-            self._say(node.callable, "global", node.callable.module, node.callable.name)
+            self._emit(node.callable, "global", node.callable.module, node.callable.name)
         yield node.args
         yield node.kwargs
         made = self._values((node.callable, node.args, node.kwargs))
-        number = self._say(node, "object", *made, node.new)
+        number = self._emit(node, "object", *made, node.new)
         for step, value in node.steps:
             items = value
             if step == "build":
@@ -179,19 +179,19 @@ class Writer:
             self._tensor(node)
         elif isinstance(node, TypedStorage):
             dtype = None if node.dtype is None else node.dtype.name
-            self._say(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
+            self._emit(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
         elif isinstance(node, Blob):
             check_blob(node)
-            self._say(node, "blob", self._entry(node).name, node.kind)
+            self._emit(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
             check_name(node)
-            self._say(node, "global", node.module, node.name)
+            self._emit(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
             raise AmbiguousError(
                 "a mapping has repeated or unhashable keys, which cannot be written"
             )
         else:
-            self._say(node, *_spelt(node))
+            self._emit(node, *_encoded(node))
 
     def _storage(self, storage: Storage) -> list[int]:
         if id(storage) not in self._numbers:
@@ -200,7 +200,7 @@ class Writer:
                     "the name of a device is not UTF-8, which cannot be written as text"
                 )
             entry = self._entry(storage)
-            self._say(
+            self._emit(
                 storage,
                 "storage",
                 entry.name,
@@ -226,7 +226,7 @@ class Writer:
             fields["offset"] = tensor.offset
         if tensor.kind != "tensor":
             fields["kind"] = tensor.kind
-        self._say(tensor, "tensor", storage, {**fields, **flags})
+        self._emit(tensor, "tensor", storage, {**fields, **flags})
 
 
 def _flat(pairs: Iterable[tuple[Node, Node]]) -> list[Node]:
@@ -242,7 +242,7 @@ def _is_inline(node: Node) -> bool:
     return node is None or kind is bool or (kind is float and math.isfinite(node))
 
 
-def _spelt(node: Node) -> tuple[str, str]:
+def _encoded(node: Node) -> tuple[str, str]:
     if isinstance(node, str):
         return "text", _base64(node.encode("utf-8", "surrogatepass"))
     if isinstance(node, (bytes, bytearray)):

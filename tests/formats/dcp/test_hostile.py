@@ -423,7 +423,7 @@ def test_DC_09_values_of_each_rank(tmp_path: Path) -> None:
         shutil.move(made.folder / ".metadata", folder / f"__{rank}.metadata")
     checkpoint = read(folder)
     assert checkpoint.root == {"seed": 0}
-    assert "1 those of the first are taken" in checkpoint.warnings[0]
+    assert "1 are taken from the first rank" in checkpoint.warnings[0]
 
 
 # DC-10: names and paths
@@ -481,7 +481,7 @@ def test_DC_10_paths(tmp_path: Path, paths: dict[str, Any], error: type[CkptkitE
 def test_DC_10_what_lightning_keeps_beside_twice(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", {"epoch": 1})
     torch.save({"epoch": 2}, folder / "meta.pt")
-    with pytest.raises(AmbiguousError, match="'epoch' is there twice"):
+    with pytest.raises(AmbiguousError, match="'epoch' is in two files"):
         read(folder)
     torch.save([1], folder / "meta.pt")
     with pytest.raises(FormatError, match="does not hold a dict"):
