@@ -15,7 +15,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.formats.common.opening import open_place, steady
-from ckptkit.formats.format import Asked, Format, Salvaged, WriteOptions
+from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
         raise
 
 
-def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
+def recover(path: PathLike, *, unverified: bool = False) -> Recovered:
     """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and
     their list.
 
@@ -104,7 +104,7 @@ def recover(path: PathLike, *, unverified: bool = False) -> Salvaged:
     `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
     UnsupportedError for a format of which nothing can be recovered.
     """
-    return _read(open_place(path, settle=True), partial(formats.salvage, unverified=unverified))
+    return _read(open_place(path, settle=True), partial(formats.recover, unverified=unverified))
 
 
 def save(

@@ -40,7 +40,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
     damaged: bool = False  # whether something is wrong with the bytes, and not with what they say
-    recoverable: str = ""  # the command that may save something: `formats.salvageable`
+    recoverable: str = ""  # the command that may save something: `formats.recoverable`
 
     @property
     def ok(self) -> bool:
@@ -183,7 +183,7 @@ class _Look:
             findings=tuple(_without_implied(self.findings)),
             notes=tuple(self._notes()),
             damaged=self.damaged,
-            recoverable=formats.salvageable(self.probe) if self.damaged else "",
+            recoverable=formats.recoverable(self.probe) if self.damaged else "",
         )
 
     def _notes(self) -> Iterator[str]:

@@ -38,7 +38,7 @@ def _facts(format: Format) -> dict[str, object]:
         "rewritten_as": format.rewrite_as,
         "everything": format.everything if format.layout is not None else None,
         "remote": "where folders can be listed" if format.listed else "any",
-        "recoverable": format.salvage is not None,
+        "recoverable": format.recover is not None,
         "suffixes": format.suffixes,
     }
 
@@ -59,7 +59,7 @@ def _cells(format: Format) -> tuple[str, ...]:
         f"as {format.rewrite_as}" if format.rewrite_as else _yes(writable),
         _KEEPS[format.everything] if writable else "",
         "not http" if format.listed else "yes",
-        "yes" if format.salvage is not None else "",
+        "yes" if format.recover is not None else "",
         " ".join(format.suffixes),
         format.title,
     )

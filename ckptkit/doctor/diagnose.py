@@ -35,7 +35,7 @@ from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
 from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.folder import INDEX
-from ckptkit.formats.format import RECOVER, Loss, Probe, Salvaged, WriteOptions
+from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
 from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied
@@ -120,9 +120,9 @@ def examine(
     lost: tuple[Loss, ...] = ()
     found = list(_damage(typed, place))
     if found:
-        salvaged = _salvaged(place)
+        recovered = _recovered(place)
         checkpoint, lost = (
-            (salvaged.checkpoint, salvaged.lost) if salvaged is not None else (checkpoint, ())
+            (recovered.checkpoint, recovered.lost) if recovered is not None else (checkpoint, ())
         )
     checkpoint = checkpoint if key is None else checkpoint.with_key(key)
     if checkpoint.part is not None:
@@ -188,7 +188,7 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
         known = formats.match(probe) is not None
     except CkptkitError:
         known = True
-    salvaged = _salvaged(place) if known and isinstance(error, FormatError) else None
+    recovered = _recovered(place) if known and isinstance(error, FormatError) else None
     whole = (
         _whole_beside(place)
         if known and isinstance(place, Folder) and not urls.is_url(place.name)
@@ -196,25 +196,25 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     )
     head = b"" if isinstance(place, Folder) else probe.head
     refusal = refused.Refusal(
-        path, error, head, isinstance(place, Folder), known, salvaged is not None, whole
+        path, error, head, isinstance(place, Folder), known, recovered is not None, whole
     )
     found = [refused.cause(refusal)]
-    if salvaged is None:
+    if recovered is None:
         return Diagnosis(path, tuple(found), None, readable=False)
     # Their commands would meet the same damage: --fix is what does all of it.
     found += [
         replace(cause, command=None)
-        for cause in _content(path, salvaged.checkpoint, with_model=False)
+        for cause in _content(path, recovered.checkpoint, with_model=False)
     ]
-    return Diagnosis(path, tuple(found), salvaged.checkpoint, readable=False, lost=salvaged.lost)
+    return Diagnosis(path, tuple(found), recovered.checkpoint, readable=False, lost=recovered.lost)
 
 
-def _salvaged(place: ByteSource | Folder) -> Salvaged | None:
+def _recovered(place: ByteSource | Folder) -> Recovered | None:
     """Return what is whole of a file on this machine, None if nothing is."""
     if isinstance(place, Folder) or place.remote:
         return None
     try:
-        return formats.salvage(place)
+        return formats.recover(place)
     except CkptkitError:
         return None
 

@@ -29,7 +29,7 @@ from ckptkit.formats.format import (
     Format,
     Part,
     Probe,
-    Salvaged,
+    Recovered,
     WriteOptions,
 )
 from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, PARALLEL, SHARDED, TORCH_ZIP
@@ -48,14 +48,18 @@ def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
 
 
 def match(probe: Probe) -> Format | None:
-    """The format that claims a file or folder. Raises what is wrong with the container that some of
-    them share."""
+    """Return the format that claims a file or folder, None if there is none.
+
+    Raises what is wrong with a container that several formats share.
+    """
     return next((format for format in FORMATS if format.matches(probe)), None)
 
 
 def identify(probe: Probe) -> Format:
-    """The format of a file or folder, by its content. Raises an InputError that says what it is
-    instead."""
+    """Identify the format of a file or folder by its content.
+
+    Raises an InputError that says what it is instead.
+    """
     found = match(probe)
     if found is not None:
         return found
@@ -73,7 +77,7 @@ def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
     try:
         return _reader(probe).read(probe)
     except CkptkitError as error:
-        if isinstance(error, (TruncatedError, CorruptError)) and (command := salvageable(probe)):
+        if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
 
@@ -90,46 +94,50 @@ def _reader(probe: Probe) -> Format:
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """What can be checked beyond reading, and what is wrong; nothing where the format has no more
-    than that."""
+    """Yield what can be checked beyond reading, and the findings.
+
+    Empty where the format has no check of its own.
+    """
     format = identify(probe)
     return iter(()) if format.check is None else format.check(probe)
 
 
 _SAVES = {
-    RECOVER: f"`ckptkit {RECOVER}` saves what is whole",
-    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is there, which may be garbage",
+    RECOVER: f"`ckptkit {RECOVER}` saves what is intact",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is left, which may be garbage",
 }
 
 
-def salvageable(probe: Probe) -> str:
-    """The command that may save something of a damaged file, an empty text if there is none. Reads
-    headers."""
-    found = (format.salvageable(probe) for format in FORMATS if format.salvageable is not None)
+def recoverable(probe: Probe) -> str:
+    """Return the command that may recover part of a damaged file, "" if there is none.
+
+    Reads headers.
+    """
+    found = (format.recoverable(probe) for format in FORMATS if format.recoverable is not None)
     try:
         return "" if probe.is_folder else next(filter(None, found), "")
     except CkptkitError:
         return ""
 
 
-def salvage(place: ByteSource | Folder, *, unverified: bool = False) -> Salvaged:
-    """What is whole of a damaged file; with `unverified`, also what nothing proves to be.
+def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovered:
+    """Recover the intact part of a damaged file; with `unverified`, also what cannot be verified.
 
-    Raises CorruptError if nothing is, UnsupportedError for other formats.
+    Raises CorruptError if nothing is intact, UnsupportedError for other formats.
     """
     probe = Probe(place)
     try:
         for format in FORMATS:
             if (
-                format.salvage is not None
-                and (found := format.salvage(probe, unverified)) is not None
+                format.recover is not None
+                and (found := format.recover(probe, unverified)) is not None
             ):
                 return found
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
-    able = ", ".join(format.name for format in FORMATS if format.salvage is not None)
+    able = ", ".join(format.name for format in FORMATS if format.recover is not None)
     raise UnsupportedError(
-        "is of no format that can be recovered", where=place.name, hint=f"these can: {able}"
+        "is not of a format that can be recovered", where=place.name, hint=f"these can: {able}"
     )
 
 
@@ -150,11 +158,10 @@ def for_writing(
     *,
     shards: bool = False,
 ) -> Format:
-    """The format to write `path` in: the one called `name`, else by its suffix, else that of the
-    input (`keep`).
+    """Choose the format to write `path` in: `name`, else by suffix, else the input's (`keep`).
 
-    With `shards` it is one that writes a folder of them, safetensors if nothing says otherwise.
-    Raises UsageError for a name or suffix that no writer has.
+    With `shards` it is a format that writes a folder of shards, safetensors by default. Raises
+    UsageError for a name or suffix without a writer.
     """
     if name is not None:
         return _writer(name, shards)
@@ -191,18 +198,19 @@ def _writer(name: str, shards: bool = False) -> Format:
     format = by_name(name)
     if format is None or format.layout is None:
         names = ", ".join(each.name for each in writable())
-        known = "cannot be written" if format is not None else "is no format that ckptkit knows"
+        known = "cannot be written" if format is not None else "is not a format that ckptkit knows"
         raise UsageError(f"{name!r} {known}", hint=f"formats that can be written: {names}")
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
         raise UsageError(
-            f"{name} is one file, and --shard-size is for folders", hint=f"--format {able}"
+            f"{name} is a single file, and --shard-size needs a format of folders",
+            hint=f"--format {able}",
         )
     return format
 
 
 def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
-    """What writing `checkpoint` in `format` comes to. Every error says which checkpoint."""
+    """Plan a file of `checkpoint` in `format`. Every error says which checkpoint."""
     assert format.layout is not None
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
@@ -235,8 +243,7 @@ def _without_pieces(checkpoint: Checkpoint, format: Format, options: WriteOption
 def patch(
     before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
 ) -> Patch | None:
-    """What makes of the file that `before` was read from one that holds `after`; None if that takes
-    a new file.
+    """Plan the edit in place that makes the file of `before` hold `after`; None if it is large.
 
     Every error says which checkpoint.
     """
@@ -256,7 +263,7 @@ def patch(
 
 
 def holds_program(checkpoint: Checkpoint) -> bool:
-    """Whether it was read from a format of programs, of which only the weights can be written."""
+    """Return whether the checkpoint is a program, of which only the weights can be written."""
     kept = by_name(checkpoint.format)
     return kept is not None and kept.program
 

@@ -1,15 +1,16 @@
-"""A folder that stands for one checkpoint: which of its files are meant.
+"""A folder that holds one checkpoint among other files: choose which of its files to read.
 
     model.safetensors.index.json                 an index of shards
     model-00002-of-00003.safetensors             a shard: the stem, its number, how many there are
     model.safetensors, last.ckpt                 a file of its own
-    consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process that ran it
-    refs/main, snapshots/<revision>/             the Hugging Face cache of a model (``models--<owner>--<name>``)
+    consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process
+    refs/main, snapshots/<revision>/             the Hugging Face cache of a model
+                                                 (``models--<owner>--<name>``)
 
-Where a model is there as safetensors and as torch files (``model``, ``pytorch_model``), the former
-are taken, as transformers does. Where there is an index, other files are not. What is left aside is
-a warning, and more than one checkpoint is an error. What trainers put beside a model (optimizer.pt,
-training_args.bin) counts only if it is alone.
+Of a model saved as safetensors and as torch files (``model``, ``pytorch_model``), the former are
+taken, as transformers does. An index is preferred to other files. Files that are left out are a
+warning, and more than one checkpoint is an error. A trainer's other files (optimizer.pt,
+training_args.bin) count only if there is no model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from ckptkit import formats
@@ -50,7 +52,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(names: Iterable[str]) -> list[Candidate]:
-    """Every checkpoint among the names of a folder."""
+    """Return every checkpoint among the names of a folder."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for name in sorted(names):
         kind = _kind(name)
@@ -65,7 +67,7 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Form, stem, suffix and total of a file; None of what is no checkpoint by its name."""
+    """Return form, stem, suffix and total of a file; None if it is not named as a checkpoint."""
     base = name.removesuffix(INDEX)
     suffix = next((each for each in BY_SUFFIX if base.endswith(each)), None)
     if suffix is None:
@@ -84,7 +86,7 @@ def _kind(name: str) -> tuple[str, str, str, str] | None:
 
 
 def best(names: Iterable[str]) -> Candidate | None:
-    """The one that is meant; None if there is none, or if several could be."""
+    """Choose one candidate; None if there is none, or if several are possible."""
     found = _preferred(names)
     return found[0] if len(found) == 1 else None
 
@@ -101,8 +103,9 @@ def _model(stem: str) -> str:
 
 
 def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """A warning about the checkpoints in a folder that are not among the files that were read."""
-    left = [file for each in candidates(names) for file in each.files if file not in read]
+    """Return a warning about checkpoints in a folder that were not read."""
+    files = chain.from_iterable(each.files for each in candidates(names))
+    left = [file for file in files if file not in read]
     return (f"the folder also holds {_listed(left)}, not read",) if left else ()
 
 
@@ -117,7 +120,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The checkpoint that the folder stands for, in its own format.
+    """Read the checkpoint of the folder, in its own format.
 
     Raises AmbiguousError where several could be meant, CorruptError for a cache without its
     revision.
@@ -131,7 +134,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """What there is to check in the checkpoint that the folder stands for. Raises like `read`."""
+    """Yield the parts to check in the checkpoint of the folder. Raises like `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
     return (
@@ -140,7 +143,7 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
 
 
 def _meant(probe: Probe) -> ByteSource | Folder:
-    """The one file that is meant, or the folder of a revision."""
+    """Return the one file to read, or the folder of a revision."""
     if _is_cache(probe):
         return _snapshot(probe)
     if TRACKER in probe.names:
@@ -157,7 +160,7 @@ def _ambiguous(probe: Probe) -> AmbiguousError:
     return AmbiguousError(
         f"holds {len(first)} checkpoints: {_listed(first)}",
         where=probe.name,
-        hint=f"name the one that is meant, e.g. {os.path.join(probe.name, first[0])}",
+        hint=f"name one of them, e.g. {os.path.join(probe.name, first[0])}",
     )
 
 
@@ -196,7 +199,7 @@ def _is_cache(probe: Probe) -> bool:
 
 
 def _snapshot(probe: Probe) -> Folder:
-    """The files of the revision that ``refs/main`` names, or of the only one."""
+    """Return the files of the revision that ``refs/main`` names, or of the only one."""
     snapshots = Folder(os.path.join(probe.folder.name, "snapshots"))
     revisions = snapshots.list()
     revision = _main(probe)

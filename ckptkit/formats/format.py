@@ -1,4 +1,4 @@
-"""The contract of a format, and what a sniffer may look at."""
+"""The contract of a format, and the probe that identifies a file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-RECOVER, UNVERIFIED = (
-    "recover",
-    "recover --unverified",
-)  # commands that save what is left of a damaged file
+# The commands that recover a damaged file.
+RECOVER = "recover"
+UNVERIFIED = "recover --unverified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class Asked:
 
 
 class Probe:
-    """A file or folder about to be identified; what one sniffer finds out, the others and the
-    reader share."""
+    """A file or folder to be identified; the formats and the reader share what has been parsed."""
 
     def __init__(self, place: ByteSource | Folder, asked: Asked | None = None) -> None:
         self.place = place
@@ -64,12 +62,12 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 512 bytes, fewer if there are fewer; none of a folder."""
+        """The first 512 bytes, fewer in a short file; empty for a folder."""
         return b"" if self.is_folder else self.source.read(0, min(512, self.source.size))
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names in a folder; none of a file."""
+        """The names in a folder; empty for a file."""
         return frozenset(self.folder.list() if self.is_folder else ())
 
     @cached_property
@@ -80,14 +78,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """How to write, as far as a format has a choice.
+    """The choices of how to write, where a format has one.
 
-    ``objects``: what becomes of values that only their own code could make: ``keep``, ``drop`` or
-    ``error``. ``ties``: tensors with equal bytes in a format without views: ``alias`` (stored once
-    and noted) or ``duplicate``. ``shard_size``: bytes that a file of a format with several may
-    have, one large tensor aside; None: its own choice. ``ranks``: the parts that a format of
-    model-parallel parts cuts the weights into. ``everything``: the whole tree, not only what the
-    format is made for; see `Format.everything`.
+    ``objects``: ``keep``, ``drop`` or ``error`` for Python objects that are not tensors or plain
+    values. ``ties``: ``alias`` (store once and note) or ``duplicate`` for tensors with equal bytes
+    in a format without views. ``shard_size``: the most bytes in a file of a sharded format, a
+    single larger tensor aside; None: the default. ``ranks``: the parts that a format of
+    model-parallel parts cuts the weights into. ``everything``: write the whole tree, not only
+    what the format is made for; see `Format.everything`.
     """
 
     objects: str = "keep"
@@ -99,7 +97,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """An entry that could not be saved: its dotted path, what it was, and why."""
+    """An entry that could not be recovered: its dotted path, its kind, and the reason."""
 
     path: str
     what: str
@@ -107,8 +105,8 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Salvaged:
-    """What is left, and what is not."""
+class Recovered:
+    """A recovered checkpoint, and the list of losses."""
 
     checkpoint: Checkpoint
     lost: tuple[Loss, ...]
@@ -116,11 +114,9 @@ class Salvaged:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes that say whether they are whole: by their CRC-32 if that is known, else by being there,
-    and inflating.
+    """Bytes to be verified: by their CRC-32 if it is known, else by reading and inflating them.
 
-    ``what`` they are is for messages, ``file`` is the name in a folder of the file that they are
-    in.
+    ``what`` names them in messages, ``file`` is the file in a folder that they are in.
     """
 
     what: str
@@ -131,8 +127,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, the name of the file in a folder that it is about, the tensors that
-    it hits, and what to do about it."""
+    """A defect found by `check`: message, file in the folder, affected tensors, hint."""
 
     what: str
     file: str = ""
@@ -142,8 +137,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A function of this room by its place, ``"module:function"``, imported when it is first
-    called."""
+    """A function of this room by its place, ``"module:function"``, imported at the first call."""
 
     place: str
 
@@ -159,53 +153,48 @@ class Lazy:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One on-disk format. What it cannot do is None; generic code asks for the capability, never
-    for the name.
+    """One on-disk format.
 
-    ``matches`` answers "mine or not" and does not raise for what is not; once it said yes, every
+    What it cannot do is None; generic code asks for the capability, never for the name.
+
+    ``matches`` identifies a file and does not raise for one of another format; after a match, every
     failure of `read` is an error. `read` takes the probe, so that what identification parsed is not
     parsed twice. ``layout`` is pure: it plans and writes nothing. A format that is not ``readable``
-    is recognised all the same, and its `read` says what to do instead. ``pickles`` finds what
-    `scan` traces, None if the file is of another format. Raises what is wrong with it. ``salvage``
-    gives what is whole of a damaged file, None if the file is of another format; told ``True``,
-    also what nothing proves to be whole. ``salvageable`` reads no tensor and says which command may
-    find something: `RECOVER`, `UNVERIFIED`, or an empty text. ``check`` gives what can be checked
-    beyond reading: everything that has a checksum, and everything that is wrong, where `read` says
-    the first of it. It reads headers alone. ``patch`` makes of a local file, as it was read, what
-    it is to be, by the few bytes that differ; None if they are not few. It is as pure as `layout`,
-    and notes what that would.
+    is recognized all the same; its `read` raises an error with the advice. ``pickles`` finds what
+    `scan` traces, None if the file is of another format. Raises what is wrong with it. ``recover``
+    recovers the intact part of a damaged file, None if the file is of another format; with
+    ``True``, also what cannot be verified. ``recoverable`` reads no tensor and returns the command
+    that may recover something: `RECOVER`, `UNVERIFIED`, or "". ``check`` yields what can be checked
+    beyond reading: every part with a checksum, and all findings, where `read` raises the first. It
+    reads headers alone. ``patch`` plans the edit in place of a local file, as it was read, if few
+    bytes differ; None if many do. It is as pure as `layout`, and gives the same notes.
     """
 
     name: str
     title: str  # for people
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    suffixes: tuple[
-        str, ...
-    ] = ()  # of its files; for a format with a layout, those that choose it for writing
+    # suffixes of its files; with a layout, those that choose it for writing
+    suffixes: tuple[str, ...] = ()
     is_folder: bool = False
-    loaded_by_torch: bool = False  # whether torch.load or torch.jit.load reads it
+    loaded_by_torch: bool = False  # torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
     readable: bool = True
-    listed: bool = (
-        False  # whether it is found in a list of a folder's files, which a web server does not give
-    )
-    shards: bool = False  # whether its layout is a folder of files of at most `shard_size`
-    everything: str = (
-        "never"  # whether it keeps the whole tree: always, when asked, nested (but not ties), never
-    )
-    program: bool = (
-        False  # whether it holds a program, which no other format keeps: it is not changed in place
-    )
-    rewrite_as: str | None = (
-        None  # the format that an edited copy is written in, if it has no layout of its own
-    )
-    distributed: bool = False  # whether it is the parts that several processes wrote
-    chooses: bool = False  # whether it stands for one of the checkpoints in it
-    noun: str = ""  # what a diagnosis calls it, where torch.load does not take it as it is
+    # found by listing a folder's files, which a web server does not offer
+    listed: bool = False
+    shards: bool = False  # its layout is a folder of files of at most `shard_size`
+    # keeps the whole tree: "always", when "asked", "nested" (but not ties), "never"
+    everything: str = "never"
+    # holds a program, which no other format keeps: it is not changed in place
+    program: bool = False
+    # the format of an edited copy, if it has no layout of its own
+    rewrite_as: str | None = None
+    distributed: bool = False  # it is the parts that several processes wrote
+    chooses: bool = False  # it stands for one of the checkpoints in it
+    noun: str = ""  # its name in a diagnosis, where torch.load does not take it as it is
     torch_error: str = ""  # how torch.load refuses it; weights_only=True, if it is loaded_by_torch
-    salvage: Callable[[Probe, bool], Salvaged | None] | None = None
-    salvageable: Callable[[Probe], str] | None = None
+    recover: Callable[[Probe, bool], Recovered | None] | None = None
+    recoverable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[Part | Finding]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None

@@ -1,6 +1,6 @@
 """numpy's file of one array (.npy).
 
-    93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | the elements
+    93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | elements
 
     {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 
@@ -58,7 +58,7 @@ _TEXT = re.compile(r"([<>|=]?)([US])([0-9]{1,9})")
 
 
 class Header(NamedTuple):
-    """What stands before the elements."""
+    """The facts in front of the elements."""
 
     descr: str
     fortran: bool
@@ -67,8 +67,7 @@ class Header(NamedTuple):
 
 
 class Array(NamedTuple):
-    """What a file of one array holds, and what reading the pickle of an object array brought to
-    light."""
+    """The value in a file of one array; globals and warnings of an object array's pickle."""
 
     root: Node
     pickled: Unpickled | None = None
@@ -79,7 +78,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The array alone, without a name."""
+    """Read the array alone, without a name."""
     source = probe.source
     array = read_array(Range(source, 0, source.size), None)
     globals, warnings = (
@@ -89,7 +88,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
-    """The array in these bytes, whose CRC-32 is `crc` (None: unknown); its elements are not read.
+    """Read the array in these bytes, whose CRC-32 is `crc` (None: unknown); not its elements.
 
     Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError,
     TensorError.
@@ -113,10 +112,10 @@ def read_array(extent: Extent, crc: int | None) -> Array:
 
 
 def _header(extent: Extent) -> tuple[Header, bytes]:
-    """The header, and all bytes up to the elements."""
+    """Return the header, and all bytes up to the elements."""
     head = _head(extent, _FIRST)
     if not head.startswith(MAGIC):
-        raise FormatError("does not begin as an array of numpy does")
+        raise FormatError("does not begin with the signature of a numpy array")
     width = _LENGTH_BYTES.get(head[6:8])
     if width is None and len(head) >= 8:
         raise UnsupportedError(f"version {head[6]}.{head[7]} of numpy's array files, not 1 to 3")
@@ -140,7 +139,7 @@ def _header(extent: Extent) -> tuple[Header, bytes]:
 
 
 def _head(extent: Extent, length: int) -> bytes:
-    """The first bytes, at most `length` of them."""
+    """Return the first bytes, at most `length` of them."""
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
@@ -153,7 +152,7 @@ def _head(extent: Extent, length: int) -> bytes:
 
 
 def _parse(text: str) -> tuple[str, bool, Shape]:
-    """The three entries of the dict that a header spells."""
+    """Parse the three entries of the dict in a header."""
     inner = text.strip()
     if not (inner.startswith("{") and inner.endswith("}")):
         raise FormatError(f"an array's header is not a dict: {text[:60]!r}")
@@ -165,9 +164,7 @@ def _parse(text: str) -> tuple[str, bool, Shape]:
         kinds = _KINDS.get(item["key"], ()) if item else ()
         value = next((item[kind] for kind in kinds if item and item[kind] is not None), None)
         if item is None or value is None:
-            raise FormatError(
-                f"an array's header has an entry that is none of numpy's: {inner[at : at + 60]!r}"
-            )
+            raise FormatError(f"an array's header has an unknown entry: {inner[at : at + 60]!r}")
         if item["key"] in found:
             raise AmbiguousError(f"an array's header has two entries {item['key']!r}")
         found[item["key"]] = value
@@ -192,7 +189,7 @@ def _shape(text: str) -> Shape:
 
 
 def _dtype(descr: str) -> tuple[str, DType]:
-    """Byte order and element type. Raises UnsupportedError."""
+    """Return byte order and element type. Raises UnsupportedError."""
     order, code = (descr[0], descr[1:]) if descr[:1] in tuple("<>|=") else ("", descr)
     dtype = _CODES.get("b1" if code == "?" else code)
     if dtype is not None and (order in ("<", ">") or dtype.component == 1):
@@ -206,24 +203,25 @@ def _dtype(descr: str) -> tuple[str, DType]:
         "structured elements" if descr.startswith("[") else f"elements of the type {descr[:40]!r}"
     )
     raise UnsupportedError(
-        f"holds {what}, which torch has no tensor for", hint="save it without this array"
+        f"holds {what}, for which torch has no dtype", hint="save it without this array"
     )
 
 
-def _check_size(expected: int, seen: int, header: Header, dtype: DType) -> None:
-    if seen < expected:
+def _check_size(expected: int, found: int, header: Header, dtype: DType) -> None:
+    if found < expected:
         raise TruncatedError(
-            f"an array of shape {header.shape} and {dtype} has {expected:,} bytes, {seen:,} are there",
+            f"an array of shape {header.shape} and {dtype} has {expected:,} bytes, "
+            f"but only {found:,} are in the file",
             hint="the file is cut: download or copy it again",
         )
-    if seen > expected:
+    if found > expected:
         raise AmbiguousError(
-            f"{seen - expected:,} bytes follow the array: other readers may take them for something"
+            f"{found - expected:,} bytes follow the array: other readers may interpret them"
         )
 
 
 def _text(header: Header, extent: Extent) -> str | bytes:
-    """The value of an array that is one text, without the zeros that numpy pads it with."""
+    """Return the value of an array that is one text, without the zeros that numpy pads it with."""
     order, kind, size = _TEXT.fullmatch(header.descr).groups()  # type: ignore[union-attr]
     nbytes = int(size) * (4 if kind == "U" else 1)
     check("string_bytes", nbytes, "bytes of a text")
@@ -241,7 +239,7 @@ def _text(header: Header, extent: Extent) -> str | bytes:
 
 
 def _pickled(extent: Extent, start: int) -> Array:
-    """The pickle of an object array, read like any other: nothing in it is run."""
+    """Read the pickle of an object array like any other: nothing in it is run."""
     length = extent.length - start
     if isinstance(extent, Derived):
         check("record_bytes", length, "bytes of a compressed pickle")
@@ -257,8 +255,10 @@ def _pickled(extent: Extent, start: int) -> Array:
 
 
 def header(dtype: DType, shape: Shape) -> bytes:
-    """What stands before the elements of a row-major little-endian array, which begin at a multiple
-    of 64."""
+    """Return the bytes before the elements of a row-major little-endian array.
+
+    They are padded so that the elements begin at a multiple of 64.
+    """
     descr = ("|" if dtype.component == 1 else "<") + next(
         code for code, row in _CODES.items() if row is dtype
     )
@@ -269,7 +269,7 @@ def header(dtype: DType, shape: Shape) -> bytes:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """The pickle that an array of objects is."""
+    """Yield the pickle of an object array."""
     if not matches(probe):
         return None
     source = probe.source

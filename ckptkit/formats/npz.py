@@ -1,11 +1,11 @@
-"""numpy's archive of named arrays: a zip file whose members are ``<name>.npy``, stored or deflated
-(see :mod:`npy`).
+"""numpy's archive of named arrays: a zip of ``<name>.npy``, stored or deflated (see :mod:`npy`).
 
-Source: numpy.savez, numpy.savez_compressed. Unlike torch, numpy tells names apart by case.
+Source: numpy.savez, numpy.savez_compressed. In numpy, unlike torch, names that differ only in case
+are distinct.
 
 Written as numpy.savez does, uncompressed; the elements begin at multiples of 64 bytes. The format
-has no place for anything but arrays of numbers: what stands beside the weights is left out, and
-tied tensors are written twice.
+holds arrays of numbers alone: everything outside the weights is left out, and tied tensors are
+written twice.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The arrays by name, in the order of the archive. Raises what :func:`npy.read_array` raises,
-    with the name."""
+    """Read the arrays by name, in the order of the archive.
+
+    Raises what :func:`npy.read_array` raises, with the name.
+    """
     archive = probe.zip
     assert archive is not None
     root: dict[Node, Node] = {}
@@ -64,8 +66,10 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """The weights as arrays; the notes name what is left out. Raises TensorError for what numpy has
-    no array for."""
+    """Plan the weights as arrays; the notes name what is left out.
+
+    Raises TensorError for tensors without an equivalent array.
+    """
     if options.objects == "error":
         refuse_objects(checkpoint)
     tensors = checkpoint.required.tensors
@@ -80,7 +84,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
 
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """What other formats keep as text."""
+    """Yield notes on the texts that other formats keep."""
     yield from leftovers(checkpoint)[0]
     yield from (f"{key} (metadata)" for key in checkpoint.metadata)
     node = checkpoint.required.node
@@ -117,14 +121,14 @@ def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
         )
         raise TensorError(
             f"npz cannot hold {named}",
-            hint="`convert --cast float32` makes floats of them that numpy has"
+            hint="`convert --cast float32` converts them to floats of numpy"
             if floats
             else "leave them out with `convert --drop NAME`",
         )
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Why the format has no place for a tensor."""
+    """Return why the format cannot hold a tensor, None if it can."""
     odd = not is_utf8(name) or "\\" in name or name.startswith("/") or ".." in name.split("/")
     if odd or any(c < " " or c == "\x7f" for c in name) or len(name.encode()) > _NAME_BYTES:
         return "a name that a member of a zip file cannot have"

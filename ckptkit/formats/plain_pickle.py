@@ -1,5 +1,4 @@
-"""A pickle that is no torch file: numpy arrays, and what ``pickle.dump`` made of tensors or a
-module.
+"""A pickle that is not a torch file: numpy arrays, or tensors and modules from ``pickle.dump``.
 
 One pickle of protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later
 begin with 0x80 and their number; earlier ones have no signature, so they are tried: a file is one
@@ -49,13 +48,14 @@ def _runs(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The tree of the pickle."""
+    """Read the tree of the pickle."""
     source = probe.source
     stored = _Stored()
     pickled = _unpickled(probe, stored)
     if pickled.stop != source.size:
         raise AmbiguousError(
-            f"{source.size - pickled.stop:,} bytes follow the pickle: other readers may take them for something else"
+            f"{source.size - pickled.stop:,} bytes follow the pickle: "
+            "other readers may interpret them"
         )
     names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
     return Checkpoint(
@@ -64,14 +64,16 @@ def read(probe: Probe) -> Checkpoint:
 
 
 class _Stored:
-    """Reads the storages of one pickle, each a file inside it."""
+    """Reader of the storages of one pickle, each a file inside it."""
 
     def __init__(self) -> None:
         self.globals: dict[Global, None] = {}
 
     def load(self, made: Global, args: tuple[Node, ...]) -> Node:
-        """The storage that `_load_from_bytes` would give; anything else in its file stays a
-        call."""
+        """Return the storage that `_load_from_bytes` would give.
+
+        Anything else in its file stays a call.
+        """
         inner = _inner(args[0]) if len(args) == 1 else None
         if inner is None or not torch_legacy.matches(Probe(inner)):
             return Object(made, args)
@@ -83,7 +85,7 @@ class _Stored:
 
 
 def _inner(data: Node) -> ByteSource | None:
-    """A byte string of a pickle as a file of its own."""
+    """Open a byte string of a pickle as a file of its own."""
     if isinstance(data, Blob) and isinstance(data.extent, Range):
         return Section(*data.extent)
     return Memory(data, "a storage") if isinstance(data, bytes) else None
@@ -100,7 +102,7 @@ def _unpickled(probe: Probe, stored: _Stored) -> Unpickled:
     except FormatError as error:
         if b"NumpyArrayWrapper" in probe.source.read(0, min(probe.source.size, 1 << 20)):
             raise UnsupportedError(
-                "is a joblib file: its arrays lie between the opcodes of a pickle",
+                "is a joblib file: its arrays are between the opcodes of a pickle",
                 hint="if you trust it, load it with joblib, and save its arrays with numpy.savez",
             ) from error
         error.hint = (
@@ -111,7 +113,7 @@ def _unpickled(probe: Probe, stored: _Stored) -> Unpickled:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """It alone; what may follow is for whoever looks for it."""
+    """Yield the single pickle; trailing data is left to the scanner."""
     return (
         iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
         if matches(probe)

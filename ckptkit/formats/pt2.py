@@ -1,27 +1,32 @@
-"""torch.export.save (.pt2): an ExportedProgram, a graph with its weights. The weights and constants
-are read.
+"""torch.export.save (.pt2): an ExportedProgram.
 
-Since about torch 2.8, in the container of zip_archive:
+Its weights and constants are read, its graph is not.
+
+Since about torch 2.8, in a zip archive as :mod:`torch_zip` reads it:
 
     <top>/archive_format                             "pt2"
     <top>/models/<model>.json                        the graph; most archives have one, called model
-    <top>/data/weights/<model>_weights_config.json   {"config": {name: {"path_name": "weight_0", "use_pickle": false,
-                                                     "is_param": true, "tensor_meta": META}...}}
-    <top>/data/weights/weight_0                      the bytes of a storage, which several tensors may share
+    <top>/data/weights/<model>_weights_config.json   {"config": {name: {"path_name": "weight_0",
+                                                     "use_pickle": false, "is_param": true,
+                                                     "tensor_meta": META}...}}
+    <top>/data/weights/weight_0                      the bytes of a storage, perhaps of several
+                                                     tensors
     <top>/data/constants/<model>_constants_config.json, tensor_0...        likewise
-    META    {"dtype": 7, "layout": 7, "sizes": [{"as_int": 4}...], "strides": [...], "storage_offset": {"as_int": 0},
-            "device": {"type": "cuda", "index": 1}, "requires_grad": true}; strides and offset are in elements
+    META    {"dtype": 7, "layout": 7, "sizes": [{"as_int": 4}...], "strides": [...],
+            "storage_offset": {"as_int": 0}, "device": {"type": "cuda", "index": 1},
+            "requires_grad": true}; strides and offset are in elements
 
 Before, in a plain zip file:
 
-    serialized_exported_program.json, version        the graph
-    serialized_state_dict.pt, serialized_constants.pt        files of torch.save; called .json until torch 2.3
+    serialized_exported_program.json, version            the graph
+    serialized_state_dict.pt, serialized_constants.pt    files of torch.save; .json until torch 2.3
 
 (torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from ckptkit.containers import strict_json
@@ -41,11 +46,11 @@ from ckptkit.formats.torch_zip.reader import Archive
 
 _GRAPH = "serialized_exported_program.json"  # before 2.8
 _DTYPES = dict(enumerate((
-    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
-    "complex128", "bool", "bfloat16",
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32",
+    "complex64", "complex128", "bool", "bfloat16",
 ), 1)) | dict(enumerate((
-    "uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "uint32",
-    "uint64",
+    "uint16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "uint32", "uint64",
 ), 28))  # fmt: skip
 _STRIDED = 7
 Json = dict[str, Any]
@@ -57,10 +62,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """``{"state_dict": {...}, "constants": {...}}``, for each model under its name if there are
-    several.
+    """Read the weights and constants of each model, under its name if there are several.
 
-    Raises FormatError, CorruptError, UnsupportedError, and what zip_archive raises.
+    A model is ``{"state_dict": {...}, "constants": {...}}``. Raises FormatError, CorruptError,
+    UnsupportedError, and what the zip reader raises.
     """
     directory = probe.zip
     assert directory is not None
@@ -70,7 +75,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 class _Archive(Archive):
-    """An archive since 2.8."""
+    """An archive of torch 2.8 or later."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         super().__init__(directory)
@@ -111,13 +116,13 @@ class _Archive(Archive):
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
     def _tensors(self, folder: str, config: str) -> OrderedDict | None:
-        """The tensors that a configuration lists, None if it is not there."""
+        """Return the tensors that a configuration lists, None if it is missing."""
         name = self.folder + folder + config
         if name not in self.directory:
             return None
         check("index_bytes", self.directory.entries[name].size, f"bytes of {config}")
-        said = strict_json.parse(self.directory.read(name), config)
-        entries = _field(said, "config", dict)
+        parsed = strict_json.parse(self.directory.read(name), config)
+        entries = _field(parsed, "config", dict)
         made = OrderedDict()
         for tensor, entry in entries.items():
             place = f"{self.folder}{folder}{_field(entry, 'path_name', str)}"
@@ -133,7 +138,9 @@ class _Archive(Archive):
         number = _field(meta, "dtype", int)
         dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
         if place not in self.directory:
-            raise CorruptError(f"there is no record {shown(place)}, though a tensor lies in it")
+            raise CorruptError(
+                f"there is no record {shown(place)}, although a tensor is stored in it"
+            )
         if place not in self.storages:
             self.storages[place] = self.storage(place, _device(_field(meta, "device", dict)))
         shape, stride = (
@@ -147,26 +154,29 @@ class _Archive(Archive):
         return Tensor(self.storages[place], dtype, shape, stride, offset, grad, kind)
 
 
-def _field(said: Any, key: str, kind: type) -> Any:
-    found = said.get(key) if isinstance(said, dict) else None
+def _field(parsed: Any, key: str, kind: type) -> Any:
+    found = parsed.get(key) if isinstance(parsed, dict) else None
     if type(found) is not kind:
         raise FormatError(f"a configuration of tensors has no {key!r} where one must be")
     return found
 
 
-def _integer(said: Any) -> int:
-    """``{"as_int": 4}``; a size that the graph computes has no place in a stored tensor."""
-    found: int = _field(said, "as_int", int)
+def _integer(parsed: Any) -> int:
+    """Return n of ``{"as_int": n}``.
+
+    Sizes that the graph computes cannot occur in a stored tensor.
+    """
+    found: int = _field(parsed, "as_int", int)
     return found
 
 
-def _device(said: Json) -> str:
-    kind, index = _field(said, "type", str), said.get("index")
-    return kind if index is None else f"{kind}:{_field(said, 'index', int)}"
+def _device(parsed: Json) -> str:
+    kind, index = _field(parsed, "type", str), parsed.get("index")
+    return kind if index is None else f"{kind}:{_field(parsed, 'index', int)}"
 
 
 def _read_parts(directory: ZipDirectory) -> Checkpoint:
-    """An archive before 2.8: its files of torch.save, each read as such."""
+    """Read an archive from before 2.8: its files of torch.save, each as such."""
     held = {}
     for part in ("state_dict", "constants"):
         names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))
@@ -179,12 +189,12 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
             held[part] = zip_archive.read(probe)
     if not held:
         raise UnsupportedError(
-            "is an exported program whose weights are not where torch.export.save puts them"
+            "is an exported program without weights in the places that torch.export.save uses"
         )
     return Checkpoint(
         {part: each.root for part, each in held.items()},
         table.PT2.name,
         directory.source,
-        globals=tuple(dict.fromkeys(name for each in held.values() for name in each.globals)),
-        warnings=tuple(warning for each in held.values() for warning in each.warnings),
+        globals=tuple(dict.fromkeys(chain.from_iterable(each.globals for each in held.values()))),
+        warnings=tuple(chain.from_iterable(each.warnings for each in held.values())),
     )

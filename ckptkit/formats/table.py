@@ -1,8 +1,8 @@
 """The list of formats, a record each; their code is imported when it is called.
 
-In sniff order. TorchScript comes before torch-zip, which it also looks like. Zip, tar, legacy
-stream is the order in which torch tries them. A plain pickle comes after the legacy stream, which
-begins with one; a folder that stands for one of its files comes after all others.
+In sniff order. TorchScript comes before torch-zip, which it also matches. Zip, tar, legacy stream
+is the order in which torch tries them. A plain pickle comes after the legacy stream, which begins
+with one; a folder of loose files comes after all other folders.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TORCH_ZIP = Format(
     loaded_by_torch=True,
     layout=Lazy("torch_zip.writer:layout"),
     everything="always",
-    salvage=Lazy("torch_zip.recovering:salvage"),
-    salvageable=Lazy("torch_zip.recovering:salvageable"),
+    recover=Lazy("torch_zip.recovering:recover"),
+    recoverable=Lazy("torch_zip.recovering:recoverable"),
     check=ZIP_CHECK,
     patch=Lazy("torch_zip.patching:patch"),
     pickles=ZIP_PICKLES,
@@ -65,8 +65,8 @@ TORCH_LEGACY = Format(
     read=Lazy("torch_legacy:read"),
     loaded_by_torch=True,
     rewrite_as="torch-zip",
-    salvage=Lazy("torch_legacy:salvage"),
-    salvageable=Lazy("torch_legacy:salvageable"),
+    recover=Lazy("torch_legacy:recover"),
+    recoverable=Lazy("torch_legacy:recoverable"),
     pickles=Lazy("torch_legacy:pickles"),
 )
 SAFETENSORS = Format(
@@ -77,8 +77,8 @@ SAFETENSORS = Format(
     suffixes=(".safetensors",),
     layout=Lazy("safetensors.writing:layout"),
     everything="asked",
-    salvage=Lazy("safetensors.recovering:salvage"),
-    salvageable=Lazy("safetensors.recovering:salvageable"),
+    recover=Lazy("safetensors.recovering:recover"),
+    recoverable=Lazy("safetensors.recovering:recoverable"),
     patch=Lazy("safetensors.patching:patch"),
 )
 DCP = Format(

@@ -3,12 +3,13 @@
     pickle: 0x1950A86A20F9469CFC6C         the magic number, a literal
     pickle: 1001                           the protocol version
     pickle: {'protocol_version', 'little_endian', 'type_sizes'}
-    pickle: the object; persistent ids ('storage', ...) and ('module', class, source file, source text)
+    pickle: the object; persistent ids ('storage', ...) and
+            ('module', class, source file, source text)
     pickle: [storage key, ...]
     per key, in that order: int64 numel, numel * itemsize bytes
 
 Nothing is aligned, nothing has a checksum, integers and payloads are little-endian on every host.
-Where the storages are is known only at the end, so they are bound late. (torch/serialization.py,
+The places of storages are known only at the end, so they are bound late. (torch/serialization.py,
 `_legacy_load`.)
 """
 
@@ -33,7 +34,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import Node
-from ckptkit.formats.format import RECOVER, Probe, Salvaged
+from ckptkit.formats.format import RECOVER, Probe, Recovered
 from ckptkit.formats.table import TORCH_LEGACY
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
@@ -48,8 +49,9 @@ PROTOCOL_VERSION = 1001
 _BINARY = MAGIC_NUMBER.to_bytes(10, "little")
 _DECIMAL = str(MAGIC_NUMBER).encode()
 _MAGIC = (
-    rb"(?s)(\x80[\x02-\x05])?(\x95.{8})?(\x8a\x0a" + re.escape(_BINARY) + rb"|L" + _DECIMAL + rb"L?\n)\."
-)  # fmt: skip
+    rb"(?s)(\x80[\x02-\x05])?(\x95.{8})?"
+    rb"(\x8a\x0a" + re.escape(_BINARY) + rb"|L" + _DECIMAL + rb"L?\n)\."
+)
 
 
 def matches(probe: Probe) -> bool:
@@ -58,13 +60,15 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Five pickles, then the storages."""
+    """Read five pickles, then locate the storages."""
     return parse(probe.source)
 
 
 def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
-    """The checkpoint of a stream. With `lost`, storages that are not whole are put there, by key,
-    with the reason."""
+    """Parse the checkpoint of a stream.
+
+    With `lost`, damaged storages are put there by key, with the reason.
+    """
     magic = unpickle(source)
     version = unpickle(source, magic.stop)
     if type(version.root) is not int or version.root != PROTOCOL_VERSION:
@@ -90,7 +94,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
         globals=(*system.globals, *tree.globals, *keys.globals),
         warnings=(
             *tree.warnings, *endian_warning(system.root), *sources.warnings,
-            *((f"{left:,} bytes after the last storage belong to nothing",) if left else ()),
+            *((f"{left:,} bytes after the last storage are unaccounted for",) if left else ()),
         ),
     )  # fmt: skip
 
@@ -113,7 +117,7 @@ class _LegacyRecord:
 
 
 class _Stream:
-    """The storages behind the pickles."""
+    """The storages after the pickles."""
 
     def __init__(self, source: ByteSource, lost: dict[str, str] | None) -> None:
         self.source = source
@@ -135,16 +139,15 @@ class _Stream:
         )
 
     def bind(self, keys: Unpickled, itemsizes: dict[str, int]) -> int:
-        """Find every storage; the offset of the end."""
+        """Locate every storage; return the offset of the end."""
         if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
-            raise FormatError("the list of storage keys is no list of strings")
+            raise FormatError("the list of storage keys is not a list of strings")
         if len(set(keys.root)) != len(keys.root):
             raise AmbiguousError("a storage is listed twice")
         if set(keys.root) != set(self.lengths):
             odd = min(set(keys.root) ^ set(self.lengths))
-            raise CorruptError(
-                f"storage {odd!r} is {'not ' if odd in self.lengths else ''}among the storages listed"
-            )
+            listed = "not listed, but used" if odd in self.lengths else "listed, but not used"
+            raise CorruptError(f"storage {odd!r} is {listed}")
         self.itemsizes.update(itemsizes)
         if self.lost is not None:
             self.following.update(pairwise(keys.root))
@@ -163,7 +166,8 @@ class _Stream:
         length = self.lengths[key]
         if at + 8 + length > self.source.size:
             raise TruncatedError(
-                f"ends inside storage {key!r}: {at + 8 + length - self.source.size:,} bytes are missing",
+                f"ends inside storage {key!r}: "
+                f"{at + 8 + length - self.source.size:,} bytes are missing",
                 hint="download or copy it again",
             )
         self.places[key] = Range(self.source, at + 8, length)
@@ -174,7 +178,7 @@ class _Stream:
 
 
 def _check_count(place: Range, key: str, itemsize: int) -> None:
-    """The number of elements before the bytes of a storage is what its tensors expect."""
+    """Check that the count before the bytes of a storage is what its tensors expect."""
     (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
     if numel * itemsize != place.length:
         raise CorruptError(
@@ -182,20 +186,19 @@ def _check_count(place: Range, key: str, itemsize: int) -> None:
         )
 
 
-def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """The tensors whose storages lie between two counts of elements that are right, the last up to
-    the end of the file.
+def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
+    """Recover the tensors whose storages are between two right counts, or up to the file's end.
 
-    Nothing has a checksum. A wrong count tells that bytes before it may be missing or shifted; with
-    `unverified`, a storage needs no more than its own count. Raises CorruptError where one of the
-    pickles is cut: the storages come after them.
+    Nothing has a checksum. A wrong count shows that bytes before it may be missing or shifted; with
+    `unverified`, a storage needs only its own count. Raises CorruptError where one of the pickles
+    is cut: the storages come after them.
     """
     if probe.is_folder or not matches(probe):
         return None
     from ckptkit.formats.common.recovering import (  # reading does not pay for it
         AGAIN,
         UNVERIFIED,
-        salvaged,
+        recovered,
         zeros_from,
     )
 
@@ -204,16 +207,16 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
         checkpoint = parse(probe.source, reasons)
     except CkptkitError as error:
         raise CorruptError(
-            f"the pickles before its tensors are not whole: {error.message}", hint=AGAIN
+            f"the pickles before its tensors are damaged: {error.message}", hint=AGAIN
         ) from error
     if unverified:
-        return salvaged(checkpoint, lambda storage: reasons.get(_key(storage)))
+        return recovered(checkpoint, lambda storage: reasons.get(_key(storage)))
     zeros = zeros_from(probe.source)
-    return salvaged(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
+    return recovered(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
 
 
 def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str | None:
-    """Why a storage is lost, or may be; None if it is whole as far as can be known."""
+    """Return why a storage is lost, or may be; None if it is intact as far as can be known."""
     record = storage.record
     if not isinstance(record, _LegacyRecord):
         return None
@@ -230,15 +233,15 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str |
         return (
             None
             if end == place.source.size
-            else f"{place.source.size - end:,} bytes too many follow it"
+            else f"{place.source.size - end:,} extra bytes follow it"
         )
     if following in reasons:
-        return f"it may be shifted: the storage behind it is not where it should be ({reasons[following]})"
+        return f"it may be shifted: the next storage is not in its place ({reasons[following]})"
     return None
 
 
-def salvageable(probe: Probe) -> str:
-    """Name the command that may save something: none unless the pickles can be read."""
+def recoverable(probe: Probe) -> str:
+    """Return the command that may recover something; "" unless the pickles can be read."""
     if not matches(probe):
         return ""
     try:
@@ -253,7 +256,7 @@ def _key(storage: Storage) -> str:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Five, one after the other; what follows are the bytes of storages."""
+    """Yield five pickles, one after the other; what follows are the bytes of storages."""
     if not matches(probe):
         return None
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))

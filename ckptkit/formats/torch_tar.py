@@ -1,12 +1,14 @@
-"""torch.save of torch 0.1.1 and before: a tar file of four records (torch/serialization.py,
-`legacy_load`).
+"""torch.save of torch 0.1.1 and before: a tar file of four records.
+
+Source: torch/serialization.py, `legacy_load`.
 
     sys_info   pickle: {'protocol_version': 1000, 'little_endian', 'type_sizes'}
-    pickle     pickle: the object; persistent ids are keys of tensors and storages, as text or integers, and
-               (class, source file, source text)
-    tensors    pickle: how many; for each a pickle: (key, key of its storage, class), then int32 dimensions,
-               4 bytes that mean nothing, int64 sizes, int64 strides, int64 offset in elements
-    storages   pickle: how many; for each a pickle: (key, location, class), then int64 elements, their bytes;
+    pickle     pickle: the object; persistent ids are keys of tensors and storages, as text or
+               integers, and (class, source file, source text)
+    tensors    pickle: how many; for each a pickle: (key, key of its storage, class), then int32
+               dimensions, 4 unused bytes, int64 sizes, int64 strides, int64 offset in elements
+    storages   pickle: how many; for each a pickle: (key, location, class), then int64 elements,
+               their bytes;
                pickle: [(key of the view, key of its root, offset in elements, elements), ...]
 
 All is little-endian, nothing is aligned, nothing has a checksum. Keys are addresses. An empty
@@ -17,6 +19,7 @@ unpacks them into a folder first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from struct import Struct
 
 from ckptkit.containers.tar import Member, first_name, is_tar, read_members
@@ -51,12 +54,12 @@ _OPTIONAL = RECORDS[:1]  # torch does not look at it
 
 
 def matches(probe: Probe) -> bool:
-    """Any tar file is: to torch it is one even where it could be something else as well."""
+    """Recognize any tar file, as torch does, even one that could be something else as well."""
     return is_tar(probe.head)
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The tree of the record `pickle` over what the records `storages` and `tensors` describe."""
+    """Read the tree of the record `pickle` over the storages and tensors of the other records."""
     source = probe.source
     if first_name(source) not in map(str.encode, RECORDS):
         raise UnsupportedError("is a tar archive", hint="unpack it first: tar -xf")
@@ -70,15 +73,16 @@ def read(probe: Probe) -> Checkpoint:
     tree = streams["pickle"].pickle(table)
     for stream in streams.values():
         stream.finish()
+    named = chain.from_iterable(stream.globals for stream in streams.values())
     return Checkpoint(
         tree.root, TORCH_TAR.name, source, table.sources.metadata,
-        globals=tuple(dict.fromkeys(made for stream in streams.values() for made in stream.globals)),
+        globals=tuple(dict.fromkeys(named)),
         warnings=(*tree.warnings, *endian_warning(system and system.root), *table.warnings()),
     )  # fmt: skip
 
 
 def _records(members: dict[str, Member]) -> dict[str, Member]:
-    """The four records. Raises for one that is missing, or more than them."""
+    """Return the four records. Raises for one that is missing, and for any other record."""
     for name in RECORDS:
         if name not in members and name not in _OPTIONAL:
             raise CorruptError(f"the tar file has no record {name!r}")
@@ -123,7 +127,7 @@ class _Stream:
         return packed.unpack(self.bytes(packed.size).read())
 
     def count(self) -> int:
-        """How many entries follow: none of them is empty."""
+        """Read how many entries follow: none of them is empty."""
         count = self.pickle().root
         if type(count) is not int or count < 0:
             raise FormatError(f"the record {self.name!r} does not say how many entries it has")
@@ -134,25 +138,27 @@ class _Stream:
         return count
 
     def entries(self) -> Iterator[tuple[Node, Node, Node]]:
-        """The pickled triple at the beginning of each entry."""
+        """Yield the pickled triple at the beginning of each entry."""
         for _ in range(self.count()):
             entry = self.pickle().root
             if not isinstance(entry, tuple) or len(entry) != 3:
                 raise FormatError(
-                    f"an entry of the record {self.name!r} is described by something other than a triple"
+                    f"an entry of the record {self.name!r} does not begin with a triple"
                 )
             yield entry
 
     def finish(self) -> None:
         if self.at != self.end:
             raise AmbiguousError(
-                f"{self.end - self.at:,} bytes of the record {self.name!r} belong to nothing"
+                f"{self.end - self.at:,} bytes of the record {self.name!r} are unaccounted for"
             )
 
 
 class _Table:
-    """What the pickle refers to, by key. Integers of the file are looked up as text: it cannot
-    choose their hashes."""
+    """The referents of persistent ids, by key.
+
+    Integers of the file are looked up as text, so that it cannot choose their hashes.
+    """
 
     def __init__(self) -> None:
         self.storages: dict[str, TypedStorage] = {}
@@ -175,7 +181,7 @@ class _Table:
             self.storages[self._new(key)] = TypedStorage(Storage(place, location), dtype)
         views = stream.pickle().root
         if not isinstance(views, list):
-            raise FormatError("the views of storages are no list")
+            raise FormatError("the views of storages are not a list")
         for view in views:
             self._view(view)
 
@@ -186,9 +192,7 @@ class _Table:
             or type(view[2]) is not int
             or type(view[3]) is not int
         ):
-            raise FormatError(
-                "a view of a storage is described by something other than (key, root, offset, size)"
-            )
+            raise FormatError("a view of a storage is not a tuple of key, root, offset and size")
         key, root_key, offset, size = view
         root = self._storage(root_key)
         if not 0 <= offset <= offset + size <= root.elements:
@@ -211,7 +215,7 @@ class _Table:
             self.tensors[self._new(key)] = strided(typed, typed.dtype, view)[0]
 
     def load(self, pid: Node) -> Node:
-        """What a persistent id stands for."""
+        """Return the object of a persistent id."""
         if isinstance(pid, tuple) and len(pid) == 3:
             return self.sources.load(pid[0], pid[2])
         key = _key(pid)
@@ -225,17 +229,17 @@ class _Table:
 
     def warnings(self) -> tuple[str, ...]:
         unused = self.tensors.keys() - self.used
-        said = (
+        unread = (
             (f"nothing refers to {len(unused):,} of its tensors, which are not carried over",)
             if unused
             else ()
         )
-        return (*self.sources.warnings, *said)
+        return (*self.sources.warnings, *unread)
 
     def _storage(self, node: Node) -> TypedStorage:
         found = self.storages.get(_key(node))
         if found is None:
-            raise CorruptError(f"{_key(node)} is no storage of the file")
+            raise CorruptError(f"{_key(node)} is not a storage of the file")
         return found
 
     def _new(self, node: Node) -> str:
@@ -246,7 +250,7 @@ class _Table:
 
 
 def _key(node: Node) -> str:
-    """A key as decimal text."""
+    """Return a key as decimal text."""
     text = str(node) if type(node) is int else node
     if (
         not isinstance(text, str)
@@ -254,20 +258,22 @@ def _key(node: Node) -> str:
         or not text.removeprefix("-").isdigit()
         or text != text.strip()
     ):
-        raise FormatError("a tensor or storage is named by something other than a number")
+        raise FormatError("the key of a tensor or storage is not a number")
     return text
 
 
 def _nothing(made: Node) -> TypedStorage:
-    """The storage of a tensor without one: empty, of the type that the tensor's class says."""
+    """Return an empty storage of the tensor's type for a tensor without one."""
     name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
     dtype: DType | None = BY_STORAGE.get(name)
     return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """The records, in two of which pickles and numbers alternate, and whatever else is in the
-    file."""
+    """Yield the pickles of the records and of any other member.
+
+    In two of the records pickles and numbers alternate.
+    """
     if not matches(probe):
         return None
     return _pickles(probe.source, read_members(probe.source, here=True))

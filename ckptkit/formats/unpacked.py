@@ -1,9 +1,9 @@
-"""An archive of torch.save that was unpacked: a folder with its records as files.
+"""An unpacked archive of torch.save: a folder with its records as files.
 
-    <folder>/data.pkl, data/<key>, version, byteorder       as in :mod:`zip_archive`, without checksums
+    <folder>/data.pkl, data/<key>, version, byteorder       as in :mod:`torch_zip`, no checksums
 
-Programs put their weights under version control so, and archives that were unpacked by hand are
-left so. The folder is named, or its data.pkl. TorchScript (constants.pkl) needs its archive.
+For weights under version control, and for archives that were unpacked by hand. The folder is named,
+or its data.pkl. TorchScript (constants.pkl) needs its archive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def matches(probe: Probe) -> bool:
 
 
 def _folder(probe: Probe) -> Folder | None:
-    """The folder of the records, None if these are not all there."""
+    """Return the folder of the records, None if some are missing."""
     if probe.is_folder:
         folder = probe.folder
     elif basename(probe.name) == _PICKLE and (place := probe.source.beside()) is not None:
@@ -74,11 +74,11 @@ class _Records:
         return self.locate(name).read()
 
     def verify(self, name: str) -> None:
-        """Nothing has a checksum."""
+        """Verify nothing: there are no checksums."""
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The tree of data.pkl over the files beside it. Raises what zip_archive raises."""
+    """Read the tree of data.pkl over the files beside it. Raises what zip_reader raises."""
     folder = _folder(probe)
     assert folder is not None
     archive = Archive(_Records(folder))

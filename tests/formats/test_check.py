@@ -271,7 +271,7 @@ def test_data_of_another_save(tmp_path: Path) -> None:
     theirs = Dcp().make(tmp_path / "other", {"w": torch.ones(8, dtype=torch.int32)})
     shutil.copy(theirs / "__0_0.distcp", ours / "__0_0.distcp")
     found = whats(verify(ours))
-    assert "it is int32 (8,), not float32 (8,) as the .metadata say" in found
+    assert "it is int32 (8,), but float32 (8,) in .metadata" in found
 
 
 def test_a_missing_data_file(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_shard_that_holds_more_than_tensors(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     name = "shard-00001-model-00001-of-00001.safetensors"
     convert(tmp_path / "a.pth", tmp_path / "x" / name, options=WriteOptions(everything=True))
-    with pytest.raises(FormatError, match="holds 'epoch', which is no tensor") as caught:
+    with pytest.raises(FormatError, match="holds 'epoch', which is not a tensor") as caught:
         formats.by_name("dcp").read(Probe(Folder(tmp_path / "x")))  # type: ignore[union-attr]
     assert caught.value.where == str(tmp_path / "x" / name)
 
@@ -106,8 +106,8 @@ def test_DC_01_a_chunk_without_its_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("size", "2", "the size of a tensor is no torch.Size"),
-        ("chunks", (), "its chunks are no list"),
+        ("size", "2", "the size of a tensor is not a torch.Size"),
+        ("chunks", (), "its chunks are not a list"),
     ],
 )
 def test_DC_01_a_tensor_described_in_other_types(
@@ -125,7 +125,7 @@ def test_DC_09_a_value_to_one_rank_and_a_tensor_to_another(tmp_path: Path, first
     value.value("w", archive(1))
     os.rename(folder / ".metadata", folder / f"__{first}.metadata")
     shutil.copy(value.write() / ".metadata", folder / f"__{1 - first}.metadata")
-    with pytest.raises(AmbiguousError, match="'w' is described in two ways"):
+    with pytest.raises(AmbiguousError, match="'w' is described differently"):
         read(folder)
 
 
@@ -158,7 +158,7 @@ def test_ranks_without_groups(tmp_path: Path) -> None:
     tag = Run(small(), stage=3).save(tmp_path / "x")
     for path in tag.glob("*_model_states.pt"):
         edit(path, lambda content: content.update(param_shapes=[]))
-    with pytest.raises(CorruptError, match="lie in 2 flat tensors, there are 0"):
+    with pytest.raises(CorruptError, match="take 2 flat tensors, there are 0"):
         read(tmp_path / "x")
 
 
@@ -183,7 +183,7 @@ def test_groups_that_do_not_number_flat_tensors(tmp_path: Path, group: Any) -> N
 def test_a_file_of_a_rank_that_is_none(tmp_path: Path, content: bytes) -> None:
     tag = Run(small()).save(tmp_path / "x")
     (tag / OPTIM.format(1)).write_bytes(content)
-    with pytest.raises(FormatError, match=r"is no file of torch\.save") as caught:
+    with pytest.raises(FormatError, match=r"is not a file of torch\.save") as caught:
         read(tmp_path / "x")
     assert caught.value.where == str(tag / OPTIM.format(1))
 

@@ -258,7 +258,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
     torch.save({"w": torch.ones(1000)}, path)
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(CorruptError, match="no tensor in it is whole"):
+    with pytest.raises(CorruptError, match="no tensor in it is intact"):
         recover(path)
 
 
@@ -362,12 +362,12 @@ def test_the_directory_counts_where_it_can_be_read(tmp_path: Path) -> None:
 
 
 def test_the_beginning_of_another_file(tmp_path: Path) -> None:
-    """What an archive begins with is not saved where its directory is of another one."""
+    """What an archive begins with is not saved where its directory lists another one."""
     for name in ("a.pth", "other.pth"):
         torch.save({name: torch.ones(500), "more": torch.ones(3000)}, tmp_path / name)
     data, other = ((tmp_path / name).read_bytes() for name in ("a.pth", "other.pth"))
     (tmp_path / "a.pth").write_bytes(other[:4000] + data[4000:])
-    with pytest.raises(CorruptError, match="its directory is of"):
+    with pytest.raises(CorruptError, match="its directory lists"):
         recover(tmp_path / "a.pth")
 
 

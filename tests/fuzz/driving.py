@@ -64,7 +64,7 @@ def look(place: ByteSource | Folder) -> Checkpoint | None:
     """Everything that can be done with a place; the checkpoint in it, if there is one."""
     if isinstance(place, ByteSource):
         scan(place)
-        quietly(salvage, place)
+        quietly(recover, place)
     quietly(check, place)
     checkpoint = quietly(formats.read, place)
     if checkpoint is not None:
@@ -86,9 +86,9 @@ def check(place: ByteSource | Folder) -> None:
     list(summed([each for each in found if isinstance(each, Part)], lambda count: None))
 
 
-def salvage(source: ByteSource) -> None:
+def recover(source: ByteSource) -> None:
     """Check that what is recovered can be shown and written as well."""
-    saved = formats.salvage(source)
+    saved = formats.recover(source)
     quietly(show, saved.checkpoint)
     rewrite(saved.checkpoint, "torch-zip", False)
 

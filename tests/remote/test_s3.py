@@ -157,7 +157,7 @@ def test_refusals(url: str, store: Any, run: Run, account: dict[str, str]) -> No
         ckptkit.open("s3://nowhere/run.pth")
     with pytest.raises(PathError, match="does not exist"):
         ckptkit.open(f"s3://{BUCKET}/nothing.pth")
-    with pytest.raises(InputError, match="is a folder that holds no checkpoint"):
+    with pytest.raises(InputError, match="is a folder without a checkpoint"):
         store.pipe(f"{BUCKET}/notes/readme", b"hello")
         ckptkit.open(f"s3://{BUCKET}/notes")
     done = run(

@@ -1,4 +1,4 @@
-"""Rare files that are searched for pickles, pruned or salvaged, and refused."""
+"""Rare files that are searched for pickles, pruned or recovered, and refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats.common.dropped import refuse_objects
-from ckptkit.formats.common.recovering import salvaged
+from ckptkit.formats.common.recovering import recovered
 from ckptkit.formats.format import Loss
 from ckptkit.pickles.streams import Inner, Remark, Traced
 from ckptkit.scan import find as hidden
@@ -123,7 +123,7 @@ def test_an_archive_that_says_its_sizes_in_64_bits() -> None:
     )
 
 
-# Pruned and salvaged
+# Pruned and recovered
 
 
 def damage(path: Path, told: bytes) -> None:
@@ -185,7 +185,7 @@ def test_a_tensor_of_no_storage_is_not_lost() -> None:
         "w": Tensor(here, F32, (2,), (1,)),
         "t": Tensor(gone, F32, (2,), (1,)),
     }
-    found = salvaged(Checkpoint(root, "made", Memory(b"")), {here: None, gone: "cut"}.get)
+    found = recovered(Checkpoint(root, "made", Memory(b"")), {here: None, gone: "cut"}.get)
     assert found.lost == (Loss("t", "float32 [2]", "cut"),) and list(found.checkpoint.root) == [
         "none",
         "w",
@@ -194,8 +194,8 @@ def test_a_tensor_of_no_storage_is_not_lost() -> None:
 
 def test_nothing_is_left(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "w": torch.ones(2)}, tmp_path / "a.pth")
-    with pytest.raises(CorruptError, match="no tensor in it is whole"):
-        salvaged(open_checkpoint(tmp_path / "a.pth"), lambda storage: "gone")
+    with pytest.raises(CorruptError, match="no tensor in it is intact"):
+        recovered(open_checkpoint(tmp_path / "a.pth"), lambda storage: "gone")
 
 
 # Left out

@@ -1,4 +1,4 @@
-"""The proof that the chunks of a tensor cover it: every element is in exactly one of them."""
+"""Prove that the chunks of a tensor cover it: every element is in exactly one of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Region = tuple[tuple[int, int], ...]  # begin and end in each dimension
 
 
 def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
-    """Raise CorruptError unless the boxes tile an array of `shape`; those without elements count
-    for nothing.
+    """Raise CorruptError unless the boxes tile an array of `shape`; empty boxes are ignored.
 
-    The array is cut along planes that no box crosses, dimension by dimension, until one box is left
-    of each part: what a mesh of devices gives is cut up in a few steps. Raises LimitError where it
-    is not.
+    The array is cut along planes that no box crosses, dimension by dimension, until each part has
+    one box: the chunks of a device mesh take a few steps. Raises LimitError where it takes too
+    many.
     """
     whole = tuple((0, n) for n in shape)
     inside = []
@@ -42,7 +41,7 @@ def check_cover(shape: Shape, boxes: Sequence[Box]) -> None:
 
 
 def _cut(region: Region, held: list[Region]) -> list[tuple[Region, list[Region]]]:
-    """The parts that the region falls into, with the boxes in each; nothing if one box fills it."""
+    """Return the parts of the region, with the boxes in each; empty if one box fills it."""
     if held == [region]:
         return []
     for axis in range(len(region)):
@@ -73,8 +72,10 @@ def _cut_along(axis: int, region: Region, held: list[Region]) -> list[tuple[Regi
 
 
 def _check_uncut(region: Region, held: list[Region]) -> None:
-    """Boxes that no plane separates: they overlap, leave a hole, or lie like the blades of a
-    pinwheel."""
+    """Raise CorruptError for boxes that overlap or leave a hole, LimitError for a pinwheel layout.
+
+    No plane separates them.
+    """
     check("chunk_visits", len(held) ** 2, "looks at the chunks of one tensor")
     for one, other in combinations(held, 2):
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))

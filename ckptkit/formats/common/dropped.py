@@ -1,5 +1,4 @@
-"""What a format of weights alone leaves out of a checkpoint, and what of it is plain enough to be
-kept as text."""
+"""The parts of a checkpoint that a weights-only format leaves out, and those it keeps as text."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import and_more, shown, some
+from ckptkit.core.text import and_more, plural, shown, some
 from ckptkit.core.tree import (
     Blob,
     ByteString,
@@ -38,16 +37,15 @@ _KINDS = {SetNode: "set", Pairs: "dict", Blob: "bytes", ByteString: "str", Typed
 
 
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Plain values beside the weights, as JSON by dotted path, and a line for each other entry that
-    stays behind.
+    """Return plain values outside the weights, as JSON by path, and a line for each other entry.
 
-    `inside`: the same for entries of the weights that are no tensors.
+    `inside`: the same for entries of the weights that are not tensors.
     """
     weights = checkpoint.required
     values: dict[str, Any] = {}
     left: list[str] = []
     states = 0
-    for path, node in _beside(checkpoint.root, weights, inside):
+    for path, node in _outside_weights(checkpoint.root, weights, inside):
         if str(path[-1]).endswith(_EXTRA_STATE):
             states += 1
         elif is_plain(node) and is_utf8(join(path)):
@@ -66,20 +64,22 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
 
 
 def _more_than_elements(weights: Weights) -> Iterator[str]:
-    """A line on tensors that Python gave a class or attributes, of which a format of weights has
-    the elements alone."""
+    """Describe tensors with a Python class or attributes: only their elements can be kept."""
     names = [
         name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)
     ]
     if names:
         named = some(map(shown, names))
-        yield f"left out: what Python adds to the elements of tensors (a class, attributes): {named}"
+        yield f"left out: the Python class or attributes of tensors: {named}"
 
 
 def _has_more(node: Object) -> bool:
-    """Whether it is made by ``_rebuild_from_type_v2(function, class, arguments, state)`` with a
-    class that is not torch's or with state, or by ``_rebuild_parameter_with_state(tensor,
-    requires_grad, hooks, state)``."""
+    """Return whether a tensor carries more than its elements.
+
+    It does if made by ``_rebuild_from_type_v2(function, class, arguments, state)`` with a class
+    that is not torch's or with state, or by ``_rebuild_parameter_with_state(tensor, requires_grad,
+    hooks, state)``.
+    """
     made, args = node.global_, node.args
     if made is None or not isinstance(args, tuple) or len(args) != 4:
         return False
@@ -91,7 +91,7 @@ def _has_more(node: Object) -> bool:
 
 
 def refuse_objects(checkpoint: Checkpoint) -> None:
-    """Raise UnsafeGlobalError for the first value that only its own code could make."""
+    """Raise UnsafeGlobalError for the first Python object that is not a tensor or plain value."""
     for path, node in walk(checkpoint.root):
         if not isinstance(node, Object) or node.tensor is not None or node.value is not None:
             continue
@@ -120,7 +120,7 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
 
 
 def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """A note on tensors that share bytes, which a format without views writes for each."""
+    """Return a note on tensors that share bytes, which a format without views writes for each."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
         by_storage.setdefault(id(tensor.storage), []).append(tensor)
@@ -139,8 +139,8 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
     )
 
 
-def _beside(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
-    """The outermost nodes that do not belong to the weights."""
+def _outside_weights(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
+    """Yield the outermost nodes that do not belong to the weights."""
     node = root
     for depth, key in enumerate(weights.path):
         inner = None
@@ -164,8 +164,8 @@ def _size(node: Node) -> str:
     }
     if not tensors:
         return _kind(node)
-    plural = "" if len(tensors) == 1 else "s"
-    return f"{len(tensors):,} tensor{plural}, {sum(tensor.nbytes for tensor in tensors.values()):,} bytes"
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    return f"{plural(len(tensors), 'tensor')}, {nbytes:,} bytes"
 
 
 def _kind(node: Node) -> str:

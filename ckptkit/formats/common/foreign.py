@@ -1,4 +1,4 @@
-"""What is no checkpoint, or none that ckptkit reads: what it is, and what to do about it."""
+"""Recognize files that are not checkpoints, or not readable ones: what they are and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
 
 
 class Signature(NamedTuple):
-    """Bytes at an offset, what has them, and the advice."""
+    """Bytes at an offset, the kind of file that has them, and the advice."""
 
     offset: int
     magic: bytes
@@ -23,19 +23,19 @@ class Signature(NamedTuple):
     hint: str
 
 
-_AGAIN = "download the file itself, not a page about it"
+_AGAIN = "download the file itself, not its web page"
 _UNPACK = "unpack it first"
 _NUMPY = "; ckptkit reads what numpy.savez wrote"
 _TENSORFLOW = "load it with TensorFlow, and save its variables with numpy.savez" + _NUMPY
 _KERAS = "load it with Keras, and save its weights with numpy.savez" + _NUMPY
 _FLAX = "load it with flax.serialization, flatten it, and save it with numpy.savez" + _NUMPY
-_DEPLOYED = "it is made to run, not to be trained: look for the checkpoint that it was made of"
+_DEPLOYED = "it is for inference: look for the checkpoint that it was exported from"
 
 SIGNATURES = (
     Signature(
         0,
         b"version https://git-lfs",
-        "a Git LFS pointer, not the file it stands for",
+        "a Git LFS pointer, not the file itself",
         "run `git lfs pull`",
     ),
     Signature(
@@ -86,7 +86,7 @@ SIGNATURES = (
             0,
             magic,
             "a GGML model (llama.cpp before GGUF)",
-            "look for the checkpoint that it was made of",
+            "look for the checkpoint that it was converted from",
         )
         for magic in (b"lmgg", b"fmgg", b"tjgg", b"algg")
     ),
@@ -121,7 +121,7 @@ SIGNATURES = (
 # Protocol buffers have no signature: by the name of the file, where its bytes can be one.
 _PROTOBUF = {
     ".onnx": Signature(
-        0, b"", "an ONNX model", "it is made to run; onnx.numpy_helper gives its arrays"
+        0, b"", "an ONNX model", "it is for inference; read its arrays with onnx.numpy_helper"
     ),
     ".pb": Signature(0, b"", "a TensorFlow graph", _TENSORFLOW),
     ".mlmodel": Signature(0, b"", "a Core ML model", _DEPLOYED),
@@ -141,7 +141,7 @@ _HTML = (b"<!doctype html", b"<html", b"<head")
 
 
 def refusal(probe: Probe) -> InputError:
-    """The error for a file or folder that no format claims."""
+    """Return the error for a file or folder that no format claims."""
     if probe.is_folder:
         return _folder(probe)
     head = probe.head
@@ -154,7 +154,7 @@ def refusal(probe: Probe) -> InputError:
         return FormatError(f"is {found.what}", hint=found.hint)
     if probe.zip is not None:
         return _zip(probe.zip)
-    if head[257:262] == b"ustar":  # the others are torch-tar's business
+    if head[257:262] == b"ustar":  # other tar files are for torch-tar
         return FormatError(
             "is a tar archive whose first header is damaged", hint="download or copy it again"
         )
@@ -167,11 +167,11 @@ def refusal(probe: Probe) -> InputError:
     if _are_floats(head):
         return FormatError(
             "has no header, its bytes look like plain float32 numbers",
-            hint="who knows their shape reads them with numpy.fromfile and saves them with numpy.savez"
+            hint="if you know their shape, read them with numpy.fromfile and save with numpy.savez"
             + _NUMPY,
         )
     return FormatError(
-        "is in no format that ckptkit knows", hint="`ckptkit formats` lists what it reads"
+        "is not in a format that ckptkit knows", hint="`ckptkit formats` lists what it reads"
     )
 
 
@@ -206,13 +206,15 @@ def _text(head: bytes) -> InputError:
         if b"<net " in text:
             return FormatError("is an OpenVINO model", hint=_DEPLOYED)
         return FormatError(
-            "is an XML document, not a checkpoint", hint="servers send such when a download fails"
+            "is an XML document, not a checkpoint",
+            hint="servers send such documents when a download fails",
         )
     if text.startswith(b"model_checkpoint_path:"):
-        return FormatError("says which checkpoint of TensorFlow is the latest", hint=_TENSORFLOW)
+        return FormatError("names the latest of several TensorFlow checkpoints", hint=_TENSORFLOW)
     if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
         return FormatError(
-            "is the configuration of a model, not its weights", hint="they are in a file beside it"
+            "is the configuration of a model, not its weights",
+            hint="they are in another file of the folder",
         )
     if text[:1] in (b"{", b"["):
         return FormatError(
@@ -223,14 +225,17 @@ def _text(head: bytes) -> InputError:
 
 
 def _are_floats(head: bytes) -> bool:
-    """Whether they are float32 of the sizes that weights have: of other bytes, one in six is."""
+    """Return whether bytes are float32 of usual sizes of weights.
+
+    Of other bytes, one in six is.
+    """
     values = struct.unpack_from(f"<{len(head) // 4}f", head)
     likely = sum(1e-8 < abs(value) < 1e3 or value == 0 for value in values)
     return len(values) >= 16 and likely >= 0.95 * len(values)
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether it is UTF-8 without control characters, the last character perhaps cut."""
+    """Return whether bytes are UTF-8 without control characters; the last character may be cut."""
     try:
         return all(
             c.isprintable() or c in "\r\n\t" for c in getincrementaldecoder("utf-8")().decode(head)
@@ -250,8 +255,9 @@ def _zip(archive: ZipDirectory) -> InputError:
         return FormatError("is a Keras model", hint=_KERAS)
     if f"{archive.top}/.data/extern_modules" in archive:
         return UnsupportedError(
-            "is a torch.package archive: Python code, with pickles that only this code makes sense of",
-            hint="torch.package.PackageImporter(FILE) runs it, if you trust it: save the state_dict of what it loads",
+            "is a torch.package archive: Python code with pickles that need it",
+            hint="if you trust it, load it with torch.package.PackageImporter(FILE), which runs "
+            "its code, and save the state_dict",
         )
     if {"policy.pth", "_stable_baselines3_version"} <= set(names):
         return FormatError(
@@ -260,8 +266,8 @@ def _zip(archive: ZipDirectory) -> InputError:
         )
     if _is_unfinished(archive):
         return TruncatedError(
-            "has no data.pkl: torch.save failed half-way, and left what it had written",
-            hint="look at what it raised, and save again",
+            "has no data.pkl: torch.save failed half-way and left an incomplete file",
+            hint="read the error that torch.save raised, and save again",
         )
     if inside:
         return FormatError(
@@ -271,7 +277,7 @@ def _zip(archive: ZipDirectory) -> InputError:
 
 
 def _is_unfinished(archive: ZipDirectory) -> bool:
-    """Whether it holds what torch.save writes in any case, and not what it begins with."""
+    """Return whether the file has what torch.save always writes, but not how its files begin."""
     version, pickled = f"{archive.top}/version", f"{archive.top}/data.pkl"
     if version not in archive or pickled in archive:
         return False
@@ -297,5 +303,5 @@ def _folder(probe: Probe) -> InputError:
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
         return FormatError("is a Core ML model", hint=_DEPLOYED)
     return FormatError(
-        "is a folder that holds no checkpoint", hint="name a file, or the folder that holds it"
+        "is a folder without a checkpoint", hint="name a file, or the folder that holds it"
     )

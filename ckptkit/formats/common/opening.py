@@ -1,5 +1,4 @@
-"""Open files and folders that may be edited in place meanwhile, and say so where that is why
-reading fails."""
+"""Open files and folders that may be edited in place meanwhile; report it if reading fails."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ PathLike = str | os.PathLike[str]
 
 
 def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
-    """The file or folder at `path`, which must be whole: an edit in place may have been interrupted
-    there.
+    """Open the file or folder at `path`, which must not be in the middle of an edit in place.
 
-    With `settle` it is undone; else, that is an error. Raises PathError, InputError.
+    With `settle` an interrupted edit is undone; without, it is an error. Raises PathError,
+    InputError.
     """
     if not urls.is_url(path) and has_journal(path):
         from ckptkit.publish import patching
@@ -31,10 +30,9 @@ def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
 
 @contextmanager
 def steady(place: ByteSource | Folder) -> Iterator[None]:
-    """Say that files are being changed, where that is why something failed, or where it would go
-    unnoticed.
+    """Report that files are being changed, if a failure may come from it or it would go unnoticed.
 
-    Nobody else is asked to wait for a reader: bytes of before and after may have been read
+    Writers do not wait for a reader: bytes from before and after an edit may have been read
     together.
     """
     try:

@@ -1,4 +1,4 @@
-"""Plain values as JSON, and back: what stands beside the weights and can be kept as text.
+"""Encode plain values as JSON and decode them: values outside the weights that are kept as text.
 
 Null, booleans, integers of up to 19 digits, finite floats, texts, lists, and dicts whose keys are
 texts that do not begin with ``$`` are themselves. Otherwise a value is an object with one key:
@@ -23,10 +23,10 @@ _INT = 10**19
 
 
 def is_plain(root: Node, room: int = _ROOM) -> bool:
-    """Whether `root` is made of scalars, lists, tuples and dicts alone: at most `room` values and
-    characters.
+    """Return whether `root` is scalars, lists, tuples and dicts, at most `room` in all.
 
-    A value counts on every path that leads to it, so that a cycle runs into the limits.
+    A value counts as one and a text also by its characters, on every path that leads to it, so that
+    a cycle runs into the limits.
     """
     waiting = [(root, 0)]
     while waiting:
@@ -35,12 +35,13 @@ def is_plain(root: Node, room: int = _ROOM) -> bool:
         room -= 1 + (len(node) if isinstance(node, str) else 0)
         if room < 0 or depth > _DEPTH or not _is_plain_node(node):
             return False
-        waiting.extend((child, depth + 1) for pair in children(node) for child in pair)
+        for pair in children(node):
+            waiting.extend((child, depth + 1) for child in pair)
     return True
 
 
 def _unwrapped(node: Node) -> Node:
-    """A scalar of numpy as the scalar that it is."""
+    """Return the value of a numpy scalar, other nodes unchanged."""
     return node.value if isinstance(node, Object) and node.value is not None else node
 
 
@@ -56,7 +57,7 @@ def _is_plain_node(node: Node) -> bool:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether the text has no lone surrogates."""
+    """Return whether the text has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -65,12 +66,12 @@ def is_utf8(text: str) -> bool:
 
 
 def dump(value: Any) -> str:
-    """Compact JSON, the same for the same value."""
+    """Return compact JSON, the same for the same value."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def encode(node: Node) -> Any:
-    """A plain value as JSON holds it. Recursive: plain values are at most 32 deep."""
+    """Encode a plain value as JSON. Recursive: plain values are at most 32 deep."""
     node = _unwrapped(node)
     if isinstance(node, float) and not math.isfinite(node):
         return {"$float": str(node)}
@@ -86,8 +87,10 @@ def encode(node: Node) -> Any:
 
 
 def decode(value: Any) -> Node:
-    """The plain value that `encode` wrote. Raises FormatError. Recursive: strict JSON is at most
-    128 deep."""
+    """Decode the plain value that `encode` wrote.
+
+    Raises FormatError. Recursive: strict JSON is at most 128 deep.
+    """
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

@@ -1,5 +1,4 @@
-"""What becomes of a program whose weights are written elsewhere: it stays behind, its state_dict
-takes its place."""
+"""Write the weights of a program elsewhere: its state_dict replaces it, the program is left out."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ from ckptkit.core.weights import as_tensor, plain_state_dict
 
 
 def without_program(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the weights where the outermost object was that holds them.
+    """Replace the outermost object that holds the weights by its state_dict.
 
-    Raises UsageError if it has none.
+    Raises UsageError if the checkpoint has no weights.
     """
     weights = checkpoint.required
     path, holder = _holder(checkpoint.root, weights.path)
@@ -22,20 +21,20 @@ def without_program(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
-    """What there is to say about the difference between the two."""
+    """Return the notes on what `after` lacks of `before`."""
     if after is before:
         return ["left out: the program"]
     lost = _quantized(before.root) - _quantized(after.root)
     packed = (
-        [f"left out: {len(lost):,} packed quantized tensors; --dequantize makes weights of them"]
+        [f"left out: {len(lost):,} packed quantized tensors; --dequantize converts them to weights"]
         if lost
         else []
     )
-    return ["left out: the program, and what it has besides its state_dict", *packed]
+    return ["left out: the program, and everything in it but its state_dict", *packed]
 
 
 def _quantized(root: Node) -> set[int]:
-    """The ids of the storages of quantised tensors."""
+    """Return the ids of the storages of quantized tensors."""
     tensors = (as_tensor(node) for _, node in walk(root))
     return {
         id(each.storage) for each in tensors if each is not None and each.dtype.kind == "quantized"
@@ -43,7 +42,7 @@ def _quantized(root: Node) -> set[int]:
 
 
 def _holder(root: Node, path: Path) -> tuple[Path, Object | None]:
-    """The first object on the way from the root to `path`, and where it is."""
+    """Return the first object on the way from the root to `path`, and its path."""
     node = root
     for depth, key in enumerate(path):
         if isinstance(node, Object):

@@ -1,5 +1,4 @@
-"""What is whole of a damaged checkpoint: the tree without the tensors whose bytes are gone, and a
-list of these."""
+"""Recover a damaged checkpoint: the tree without tensors whose bytes are lost, and their list."""
 
 from __future__ import annotations
 
@@ -12,25 +11,25 @@ from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, Object, join, nodes, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
-from ckptkit.formats.format import Loss, Salvaged
+from ckptkit.formats.format import Loss, Recovered
 from ckptkit.pickles.pruning import without
 
-AGAIN = "fetch it again from where it came from"
+AGAIN = "download or copy it again"
 UNVERIFIED = (
-    f"{AGAIN}; `ckptkit recover --unverified` keeps what lies inside the file, shifted or not"
+    f"{AGAIN}; `ckptkit recover --unverified` keeps what is inside the file, shifted or not"
 )
-_ZEROS = 512  # bytes at the end of a file that look as if they were never written
+_ZEROS = 512  # zeros at the end of a file that was perhaps not written to its end
 _STEP = 1 << 20
 
-Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are whole
+Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are intact
 
 
-def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
-    """The checkpoint without what refers to lost storages.
+def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
+    """Return the checkpoint without everything that refers to lost storages.
 
-    An entry of a mapping goes with its key; elsewhere None takes the place. A pickled module that
-    has lost a part becomes the state_dict of what it has left. Raises CorruptError if no tensor is
-    left, with `hint`.
+    An entry of a mapping is removed with its key; elsewhere None replaces it. A pickled module that
+    has lost a part becomes the state_dict of the rest. Raises CorruptError if no tensor is left,
+    with `hint`.
     """
     verdicts = _Verdicts(why)
     root, found = without(checkpoint.root, verdicts.is_lost)
@@ -38,13 +37,13 @@ def salvaged(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Salvaged:
     if not lost:
         if not _has_tensors(root):
             raise CorruptError("it holds no tensors", hint="there is nothing to recover")
-        return Salvaged(checkpoint, ())
+        return Recovered(checkpoint, ())
     weights = _weights(checkpoint)
     if weights is not None and weights.is_module:
         return _of_module(checkpoint, weights, verdicts, hint)
     if not _has_tensors(root):
         raise nothing(lost, hint)
-    return Salvaged(replace(checkpoint, root=root), lost)
+    return Recovered(replace(checkpoint, root=root), lost)
 
 
 def _has_tensors(root: Node) -> bool:
@@ -52,14 +51,16 @@ def _has_tensors(root: Node) -> bool:
 
 
 def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
-    """Make the error that says that nothing is left, with the reason for the first loss."""
+    """Make the error for a file without an intact tensor, with the reason for the first loss."""
     why = f": {lost[0].why}" if lost else ""
-    return CorruptError(f"no tensor in it is whole{why}", hint=hint)
+    return CorruptError(f"no tensor in it is intact{why}", hint=hint)
 
 
 def zeros_from(source: ByteSource) -> int:
-    """Find where the zeros at the end of a file begin, if there are so many that it may not be
-    written to its end."""
+    """Return where the zeros at the end of a file begin; its size if there are fewer than 512.
+
+    So many zeros may mean that the file was not written to its end.
+    """
     stop, step = source.size, _ZEROS
     while stop > 0:
         start = max(0, stop - step)
@@ -79,18 +80,18 @@ def _weights(checkpoint: Checkpoint) -> Weights | None:
 
 def _of_module(
     checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts, hint: str
-) -> Salvaged:
+) -> Recovered:
     entries = plain_state_dict(weights.nodes)
     root, found = without(entries, verdicts.is_lost)
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
     if not root:
         raise nothing(lost, hint)
-    note = "the module became the state_dict of what is left of it"
-    return Salvaged(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
+    note = "the module became a state_dict of the parts that are left"
+    return Recovered(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
 
 
 class _Verdicts:
-    """Which nodes refer to lost storages: each looked at once."""
+    """Decide which nodes refer to lost storages; each node and storage is examined once."""
 
     def __init__(self, why: Why) -> None:
         self._why = why

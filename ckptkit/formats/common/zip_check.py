@@ -1,4 +1,4 @@
-"""What of a zip file can be checked: every member has a CRC-32, or 0 where none was computed."""
+"""The checkable parts of a zip file: every member has a CRC-32, or 0 where none was computed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckptkit.formats.format import Part, Probe
 
 
 def check(probe: Probe) -> Iterator[Part]:
-    """Every member that has bytes, whether something refers to it or not."""
+    """Yield every member that has bytes, referenced or not."""
     assert probe.zip is not None
     return members(probe.zip)
 
 
 def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[Part]:
-    """Those of an archive that is the `item` of a `file` in a folder."""
+    """Yield the members of an archive that is the `item` of a `file` in a folder."""
     for name, entry in directory.entries.items():
         if entry.size or entry.stored:
             what = f"{item}record {shown(name)}"

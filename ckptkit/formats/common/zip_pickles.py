@@ -1,8 +1,7 @@
-"""The pickles of a zip archive: of torch.save, of TorchScript, of torch.export, of numpy, or of
-anybody.
+"""Find the pickles in a zip archive of torch.save, TorchScript, torch.export, numpy or any other.
 
-Every member is looked at, whether its loader does so or not, and by its content: the name only
-tells who loads it.
+Every member is examined by its content, whether its loader reads it or not; the name only tells
+which loader reads it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,10 @@ _FILES = re.compile(
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """None if it is no zip file. Raises what is wrong with the directory."""
+    """Yield the pickles of a zip file; None if it is not one.
+
+    Raises what is wrong with the directory.
+    """
     directory = probe.zip
     return None if directory is None else _members(directory)
 
@@ -72,8 +74,7 @@ def member(
     packed: str | None,
     open_end: bool = False,
 ) -> PickleStream | Inner:
-    """A member by its name: the pickle that torch.load or torch.jit.load reads, or whatever
-    else."""
+    """Classify a member by its name: what torch.load or torch.jit.load reads, or other bytes."""
     inner = name.removeprefix(f"{top}/")
     size = source.size
     if not script and inner == "data.pkl":
@@ -90,6 +91,6 @@ def member(
 
 
 def program(name: str, data: bytes) -> Program:
-    """What the source text of a program says of itself."""
+    """Summarize the source text of a program: its functions and the file operators it uses."""
     files = {found.group().decode() for found in _FILES.finditer(data)}
     return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))

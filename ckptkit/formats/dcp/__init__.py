@@ -1,16 +1,15 @@
-"""torch.distributed.checkpoint (DCP): a folder that several processes write, each its part of the
-tensors.
+"""torch.distributed.checkpoint (DCP): a folder where each process writes its part of the tensors.
 
-    .metadata                  what there is, in which chunks, and where they are: :mod:`metadata`
+    .metadata                  the entries, their chunks and the place of each: :mod:`metadata`
     __<rank>_<n>.distcp        the chunks and values: :mod:`items`
-    meta.pt                    beside them where Lightning saved it: a file of torch with everything else
+    meta.pt                    written by Lightning next to them: a torch file with all the rest
 
 Without collectives each rank writes a ``__<rank>.metadata`` of its own instead.
 HuggingFaceStorageWriter writes nothing but ``shard-<rank>-model-<file>-of-<files>.safetensors``:
-:mod:`hub`. A ``.metadata.tmp`` is what an interrupted save leaves behind.
+:mod:`hub`. A ``.metadata.tmp`` remains after an interrupted save.
 
 A state_dict is flattened to be saved: :mod:`nesting`. Read back, it is what torch's
-`dcp_to_torch_save` gives: dicts and lists, and tensors on the CPU, put together from their chunks.
+`dcp_to_torch_save` gives: dicts and lists, and tensors on the CPU, assembled from their chunks.
 Values that are not tensors are as they were saved.
 """
 
@@ -30,14 +29,17 @@ _OURS = re.compile(
 
 
 def matches(probe: Probe) -> bool:
-    """Such a folder, finished or not, or the `.metadata` in it."""
+    """Return whether this is a DCP folder, finished or not, or the `.metadata` in it."""
     if probe.is_folder:
         return any(map(_OURS.fullmatch, probe.names))
     return os.path.basename(probe.name) == NAME and probe.source.beside() is not None
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """The metadata and the items of a data file. See :mod:`hidden_items`."""
+    """Yield the pickles of the metadata and of the items of a data file.
+
+    See :mod:`hidden_items`.
+    """
     if not os.path.basename(probe.name).endswith((NAME, ".distcp")):
         return None
     from ckptkit.formats.dcp import hidden_items

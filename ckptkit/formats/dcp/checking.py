@@ -1,7 +1,6 @@
-"""Checks a torch.distributed.checkpoint folder: is every item what the metadata say, and what of it
-has a checksum.
+"""Check a torch.distributed.checkpoint folder: items against the metadata, and checksums.
 
-Items are archives of torch.save, with a CRC-32 for each record, or lie in a safetensors file, which
+Items are archives of torch.save, with a CRC-32 for each record, or are in a safetensors file, which
 has none.
 """
 
@@ -22,7 +21,7 @@ from ckptkit.formats.torch_zip import reader as zip_archive
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """Every item whose file is there. Raises what is wrong with the metadata."""
+    """Yield every item whose file exists. Raises what is wrong with the metadata."""
     folder = folder_of(probe)
     files = Files(folder)
     found = described(files, frozenset(folder.list()))
@@ -42,7 +41,7 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
 
 
 def _records(files: Files, place: Place) -> Iterator[Part | Finding]:
-    """The records of the archive at a place; nothing where there is another kind of item."""
+    """Yield the records of the archive at a place; nothing for another kind of item."""
     try:
         if not files.is_archive(place):
             return
@@ -54,7 +53,7 @@ def _records(files: Files, place: Place) -> Iterator[Part | Finding]:
 
 
 def _chunks(files: Files, name: str, entry: Whole, there: set[Place]) -> Iterator[Finding]:
-    """What chunks of a tensor say of themselves that the metadata do not."""
+    """Yield the findings on chunks whose own headers contradict the metadata."""
     for chunk in entry.chunks:
         if chunk.place in there and (why := _contradiction(files, name, entry, chunk)) is not None:
             yield Finding(

@@ -1,5 +1,4 @@
-"""The pickles of a DCP folder, file by file: the metadata, and the archives that the metadata say
-where to find.
+"""Find the pickles of a DCP folder: the metadata, and the archives that the metadata locate.
 
 A data file is one archive after another: without the metadata only the last one would be found.
 """
@@ -21,7 +20,7 @@ _METADATA = re.compile(r"(__[0-9]{1,9})?\.metadata")
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """None for files without metadata beside them, whatever their name."""
+    """Yield the pickles of a DCP file; None for files without metadata beside them."""
     if probe.is_folder:
         return None
     name = os.path.basename(probe.name)
@@ -33,8 +32,8 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
         return None
     try:
         folder, name = beside
-        wanted = {(each.offset, each.length) for each in places(described(Files(folder), frozenset(folder.list())))
-                  if each.file == name}  # fmt: skip
+        index = described(Files(folder), frozenset(folder.list()))
+        wanted = {(each.offset, each.length) for each in places(index) if each.file == name}
         parts = [
             Inner(f"item at byte {at:,}", Section(probe.source, at, length))
             for at, length in sorted(wanted)

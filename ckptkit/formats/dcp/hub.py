@@ -1,10 +1,9 @@
-"""What HuggingFaceStorageWriter of torch.distributed.checkpoint leaves if it does not put the
-shards together.
+"""The folder that HuggingFaceStorageWriter of torch.distributed.checkpoint writes unconsolidated.
 
     shard-<rank>-model-<file>-of-<files>.safetensors        five digits each, ranks from 1
 
-Each is a safetensors file whose ``__metadata__`` say where its chunks belong (:mod:`items`). Names
-are flat. How large a tensor is stands nowhere: it reaches as far as its chunks do.
+Each is a safetensors file whose ``__metadata__`` locate its chunks (:mod:`items`). Names are flat.
+The size of a tensor is not stored: it reaches as far as its chunks do.
 (torch/distributed/checkpoint/hf_storage.py)
 """
 
@@ -22,11 +21,16 @@ from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.metadata import Chunk, Described, Entry, Place, Whole
 
 SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_OPEN = "shapes are stored nowhere, but for what the shards reach: a missing last shard would not be noticed"
+_OPEN = (
+    "the shards do not store the shapes of whole tensors: a missing last shard would not be noticed"
+)
 
 
 def describe(files: Files, names: Iterable[str]) -> Described:
-    """What the headers of the shards say. Raises CorruptError where they contradict each other."""
+    """Return the index that the headers of the shards give.
+
+    Raises CorruptError where they contradict each other.
+    """
     found: dict[str, tuple[DType, list[Chunk]]] = {}
     for file in names:
         try:
@@ -46,11 +50,13 @@ def _add_shard(found: dict[str, tuple[DType, list[Chunk]]], files: Files, file: 
     for name, node in shard.tensors.items():
         tensor = as_tensor(node)
         if tensor is None:
-            raise FormatError(f"holds {shown(name)}, which is no tensor")
+            raise FormatError(f"holds {shown(name)}, which is not a tensor")
         offsets = shard.offsets.get(name, (0,) * len(tensor.shape))
         dtype, chunks = found.setdefault(name, (tensor.dtype, []))
         if dtype != tensor.dtype or any(len(each.sizes) != len(tensor.shape) for each in chunks):
-            raise CorruptError(f"holds another {shown(name)} than the shards before")
+            raise CorruptError(
+                f"holds {shown(name)} with another dtype or rank than earlier shards"
+            )
         if len(offsets) != len(tensor.shape):
             raise CorruptError(
                 f"holds {shown(name)} of {len(tensor.shape)} dimensions at {offsets}"
@@ -59,6 +65,6 @@ def _add_shard(found: dict[str, tuple[DType, list[Chunk]]], files: Files, file: 
 
 
 def _shape(chunks: list[Chunk]) -> Shape:
-    """As far as the chunks reach in each dimension."""
+    """Return the shape of a tensor: as far as its chunks reach in each dimension."""
     ends = [[o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
     return tuple(map(max, zip(*ends, strict=True)))

@@ -1,11 +1,12 @@
 """The files of a torch.distributed.checkpoint folder that hold the data.
 
-    __<rank>_<n>.distcp        items one after another, values first; each item is a whole archive of torch.save of one
-                               tensor (a chunk of one) or value, its offsets relative to its own first byte
+    __<rank>_<n>.distcp        items one after another, values first; each item is a whole archive
+                               of torch.save of one tensor (a chunk of one) or value, its offsets
+                               relative to its own first byte
 
 With safetensors as the serialization, values are followed by one safetensors file with all tensors
 instead, each under its name in the state_dict. `.metadata` then gives the offset of that file for
-each of them and not their own, which its header has; where a chunk belongs stands in
+each of them and not their own, which its header has; the place of a chunk is in
 ``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
 (torch/distributed/checkpoint/filesystem.py, `_write_item`)
 """
@@ -39,8 +40,7 @@ _SAVED = "saved_offsets"
 
 
 class Header(NamedTuple):
-    """The tensors of a safetensors file, and where they belong in the whole as far as the file says
-    it."""
+    """The tensors of a safetensors file, and their offsets in the whole where the file has them."""
 
     tensors: Mapping[str, Node]
     offsets: Mapping[str, Shape]
@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
 @dataclass(eq=False)
 class Files:
-    """The data files of a folder, opened when they are needed."""
+    """The data files of a folder, opened on demand."""
 
     folder: Folder
     _headers: dict[tuple[str, int], Header] = field(
@@ -56,7 +56,7 @@ class Files:
     )  # of safetensors files, by place
 
     def check(self, places: Iterable[Place]) -> None:
-        """Raise CorruptError unless every item lies inside its file and overlaps no other."""
+        """Raise CorruptError unless every item is inside its file and overlaps no other."""
         by_file: dict[str, set[Place]] = {}
         for place in places:
             by_file.setdefault(place.file, set()).add(place)
@@ -65,7 +65,7 @@ class Files:
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise CorruptError(
                 f"{len(missing):,} of {len(by_file):,} files are missing: {some}",
-                hint="the save did not finish, or not every file was copied: fetch them from where the others are",
+                hint="the save did not finish, or not every file was copied: copy the missing ones",
             )
         for name, held in by_file.items():
             self._check_file(self.folder.open(name), sorted(held))
@@ -84,12 +84,12 @@ class Files:
             start, end = place.offset, max(end, place.offset + place.length)
 
     def is_archive(self, place: Place) -> bool:
-        """Whether the item begins like an archive of torch.save."""
+        """Return whether the item begins like an archive of torch.save."""
         return self.folder.open(place.file).read(place.offset, min(4, place.length)) == MAGIC
 
     @contextmanager
     def reading(self, name: str, place: Place) -> Iterator[None]:
-        """Errors inside say which item they are about."""
+        """Name the item in errors raised inside."""
         try:
             yield
         except CkptkitError as error:
@@ -97,40 +97,41 @@ class Files:
             raise error.at(self.folder.open(place.file).name) from error.__cause__
 
     def value(self, place: Place) -> Checkpoint:
-        """What torch.save wrote there."""
+        """Return the value that torch.save wrote at a place."""
         probe = Probe(Section(self.folder.open(place.file), place.offset, place.length))
         if not zip_archive.matches(probe):
-            raise CorruptError("there is no archive of torch.save")
+            raise CorruptError("an archive of torch.save is missing there")
         return zip_archive.read(probe)
 
     def chunk(self, name: str, dtype: DType, chunk: Chunk) -> Tensor:
-        """The tensor that holds a chunk. Raises CorruptError where it is not what the metadata
-        say."""
+        """Return the tensor that holds a chunk.
+
+        Raises CorruptError where it contradicts the metadata.
+        """
         place = chunk.place
         archive = self.is_archive(place)
         tensor = as_tensor(
             self.value(place).root if archive else self._named(place, name, chunk.offsets)
         )
         if tensor is None:
-            raise CorruptError("there is no tensor in its place")
+            raise CorruptError("it is not there")
         if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
             raise CorruptError(
-                f"it is {tensor.dtype} {tensor.shape}, not {dtype} {chunk.sizes} as the .metadata say"
+                f"it is {tensor.dtype} {tensor.shape}, but {dtype} {chunk.sizes} in .metadata"
             )
         if tensor.storage is None or tensor.layout != "strided":
             raise UnsupportedError(f"it is a {tensor.layout} tensor without bytes of its own")
         return tensor
 
     def _named(self, place: Place, name: str, offsets: Shape) -> Node:
-        """What the safetensors file at a place has under a name, which must be the chunk at
-        `offsets`."""
+        """Return the named tensor of a safetensors file, which must be the chunk at `offsets`."""
         held = self.header(place.file, place.offset)
         if held.offsets.get(name, offsets) != offsets:
             raise CorruptError("the file holds another chunk of it")
         return held.tensors.get(name)
 
     def header(self, file: str, offset: int = 0) -> Header:
-        """That of the safetensors file that reaches from an offset to the end of a file."""
+        """Return the header of the safetensors file from an offset to the end of a file."""
         key = file, offset
         if key not in self._headers:
             source = self.folder.open(file)
@@ -143,7 +144,7 @@ class Files:
 def _saved_offsets(text: str) -> dict[str, Shape]:
     said = strict_json.parse(text.encode(), _SHARDING)
     if not isinstance(said, dict):
-        raise FormatError(f"{_SHARDING} is no object")
+        raise FormatError(f"{_SHARDING} is not an object")
     return {name: _offsets(entry) for name, entry in said.items()}
 
 
@@ -156,7 +157,7 @@ def _offsets(entry: object) -> Shape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assembled:
-    """The bytes of a whole tensor: its chunks, which are looked for when the bytes are needed.
+    """The bytes of a whole tensor; its chunks are located when the bytes are needed.
 
     ``order`` lists the axes from the outermost in memory to the innermost.
     """
@@ -189,10 +190,10 @@ class Assembled:
 
 
 def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
-    """The axes from the outermost in memory to the innermost, and the strides that belong to them.
+    """Return the axes from the outermost in memory to the innermost, and their strides.
 
-    Those of the tensor that was saved, where its elements lie side by side (channels_last,
-    transposed); row-major order for anything else, such as an expanded tensor.
+    They are those of the tensor that was saved, where it is dense in memory (channels_last,
+    transposed); row-major for anything else, such as an expanded tensor.
     """
     axes = tuple(range(len(shape)))
     if stride is not None and 0 not in shape:

@@ -1,10 +1,12 @@
-"""The `.metadata` of a torch.distributed.checkpoint folder: a pickle of dataclasses, read by our
-own machine.
+"""The `.metadata` of a torch.distributed.checkpoint folder: pickled dataclasses, never executed.
 
-    Metadata.state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks) | BytesStorageMetadata()}
-    Metadata.storage_data         {MetadataIndex(name, offset, index): _StorageInfo(relative_path, offset, length)}
-    Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners have other things
-    Metadata.storage_meta, version                                                        (2.5 and later; not used)
+    Metadata.state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks)
+                                         | BytesStorageMetadata()}
+    Metadata.storage_data         {MetadataIndex(name, offset, index):
+                                         _StorageInfo(relative_path, offset, length)}
+    Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners
+                                  have other data
+    Metadata.storage_meta, version                                   (2.5 and later; not used)
 
     TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory);
                                   since torch 2.15 followed by strides, a tuple or None
@@ -46,8 +48,8 @@ STORAGE = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _CLASSES = frozenset({
     *((METADATA, name) for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
-        "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING",
     )),
     (STORAGE, "_StorageInfo"),
     (_SHARDED, "TensorProperties"),
@@ -58,7 +60,7 @@ _SHOWN = 80  # characters of a name in a message
 
 
 class Place(NamedTuple):
-    """Where in the folder an item is: so many bytes of a file."""
+    """The place of an item in the folder: a range of bytes of a file."""
 
     file: str
     offset: int
@@ -66,7 +68,7 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, in elements, and where it is."""
+    """A box of a tensor, in elements, and its place."""
 
     offsets: Shape
     sizes: Shape
@@ -75,10 +77,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor and its chunks, those without elements left out.
+    """A tensor and its chunks, without empty ones.
 
-    ``stride`` is that of the tensor that was saved, None where the file does not say it; ``odd``
-    why its elements cannot be put together, if they cannot.
+    ``stride`` is that of the tensor that was saved, None where the file does not have it; ``odd``
+    is the reason why its elements cannot be assembled, if they cannot.
     """
 
     dtype: DType
@@ -92,8 +94,7 @@ Entry = Whole | Place  # a Place is that of a value
 
 
 class Described(NamedTuple):
-    """What a `.metadata` says: entries by their flat names, and where those names stand in the
-    nested tree."""
+    """The content of a `.metadata`: entries by flat name, and their paths in the nested tree."""
 
     entries: dict[str, Entry]
     paths: dict[str, Path]
@@ -101,9 +102,9 @@ class Described(NamedTuple):
 
 
 def read_metadata(source: ByteSource) -> Described:
-    """What the file says.
+    """Read a `.metadata` file.
 
-    Raises UnsafeGlobalError for a name that has no business there; AmbiguousError, CorruptError,
+    Raises UnsafeGlobalError for a name that is not in the allowlist; AmbiguousError, CorruptError,
     FormatError, UnsupportedError, LimitError, and what the pickle machine raises.
     """
     pickled = unpickle(source)
@@ -130,22 +131,23 @@ def read_metadata(source: ByteSource) -> Described:
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse names of functions and of Python itself; warn of classes that others may have put
-    there."""
+    """Refuse names of functions and of Python itself; return warnings about other classes."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:
             continue
         if is_foreign(name):
             raise UnsafeGlobalError(
-                f"names {name}, which has no business there",
-                hint="torch would call it: do not load this folder",
+                f"names {name}, which is not in the allowlist",
+                hint="torch would call it: do not load this folder with torch",
             )
         if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
             unknown.append(str(name))
     some = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
     return (
-        [f"the .metadata name classes of others, which are passed over: {some}"] if unknown else []
+        [f"the .metadata name classes of other packages, which are ignored: {some}"]
+        if unknown
+        else []
     )
 
 
@@ -153,7 +155,7 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
 
 
 def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
-    """The attributes of an object of the class called `name`; of any class for None."""
+    """Return the attributes of an object of the class called `name`; of any class for None."""
     made = node.global_ if isinstance(node, Object) and node.new else None
     if made is None or (
         name is not None and ((made.module, made.name) not in _CLASSES or made.name != name)
@@ -170,13 +172,13 @@ def _mapping(fields: Mapping[Node, Node], name: str) -> dict[Node, Node]:
     if isinstance(found, Pairs):
         raise AmbiguousError(f"its {name} has repeated keys")
     if not isinstance(found, dict):
-        raise FormatError(f"its {name} is no mapping")
+        raise FormatError(f"its {name} is not a mapping")
     return found
 
 
 def _text(node: Node, what: str) -> str:
     if not isinstance(node, str):
-        raise FormatError(f"{what} is no text")
+        raise FormatError(f"{what} is not a text")
     return node
 
 
@@ -187,11 +189,11 @@ def _integer(node: Node, what: str) -> int:
 
 
 def _size(node: Node, what: str) -> Shape:
-    """A torch.Size, or a tuple or list in its place."""
+    """Return a torch.Size, or a tuple or list in its place, as a tuple."""
     if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, (tuple, list)):
-        raise FormatError(f"{what} is no torch.Size")
+        raise FormatError(f"{what} is not a torch.Size")
     check("rank", len(node), "dimensions of a tensor")
     return tuple(_integer(n, what) for n in node)
 
@@ -199,7 +201,7 @@ def _size(node: Node, what: str) -> Shape:
 _SIZE = Global("torch", "Size")
 
 
-# What is stored where
+# Places of items
 
 Places = dict[tuple[str, Shape | None], Place]
 
@@ -216,7 +218,7 @@ def _places(stored: Mapping[Node, Node]) -> Places:
             raise AmbiguousError(f"{shown(name)} is stored twice")
         if fields.get("transform_descriptors"):
             raise UnsupportedError(
-                f"{shown(name)} is stored through an extension of torch (compressed, mostly)",
+                f"{shown(name)} is stored with an extension of torch (mostly compression)",
                 hint="load it with torch.distributed.checkpoint and save it without extensions",
             )
         found[name, offset] = Place(
@@ -238,7 +240,7 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
         raise CorruptError(f"it has {len(shape)} sizes but {len(stride)} strides")
     listed = fields.get("chunks")
     if not isinstance(listed, list):
-        raise FormatError("its chunks are no list")
+        raise FormatError("its chunks are not a list")
     boxes = [box for box in map(_box, listed) if 0 not in box[1]]
     chunks = tuple(Chunk(*box, _place(places, name, box[0])) for box in boxes)
     return Whole(dtype, shape, chunks, stride, odd)
@@ -248,7 +250,7 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
     found = places.get((name, offsets))
     if found is None:
         which = f"the chunk at {offsets}" if offsets else "it"
-        raise CorruptError(f"{which} is stored nowhere")
+        raise CorruptError(f"{which} has no entry in storage_data")
     return found
 
 
@@ -260,11 +262,11 @@ def _box(node: Node) -> tuple[Shape, Shape]:
 
 
 def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
-    """The element type of a tensor, its strides where they are said, and what is odd about it."""
+    """Return a tensor's element type, its strides if present, and what is unsupported about it."""
     made = properties.global_ if isinstance(properties, Object) and properties.new else None
     state = properties.state if made is not None and made.name == "TensorProperties" else None
     if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
-        raise FormatError("its properties are no TensorProperties")
+        raise FormatError("its properties are not TensorProperties")
     said = state[5] if len(state) > 5 else None
     stride = None if said is None else _size(said, "the strides of a tensor")
     dtype, layout = dtype_or_unknown(state[0]), state[1]
@@ -276,12 +278,12 @@ def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
 
 
 def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
-    """Where names stand in the nested tree; names without a path stand for themselves."""
+    """Return the paths of names in the nested tree; a name without a path is its own path."""
     if planned is None:
         return {}, []
     if not isinstance(planned, dict):
         return {}, [
-            "how the state_dict was nested is not said in the way of torch's own planner: names are flat"
+            "no planner data of torch: the nesting of the state_dict is unknown, names stay flat"
         ]
     for name, path in planned.items():
         if (
@@ -290,20 +292,20 @@ def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
             or any(type(key) not in (str, int) for key in path)
         ):
             raise FormatError(
-                f"the path of {shown(key_text(name))} is not made of texts and numbers"
+                f"the path of {shown(key_text(name))} has keys other than texts and numbers"
             )
         check("depth", len(path), "levels of values")
     return planned, []
 
 
-# What is said of a whole folder
+# The metadata of a whole folder
 
 
 def merged(ranks: Sequence[Described]) -> Described:
-    """One description of what several ranks saved without telling each other: the chunks of all.
+    """Merge the metadata that several ranks wrote independently: the chunks of all.
 
-    What more than one has is taken from the first: it is the same for replicated tensors, and need
-    not be for values. Raises AmbiguousError where they contradict each other.
+    An entry that several have is taken from the first: it is the same for replicated tensors, and
+    need not be for values. Raises AmbiguousError where they contradict each other.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -321,7 +323,7 @@ def merged(ranks: Sequence[Described]) -> Described:
     warnings = [warning for rank in ranks for warning in rank.warnings]
     if own:
         warnings.append(
-            f"each rank has saved values of its own; of {len(own):,} those of the first are taken"
+            f"each rank saved its own values: {len(own):,} are taken from the first rank"
         )
     return Described(
         entries,
@@ -338,12 +340,11 @@ def _joined(name: str, known: Whole, entry: Entry) -> Whole:
 
 
 def _contradicted(name: str) -> AmbiguousError:
-    return AmbiguousError(f"{shown(name)} is described in two ways")
+    return AmbiguousError(f"{shown(name)} is described differently by several ranks")
 
 
 def covered(described: Described) -> Described:
-    """The same with the proof that each element of each tensor is in one chunk; chunks in order of
-    their offsets.
+    """Return the same after proving that chunks cover each tensor, ordered by their offsets.
 
     Raises CorruptError for a hole or an overlap.
     """

@@ -1,8 +1,8 @@
-"""Nested state_dicts as flat names, and back, as torch does it.
+"""Flatten nested state_dicts to flat names and restore them, as torch does.
 
-Dicts are taken apart, and lists that hold a tensor or a dict, also inside a list; anything else is
+Dicts are flattened, and lists that hold a tensor or a dict, also inside a list; anything else is
 one entry. The name of an entry is its path joined by dots, with keys as text; the path has texts
-for keys and numbers for places in lists. Dicts without entries leave nothing behind.
+for keys and numbers for places in lists. Dicts without entries leave no trace.
 (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 """
 
@@ -17,11 +17,11 @@ from ckptkit.core.weights import as_tensor
 
 
 class _Places(dict[Node, Node]):
-    """What stands in a list, by place."""
+    """The items of a list, by index."""
 
 
 class Nest:
-    """A tree of dicts and lists being put together, path by path."""
+    """A tree of dicts and lists under construction, path by path."""
 
     def __init__(self) -> None:
         self.root: dict[Node, Node] = {}
@@ -31,8 +31,10 @@ class Nest:
         self._lists: list[tuple[list[Node], _Places]] = []
 
     def put(self, path: Path, node: Node) -> None:
-        """Set one entry. Raises AmbiguousError where something is already, FormatError for a path
-        through a leaf."""
+        """Set one entry.
+
+        Raises AmbiguousError where something is already, FormatError for a path through a leaf.
+        """
         held = self.root
         for depth, (key, following) in enumerate(pairwise(path)):
             _check_key(held, key, path)
@@ -59,23 +61,22 @@ class Nest:
         return made
 
     def finished(self) -> dict[Node, Node]:
-        """The tree. Places in lists that nothing fills are None, as in torch."""
+        """Return the tree. Unfilled places in lists are None, as in torch."""
         gaps = sum(max(places) + 1 - len(places) for _, places in self._lists)
-        check("list_gaps", gaps, "places of lists that nothing fills")
+        check("list_gaps", gaps, "unfilled places of lists")
         for made, places in self._lists:
             made.extend(places.get(place) for place in range(max(places) + 1))
         return self.root
 
 
 def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
-    """Texts are keys of dicts, numbers are places in lists."""
+    """Check that texts are keys of dicts and numbers are places in lists."""
     if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
-        raise FormatError(f"the path {join(path)} takes a list for a dict, or a dict for a list")
+        raise FormatError(f"the path {join(path)} uses a list as a dict, or a dict as a list")
 
 
 class Flat:
-    """A tree taken apart: entries by flat name, each with its path, and the paths of what does not
-    come back.
+    """A flattened tree: entries by flat name with their paths, and the paths that are not restored.
 
     ``empty``: dicts without entries, which torch passes over; ``texts``: keys that are text now and
     were not before; ``attributes``: state_dicts with attributes such as ``_metadata``. Raises
@@ -97,7 +98,7 @@ class Flat:
                 continue
             again += 1 + len(node) if id(node) in seen else 0
             check("depth", len(path), "levels of values")
-            check("revisits", again, "values that are met again")
+            check("revisits", again, "repeated visits of values")
             seen.add(id(node))
             waiting.extend(reversed(self._below(path, node)))
 
@@ -119,7 +120,7 @@ class Flat:
 
 
 def _is_opened(node: list[Node]) -> bool:
-    """Whether a list is taken apart: it holds a tensor or a dict, or a list that does."""
+    """Return whether a list is flattened: it holds a tensor or a dict, or a list that does."""
     waiting = [node]
     seen: set[int] = set()
     while waiting and len(seen) <= LIMITS.revisits:

@@ -1,5 +1,4 @@
-"""Reads a torch.distributed.checkpoint folder: the nested state_dict, its tensors put together when
-they are needed."""
+"""Read a torch.distributed.checkpoint folder as the nested state_dict, tensors on demand."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Opens every file and reads all values; of the tensors, the metadata alone.
+    """Read a DCP folder: open every file and read all values; of the tensors, the metadata alone.
 
-    What a chunk says of itself is compared with the metadata when its bytes are located.
+    The header of a chunk is compared with the metadata when its bytes are located.
     """
     folder = folder_of(probe)
     names = frozenset(folder.list())
@@ -51,7 +50,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def folder_of(probe: Probe) -> Folder:
-    """The folder, or the one that the `.metadata` is in."""
+    """Return the folder, or the folder of the `.metadata` that was named."""
     if probe.is_folder:
         return probe.folder
     place = probe.source.beside()
@@ -60,8 +59,7 @@ def folder_of(probe: Probe) -> Folder:
 
 
 def described(files: Files, names: frozenset[str]) -> Described:
-    """What the metadata say: the one `.metadata`, those of all ranks, or the headers of safetensors
-    files."""
+    """Return the index: from the one `.metadata`, those of all ranks, or safetensors headers."""
     ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
     if NAME in names and ranks:
         raise AmbiguousError(f"has a {NAME} and a {ranks[0][1]}: two saves in one folder")
@@ -72,7 +70,7 @@ def described(files: Files, names: frozenset[str]) -> Described:
         return hub.describe(files, shards)
     raise FormatError(
         f"has no {NAME}: the save did not finish, or the file was not copied",
-        hint="if it is where the folder comes from, copy it: names that begin with a dot are easily left out",
+        hint="copy it if it exists: names that begin with a dot are easily missed",
     )
 
 
@@ -85,7 +83,7 @@ def _read_one(folder: Folder, name: str) -> Described:
 
 
 class _Tree:
-    """The tree being built, and what is noticed meanwhile."""
+    """The tree under construction, with the warnings found on the way."""
 
     def __init__(self, folder: Folder) -> None:
         self.files = Files(folder)
@@ -95,8 +93,10 @@ class _Tree:
         self._storages: dict[Whole, Storage] = {}
 
     def build(self, described: Described) -> None:
-        """Every entry in its place. Two tensors that are the same bytes of the files share a
-        storage."""
+        """Put every entry in its place.
+
+        Two tensors that are the same bytes of the files share a storage.
+        """
         self.files.check(places(described))
         for name, entry in described.entries.items():
             node = (
@@ -126,20 +126,19 @@ class _Tree:
             return self._root(name, self.files.value(place))
 
     def _root(self, name: str, item: Checkpoint) -> Node:
-        """The root of a file inside, or beside, the data; what it names and warns of is kept."""
+        """Return the root of a file in the folder; keep its globals and warnings."""
         self.globals |= dict.fromkeys(item.globals)
         self.warnings += [within(name, warning) for warning in item.warnings]
         return item.root
 
     def add(self, extra: Checkpoint) -> None:
-        """The entries of the file that Lightning keeps beside the data, at the top level as
-        Lightning has it."""
+        """Add the entries of Lightning's own file at the top level, as Lightning does."""
         root = self._root(EXTRA, extra)
         if not isinstance(root, dict):
-            raise FormatError("holds no dict", where=extra.name)
+            raise FormatError("does not hold a dict", where=extra.name)
         for key, node in root.items():
             if key in self.nest.root:
-                raise AmbiguousError(f"the entry {key!r} is there twice, in {NAME} and in {EXTRA}")
+                raise AmbiguousError(f"the entry {key!r} is in two files, {NAME} and {EXTRA}")
             self.nest.root[key] = node
 
 
@@ -149,13 +148,13 @@ def _read_extra(folder: Folder) -> Checkpoint:
         for each in (TORCH_ZIP, TORCH_LEGACY):
             if each.matches(probe):
                 return each.read(probe)
-        raise FormatError("is no file of torch.save")
+        raise FormatError("is not a file of torch.save")
     except CkptkitError as error:
         raise error.at(probe.name) from error.__cause__
 
 
 def places(described: Described) -> Iterator[Place]:
-    """Every item that the metadata describe."""
+    """Yield the places of all items that the metadata describe."""
     for entry in described.entries.values():
         if isinstance(entry, Place):
             yield entry
@@ -168,6 +167,8 @@ def _noticed(described: Described, names: frozenset[str]) -> Iterator[str]:
     unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
     if unused:
         some = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-        yield f"nothing refers to {len(unused):,} of its data files, which are of another save or empty: {some}"
+        yield (
+            f"nothing refers to {len(unused):,} of its data files, of other saves or empty: {some}"
+        )
     if any(name.endswith(".metadata.tmp") for name in names):
         yield "a later save was interrupted, and may have replaced some of the data"

@@ -1,8 +1,8 @@
-"""Lays a checkpoint out as a folder that torch.distributed.checkpoint loads, in any number of
-processes.
+"""Plan a folder that torch.distributed.checkpoint loads, in any number of processes.
 
     .metadata         protocol 2; every tensor is one chunk
-    __0_0.distcp      archives of torch.save, one for each entry: values first, then tensors, contiguous and on the CPU
+    __0_0.distcp      archives of torch.save, one for each entry: values first, then tensors,
+                      contiguous and on the CPU
 
 Tensors that are the same elements of one storage are stored once, under all their names.
 """
@@ -31,7 +31,7 @@ _SHOWN = 4  # names in a note
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """A folder with the whole tree, nested as it is.
+    """Plan a folder with the whole tree, nested as it is.
 
     Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a
     root that is no dict and holds no weights; UnsupportedError for pieces of ranks; and what the
@@ -60,7 +60,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
 
 def _root(checkpoint: Checkpoint) -> tuple[dict[Node, Node], list[str]]:
-    """The root if it is a dict, else the weights, and what is left out then."""
+    """Return the root if it is a dict, else the weights, and the notes on what is left out."""
     if isinstance(checkpoint.root, dict):
         return checkpoint.root, []
     values, left = leftovers(checkpoint)
@@ -68,8 +68,10 @@ def _root(checkpoint: Checkpoint) -> tuple[dict[Node, Node], list[str]]:
 
 
 def _tensor(node: Node) -> Tensor | None:
-    """The tensor that torch would save as one; others, whose bytes do not say everything, are
-    values."""
+    """Return the node as a tensor if torch would save it as one.
+
+    Others, whose bytes are not the whole value, are values.
+    """
     tensor = as_tensor(node)
     if (
         tensor is None
@@ -82,7 +84,7 @@ def _tensor(node: Node) -> Tensor | None:
 
 
 class _Data:
-    """The data file: its segments so far, and where each entry is."""
+    """The data file: its segments so far, and the place of each entry."""
 
     def __init__(self, options: WriteOptions) -> None:
         self.options = options
@@ -94,7 +96,7 @@ class _Data:
         self._stored: dict[object, Place] = {}
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
-        """A tensor as torch writes it, unless its elements are there already."""
+        """Add a tensor as torch writes it, unless its elements are there already."""
         same = (
             id(tensor.storage),
             tensor.dtype,
@@ -111,7 +113,7 @@ class _Data:
         self._stored[same] = self.places[name]
 
     def add(self, name: str, node: Node) -> None:
-        """One archive."""
+        """Add one archive."""
         plan = zip_layout.layout(Checkpoint(node), self.options)
         (file,) = plan.files
         self.segments += _renumbered(file.segments, self._sums)
@@ -124,7 +126,7 @@ class _Data:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The elements in row-major order, in a storage of their own on the CPU."""
+    """Copy the elements in row-major order into a storage of their own on the CPU."""
     record, storage = compute.contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
     return Tensor(
@@ -133,8 +135,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """The segments of one archive among others: numbers of checksums are those of the whole
-    file."""
+    """Shift the checksum numbers of an archive's segments to those of the whole file."""
     for segment in segments:
         if isinstance(segment, Summed):
             yield Summed(segment.extent, segment.number + by)
@@ -148,11 +149,11 @@ def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
 
 
 def _lost(checkpoint: Checkpoint, flat: Flat) -> Iterator[str]:
-    """A line for everything that torch's way of flattening has no place for."""
+    """Describe everything that torch's flattening cannot represent, one line each."""
     if flat.empty:
         yield f"left out, as torch does: dicts without entries ({_some(flat.empty)})"
     if flat.texts:
-        yield f"keys that are no texts were written as such, as torch does: {_some(flat.texts)}"
+        yield f"keys that are not texts were written as texts, as torch does: {_some(flat.texts)}"
     if flat.attributes:
         yield f"left out: attributes such as _metadata of {_some(flat.attributes)}"
     if names := [(name,) for name in checkpoint.metadata if name != "format"]:
@@ -190,7 +191,7 @@ def _metadata(flat: Flat, tensors: Mapping[str, Tensor], places: Mapping[str, Pl
 
 
 def _whole(tensor: Tensor) -> Object:
-    """TensorStorageMetadata of a tensor in one chunk."""
+    """Return the TensorStorageMetadata of a tensor in one chunk."""
     layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     contiguous = Object(Global(METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     state = (Global("torch", tensor.dtype.name), layout, tensor.requires_grad, contiguous, False)
@@ -211,7 +212,7 @@ def _size(shape: Shape) -> Object:
 
 
 def _object(name: str, state: Node = None, module: str = METADATA) -> Object:
-    """An object as pickle makes it: without its constructor, then filled."""
+    """Make an object as pickle does: without its constructor, then filled."""
     made = Object(Global(module, name), new=True)
     if state is not None:
         made.steps.append(("build", state))

@@ -1,5 +1,4 @@
-"""The state_dict of a model, in full precision: what the ranks hold, with the buffers, frozen
-parameters and ties."""
+"""The full-precision state_dict: the ranks' weights, buffers, frozen parameters and ties."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 
 
 class Model:
-    """The model_states of rank 0: what it says of the parameters, and the `module` that they go
-    into."""
+    """The model_states of rank 0: facts about parameters, and the `module` they go into."""
 
     def __init__(self, states: Fields) -> None:
         self.states = states
@@ -38,8 +36,10 @@ class Model:
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
     ) -> OrderedDict:
-        """Everything by name, in the order of the model. In stage 3 empty tensors are
-        `placeholders`."""
+        """Return every entry by name, in the order of the model.
+
+        In stage 3 empty tensors are `placeholders`.
+        """
         self._check_shapes(parameters)
         found: dict[str, Node] = {**self._buffers(), **frozen, **parameters}
         for name, same in self.states.names(SHARED).items():
@@ -55,11 +55,12 @@ class Model:
             held = as_tensor(self.module.get(name))
             if held is not None and held.numel and held.shape != tensor.shape:
                 raise CorruptError(
-                    f"{name[:80]!r} is of shape {held.shape} in {self.states.place}, its parts make {tensor.shape}"
+                    f"{name[:80]!r} is of shape {held.shape} in {self.states.place}, "
+                    f"but its parts make {tensor.shape}"
                 )
 
     def _buffers(self) -> dict[str, Node]:
-        """In 32 bits where they have 16, as DeepSpeed's own script does it."""
+        """Return the buffers, 16-bit ones in 32 bits as DeepSpeed's own script does it."""
         held = {name: self.module[name] for name in self.buffer_names if name in self.module}
         tensors = {name: as_tensor(node) for name, node in held.items()}
         return {
@@ -80,8 +81,7 @@ class Model:
         return Tensor(self._cpu[key], single, tensor.shape, tensor.stride, tensor.offset)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """The same tensor, tagged like those that were put together: they have been on no
-        device."""
+        """Return the same tensor with the CPU tag that assembled tensors have."""
         storage = tensor.storage
         if storage is None or storage.device == "cpu" or tensor.layout != "strided":
             return tensor
@@ -99,8 +99,10 @@ class Model:
         )
 
     def _add_others(self, found: dict[str, Node], placeholders: bool) -> None:
-        """What is in `module` alone: other names of a parameter, frozen ones of stage 1, values
-        that are no tensors."""
+        """Add the entries that only `module` has.
+
+        They are aliases of a parameter, frozen ones of stage 1, values that are not tensors.
+        """
         known = {
             _place(tensor): name
             for name in found
@@ -120,17 +122,16 @@ class Model:
                 taken.append(name)
         if taken:
             self.warnings.append(
-                f"not among the fp32 weights, taken as they are in {MODULE}: {listed(taken)}"
+                f"not among the fp32 weights, taken unchanged from {MODULE}: {listed(taken)}"
             )
         if missing:
             self.warnings.append(
-                f"left out, as they are nowhere but for their name in {MODULE} (perhaps other names of a weight): "
+                f"left out, as only their names are in {MODULE} (perhaps aliases of a weight): "
                 f"{listed(missing)}"
             )
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
-        """The parameters that are not trained: whole in stage 2 (`ranks` 0), else a fragment in
-        each rank."""
+        """Return the frozen parameters: whole in stage 2 (`ranks` 0), else a fragment per rank."""
         parts = list(fragments)
         made = {}
         for name, shape in self.frozen_shapes.items():
@@ -155,8 +156,7 @@ class Model:
         return self.on_cpu(tensor)
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
-        """`module` as it is, under a name that says its type, where its parameters are not the same
-        as these."""
+        """Return `module` under a name with its dtype, where its parameters differ from these."""
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
         other = {
             old.dtype.name
@@ -171,19 +171,20 @@ def _joined(name: str, shape: Shape, fragments: list[Tensor], ranks: int) -> Ten
     share = -(-prod(shape) // ranks)
     if not all(is_flat(tensor) and tensor.numel == share for tensor in fragments):
         raise CorruptError(
-            f"the frozen parameter {name[:80]!r} is not {share:,} elements in each of {ranks:,} ranks"
+            f"the frozen parameter {name[:80]!r} does not have "
+            f"{share:,} elements in each of {ranks:,} ranks"
         )
     rows = tuple(Row([fragment]) for fragment in fragments)
     return Slot(shape, 0, 0, share).tensor(rows)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same elements in memory."""
+    """Return a key that is equal for tensors that are the same elements in memory."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
 
 
 def _alias(node: Node) -> Node:
-    """Another tensor of the same memory."""
+    """Return another tensor of the same memory."""
     if not isinstance(node, Tensor):
         return node
     return Tensor(

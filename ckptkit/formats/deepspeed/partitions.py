@@ -1,5 +1,4 @@
-"""Parameters that lie in pieces in the flat tensors of the ranks: where, and the record of their
-bytes."""
+"""Parameters that are cut into pieces of the ranks' flat tensors: their places, and their bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Row:
         self._starts = list(accumulate((tensor.numel for tensor in held), initial=0))[:-1]
 
     def cut(self, start: int, count: int) -> Iterator[Record]:
-        """The records of `count` elements from `start`, which the caller knows to be there."""
+        """Yield the records of `count` elements from `start`; the caller checks the range."""
         size = self.dtype.itemsize
         index = bisect_right(self._starts, start) - 1
         while count:
@@ -48,7 +47,9 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """A record: `share` elements from `start` of each of the rows, joined and cut to `numel`.
-    Pieces are made late: there may be thousands of ranks."""
+
+    The pieces are made on demand: there may be thousands of ranks.
+    """
 
     rows: tuple[Row, ...]
     start: int
@@ -78,8 +79,7 @@ class Shares:
 
 
 class Slot(NamedTuple):
-    """Where a parameter lies: `share` elements from `start` of each row that its group is cut
-    from."""
+    """The place of a parameter: `share` elements from `start` of each row of its group."""
 
     shape: Shape
     group: int
@@ -87,14 +87,13 @@ class Slot(NamedTuple):
     share: int
 
     def tensor(self, rows: tuple[Row, ...]) -> Tensor:
-        """The parameter, or what an optimizer keeps for each of its elements, on the CPU."""
+        """Return the parameter, or its optimizer state for each element, on the CPU."""
         storage = Storage(Shares(rows, self.start, self.share, prod(self.shape)))
         return Tensor(storage, rows[0].dtype, self.shape, contiguous_stride(self.shape))
 
 
 class Layout(NamedTuple):
-    """Where every parameter lies, the number of groups, and how many elements of each row they
-    take."""
+    """The place of every parameter, the number of groups, and the elements taken of each row."""
 
     slots: dict[str, Slot]
     groups: int
@@ -104,23 +103,23 @@ class Layout(NamedTuple):
         """Raise CorruptError unless the rows hold what is taken, rounded up to `unit` at most."""
         if len(rows) != len(self.taken):
             raise CorruptError(
-                f"the parameters lie in {len(self.taken):,} flat tensors, there are {len(rows):,}"
+                f"the parameters take {len(self.taken):,} flat tensors, there are {len(rows):,}"
             )
         for number, (row, taken) in enumerate(zip(rows, self.taken, strict=True)):
             if not taken <= row.numel <= -(-taken // unit) * unit:
                 raise CorruptError(
-                    f"the parameters take {taken:,} elements, flat tensor {number} has {row.numel:,}"
+                    f"the parameters take {taken:,} elements, "
+                    f"but flat tensor {number} has {row.numel:,}"
                 )
 
 
 def by_group(groups: Sequence[Shapes], gaps: Sequence[Sequence[int]]) -> Layout:
-    """Stages 1 and 2: a row is a group, whose parameters follow each other, each with a gap behind
-    it."""
+    """Lay out stages 1 and 2: a row is a group, its parameters in order, with a gap after each."""
     layout = Layout({}, len(groups), [])
     for group, (shapes, behind) in enumerate(zip(groups, gaps, strict=True)):
         if len(behind) != len(shapes):
             raise CorruptError(
-                f"group {group} has {len(shapes):,} parameters and {len(behind):,} gaps between them"
+                f"group {group} has {len(shapes):,} parameters, but {len(behind):,} gaps after them"
             )
         start = end = 0
         for (name, shape), gap in zip(shapes.items(), behind, strict=True):
@@ -132,7 +131,7 @@ def by_group(groups: Sequence[Shapes], gaps: Sequence[Sequence[int]]) -> Layout:
 
 
 def by_rank(groups: Sequence[Shapes], ranks: int) -> Layout:
-    """Stage 3: a row is a rank, which holds as many elements of each parameter as the others."""
+    """Lay out stage 3: a row is a rank, with equally many elements of each parameter."""
     layout = Layout({}, len(groups), [])
     start = 0
     for group, shapes in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Which folder and which files: tags, ranks, and what is not put together here."""
+"""Find the folder and the files of a training state: tags, ranks, and unsupported parallelism."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ _MODEL_NAME, _OPTIM_NAME = (
     f"zero_pp_rank_{{}}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")
 )
 _BESIDE = re.compile(r"(.*\.index\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin)")
-_MERGE = "DeepSpeed's ds_to_universal.py merges the ranks, and ckptkit reads what it makes"
+_MERGE = "merge the ranks with DeepSpeed's ds_to_universal.py; ckptkit reads its output"
 _SHOWN = 4  # names in a message
 
 
 def is_tag(names: Iterable[str]) -> bool:
-    """Whether these are the files of one training state."""
+    """Return whether these are the files of one training state."""
     return any(map(_STATES.fullmatch, names))
 
 
 def tag_folders(folder: Folder) -> list[str]:
-    """The folders of training states in `folder`."""
+    """Return the folders of training states in `folder`."""
     return [name for name in folder.folders() if _holds_states(folder, name)]
 
 
 def _holds_states(folder: Folder, name: str) -> bool:
     try:
         return is_tag(folder.sub(name).list())
-    except CkptkitError:  # no folder, or one that nobody may look into
+    except CkptkitError:  # no folder, or one without permission to list
         return False
 
 
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
-    """The file that says which tag is meant, and what it says; None where there is none that
-    does."""
+    """Return the file that names the current tag, and the tag; None where there is none."""
     for name in POINTERS:
         if name in names and (tag := _word(folder, name)):
             return name, tag
@@ -57,7 +56,7 @@ def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
 
 
 def _word(folder: Folder, name: str) -> str:
-    """What a file says in one line, "" if it is no such file."""
+    """Return the single line of a file, "" if it is no such file."""
     try:
         source: ByteSource = folder.open(name)
     except CkptkitError:
@@ -68,26 +67,29 @@ def _word(folder: Folder, name: str) -> str:
 
 
 def find(folder: Folder, names: Collection[str]) -> Folder:
-    """The folder with the files: `folder` itself, the tag that ``latest`` names, or the only
-    one."""
+    """Return the folder with the files.
+
+    It is `folder` itself, that of the tag in ``latest``, or the only one.
+    """
     if is_tag(names):
         return folder
     said = pointer(folder, names)
     tags = [said[1]] if said else tag_folders(folder)
     if len(tags) != 1:
         raise AmbiguousError(
-            f"holds {len(tags)} training states and no file that says which is the latest: {listed(tags)}",
-            hint=f"name the one that is meant, e.g. {os.path.join(folder.name, tags[0])}",
+            f"holds {len(tags)} training states and no file that names the latest: {listed(tags)}",
+            hint=f"name one of them, e.g. {os.path.join(folder.name, tags[0])}",
         )
     if said and not _holds_states(folder, said[1]):
         others = tag_folders(folder)
         hint = (
-            f"it holds {listed(others)}: name the folder that is meant"
+            f"it holds {listed(others)}: name the folder to read"
             if others
             else "fetch the whole folder again"
         )
         raise CorruptError(
-            f"{said[0]} names {said[1][:80]!r}, which is no folder of a training state", hint=hint
+            f"{said[0]} names {said[1][:80]!r}, which is not a folder of a training state",
+            hint=hint,
         )
     _check_alone(folder, names, tags[0])
     return folder.sub(tags[0])
@@ -100,7 +102,7 @@ def _check_alone(folder: Folder, names: Collection[str], tag: str) -> None:
         paths = [os.path.join(folder.name, name) for name in (tag, beside[0])]
         raise AmbiguousError(
             f"holds the training state {tag} and a model of its own, {listed(beside)}",
-            hint=f"name the one that is meant: {paths[0]} or {paths[1]}",
+            hint=f"name one of them: {paths[0]} or {paths[1]}",
         )
 
 
@@ -109,7 +111,7 @@ def listed(names: Collection[str]) -> str:
 
 
 class RankFiles:
-    """The files of a training state by rank, those of other parallelism refused.
+    """The files of a training state by rank; those of other parallelism are refused.
 
     ``models`` holds the one of stages 0 to 2 as that of rank -1, or those of stage 3; ``optims``
     those with weights and optimizer. Where the model-parallel ranks are `merged` elsewhere, the
@@ -128,7 +130,8 @@ class RankFiles:
         self.models, self.optims = _by_rank(left, _MODEL), _by_rank(left, _OPTIM)
         if -1 in self.models and len(self.models) > 1:
             raise AmbiguousError(
-                f"holds {self.models[-1]} and files of ZeRO stage 3: {listed(list(self.models.values())[1:])}",
+                f"holds {self.models[-1]} and files of ZeRO stage 3: "
+                f"{listed(list(self.models.values())[1:])}",
                 hint="the files of two runs are mixed: move those of one of them away",
             )
 
@@ -143,27 +146,28 @@ class RankFiles:
         return found
 
     def check_complete(self, ranks: int) -> None:
-        """Raise CorruptError unless there is one file of each kind for each of so many ranks, and
-        no more."""
+        """Raise CorruptError unless there is exactly one file of each kind for each rank."""
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optims.values()) else ""
         _check(self.optims, ranks, prefix + _OPTIM_NAME)
         if -1 not in self.models:
             self.check_models(ranks)
 
     def check_models(self, ranks: int) -> None:
-        """The same of the models of stage 3."""
+        """Raise CorruptError unless there is exactly one model file of stage 3 for each rank."""
         _check(self.models, ranks, _MODEL_NAME)
 
 
 def _others(names: Iterable[str]) -> list[str]:
-    """The files of other model-parallel ranks than the first. Raises UnsupportedError for other
-    parallelism."""
+    """Return the files of model-parallel ranks after the first.
+
+    Raises UnsupportedError for other parallelism.
+    """
     others = []
     for name in names:
         if _EXPERT.fullmatch(name):
             hint = "load it with DeepSpeed and save engine.module_state_dict()"
             raise UnsupportedError(
-                f"has files of single experts, e.g. {name}, that ckptkit does not join", hint=hint
+                f"has files of single experts, e.g. {name}, which ckptkit cannot join", hint=hint
             )
         match = _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
         if match is None:
@@ -179,7 +183,7 @@ def _others(names: Iterable[str]) -> list[str]:
 
 
 def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
-    """Name by rank, in the order of the ranks, -1 for a name without one."""
+    """Return names by rank, in the order of the ranks, -1 for a name without one."""
     found: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -201,12 +205,12 @@ def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
     if stale:
         raise CorruptError(
             f"is of {ranks:,} ranks, but there are files of others: {listed(stale)}",
-            hint="they are left from another run: move them away",
+            hint="they are from another run: move them away",
         )
 
 
 def _incomplete(missing: Collection[str]) -> CorruptError:
     return CorruptError(
         f"is not complete: {listed(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-        hint="fetch what is missing from where the rest came from; every process wrote its own files",
+        hint="copy the missing files too; every process wrote its own, perhaps on its own machine",
     )

@@ -1,5 +1,4 @@
-"""The optim_states files of all ranks: the weights in full precision, and the optimizer's state,
-put together."""
+"""Assemble full-precision weights and the optimizer's state from the optim_states of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ COUNT, STAGE, GAPS, TRIMMED = (
     "param_alignment_paddings",
     "group_paddings",
 )
-# What says how the state was cut, and is of no use once it is put together.
+# Fields on how the state was cut, of no use once it is assembled.
 CUT = frozenset(
     {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
 )
@@ -35,8 +34,7 @@ Named = dict[str, dict[Node, Node]]  # the state of the optimizer by name of the
 
 
 class Rank(NamedTuple):
-    """One rank: of each group its flat tensor, how many elements may be cut off that, and the
-    optimizer's state."""
+    """One rank: flat tensors of the groups, elements that may be cut off, the optimizer's state."""
 
     flats: list[Tensor]
     cut: list[int]
@@ -74,14 +72,16 @@ class Zero:
         first = len(self.first.items(key))
         if not len(flats) == len(cut) == first:
             raise CorruptError(
-                f"{fields.place} has {len(flats):,} {key} and {len(cut):,} {TRIMMED}, the first file has {first:,}"
+                f"{fields.place} has {len(flats):,} {key} and {len(cut):,} {TRIMMED}, "
+                f"the first file has {first:,}"
             )
         return Rank(flats, cut, self._kept(fields, len(flats)))
 
     def _check(self, fields: Fields, key: str) -> None:
         if key not in fields:
             raise FormatError(
-                f"{fields.place} has no {key}: another stage than the first file, or an old DeepSpeed"
+                f"{fields.place} has no {key}: "
+                "another stage than the first file, or an old DeepSpeed"
             )
         if set(fields.integers(COUNT)) != {self.count}:
             raise CorruptError(
@@ -96,8 +96,7 @@ class Zero:
         return STATE_3 if self.stage_3 else STATE
 
     def _kept(self, fields: Fields, groups: int) -> list[Mapping[Node, Node]]:
-        """What the optimizer keeps for each group; nothing where it has not made a step, or was
-        left out."""
+        """Return the optimizer's state of each group; empty before its first step or unsaved."""
         key = self.state_key
         place = f"{fields.place}: {key}"
         if isinstance(fields.node.get(key), (list, tuple)):  # elastic_checkpoint
@@ -117,7 +116,7 @@ class Zero:
         return list(found)
 
     def layout(self, groups: Sequence[Shapes]) -> Layout:
-        """Where the parameters of `groups` lie in rows of flat tensors."""
+        """Return the places of the parameters of `groups` in rows of flat tensors."""
         if self.stage_3:
             return by_rank(groups, self.count)
         gaps = (
@@ -128,14 +127,18 @@ class Zero:
         flats = len(self.ranks[0].flats)
         if not len(gaps) == len(groups) == flats:
             raise CorruptError(
-                f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, {flats:,} in {FLATS}"
+                f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, "
+                f"{flats:,} in {FLATS}"
             )
         return by_group(
             groups, [Fields({GAPS: each}, self.first.place).integers(GAPS) for each in gaps]
         )
 
     def parameters(self, layout: Layout) -> dict[str, Tensor]:
-        """The weights. Raises CorruptError unless there are as many elements as `layout` says."""
+        """Return the weights.
+
+        Raises CorruptError unless there are as many elements as `layout` says.
+        """
         rows = self._rows([rank.flats for rank in self.ranks], layout)
         every = {id(row): row for some in rows.values() for row in some}
         layout.check(list(every.values()), 1 if self.stage_3 else 2 * self.count)
@@ -144,8 +147,10 @@ class Zero:
     def _rows(
         self, parts: Sequence[Sequence[Tensor | None]], layout: Layout
     ) -> dict[int, tuple[Row, ...]]:
-        """The rows that each group is cut from, of tensors by rank and group; none where one is
-        missing."""
+        """Return the rows that groups are cut from, of tensors by rank and group.
+
+        Empty where one is missing.
+        """
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         whole = [[part for part in line if part is not None] for line in lines]
         rows = [
@@ -158,10 +163,10 @@ class Zero:
         return dict.fromkeys(range(layout.groups), every) if len(every) == len(rows) else {}
 
     def optimizer(self, layout: Layout) -> tuple[Named, list[str]]:
-        """The optimizer's state, and warnings.
+        """Return the optimizer's state, and warnings.
 
-        What it keeps for each element is put together as the weights are; a value for a whole
-        group, such as the step, is that of rank 0.
+        State for each element is assembled as the weights are; a value for a whole group, such as
+        the step, is that of rank 0.
         """
         states = dict(enumerate(self.ranks[0].state))
         rows = {
@@ -185,7 +190,7 @@ class Zero:
         ] if left else []
 
     def _state(self, key: Node) -> list[list[Tensor | None]]:
-        """One of the optimizer's values by rank and group, None where it is not one per element."""
+        """Return an optimizer's value by rank and group, None if it is not one per element."""
         return [
             [_per_element(rank, group, key) for group in range(len(rank.flats))]
             for rank in self.ranks
@@ -197,8 +202,7 @@ def _fields(reader: Reader, name: str) -> Fields:
 
 
 def _check_parts(ranks: Sequence[Rank], group: int) -> None:
-    """The parts of a group are of one size, as they are or with what was cut off the end of the
-    group."""
+    """Check that the parts of a group have one size, with or without the cut at its end."""
     sizes = [rank.flats[group].numel for rank in ranks]
     cut = [rank.cut[group] for rank in ranks]
     whole = {size + less for size, less in zip(sizes, cut, strict=True)}
@@ -207,7 +211,7 @@ def _check_parts(ranks: Sequence[Rank], group: int) -> None:
         return
     if len(set(sizes)) > 1:
         raise CorruptError(
-            f"the ranks have parts of different sizes of group {group}: {sizes[:8]}, cut by {cut[:8]}"
+            f"the ranks' parts of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
         )
     for rank in ranks:
         rank.cut[group] = 0  # not carried out: bf16_optimizer.py

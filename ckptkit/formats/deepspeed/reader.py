@@ -1,13 +1,14 @@
-"""The format: from a folder to one tree.
+"""Read a folder of DeepSpeed as one tree.
 
-The root is what rank 0 keeps of the model, with
+The root is rank 0's model_states, with
 
     module             the state_dict, in full precision
     module_<dtype>     that of the run, if it was in 16 bits and the folder has it (stages 1 and 2)
-    optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups", settings}
+    optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups",
+                       settings}
 
-What says how these were cut (param_shapes, paddings, slices) is left out. Nothing of a tensor is
-read.
+The fields on how these were cut (param_shapes, paddings, slices) are left out. No bytes of a tensor
+are read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # how it was cut, and what is in the
 
 
 def matches(probe: Probe) -> bool:
-    """The folder of a training state, or one with such folders."""
+    """Return whether this is the folder of a training state, or one with such folders."""
     if not probe.is_folder:
         return False
     if places.is_tag(probe.names) or places.tag_folders(probe.folder):
@@ -46,8 +47,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The training state that ``latest`` names, or the only one. Opens every file and reads its
-    headers.
+    """Read the training state that ``latest`` names, or the only one: every file, headers alone.
 
     Raises AmbiguousError where several could be meant, UnsupportedError for other than data
     parallelism, CorruptError for a folder that is not complete and for files that contradict each
@@ -95,7 +95,7 @@ class _Reading:
         )  # fmt: skip
 
     def _ranks(self, model: Model) -> Parts:
-        """Stages 1 to 3."""
+        """Read stages 1 to 3."""
         if not self.files.optims:
             self.files.check_complete(
                 max(1, *model.states.integers(_RANKS)) if _RANKS in model.states else 1
@@ -118,7 +118,7 @@ class _Reading:
         )
 
     def _merged(self, model: Model) -> Parts:
-        """A universal checkpoint, whose parameters are whole."""
+        """Read a universal checkpoint, whose parameters are whole."""
         shapes = (
             {}
             if self.files.parallel
@@ -137,7 +137,7 @@ class _Reading:
         return Parts(universal.parameters, frozen, universal.state, {_GROUPS: None, **kept}, [])
 
     def _frozen(self, model: Model, ranks: int) -> dict[str, Tensor]:
-        """The frozen parameters, of which each rank of stage 3 has a fragment."""
+        """Return the frozen parameters, of which each rank of stage 3 has a fragment."""
         if not model.frozen_shapes:
             return {}
         if -1 in self.files.models:
@@ -148,7 +148,7 @@ class _Reading:
 
 
 class Parts(NamedTuple):
-    """What the ranks make together: tensors by name, and the optimizer's state and settings."""
+    """The assembled result of all ranks: tensors by name, the optimizer's state and settings."""
 
     parameters: dict[str, Tensor]
     frozen: dict[str, Tensor]
@@ -158,7 +158,7 @@ class Parts(NamedTuple):
 
 
 def _root(model: Model, parts: Parts, stage_3: bool) -> dict[Node, Node]:
-    """What rank 0 keeps of the model, its weights and optimizer exchanged for the whole ones."""
+    """Return rank 0's model_states with the assembled weights and optimizer."""
     settings = {**parts.settings, _GROUPS: _groups(parts.settings[_GROUPS], model)}
     new: dict[Node, Node] = {
         MODULE: model.state_dict(parts.parameters, parts.frozen, placeholders=stage_3),
@@ -170,8 +170,7 @@ def _root(model: Model, parts: Parts, stage_3: bool) -> dict[Node, Node]:
 
 
 def _groups(groups: Node, model: Model) -> list[Node]:
-    """The groups of the optimizer with the names of their parameters; they hold the numbers of flat
-    tensors."""
+    """Return the optimizer's groups with parameter names instead of numbers of flat tensors."""
     names = [list(shapes) for shapes in model.groups]
     if not isinstance(groups, list):
         return [{_PARAMS: each} for each in names]
@@ -188,7 +187,7 @@ def _named(group: Node, names: list[list[str]]) -> Node:
 
 
 def check(probe: Probe) -> Iterator[Part | Finding]:
-    """The records of every file of the training state. Raises what `places.find` raises."""
+    """Yield the records of every file of the training state. Raises what `places.find` raises."""
     folder = places.find(probe.folder, probe.names)
     yield from _records(folder, "")
     if places.UNIVERSAL in folder.folders():
@@ -199,8 +198,7 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
 
 
 def _records(folder: Folder, path: str) -> Iterator[Part | Finding]:
-    """Those of the files of torch.save in a folder, which is at `path` in that of the training
-    state."""
+    """Yield the records of a folder's torch.save files; `path` is relative to the state's."""
     for name in folder.list():
         if not name.endswith(".pt"):
             continue

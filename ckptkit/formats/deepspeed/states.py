@@ -1,4 +1,4 @@
-"""What one file holds, and the values in it that say how the others belong together."""
+"""Read the values of one file, and those that say how the files belong together."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Reader:
         try:
             checkpoint = next((each for each in FORMATS if each.matches(probe)), None)
             if checkpoint is None:
-                raise FormatError("is no file of torch.save")
+                raise FormatError("is not a file of torch.save")
             found = checkpoint.read(probe)
         except CkptkitError as error:
             error.at(probe.name)
@@ -62,7 +62,7 @@ class Reader:
         return found
 
     def fields(self, name: str) -> Fields:
-        """The values of one file."""
+        """Return the values of one file."""
         return Fields(self.read(name).root, name)
 
     @property
@@ -72,50 +72,50 @@ class Reader:
 
 
 class Fields:
-    """A dict in a file: look-ups that check types and say what is wrong where, as FormatError."""
+    """A dict in a file with typed look-ups; a wrong type is a FormatError that says where."""
 
     def __init__(self, node: Node, place: str) -> None:
         if not isinstance(node, dict):
-            raise FormatError(f"{place} is no dict")
+            raise FormatError(f"{place} is not a dict")
         self.node: dict[Node, Node] = node
         self.place = place
 
     def __contains__(self, key: str) -> bool:
-        """Whether there is such an entry, None aside."""
+        """Return whether there is such an entry that is not None."""
         return self.node.get(key) is not None
 
     def get(self, key: str) -> Node:
-        """An entry. Raises FormatError if it is missing."""
+        """Return an entry. Raises FormatError if it is missing."""
         if key not in self.node:
             raise FormatError(f"{self.place} has no {key}")
         return self.node[key]
 
     def fields(self, key: str) -> Fields:
-        """An entry that is a dict."""
+        """Return an entry that is a dict."""
         return Fields(self.get(key), f"{self.place}: {key}")
 
     def items(self, key: str) -> list[Node]:
-        """An entry that is a list."""
+        """Return an entry that is a list."""
         node = self.get(key)
         if not isinstance(node, (list, tuple)):
-            raise FormatError(f"{self.place}: {key} is no list")
+            raise FormatError(f"{self.place}: {key} is not a list")
         return list(node)
 
     def names(self, key: str) -> dict[str, Node]:
-        """An entry that is a dict from names; nothing if it is None or missing."""
+        """Return an entry that is a dict from names; empty if it is None or missing."""
         if key not in self:
             return {}
         node = self.fields(key).node
         if not all(isinstance(name, str) for name in node):
-            raise FormatError(f"{self.place}: a key of {key} is no name")
+            raise FormatError(f"{self.place}: a key of {key} is not a name")
         return node
 
     def shapes(self, key: str) -> dict[str, Shape]:
-        """An entry that is a dict of shapes; nothing if it is None or missing."""
+        """Return an entry that is a dict of shapes; empty if it is None or missing."""
         return {name: self.shape(name, node) for name, node in self.names(key).items()}
 
     def shape(self, name: str, node: Node) -> Shape:
-        """A torch.Size, or a list or tuple of integers."""
+        """Return a torch.Size, or a list or tuple of integers, as a shape."""
         if (
             isinstance(node, Object)
             and node.global_ == _SIZE
@@ -126,23 +126,22 @@ class Fields:
         if not isinstance(node, (tuple, list)) or not all(
             type(n) is int and 0 <= n < 1 << 63 for n in node
         ):
-            raise FormatError(f"{self.place}: the shape of {name[:80]!r} is no list of sizes")
+            raise FormatError(f"{self.place}: the shape of {name[:80]!r} is not a list of sizes")
         check("rank", len(node), f"dimensions of {name[:80]!r}")
         return tuple(node)
 
     def tensors(self, key: str) -> list[Tensor]:
-        """An entry that is a list of one-dimensional tensors whose elements lie one after
-        another."""
+        """Return an entry that is a list of contiguous one-dimensional tensors."""
         return [self._flat(key, node) for node in self.items(key)]
 
     def _flat(self, key: str, node: Node) -> Tensor:
         tensor = as_tensor(node)
         if tensor is None or not is_flat(tensor):
-            raise FormatError(f"{self.place}: {key} holds something else than flat tensors")
+            raise FormatError(f"{self.place}: {key} holds something other than flat tensors")
         return tensor
 
     def integers(self, key: str) -> list[int]:
-        """An entry that is a list of counts, or one count."""
+        """Return an entry that is a list of counts, or one count."""
         node = self.get(key)
         return [
             self._count(key, each)
@@ -155,12 +154,12 @@ class Fields:
         ):  # an enum, ZeroStageEnum
             node = node.args[0]
         if type(node) is not int or not 0 <= node < 1 << 63:
-            raise FormatError(f"{self.place}: {key} holds something else than counts")
+            raise FormatError(f"{self.place}: {key} holds something other than counts")
         return node
 
 
 def is_flat(tensor: Tensor) -> bool:
-    """Whether it is a row of elements in memory."""
+    """Return whether a tensor is one-dimensional and contiguous."""
     plain = tensor.layout == "strided" and tensor.storage is not None and tensor.dtype.bits % 8 == 0
     return (
         plain
@@ -171,7 +170,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """The same tensor on a storage of its own: parameters do not share their step."""
+    """Return the same tensor on a storage of its own: parameters do not share their step."""
     storage = tensor.storage
     if storage is None:
         return tensor

@@ -1,5 +1,4 @@
-"""A universal checkpoint: a folder for each parameter, whatever the ranks were that it was made
-from."""
+"""A universal checkpoint: a folder for each parameter, independent of the ranks that wrote it."""
 
 from __future__ import annotations
 
@@ -20,8 +19,10 @@ _SUFFIX = ".pt"
 
 
 class Universal:
-    """The folder ``zero``. `shapes` are those of the parameters where the ranks were not merged
-    from several."""
+    """The folder ``zero``.
+
+    `shapes` are those of the parameters where the ranks were not merged from several.
+    """
 
     def __init__(self, reader: Reader, folder: Folder, shapes: Mapping[str, Shape]) -> None:
         self._reader = reader
@@ -31,12 +32,12 @@ class Universal:
         self.state: Named = {}
 
     def read(self, skip: set[str]) -> None:
-        """Every parameter but those in `skip`, in the order of `shapes`."""
+        """Read every parameter but those in `skip`, in the order of `shapes`."""
         there = self._folder.folders()
         missing = [name for name in self._shapes if name not in there]
         if missing:
             raise CorruptError(
-                f"has no folder for the parameter {missing[0][:80]!r} ({len(missing):,} are missing)"
+                f"has no folder for parameter {missing[0][:80]!r} ({len(missing):,} are missing)"
             )
         for name in dict.fromkeys([*self._shapes, *there]):
             if name not in skip:
@@ -57,7 +58,7 @@ class Universal:
     def _tensor(self, name: str, node: Node, folder: Folder) -> Tensor:
         tensor = as_tensor(_value(node))
         if tensor is None:
-            raise FormatError(f"{_WEIGHTS} holds no tensor", where=folder.name)
+            raise FormatError(f"{_WEIGHTS} does not hold a tensor", where=folder.name)
         cut = (
             isinstance(node, dict) and node.get("vocab_tensor") is True
         )  # rows that fill up the vocabulary
@@ -80,8 +81,7 @@ def _value(node: Node) -> Node:
 
 
 def _shaped(tensor: Tensor, shape: Shape) -> Tensor | None:
-    """The tensor in that shape, which a flat one may be given; None if its elements are not as
-    many."""
+    """Return a flat tensor in that shape; None if the number of elements differs."""
     if tensor.shape == shape:
         return tensor
     if not is_flat(tensor) or tensor.numel != prod(shape):

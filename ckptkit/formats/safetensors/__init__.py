@@ -11,13 +11,13 @@ begins with ``{`` and may be padded with white space. Two elements of F4 are one
 float4_e2m1fn_x2: the last dimension is half as long there. Source:
 https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
-Read more strictly than there: a repeated name, a field that the format does not have, more than 64
-dimensions and the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is refused,
-also beside a size of 0.
+Read more strictly than by the library: a repeated name, a field that the format does not have, more
+than 64 dimensions and the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is
+refused, also next to a size of 0.
 
-Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned; but the header lists
-the tensors in the order of the state_dict. What else a header cannot say stands in ``__metadata__``: see
-:mod:`record`.
+Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned;
+but the header lists the tensors in the order of the state_dict. All else that a header cannot
+express is in ``__metadata__``: see :mod:`record`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from ckptkit.formats.safetensors.record import WHOLE, restore
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The tensors in the order of the header; then what ckptkit or the hub's convention left in the
-    metadata."""
+    """Read the tensors in header order, then what ckptkit or the hub left in the metadata."""
     source = probe.source
     text, header, metadata = read_header(source)
     restored = restore(read_tensors(header, source, 8 + len(text)), metadata)
@@ -39,6 +38,6 @@ def read(probe: Probe) -> Checkpoint:
     if not text.startswith(b"{"):
         warnings = ("the header begins with white space", *warnings)
     return Checkpoint(
-        restored.root, table.SAFETENSORS.name, source, restored.metadata, restored.globals, warnings,
-        origin=WHOLE if restored.is_whole else None,
+        restored.root, table.SAFETENSORS.name, source, restored.metadata, restored.globals,
+        warnings, origin=WHOLE if restored.is_whole else None,
     )  # fmt: skip

@@ -1,5 +1,7 @@
-"""The header of a safetensors file: JSON that says where the tensors are. The layout is in
-:mod:`safetensors`."""
+"""The header of a safetensors file: JSON that locates the tensors.
+
+The layout is in :mod:`safetensors`.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ METADATA = "__metadata__"
 
 
 def matches(probe: Probe) -> bool:
-    """A length, then an object. A length that cannot be is damage where the name says
-    safetensors."""
+    """Recognize a length followed by an object.
+
+    An impossible length is damage where the name ends in safetensors.
+    """
     if probe.head[8:].lstrip(_WHITE)[:1] != b"{":
         return False
     length = int.from_bytes(probe.head[:8], "little")
@@ -36,7 +40,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read_header(source: ByteSource) -> tuple[bytes, dict[str, Any], dict[str, str]]:
-    """The text of the header, its entries, and its metadata."""
+    """Read the text of the header, its entries, and its metadata."""
     length = int.from_bytes(source.read(0, 8), "little")
     check("safetensors_header_bytes", length, "bytes of the header")
     text = source.read(8, length)
@@ -54,8 +58,10 @@ def read_header(source: ByteSource) -> tuple[bytes, dict[str, Any], dict[str, st
 
 
 def read_tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict[str, Tensor]:
-    """The header with each entry replaced by its tensor: a copy of a large one would be a second
-    hundred megabytes."""
+    """Replace each entry of the header by its tensor.
+
+    A copy of a large header would take a second hundred megabytes.
+    """
     check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
     spans: list[tuple[int, int, str]] = []
     strides: dict[Shape, Shape] = {}  # most tensors share a few shapes
@@ -76,7 +82,7 @@ def read_tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict
 
 
 def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
-    """One tensor's dtype, shape as torch has it, begin and end."""
+    """Parse one tensor's dtype, its shape in torch, begin and end."""
     try:
         code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError) as error:
@@ -114,14 +120,14 @@ def _naturals(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _packed(dtype: DType, shape: Shape) -> tuple[DType, Shape]:
-    """Elements of torch, which hold a pair; single ones where the last dimension is odd."""
+    """Return dtype and shape of packed pairs in torch; of elements if the last dimension is odd."""
     if shape[-1] % dtype.packed:
         return FLOAT4, shape
     return dtype, (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
-    """Sorted, each range begins where the one before ends, and the last ends with the file."""
+    """Check that, sorted, each range begins where the last one ends, up to the end of the file."""
     reached = 0
     for begin, end, name in sorted(spans):
         if begin != reached:
@@ -132,7 +138,8 @@ def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
         reached = end
     if reached > size:
         raise TruncatedError(
-            f"ends {reached - size:,} bytes too early: the header tells of {reached:,} bytes of tensors",
+            f"ends {reached - size:,} bytes too early: "
+            f"the header lists {reached:,} bytes of tensors",
             hint="download or copy it again",
         )
     if reached < size:

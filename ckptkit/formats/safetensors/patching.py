@@ -1,4 +1,4 @@
-"""Changes a safetensors file where it lies: another header over the same tensors.
+"""Edit a safetensors file in place: another header over the same tensors.
 
 A header that is no longer than the old one is padded to its length, and nothing else changes. A
 longer one grows over the first tensors of the buffer, as few as will do; these move to the end of
@@ -30,8 +30,7 @@ _BREAKS = Edit(0, b"\xff" * 8)  # a length that no file has
 
 
 class _Buffer(NamedTuple):
-    """Where in the file the tensors are: the bytes from `start` to `stop`, each tensor at its place
-    in the file."""
+    """The tensors' bytes in the file, from `start` to `stop`, and the place of each."""
 
     start: int
     stop: int
@@ -39,44 +38,42 @@ class _Buffer(NamedTuple):
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
-    """The file of `before` made to hold `after`; None where its tensors are others, or too much of
-    them would move.
+    """Plan the edit of `before` into `after`; None if tensors differ or too many would move.
 
     Raises what writing `after` raises.
     """
-    source, said = before.source, contents(after, options)
+    source, target = before.source, contents(after, options)
     if not isinstance(source, LocalFile):
         return None
     start = 8 + int.from_bytes(source.read(0, 8), "little")
-    places = _places(source, said.tensors)
-    if places is None or not _tile(said.tensors, places, start, source.size):
+    places = _places(source, target.tensors)
+    if places is None or not _tile(target.tensors, places, start, source.size):
         return None
     buffer = _Buffer(start, source.size, places)
-    text = _header(said, buffer)
+    text = _header(target, buffer)
     moved: list[Edit] = []
     while len(text) > buffer.start - 8:
-        grown = _grown(source, said.tensors, buffer, len(text) - (buffer.start - 8))
+        grown = _grown(source, target.tensors, buffer, len(text) - (buffer.start - 8))
         if grown is None:
             return None
         edit, buffer = grown
         moved.append(edit)
-        text = _header(said, buffer)
+        text = _header(target, buffer)
     length = buffer.start - 8
     if length > LIMITS.safetensors_header_bytes or sum(len(edit.data) for edit in moved) > _MOVED:
         return None
     edits = (Edit(8, text.ljust(length)), *moved)
     seal = Edit(0, length.to_bytes(8, "little"))
-    return Patch(source, _BREAKS, edits, seal, buffer.stop, tuple(said.notes))
+    return Patch(source, _BREAKS, edits, seal, buffer.stop, tuple(target.notes))
 
 
-def _header(said: Contents, buffer: _Buffer) -> bytes:
+def _header(target: Contents, buffer: _Buffer) -> bytes:
     offsets = {name: place - buffer.start for name, place in buffer.places.items()}
-    return header_text(said.tensors, offsets, said.metadata)
+    return header_text(target.tensors, offsets, target.metadata)
 
 
 def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
-    """Where in `source` the bytes of each tensor begin; None if some are elsewhere, or must be
-    computed."""
+    """Return the begin of each tensor in `source`; None if some are elsewhere or computed."""
     places = {}
     for name, tensor in tensors.items():
         extent = compute.contiguous(tensor).locate()
@@ -87,7 +84,7 @@ def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] 
 
 
 def _tile(tensors: Mapping[str, Tensor], places: Mapping[str, int], start: int, stop: int) -> bool:
-    """Whether the tensors follow each other from `start` to `stop`."""
+    """Return whether the tensors follow each other from `start` to `stop`."""
     for place, length in sorted((places[name], tensor.nbytes) for name, tensor in tensors.items()):
         if place != start:
             return False
@@ -98,10 +95,9 @@ def _tile(tensors: Mapping[str, Tensor], places: Mapping[str, int], start: int, 
 def _grown(
     source: LocalFile, tensors: Mapping[str, Tensor], buffer: _Buffer, need: int
 ) -> tuple[Edit, _Buffer] | None:
-    """The first tensors moved to the end, so that `need` more bytes are free before the others;
-    None if that is much.
+    """Move the first tensors to the end to free `need` more bytes; None if those are too large.
 
-    The others stay where they are, and those that move aligned as they were.
+    The others stay where they are; moved ones keep their alignment.
     """
     places, taken = dict(buffer.places), 0
     if buffer.stop % _ALIGNMENT:

@@ -1,9 +1,9 @@
-"""What a safetensors header cannot say, as text in its ``__metadata__``, and back.
+"""Keep in a file's ``__metadata__`` what a safetensors header cannot express, and restore it.
 
 Ties follow the convention of the hub: ``metadata[dropped name] = kept name``
-(safetensors.torch.save_model); files made by others are read by it too, where the entry can be
-nothing else: tied parameters are attributes of one name in several modules (``head.weight``,
-``embed.weight``). Everything else is one JSON text under the key ``ckptkit``. What is absent is
+(safetensors.torch.save_model); files of other programs are read by it too, where an entry has no
+other meaning: tied parameters are attributes of one name in several modules (``head.weight``,
+``embed.weight``). Everything else is one JSON text under the key ``ckptkit``. An absent field is
 empty:
 
     version               1
@@ -12,11 +12,11 @@ empty:
     ties                  {dropped name: its position among all names}
     parameters            true, or the names: which tensors were nn.Parameter
     requires_grad         true, or the names
-    values                {dotted path: what stood beside the weights (`epoch`)}; not part of what is read back
-    root, tree            the whole checkpoint instead of all that: :mod:`whole`
+    values                {dotted path: a value outside the weights (`epoch`)}; kept, not restored
+    root, tree            the whole checkpoint instead of all these: :mod:`whole`
 
-Values are spelled as in :mod:`plain_json`. A record of a later version is to this reader what it is
-to others: a text.
+Values are encoded as in :mod:`plain_json`. A record of a later version is a plain text to this
+reader.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WHOLE = object()  # the origin of a checkpoint that a file held whole
 
 
 class Record(NamedTuple):
-    """A record as read, checked against the tensors beside it."""
+    """A record as read, checked against the tensors of the file."""
 
     ordered: bool
     metadata: dict[Node, Node] | None
@@ -64,7 +64,7 @@ class Record(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What tensors and metadata stand for."""
+    """The tree that tensors and metadata represent."""
 
     root: Node
     metadata: dict[str, str]  # that remain
@@ -76,18 +76,18 @@ class Restored(NamedTuple):
 def restore(
     tensors: dict[str, Tensor], metadata: Mapping[str, str], *, index: bool = False
 ) -> Restored:
-    """The state_dict, or whole tree, that `tensors` and `metadata` stand for.
+    """Restore the state_dict, or whole tree, from `tensors` and `metadata`.
 
     The metadata are those of an `index` of shards, or of a file. The values of a record stay in
     them. A record that is not understood stays as it is, with a warning.
     """
     try:
-        said = _parse(metadata)
-        if said is None:
+        fields = _parse(metadata)
+        if fields is None:
             return restore_ties(tensors, metadata, index=index)
-        if "tree" in said:
-            return _whole(said, tensors, metadata)
-        known = _read(said, tensors, metadata)
+        if "tree" in fields:
+            return _whole(fields, tensors, metadata)
+        known = _read(fields, tensors, metadata)
         return Restored(
             _restored(known, tensors, metadata), _rest(known.values, known.ties, metadata)
         )
@@ -98,23 +98,23 @@ def restore(
 
 
 def _whole(
-    said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Restored:
     from ckptkit.formats.safetensors import whole  # only such files pay for it
 
-    ties, known = _typed(said, "ties", list), _typed(said, "values", dict)
+    ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
     if not all(isinstance(name, str) for name in ties):
         raise FormatError("its ties are not names")
-    found = whole.restore(said, tensors)
+    found = whole.restore(fields, tensors)
     return Restored(found.root, _rest(known, ties, metadata), (), found.globals, True)
 
 
 def restore_ties(
     nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False
 ) -> Restored:
-    """The same by the convention of the hub alone: tied names follow the others.
+    """Restore ties by the convention of the hub alone: tied names follow the others.
 
-    People put notes of their own into the metadata of a file; those of an `index` are the hub's.
+    A file's metadata may hold notes of its author; those of an `index` are the hub's.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
     ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
@@ -125,7 +125,7 @@ def restore_ties(
         count, example = plural(len(ties), "name"), repr(ties[0][:80])
         warnings.append(f"{count} tied to others by the metadata, e.g. {example}")
     warnings += [
-        f"the metadata entry {name[:80]!r} names a tensor: taken for a text, not for a tie"
+        f"the metadata entry {name[:80]!r} names a tensor: read as a text, not as a tie"
         for name in possible
         if name not in ties
     ]
@@ -133,10 +133,10 @@ def restore_ties(
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The values, as JSON, of the record among `metadata` that `restore` left there."""
+    """Return the values, as JSON, of the record among `metadata` that `restore` left there."""
     try:
-        said = _parse(metadata)
-        return _typed(said, "values", dict) if said is not None else {}
+        fields = _parse(metadata)
+        return _typed(fields, "values", dict) if fields is not None else {}
     except CkptkitError:
         return {}
 
@@ -150,7 +150,7 @@ def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
 
 
 def _is_parameter(name: str, kept: str) -> bool:
-    """Whether a name is that of a parameter which may be tied to the one called `kept`."""
+    """Return whether a name is that of a parameter which may be tied to the one called `kept`."""
     module, dot, attribute = name.rpartition(".")
     return bool(module and dot) and attribute == kept.rpartition(".")[2]
 
@@ -158,28 +158,28 @@ def _is_parameter(name: str, kept: str) -> bool:
 def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     if RESERVED not in metadata:
         return None
-    said = strict_json.parse(metadata[RESERVED].encode(), "the record")
-    if not isinstance(said, dict) or said.get("version") != VERSION:
+    fields = strict_json.parse(metadata[RESERVED].encode(), "the record")
+    if not isinstance(fields, dict) or fields.get("version") != VERSION:
         raise FormatError(f"not a record of version {VERSION}")
-    return said
+    return fields
 
 
 def _read(
-    said: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Record:
-    paths = decode(said.get("state_dict_metadata"))
+    paths = decode(fields.get("state_dict_metadata"))
     if not isinstance(paths, (dict, type(None))):
         raise FormatError("its state_dict_metadata are not a dict")
-    ties = _typed(said, "ties", dict)
+    ties = _typed(fields, "ties", dict)
     _check_ties(ties, tensors, metadata)
     names = tensors.keys() | ties.keys()
     return Record(
-        bool(said.get("ordered")),
+        bool(fields.get("ordered")),
         paths,
         ties,
-        _names(said, "parameters", names),
-        _names(said, "requires_grad", names),
-        _typed(said, "values", dict),
+        _names(fields, "parameters", names),
+        _names(fields, "requires_grad", names),
+        _typed(fields, "values", dict),
     )
 
 
@@ -189,24 +189,24 @@ def _check_ties(
     places = range(len(tensors) + len(ties))
     for name, place in ties.items():
         if type(place) is not int or place not in places:
-            raise FormatError("its ties have no places among the tensors")
+            raise FormatError("its ties have invalid positions among the tensors")
         if name not in metadata or not _is_tie(name, metadata[name], tensors):
             raise FormatError(f"it ties {name[:80]!r} to nothing")
     if len(set(ties.values())) < len(ties):
-        raise FormatError("two of its ties have one place")
+        raise FormatError("two of its ties have the same position")
 
 
-def _typed(said: dict[str, Any], key: str, kind: type) -> Any:
-    value = said.get(key, kind())
+def _typed(fields: dict[str, Any], key: str, kind: type) -> Any:
+    value = fields.get(key, kind())
     if not isinstance(value, kind):
         raise FormatError(f"its {key} are not a {kind.__name__}")
     return value
 
 
-def _names(said: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[str]:
-    if said.get(key) is True:
+def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[str]:
+    if fields.get(key) is True:
         return frozenset(known)
-    named = _typed(said, key, list)
+    named = _typed(fields, key, list)
     if not all(isinstance(name, str) for name in named):
         raise FormatError(f"its {key} are not names")
     return frozenset(named)
@@ -243,32 +243,31 @@ def _rest(
 
 
 def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
-    """The JSON text for these weights, of whose names the file leaves out `ties`, and for values
-    beside them as JSON.
+    """Return the JSON record of weights, tied names and values; None if there is nothing to record.
 
-    None if there is nothing to say.
+    The file leaves out the names in `ties`; `values` are those outside the weights, as JSON.
     """
     place = {name: n for n, name in enumerate(weights.nodes)}
     paths = _metadata(weights.node)
-    said = {
+    fields = {
         "ordered": isinstance(weights.node, OrderedDict),
         "state_dict_metadata": None if paths is None else encode(paths),
         "ties": {name: place[name] for name in ties},
         **({} if weights.is_module else _marks(weights.tensors)),
         "values": dict(values),
     }
-    if not any(said.values()):
+    if not any(fields.values()):
         return None
-    return dump({"version": VERSION, **{key: value for key, value in said.items() if value}})
+    return dump({"version": VERSION, **{key: value for key, value in fields.items() if value}})
 
 
 def of_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of values alone, as `values` reads them."""
+    """Return the metadata of values alone, as `values` reads them."""
     return {RESERVED: dump({"version": VERSION, "values": values})} if values else {}
 
 
 def lost_attributes(node: Node) -> list[str]:
-    """What was set on a state_dict and cannot be recorded, by name."""
+    """Return the names of attributes of a state_dict that cannot be recorded."""
     if not isinstance(node, OrderedDict) or node.state is None:
         return []
     held = (MODULE_VERSIONS,) if _metadata(node) is not None else ()

@@ -1,4 +1,4 @@
-"""A cut or damaged safetensors file: each entry of the header stands for itself."""
+"""Recover a cut or damaged safetensors file: each entry of the header by itself."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from ckptkit.core.errors import CkptkitError, TruncatedError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.formats import format
 from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
-from ckptkit.formats.format import Loss, Probe, Salvaged
+from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.safetensors.header import matches, read_entry, read_header
 from ckptkit.formats.safetensors.record import restore
 
 
-def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """The tensors of a file that is as long as its header says; with `unverified`, of any that lie
-    inside it.
+def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
+    """Recover a file that is as long as its header says; with `unverified`, any tensor inside it.
 
     The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as
     nothing says where that begins; and a file that ends in zeros may not be written to its end.
-    What is beside the tensors (ties, ``_metadata``, a whole tree) comes back only if all tensors
-    do. Raises what is wrong with the header.
+    Everything but the tensors (ties, ``_metadata``, a whole tree) is recovered only if all tensors
+    are. Raises what is wrong with the header.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -38,20 +37,20 @@ def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
             whole[name] = tensor = _tensor(entry, source, start)
             if why := _doubt(tensor, shifted, zeros):
                 del whole[name]
-                lost.append(Loss(name, _said(entry), why))
+                lost.append(Loss(name, _described(entry), why))
         except CkptkitError as error:
-            lost.append(Loss(name, _said(entry), error.message))
+            lost.append(Loss(name, _described(entry), error.message))
     if not any(tensor.nbytes for tensor in whole.values()) and lost:
         raise nothing(lost, UNVERIFIED if shifted or zeros < source.size else AGAIN)
     found = restore(whole, metadata)
     checkpoint = Checkpoint(
         found.root, "safetensors", source, found.metadata, found.globals, found.warnings
     )
-    return Salvaged(checkpoint, tuple(lost))
+    return Recovered(checkpoint, tuple(lost))
 
 
-def salvageable(probe: Probe) -> str:
-    """Name the command that may save something: none unless the header can be read."""
+def recoverable(probe: Probe) -> str:
+    """Return the command that may recover something; "" unless the header can be read."""
     if probe.is_folder or not matches(probe):
         return ""
     try:
@@ -64,7 +63,7 @@ def salvageable(probe: Probe) -> str:
 
 
 def _shifted(header: dict[str, Any], size: int) -> str:
-    """Say what is wrong with the number of bytes behind the header; an empty text if nothing is."""
+    """Describe what is wrong with the number of bytes after the header; "" if nothing is."""
     end = 0
     for entry in header.values():
         try:
@@ -73,14 +72,12 @@ def _shifted(header: dict[str, Any], size: int) -> str:
             continue
     if end == size:
         return ""
-    which = (
-        f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} bytes are too many"
-    )
+    which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} extra bytes"
     return f"its bytes may be shifted: {which} in the file, and nothing says where"
 
 
 def _doubt(tensor: Tensor, shifted: str, zeros: int) -> str:
-    """Why a tensor that lies inside the file may not be whole."""
+    """Return why a tensor that is inside the file may not be intact."""
     record = tensor.storage.record.locate() if tensor.storage is not None else None
     if not isinstance(record, Range) or not record.length:
         return ""
@@ -100,7 +97,7 @@ def _tensor(entry: object, source: ByteSource, start: int) -> Tensor:
     )
 
 
-def _said(entry: object) -> str:
+def _described(entry: object) -> str:
     if not isinstance(entry, dict):
         return "an entry"
     return f"{str(entry.get('dtype'))[:20]} {str(entry.get('shape'))[:60]}"

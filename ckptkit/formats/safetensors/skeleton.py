@@ -1,4 +1,4 @@
-"""A whole tree as JSON, and back: what ``--all`` writes beside the tensors of a safetensors file.
+"""Encode a whole tree as JSON: what ``--all`` writes next to the tensors of a safetensors file.
 
 A list of statements. Each makes a node, numbered from 0 in the order of the list, or fills one that
 was made before:
@@ -7,25 +7,26 @@ was made before:
     ["tuple", value...] ["set", value...] ["frozenset", value...]
     ["bytes", base64] ["bytearray", base64] ["python2", base64]
     ["text", base64]                                        of UTF-8 with lone surrogates
-    ["int", hex] ["float", hex] ["complex", hex]            two's complement; IEEE 754; all big-endian
+    ["int", hex] ["float", hex] ["complex", hex]            two's complement; IEEE 754; big-endian
     ["global", module, name]
     ["object", callable, arguments, keywords, new]          see tree.Object; keywords null or a dict
-    ["storage", entry, device]  and  true after it          bytes of an entry of the header; big-endian ones
-    ["tensor", storage, {...}]                              the fields that the entry does not say: below
+    ["storage", entry, device]  and  true after it          bytes of an entry; big-endian ones
+    ["tensor", storage, {...}]                              fields not in the entry: below
     ["typed", storage, dtype, start, stop]                  see tensor.TypedStorage
     ["blob", entry, kind]                                   see tree.Blob
 
     ["fill", n, "set", key, value...]                       items of a dict, or set on an object
     ["fill", n, "append" | "add", value...]                 items of a list, or of an object
-    ["fill", n, "build", value]                             the state of an object, the attributes of an OrderedDict
+    ["fill", n, "build", value]                             the state of an object, the attributes
+                                                            of an OrderedDict
 
 A value is null, a boolean, an integer of up to 19 digits, a finite float, a text; or ``[n]``, a
 node that was made. Fields of a tensor: dtype, shape, stride, offset, kind, layout, requires_grad,
 conj, neg. Without them a tensor is what its entry is: that dtype and shape, row-major, from the
 first element.
 
-:mod:`skeleton_reader` makes what the statements say by the rules of the pickle machine, which also decides what an
-object reads as.
+:mod:`skeleton_reader` builds the tree by the rules of the pickle machine, which also decides how an
+object reads.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptkit.core.dtypes import DType
@@ -56,8 +58,7 @@ class Skeleton(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a header says of the bytes of a storage: a tensor of its own, or plain bytes (dtype
-    uint8)."""
+    """The bytes of a storage in a header: a tensor of its own, or plain bytes (dtype uint8)."""
 
     name: str
     dtype: DType
@@ -66,7 +67,7 @@ class Entry(NamedTuple):
 
 
 class Writer:
-    """Turns a tree into statements. `entry` says where the bytes of a storage or a blob are put."""
+    """Encode a tree as statements. `entry` places the bytes of a storage or a blob."""
 
     def __init__(self, entry: Callable[[Storage | Blob], Entry]) -> None:
         self._entry = entry
@@ -77,7 +78,10 @@ class Writer:
         self._making: set[int] = set()
 
     def write(self, root: Node) -> Skeleton:
-        """Iterative: a generator per open node yields what must be made before it goes on."""
+        """Write the statements of a tree.
+
+        Iterative: a generator per open node yields what must be made first.
+        """
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:
             for node in frames[-1]:
@@ -100,7 +104,7 @@ class Writer:
     def _values(self, nodes: Iterable[Node]) -> list[Any]:
         return [self._value(node) for node in nodes]
 
-    def _say(self, node: Node, *statement: Any) -> int:
+    def _emit(self, node: Node, *statement: Any) -> int:
         self._numbers[(node.module, node.name) if isinstance(node, Global) else id(node)] = (
             number
         ) = self._count
@@ -125,7 +129,7 @@ class Writer:
         return iter(())
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
-        number = self._say(node, "ordered" if isinstance(node, OrderedDict) else "dict")
+        number = self._emit(node, "ordered" if isinstance(node, OrderedDict) else "dict")
         flat = _flat(node.items())
         yield from flat
         if flat:
@@ -136,7 +140,7 @@ class Writer:
             self._fill(number, "build", [self._value(node.state)])
 
     def _list(self, node: list[Node]) -> Iterator[Node]:
-        number = self._say(node, "list")
+        number = self._emit(node, "list")
         yield from node
         if node:
             self._fill(number, "append", self._values(node))
@@ -144,9 +148,11 @@ class Writer:
     def _fixed(self, node: tuple[Node, ...] | SetNode) -> Iterator[Node]:
         items = node.items if isinstance(node, SetNode) else node
         yield from items
-        if self._number(node) is None:  # else it holds itself, and was made in there
-            kind = "tuple" if isinstance(node, tuple) else "frozenset" if node.frozen else "set"
-            self._say(node, kind, *self._values(items))
+        if self._number(node) is None:  # else it contains itself, and was made meanwhile
+            kind = "tuple"
+            if isinstance(node, SetNode):
+                kind = "frozenset" if node.frozen else "set"
+            self._emit(node, kind, *self._values(items))
 
     def _object(self, node: Object) -> Iterator[Node]:
         if id(node) in self._making:
@@ -154,19 +160,17 @@ class Writer:
         self._making.add(id(node))
         check_object(node)
         if self._number(node.callable) is None:
-            self._say(node.callable, "global", node.callable.module, node.callable.name)
+            self._emit(node.callable, "global", node.callable.module, node.callable.name)
         yield node.args
         yield node.kwargs
         made = self._values((node.callable, node.args, node.kwargs))
-        number = self._say(node, "object", *made, node.new)
+        number = self._emit(node, "object", *made, node.new)
         for step, value in node.steps:
-            items = (
-                [value]
-                if step == "build"
-                else value
-                if step != "set"
-                else [each for pair in value for each in pair]
-            )
+            items = value
+            if step == "build":
+                items = [value]
+            elif step == "set":
+                items = _flat(value)
             yield from items
             self._fill(number, step, self._values(items))
 
@@ -175,28 +179,28 @@ class Writer:
             self._tensor(node)
         elif isinstance(node, TypedStorage):
             dtype = None if node.dtype is None else node.dtype.name
-            self._say(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
+            self._emit(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
         elif isinstance(node, Blob):
             check_blob(node)
-            self._say(node, "blob", self._entry(node).name, node.kind)
+            self._emit(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
             check_name(node)
-            self._say(node, "global", node.module, node.name)
+            self._emit(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
             raise AmbiguousError(
-                "a mapping has repeated or unhashable keys, which no output can keep"
+                "a mapping has repeated or unhashable keys, which cannot be written"
             )
         else:
-            self._say(node, *_spelt(node))
+            self._emit(node, *_encoded(node))
 
     def _storage(self, storage: Storage) -> list[int]:
         if id(storage) not in self._numbers:
             if not is_utf8(storage.device):
                 raise UnsupportedError(
-                    "the name of a device is not UTF-8, which no output of text can hold"
+                    "the name of a device is not UTF-8, which cannot be written as text"
                 )
             entry = self._entry(storage)
-            self._say(
+            self._emit(
                 storage,
                 "storage",
                 entry.name,
@@ -206,7 +210,7 @@ class Writer:
         return [self._numbers[id(storage)]]
 
     def _tensor(self, tensor: Tensor) -> None:
-        said = {flag: True for flag in FLAGS if getattr(tensor, flag)}
+        flags = {flag: True for flag in FLAGS if getattr(tensor, flag)}
         fields: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         storage = None
         if tensor.storage is not None:
@@ -222,11 +226,11 @@ class Writer:
             fields["offset"] = tensor.offset
         if tensor.kind != "tensor":
             fields["kind"] = tensor.kind
-        self._say(tensor, "tensor", storage, {**fields, **said})
+        self._emit(tensor, "tensor", storage, {**fields, **flags})
 
 
 def _flat(pairs: Iterable[tuple[Node, Node]]) -> list[Node]:
-    return [each for pair in pairs for each in pair]
+    return list(chain.from_iterable(pairs))
 
 
 def _is_inline(node: Node) -> bool:
@@ -238,7 +242,7 @@ def _is_inline(node: Node) -> bool:
     return node is None or kind is bool or (kind is float and math.isfinite(node))
 
 
-def _spelt(node: Node) -> tuple[str, str]:
+def _encoded(node: Node) -> tuple[str, str]:
     if isinstance(node, str):
         return "text", _base64(node.encode("utf-8", "surrogatepass"))
     if isinstance(node, (bytes, bytearray)):
@@ -253,7 +257,7 @@ def _spelt(node: Node) -> tuple[str, str]:
         return "float", struct.pack(">d", node).hex()
     if isinstance(node, complex):
         return "complex", struct.pack(">dd", node.real, node.imag).hex()
-    raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")
+    raise FormatError(f"a value of type {type(node).__name__} cannot be kept in a checkpoint")
 
 
 def _base64(data: bytes | bytearray) -> str:

@@ -1,4 +1,4 @@
-"""Makes a tree of the statements of :mod:`skeleton`, and trusts none of them."""
+"""Build a tree from the statements of :mod:`skeleton`, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class Read(NamedTuple):
 
 
 def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
-    """The tree that the statements describe over the entries of a header. Raises InputErrors of
-    several kinds."""
+    """Build the tree that the statements describe over the entries of a header.
+
+    Raises InputErrors of several kinds.
+    """
     reader = _Reader(entries)
     for statement in skeleton.statements:
         with _explained(f"statement {str(statement)[:80]}"):
@@ -40,14 +42,14 @@ def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Errors say what they are about; what Python stumbles over is none of a file that we wrote."""
+    """Name the statement in errors; report a Python error as a file that ckptkit did not write."""
     try:
         yield
     except CkptkitError as error:
         error.message = f"{what}: {error.message}"
         raise
     except (TypeError, ValueError, IndexError, KeyError, AttributeError, struct.error) as error:
-        raise FormatError(f"{what} makes no sense") from error
+        raise FormatError(f"{what} is invalid") from error
 
 
 class _Reader:
@@ -65,21 +67,21 @@ class _Reader:
         else:
             self.nodes.append(_MAKERS[what](self, *rest))
 
-    def value(self, said: Any) -> Node:
-        """What a value stands for. Nodes that are not made yet are none."""
-        if said.__class__ is list:
-            (number,) = said
+    def value(self, operand: Any) -> Node:
+        """Return the value of an operand. Nodes that are not made yet are refused."""
+        if operand.__class__ is list:
+            (number,) = operand
             node = self.nodes[_natural(number)]
             if isinstance(node, _Named):
-                raise FormatError("a storage is no value")
+                raise FormatError("a storage is not a value")
             return node
-        if said.__class__ is dict:
-            raise FormatError("an object of JSON is no value")
-        return said
+        if operand.__class__ is dict:
+            raise FormatError("a JSON object is not a value")
+        return operand
 
-    def _fill(self, number: int, step: str, *said: Any) -> None:
+    def _fill(self, number: int, step: str, *operands: Any) -> None:
         target = self.nodes[_natural(number)]
-        values = [self.value(each) for each in said]
+        values = [self.value(each) for each in operands]
         if isinstance(target, Object):
             self._step(target, step, values)
         elif step == "set" and isinstance(target, dict):
@@ -89,7 +91,7 @@ class _Reader:
         elif step == "build" and isinstance(target, OrderedDict) and target.state is None:
             (target.state,) = values
         else:
-            raise FormatError(f"a {type(target).__name__} cannot be filled so")
+            raise FormatError(f"a {type(target).__name__} cannot be filled this way")
 
     def _items(self, target: dict[Node, Node], values: list[Node]) -> None:
         for key, value in zip(values[0::2], values[1::2], strict=True):
@@ -107,16 +109,16 @@ class _Reader:
         elif step in ("append", "add"):
             target.steps.append((step, values))
         else:
-            raise FormatError("an object cannot be filled so")
+            raise FormatError("an object cannot be filled this way")
 
-    def tuple_(self, *said: Any) -> Node:
-        return tuple(self.value(each) for each in said)
+    def tuple_(self, *operands: Any) -> Node:
+        return tuple(self.value(each) for each in operands)
 
-    def set_(self, *said: Any) -> Node:
-        return SetNode([self.value(each) for each in said])
+    def set_(self, *operands: Any) -> Node:
+        return SetNode([self.value(each) for each in operands])
 
-    def frozenset_(self, *said: Any) -> Node:
-        return SetNode([self.value(each) for each in said], frozen=True)
+    def frozenset_(self, *operands: Any) -> Node:
+        return SetNode([self.value(each) for each in operands], frozen=True)
 
     def global_(self, module: str, name: str) -> Node:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -133,7 +135,7 @@ class _Reader:
             or not (kwargs is None or isinstance(kwargs, dict))
             or new.__class__ is not bool
         ):
-            raise FormatError("an object is not made so")
+            raise FormatError("an object is not made this way")
         reducer = (
             known.REDUCERS.get((made.module, made.name))
             if isinstance(made, Global) and not new
@@ -145,7 +147,7 @@ class _Reader:
 
     def storage(self, entry: str, device: str, big_endian: bool = False) -> Node:
         if not isinstance(device, str) or big_endian.__class__ is not bool:
-            raise FormatError("a storage is not described so")
+            raise FormatError("a storage is not described this way")
         held = self._take(entry).storage
         assert held is not None
         return _Named(Storage(held.record, device, None, big_endian), entry)
@@ -159,25 +161,25 @@ class _Reader:
     def tensor(self, storage: Any, fields: dict[str, Any]) -> Node:
         named = self._named(storage) if storage is not None else None
         entry = self._entries[named.entry] if named is not None else None
-        said = dict(fields)
+        left = dict(fields)
         dtype = (
-            dtypes.BY_NAME[said.pop("dtype")] if "dtype" in said or entry is None else entry.dtype
+            dtypes.BY_NAME[left.pop("dtype")] if "dtype" in left or entry is None else entry.dtype
         )
-        shape = tuple(said.pop("shape")) if "shape" in said or entry is None else entry.shape
-        layout = said.pop("layout", "strided")
-        stride = tuple(said.pop("stride")) if "stride" in said else contiguous_stride(shape)
+        shape = tuple(left.pop("shape")) if "shape" in left or entry is None else entry.shape
+        layout = left.pop("layout", "strided")
+        stride = tuple(left.pop("stride")) if "stride" in left else contiguous_stride(shape)
         if layout != "strided":
             stride = ()
-        kind, offset = said.pop("kind", "tensor"), said.pop("offset", 0)
+        kind, offset = left.pop("kind", "tensor"), left.pop("offset", 0)
         if kind not in ("tensor", "parameter", "ndarray") or not isinstance(layout, str):
             raise FormatError("there is no such kind of tensor")
-        if any(flag not in FLAGS or value is not True for flag, value in said.items()):
+        if any(flag not in FLAGS or value is not True for flag, value in left.items()):
             raise FormatError("a tensor has no such fields")
         held = named.storage if named is not None else None
-        return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **said)
+        return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **left)
 
-    def _named(self, said: Any) -> _Named:
-        (number,) = said
+    def _named(self, operand: Any) -> _Named:
+        (number,) = operand
         named = self.nodes[_natural(number)]
         if not isinstance(named, _Named):
             raise FormatError("a tensor is made of something that is not a storage")
@@ -200,7 +202,7 @@ class _Reader:
 
 
 class _Named(NamedTuple):
-    """A storage, and the entry that its bytes are in. No value of its own."""
+    """A storage, and the entry that its bytes are in. Not a value by itself."""
 
     storage: Storage
     entry: str

@@ -1,13 +1,12 @@
-"""A whole checkpoint in a safetensors file (``--all``): every storage once, and the tree over them
-in the metadata.
+"""A whole checkpoint in a safetensors file (``--all``): each storage once, the tree as metadata.
 
-A storage that one tensor fills, row by row, is an entry under the path of that tensor, as anybody's
+A storage that one tensor fills, row by row, is an entry under the path of that tensor, as every
 reader sees it. Any other (the base of views, of a type that the format does not know) is an entry
 ``ckptkit.storage.<n>`` of bytes, and a long byte string ``ckptkit.bytes.<n>``. The record
 ``ckptkit`` in ``__metadata__`` holds what remains:
 
     version 1, root, tree         see :mod:`skeleton`
-    ties                          names noted in the hub's convention for readers that know no more
+    ties                          names noted in the hub's convention for other readers
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Obstacle = Callable[[str, Tensor], str | None]
 
 
 class Whole:
-    """The entries of a file that holds all of `root`: tensors by name, and the statements over
-    them.
+    """The entries of a file that holds all of `root`: tensors by name, and statements over them.
 
     ``obstacle(name, tensor)`` says why a tensor cannot be an entry as it is, None if it can.
     """
@@ -68,7 +66,7 @@ class Whole:
         return name
 
     def _tied(self, root: Node) -> Iterator[tuple[str, str]]:
-        """The other names of tensors that are what an entry is, each with the name of that."""
+        """Map further names of tensors that are identical to an entry to its name."""
         for name, tensor in _named_tensors(root):
             if id(tensor.storage) in self._entries and name not in self.tensors and is_utf8(name):
                 kept = self._entries[id(tensor.storage)].name
@@ -76,13 +74,13 @@ class Whole:
                     yield name, kept
 
 
-def said(whole: Whole) -> dict[str, Any]:
-    """What the record says of the tree."""
+def record_of(whole: Whole) -> dict[str, Any]:
+    """Return the record of the tree."""
     return {"root": whole.tree.root, "tree": whole.tree.statements, "ties": sorted(whole.ties)}
 
 
 def restore(record: Mapping[str, Any], entries: Mapping[str, Tensor]) -> Read:
-    """The tree of a record. Raises FormatError where it does not fit the entries."""
+    """Restore the tree of a record. Raises FormatError where it does not fit the entries."""
     statements = record["tree"]
     if not isinstance(statements, list):
         raise FormatError("its tree is not a list")
@@ -98,7 +96,7 @@ def _view(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
-    """Everything that is a tensor with bytes, by path."""
+    """Yield every tensor with bytes, by path."""
     for path, node in walk(root):
         tensor = as_tensor(node)
         if tensor is not None and tensor.storage is not None:
@@ -106,7 +104,7 @@ def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
-    """For each storage, by id, the first tensor that fills it and can be an entry, and its path."""
+    """Map each storage's id to the first tensor that fills it and can be an entry, and its path."""
     found: dict[int, tuple[str, Tensor]] = {}
     types: dict[int, set[str]] = {}
     for name, tensor in _named_tensors(root):
@@ -121,7 +119,7 @@ def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
 
 
 def _fills(tensor: Tensor) -> bool:
-    """Whether the elements, row by row, are the bytes of the storage, first to last."""
+    """Return whether the elements, row by row, are the bytes of the storage, first to last."""
     whole = (
         tensor.storage is not None and tensor.nbytes == tensor.storage.nbytes and not tensor.offset
     )

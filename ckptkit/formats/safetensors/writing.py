@@ -1,5 +1,7 @@
-"""Writes safetensors files: which tensors, in which order, under which header. The layout is in
-:mod:`safetensors`."""
+"""Plan safetensors files: the tensors, their order, the header.
+
+The layout is in :mod:`safetensors`.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,18 @@ from ckptkit.formats.safetensors.record import (
     values,
 )
 
-# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types lie aligned
+# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types are aligned
 # without padding.
 _CODES = (
-    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
-    "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F6_E3M2", "F6_E2M3", "F4", "BOOL",
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
+    "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "F6_E3M2", "F6_E2M3", "F4", "BOOL",
 )  # fmt: skip
 _RANK = {code: rank for rank, code in enumerate(_CODES)}
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """The weights, and beside them what `__metadata__` can hold; the notes name the rest.
+    """Plan a file of the weights and of what `__metadata__` can hold; the notes name the rest.
 
     Raises TensorError for tensors that the format does not know, LimitError for a header that no
     reader accepts, UnsafeGlobalError for objects if these are to be an error.
@@ -50,8 +53,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
 
 class Contents(NamedTuple):
-    """The tensors that a file stores, in order; what `__metadata__` holds beside them; what neither
-    does."""
+    """The tensors of a file, in order; values for its `__metadata__`; notes on what is left out."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str | None]
@@ -59,10 +61,8 @@ class Contents(NamedTuple):
 
 
 def contents(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
-    """What is written of a checkpoint. Raises like `layout`."""
-    if (
-        options.everything or checkpoint.origin is WHOLE
-    ):  # what held everything is not to lose it by an edit
+    """Choose what is written of a checkpoint. Raises like `layout`."""
+    if options.everything or checkpoint.origin is WHOLE:  # an edit keeps a whole checkpoint whole
         return _whole(checkpoint, options)
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -70,20 +70,20 @@ def contents(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 
 def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
-    """The weights and what the metadata can hold beside them. Raises like `layout`."""
+    """Choose the weights and the values that the metadata can hold. Raises like `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
     _check_holdable(tensors)
     ties = _ties(tensors, checkpoint.metadata) if options.ties == "alias" else {}
     stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
-    beside, notes = leftovers(checkpoint)
-    said = record(weights, ties, {**values(checkpoint.metadata), **beside})
+    extra, notes = leftovers(checkpoint)
+    text = record(weights, ties, {**values(checkpoint.metadata), **extra})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **checkpoint.metadata,
         **ties,
-        RESERVED: said,
+        RESERVED: text,
     }
     notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)
@@ -91,11 +91,11 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 
 def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
-    """The whole tree: see :mod:`whole`.
+    """Choose the whole tree: see :mod:`whole`.
 
-    Raises what the writer of .pth files raises: all of it must have a way back.
+    Raises what the writer of .pth files raises: all of it must be restorable.
     """
-    from ckptkit.formats.safetensors.whole import Whole, said
+    from ckptkit.formats.safetensors.whole import Whole, record_of
     from ckptkit.formats.torch_zip.writer import Numbering
     from ckptkit.pickles.objects import without_objects
     from ckptkit.pickles.writer import write_pickle
@@ -111,7 +111,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
         )
     write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
-    text = dump({"version": VERSION, **said(whole), "values": values(checkpoint.metadata)})
+    text = dump({"version": VERSION, **record_of(whole), "values": values(checkpoint.metadata)})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **whole.ties,
@@ -122,7 +122,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
 
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
-    """One file of these tensors, of which no two are tied, and these metadata (None: nothing)."""
+    """Plan one file of these tensors, none of them tied, and these metadata (None: nothing)."""
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
     extents = _joined(
         compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes
@@ -150,7 +150,7 @@ def _way_out(obstacles: set[str]) -> str:
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Why the format has no place for a tensor."""
+    """Return why the format cannot hold a tensor, None if it can."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
         return "a name that the header cannot have"
     if tensor.layout != "strided":
@@ -165,7 +165,7 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
 
 
 def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Names of the same elements of the same storage, each with the first of them in the alphabet.
+    """Map names of the same elements of the same storage to the first of them in the alphabet.
 
     A name that is a key of the metadata cannot be recorded as tied: it is written on its own.
     """
@@ -190,7 +190,7 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
 def _header_bytes(
     tensors: Mapping[str, Tensor], order: Iterable[str], metadata: Mapping[str, str | None]
 ) -> bytes:
-    """Length and header, padded so that the buffer begins at a multiple of 8."""
+    """Return length and header, padded so that the buffer begins at a multiple of 8."""
     offsets: dict[str, int] = {}
     end = 0
     for name in order:
@@ -205,7 +205,7 @@ def _header_bytes(
 def header_text(
     tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]
 ) -> bytes:
-    """The JSON of a header: where in the buffer each tensor begins is in `offsets`."""
+    """Return the JSON of a header; `offsets` gives the begin of each tensor in the buffer."""
     header: dict[str, Any] = {
         METADATA: {key: text for key, text in metadata.items() if text is not None}
     }
@@ -219,7 +219,7 @@ def header_text(
 
 
 def _joined(extents: Iterable[Extent]) -> list[Extent]:
-    """The same bytes in fewer pieces: ranges that follow each other in their source are one."""
+    """Merge ranges that follow each other in their source."""
     row: list[Extent] = []
     for extent in extents:
         last = row[-1] if row else None

@@ -4,6 +4,6 @@
         {"metadata": {"total_size": bytes, ...}, "weight_map": {tensor name: file name}}
     model-00001-of-00003.safetensors | pytorch_model-00001-of-00003.bin
 
-:mod:`shards` reads both kinds; :mod:`safetensors_shards` and :mod:`torch_shards` are the two formats; :mod:`split` says
-which tensor goes into which file.
+:mod:`shards` reads both kinds; :mod:`safetensors_shards` and :mod:`torch_shards` are the two
+formats; :mod:`split` chooses the file of each tensor.
 """

@@ -1,8 +1,8 @@
-"""Shards of safetensors: ``model-00001-of-00003.safetensors`` and ``model.safetensors.index.json``.
+"""Shards of safetensors: ``model-00001-of-00003.safetensors``, ``model.safetensors.index.json``.
 
 What a single file would have in its ``__metadata__`` (ties, by the hub's convention, and the rest
-of the state_dict) stands in the metadata of the index. A name that is tied to another is in no
-shard and not in the ``weight_map``.
+of the state_dict) is in the metadata of the index. A name that is tied to another is in no shard
+and not in the ``weight_map``.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The tensors of all shards. See :mod:`shards`."""
+    """Read the tensors of all shards. See :mod:`shards`."""
     return shards.read(probe, table.SHARDED.name, _restored)
 
 
 def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
-    """Of shards that are safetensors files; the index may name others."""
+    """Restore the state_dict of shards that are safetensors files; the index may name others."""
     plain = all(isinstance(node, Tensor) for node in root.values())
     return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """A folder with the weights. Raises what safetensors' own layout raises, and LimitError for a
-    huge index."""
+    """Plan a folder with the weights.
+
+    Raises what safetensors' own layout raises, and LimitError for a huge index.
+    """
     if options.objects == "error":
         refuse_objects(checkpoint)
-    checkpoint = replace(
-        checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""}
-    )  # so that no tie is called so
+    # reserve the name, which a tie must not have
+    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""})
     tensors, metadata, notes = writing.prepared(checkpoint, options)
     del metadata[shards.TOTAL]
     parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
@@ -61,9 +62,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         for name, part in zip(names, parts, strict=True)
     ]
     file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
-    said = {
+    recorded = {
         shards.TOTAL: sum(tensor.nbytes for tensor in tensors.values()),
         **{key: text for key, text in metadata.items() if text is not None},
     }
-    index = index_file(STEM + SAFETENSORS, {name: file_of[name] for name in tensors}, said)
+    index = index_file(STEM + SAFETENSORS, {name: file_of[name] for name in tensors}, recorded)
     return Plan((*files, index), tuple(notes))

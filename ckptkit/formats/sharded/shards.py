@@ -1,5 +1,4 @@
-"""Shards, read with their index or without; or checked, when everything that is wrong is told and
-not the first alone.
+"""Read shards, with an index or without; or check them and report every defect, not only the first.
 
 Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the
 index. Each tensor is in the one shard that the map names, and each shard holds nothing else, ties
@@ -45,7 +44,7 @@ Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
-    """A folder with an index or numbered shards of this suffix, or the index itself."""
+    """Return whether this is an index, or a folder with one or with shards of this suffix."""
     if probe.is_folder:
         chosen = best(probe.names)
         return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix
@@ -58,17 +57,15 @@ def matches(probe: Probe, suffix: str) -> bool:
 
 
 def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
-    """The tensors in the order of the index or of the shards. Opens every shard and reads its
-    headers.
+    """Read the tensors in the order of the index or of the shards: every shard, headers alone.
 
-    `restore` puts back what the texts in the metadata of the index record.
+    `restore` restores what the texts in the metadata of the index record.
     """
     return _read(probe, format, restore, _raise)[0]
 
 
 def findings(probe: Probe) -> Iterator[Part | Finding]:
-    """Everything that is wrong with the index and the shards, and what there is to check in the
-    latter."""
+    """Yield every defect of the index and the shards, and what can be checked in the shards."""
     wrong: list[CkptkitError] = []
     checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
     for error in wrong:
@@ -83,7 +80,10 @@ def findings(probe: Probe) -> Iterator[Part | Finding]:
 def _read(
     probe: Probe, format: str, restore: Restore, refuse: Refuse
 ) -> tuple[Checkpoint, _Shards]:
-    """`refuse` is given what is wrong. If it comes back, reading goes on with what there is."""
+    """Read the shards; `refuse` is called with a defect.
+
+    If it returns, reading goes on with what there is.
+    """
     if not probe.is_folder:
         place = probe.source.beside()
         assert place is not None
@@ -102,7 +102,7 @@ def _raise(error: CkptkitError) -> None:
 
 
 class _Shards:
-    """The shards in a folder, being read."""
+    """The shards in a folder while they are read."""
 
     def __init__(self, folder: Folder, format: str, refuse: Refuse) -> None:
         self.folder = folder
@@ -115,8 +115,10 @@ class _Shards:
     def with_index(
         self, name: str, restore: Restore, names: frozenset[str] = frozenset()
     ) -> Checkpoint:
-        """What the index called `name` describes; `names` are those in the folder, where that was
-        what was named."""
+        """Read the shards of the index called `name`.
+
+        `names` are those in the folder, if the folder was named.
+        """
         try:
             index = _index(self.folder, name)
             places: dict[str, str] = index["weight_map"]
@@ -125,7 +127,8 @@ class _Shards:
             if name.removesuffix(INDEX) in names - files:
                 self.refuse(
                     AmbiguousError(
-                        f"does not name {name.removesuffix(INDEX)}, which is beside it", hint=_FETCH
+                        f"does not name {name.removesuffix(INDEX)}, which is in the same folder",
+                        hint=_FETCH,
                     )
                 )
             self._read(files)
@@ -137,7 +140,7 @@ class _Shards:
             raise
 
     def without_index(self, chosen: Candidate, names: frozenset[str]) -> Checkpoint:
-        """What all shards hold together."""
+        """Read all shards together."""
         self._check_numbers(chosen)
         self._read(set(chosen.files))
         places: dict[str, str] = {}
@@ -150,8 +153,8 @@ class _Shards:
                         )
                     )
                 places[name] = file
-        said = "there is no index: the shards are taken together in the order of their numbers"
-        return self._assembled(places, {}, _as_it_is, (said, *unread(names, set(chosen.files))))
+        warning = "there is no index: the shards are read in the order of their numbers"
+        return self._assembled(places, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
 
     def _read(self, files: set[str]) -> None:
         for file in sorted(files):
@@ -178,7 +181,7 @@ class _Shards:
     def _assembled(
         self,
         places: Mapping[str, str],
-        said: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         restore: Restore,
         warnings: tuple[str, ...],
     ) -> Checkpoint:
@@ -198,7 +201,7 @@ class _Shards:
         root |= self._ties(places)
         texts = {
             key: text if isinstance(text, str) else dump(text)
-            for key, text in said.items()
+            for key, text in metadata.items()
             if key != TOTAL
         }
         restored = restore(root, texts)
@@ -216,14 +219,13 @@ class _Shards:
             warnings=(
                 *(within(name, warning) for name, shard in shards for warning in shard.warnings),
                 *restored.warnings,
-                *_wrong_total(said, root),
+                *_wrong_total(metadata, root),
                 *warnings,
             ),
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Every shard is there, and their numbers fit: shards of two downloads are no
-        checkpoint."""
+        """Check that shards exist and their numbers fit: two downloads are no checkpoint."""
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
             shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -235,16 +237,16 @@ class _Shards:
             )
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
-            said = " and ".join(map(str, sorted(totals)))
+            counts = " and ".join(map(str, sorted(totals)))
             self.refuse(
                 CorruptError(
-                    f"names {len(names):,} shards, which are numbered as {said}", hint=_FETCH
+                    f"names {len(names):,} shards, which are numbered as {counts}", hint=_FETCH
                 )
             )
         names.difference_update(missing)
 
     def _check_numbers(self, chosen: Candidate) -> None:
-        """All shards are there, and each once."""
+        """Check that each shard exists exactly once."""
         numbers = sorted(
             int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name))
         )
@@ -265,8 +267,10 @@ class _Shards:
             )
 
     def _ties(self, places: Mapping[str, str]) -> dict[Node, Node]:
-        """Names that the index leaves out because they share memory with one that it has. Any other
-        is an error."""
+        """Return names that the index omits because they share memory with one that it lists.
+
+        Any other is an error.
+        """
         ties: dict[Node, Node] = {}
         for shard, held in self.held.items():
             extra = [name for name in held if places.get(name) != shard]
@@ -295,8 +299,7 @@ class _Shards:
 
 
 def _entries(shard: Checkpoint) -> dict[Node, Node]:
-    """What a shard holds by name. One may have no tensors of its own, but values of a state_dict
-    alone."""
+    """Return the entries of a shard by name. It may have values of a state_dict and no tensors."""
     root = shard.root
     if (
         shard.selection is None
@@ -331,7 +334,7 @@ def _storage(node: Node) -> int:
 
 
 def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
-    """`root` as an OrderedDict, with the ``_metadata`` of all shards, if they all are such."""
+    """Return `root` as an OrderedDict with the ``_metadata`` of all shards, if all are such."""
     if (
         root.__class__ is not dict
         or not shards
@@ -355,7 +358,7 @@ def _nbytes_with_objects(root: Node) -> int:
     )
 
 
-def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
+def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
     every = sum(tensor.nbytes for tensor in tensors)
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
@@ -364,7 +367,7 @@ def _wrong_total(said: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]
             id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None
         }.values()
     )
-    total = said.get(TOTAL, once)
+    total = metadata.get(TOTAL, once)
     if type(total) is int and (
         total in (every, once, stored) or total == _nbytes_with_objects(root)
     ):

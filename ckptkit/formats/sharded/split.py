@@ -1,10 +1,10 @@
-"""Which tensor goes into which file: planned from sizes alone, the same each time.
+"""Choose the file of each tensor: planned from sizes alone, the same each time.
 
 As huggingface_hub does it: in the order of the state_dict, a file is full where the next tensor
 would bring it over the limit, and a tensor that is larger than the limit has a file to itself.
-Tensors that share memory count once and stay together. Of a checkpoint that fits into one file,
-that file is all there is: no number, no index. Source:
-https://github.com/huggingface/huggingface_hub (serialization/_base.py).
+Tensors that share memory count once and stay together. A checkpoint that fits into one file is
+written as one file without number and index. Source: https://github.com/huggingface/huggingface_hub
+(serialization/_base.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ DEFAULT_SIZE = 5 * 10**9  # bytes
 
 
 def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Names by file, from the bytes of each and the bytes that a file may have (None:
-    `DEFAULT_SIZE`)."""
+    """Return names by file, from the bytes of each and a file's limit (None: `DEFAULT_SIZE`)."""
     limit = DEFAULT_SIZE if limit is None else limit
     files: list[list[str]] = []
     current: list[str] = []
@@ -42,15 +41,17 @@ def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
 
 
 def shard_names(stem: str, suffix: str, count: int) -> list[str]:
-    """``model-00001-of-00002.safetensors``... or ``model.safetensors`` if that is all."""
+    """Return ``model-00001-of-00002.safetensors``..., or ``model.safetensors`` for one file."""
     if count == 1:
         return [stem + suffix]
     return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
 def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]) -> OutputFile:
-    """The index of the shards whose files `places` names. Raises LimitError where no reader would
-    take it."""
+    """Return the index of the shards whose files `places` names.
+
+    Raises LimitError for one too large to read.
+    """
     odd = [place for place in places if not is_utf8(place)]
     if odd:
         raise TensorError(

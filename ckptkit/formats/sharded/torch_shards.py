@@ -1,8 +1,8 @@
-"""Shards of torch.save: ``pytorch_model-00001-of-00002.bin`` and ``pytorch_model.bin.index.json``.
+"""Shards of torch.save: ``pytorch_model-00001-of-00002.bin``, ``pytorch_model.bin.index.json``.
 
 Each shard is a state_dict of its own, with the attributes of the whole one; tensors that share
-memory are in one shard. Texts that a single file has in a record of its own (:mod:`beside`) stand
-in the metadata of the index.
+memory are in one shard. Texts that a single file has in a record of its own (:mod:`extra_records`)
+are in the metadata of the index.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The entries of all shards. See :mod:`shards`."""
+    """Read the entries of all shards. See :mod:`shards`."""
     return shards.read(probe, table.SHARDED_BIN.name, partial(restore_ties, index=True))
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """A folder with the weights, and with what else is among them.
+    """Plan a folder with the weights and the other entries among them.
 
     Raises what torch-zip's layout raises, and LimitError for a huge index.
     """
@@ -47,19 +47,19 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     weights = checkpoint.required
     parts, total = _parts(weights, options.shard_size)
     names = shard_names(STEM, BIN, len(parts))
-    beside, notes = leftovers(checkpoint, inside=False)
-    metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **beside})}
+    extra, notes = leftovers(checkpoint, inside=False)
+    metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **extra})}
     alone = metadata if len(parts) == 1 else {}
     plans = [writer.layout(Checkpoint(part, metadata=alone), options) for part in parts]
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
     if len(parts) > 1:
         file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
-        said = {
+        recorded = {
             **{key: text for key, text in metadata.items() if key != FRAMEWORK},
             shards.TOTAL: total,
         }
         files.append(
-            index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, said)
+            index_file(STEM + BIN, {name: file_of[name] for name in _entries(weights)}, recorded)
         )
     return Plan(
         tuple(files),
@@ -72,8 +72,7 @@ def _entries(weights: Weights) -> Mapping[str, Node]:
 
 
 def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
-    """The state_dict of each shard, in the order of the whole one, and the bytes of all
-    storages."""
+    """Return each shard's state_dict, in the order of the whole, and the bytes of all storages."""
     entries = _entries(weights)
     first: dict[str, str] = {}  # each name -> the first one that it shares a storage with
     sizes: dict[str, int] = {}
@@ -97,7 +96,7 @@ def _empty(like: Node) -> dict[Node, Node]:
 
 
 def _storages(root: Node) -> list[Storage]:
-    """Every storage in an entry, those in the arguments of objects included."""
+    """Return every storage in an entry, those in the arguments of objects included."""
     found: list[Storage] = []
 
     def see(node: Node) -> Node:

@@ -1,1 +1,1 @@
-"""The formats of torch.save: one pickle machine, and the containers around it."""
+"""The zip format of torch.save since 1.6: read, write, edit in place and recover it."""

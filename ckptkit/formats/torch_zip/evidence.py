@@ -1,5 +1,4 @@
-"""What a damaged zip file promises for its members: where their bytes may be, and the checksums
-they should have."""
+"""Collect evidence for members of a damaged zip file: possible places of their bytes, checksums."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _SMALL = 1 << 20  # bytes of a record that is read at once
 
 
 class Place(NamedTuple):
-    """Bytes that a member may have, and the CRCs that are promised for them."""
+    """Bytes that a member may have, and the CRCs expected for them."""
 
     extent: Extent
     end: int  # offset of what follows in the file
@@ -48,20 +47,22 @@ class Evidence:
         self._budget = _READS * source.size
 
     def find_headers(self, sizes: dict[str, int]) -> None:
-        """Look for every local header. `sizes` are the bytes of members that do not say so
-        themselves."""
+        """Search for every local header.
+
+        `sizes` are the bytes of members that do not store them.
+        """
         for header in headers(self.source, sizes):
             same = self.headers.setdefault(header.name, [])
             if len(same) < _TRIES:
                 same.append(header)
 
     def first(self) -> Header | None:
-        """The header with which the file begins."""
+        """Return the header with which the file begins."""
         return header_at(self.window, 0)
 
     @property
     def is_spent(self) -> bool:
-        """Tell whether so much was read for checksums that headers must be in each other's way."""
+        """True once so much was read for checksums that headers must overlap each other."""
         return self._budget < 0
 
     def places(self, name: str, size: int) -> Iterator[Place]:
@@ -74,8 +75,10 @@ class Evidence:
                     yield from self.place(header, entry, size)
 
     def header_of(self, entry: Entry) -> Header | None:
-        """The local header where the directory has it, put together again if only its place and
-        name are whole."""
+        """Return the local header at the directory's offset.
+
+        It is reconstructed if only its place and name are intact.
+        """
         length = len(entry.name.encode())
         header = header_at(self.window, entry.offset)
         if header is not None:
@@ -87,7 +90,7 @@ class Evidence:
         return Header(entry.name, entry.offset, start, 0, None, None)
 
     def place(self, header: Header, entry: Entry | None, size: int) -> Iterator[Place]:
-        """The bytes behind a header, if the file has them."""
+        """Yield the bytes after a header, if the file has them."""
         stored = _stored(header, entry, size)
         if stored is None or header.start + stored > self.source.size:
             return
@@ -102,7 +105,7 @@ class Evidence:
         yield Place(extent, end, _promised(header, entry, described and described.crc), framed)
 
     def crc32(self, extent: Extent) -> int | None:
-        """The CRC-32 of bytes, None where they cannot be computed."""
+        """Return the CRC-32 of bytes, None where they cannot be computed."""
         self._budget -= extent.length
         crc = 0
         try:
@@ -113,7 +116,7 @@ class Evidence:
         return crc
 
     def small(self, name: str) -> bytes | None:
-        """A small record that has its checksum, None if there is none."""
+        """Return a small record that matches its checksum, None if there is none."""
         known = self.entries.get(name, ())
         for header in (*map(self.header_of, known), *self.headers.get(name, ())):
             for entry in known or (None,) if header is not None else ():
@@ -131,14 +134,14 @@ class Evidence:
 
 
 def _stored(header: Header, entry: Entry | None, size: int) -> int | None:
-    """The bytes that a member takes in the file, None if nothing says it."""
+    """Return the bytes that a member takes in the file, None if nothing says it."""
     if header.method == DEFLATED:
         return header.stored if entry is None else entry.stored
     return size if entry is not None or header.stored in (None, size) else None
 
 
 def _promised(header: Header, entry: Entry | None, described: int | None) -> tuple[int, ...]:
-    """The CRC that the directory has, else that of the header or of the descriptor."""
+    """Return the CRC of the directory, else that of the header or of the descriptor."""
     if entry is not None:
         return (entry.crc,)
     crc = header.crc if header.crc is not None else described

@@ -1,7 +1,6 @@
-"""Changes a torch zip archive where it lies: a new pickle and a new directory, and no storage
-moves.
+"""Edit a torch zip archive in place: a new pickle and a new directory, and no storage moves.
 
-    members as they are           the record that is replaced is called ``data.old`` now instead of ``data.pkl``
+    members as they are           the replaced record is renamed from ``data.pkl`` to ``data.old``
     new data.pkl                  where the directory began
     directory                     the old entries in their order, then the new one
     ends
@@ -37,8 +36,7 @@ _NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a 
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
-    """`before`, as it was read from a file, made to hold `after`; None where a storage is not one
-    of that file.
+    """Plan the edit of the file of `before` into `after`; None where a storage is not in that file.
 
     Raises what writing the pickle raises.
     """
@@ -65,11 +63,11 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
 
 
 class _ElsewhereError(Exception):
-    """A storage whose bytes are no record of the archive."""
+    """A storage whose bytes are not a record of the archive."""
 
 
 class _Keys(Numbering):
-    """Storages under the keys that their records have."""
+    """Numbering that keeps the keys that storages have in the archive."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         super().__init__()
@@ -93,7 +91,7 @@ class _Keys(Numbering):
 
 
 class _Archive:
-    """The members of an archive and its directory, as the edit leaves them."""
+    """The members of an archive and its directory after the edit."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self.top = directory.top
@@ -101,7 +99,7 @@ class _Archive:
         self.start = directory.start  # where new bytes begin
         self.entries: dict[str, bytes] = {}  # each entry of the directory as it is to be, by name
         self.names: list[Edit] = []  # the new ones in local headers
-        self.tail = b""  # all that stands behind `start`
+        self.tail = b""  # everything after `start`
         self.listed = self._read_entries(directory)  # where the old directory ends
 
     def _read_entries(self, directory: ZipDirectory) -> int:
@@ -114,8 +112,7 @@ class _Archive:
         return directory.start + at
 
     def replace(self, new: dict[str, bytes]) -> bool:
-        """Put these records in the place of those of the same names; False if there is no name for
-        the old ones."""
+        """Replace the records of the same names; False if no name is free for the old ones."""
         self._remove_last(new)
         for name in (*new, f"{self.top}/.format_version"):
             if name in self.entries and not self._rename(name):
@@ -131,7 +128,7 @@ class _Archive:
         return True
 
     def _remove_last(self, new: dict[str, bytes]) -> None:
-        """Leave out the records to be replaced that nothing follows: their place is free."""
+        """Remove records to be replaced that are last in the file: their place is free."""
         by_offset = sorted(self.members, key=lambda name: self.members[name].offset)
         while len(by_offset) > 1 and by_offset[-1] in new:
             name = by_offset.pop()
@@ -139,8 +136,7 @@ class _Archive:
             del self.entries[name]
 
     def _rename(self, name: str) -> bool:
-        """Give a record a name of the same length that means nothing, here and in its local
-        header."""
+        """Give a record an unused name of equal length, in directory and local header."""
         taken = {each.lower() for each in self.members}
         other = next(
             (o for o in (name[:-4] + ending for ending in REPLACED) if o.lower() not in taken), None
@@ -152,14 +148,16 @@ class _Archive:
         renamed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
         # the entry keeps its place: the first decides what torch takes for the top folder
         self.entries = {
-            other if each == name else each: renamed if each == name else kept
+            (other if each == name else each): (renamed if each == name else kept)
             for each, kept in self.entries.items()
         }
         return True
 
     def patch(self, source: LocalFile, notes: tuple[str, ...]) -> Patch:
-        """Without the end record, which goes first, and its signature, which comes last, no reader
-        finds anything."""
+        """Plan the patch, which no reader accepts as a file before it is complete.
+
+        The end record goes first, and its signature is written last.
+        """
         tail, size = self.tail, self.start + len(self.tail)
         breaks = Edit(self.listed, bytes(source.size - self.listed))
         last = len(tail) - END_BYTES

@@ -4,10 +4,11 @@
     <top>/data/<key>             the bytes of one storage
     <top>/version                a number, 1 to 10 ("3\\n")
     <top>/byteorder              "little" or "big"; little where it is missing
-    <top>/.format_version, .storage_alignment, .data/serialization_id        since about 2.7; not needed to read
-    <top>/.data/ckptkit.json     ours: :mod:`beside`
+    <top>/.format_version, .storage_alignment, .data/serialization_id
+                                 since about 2.7; not needed to read
+    <top>/.data/ckptkit.json     ckptkit's own: :mod:`extra_records`
 
-<top> is what stands before the first slash of the first entry. (torch/serialization.py, `_load`;
+<top> is the name of the first entry up to its first slash. (torch/serialization.py, `_load`;
 caffe2/serialize.)
 """
 
@@ -59,8 +60,11 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The pickle and the places of the storages. Raises CorruptError, AmbiguousError, FormatError,
-    UnsupportedError, LimitError, and what the pickle machine raises."""
+    """Read the pickle and locate the storages.
+
+    Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and what the
+    pickle machine raises.
+    """
     archive = probe.zip
     assert archive is not None
     return _read(Archive(archive))
@@ -77,7 +81,7 @@ def _read(archive: Archive) -> Checkpoint:
 
 
 def _metadata(archive: Archive) -> dict[str, str]:
-    """What another format kept beside the tree, and ckptkit in a record of its own."""
+    """Return the metadata of another format and of ckptkit's own record."""
     name = archive.folder + extra_records.NAME
     return extra_records.read(archive.directory.read(name)) if name in archive.directory else {}
 
@@ -88,7 +92,7 @@ class _Entry(Protocol):
 
 
 class Directory(Protocol):
-    """The records of an archive: the members of a zip file, mostly."""
+    """The records of an archive, mostly the members of a zip file."""
 
     @property
     def source(self) -> ByteSource: ...
@@ -104,7 +108,7 @@ class Directory(Protocol):
 
 
 class Archive:
-    """One archive being read: its control records, and pickles with their storages."""
+    """One archive while it is read: its control records, and pickles with their storages."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
@@ -114,7 +118,7 @@ class Archive:
         self._used: set[str] = set()
 
     def check(self) -> list[str]:
-        """The control records, and that all records are in one folder; what is worth a warning.
+        """Check the control records, and that all records are in one folder; return warnings.
 
         Raises AmbiguousError, FormatError, UnsupportedError.
         """
@@ -150,7 +154,7 @@ class Archive:
         return []
 
     def _control(self, name: str) -> bytes | None:
-        """The whole of a small record, None if there is none."""
+        """Return the bytes of a small record, None if it is missing."""
         entry = self.directory.entries.get(self.folder + name)
         if entry is None:
             return None
@@ -167,7 +171,7 @@ class Archive:
         return None if text is None else int(text)
 
     def unpickle(self, name: str) -> Unpickled:
-        """The pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
+        """Read the pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
 
         Raises CorruptError, AmbiguousError, and what the pickle machine raises.
         """
@@ -201,7 +205,7 @@ class Archive:
         return self.storage(name, location)
 
     def storage(self, name: str, location: str) -> Storage:
-        """The bytes of the record `name`, which the caller knows to be there."""
+        """Return the bytes of the record `name`, which the caller knows to exist."""
         self._used.add(name)
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
@@ -212,8 +216,7 @@ class Archive:
         return unsummed(self._unsummed)
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """A warning, if there are records besides the storages that were opened and the `known`
-        ones."""
+        """Return a warning on records besides the opened storages and the `known` ones."""
         used = self._used | {self.folder + name for name in known}
         unused = [
             name

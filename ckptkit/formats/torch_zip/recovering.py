@@ -1,11 +1,10 @@
-"""A damaged torch zip archive: every tensor whose bytes have the checksum that the file promises
-for them.
+"""Recover a damaged torch zip archive: every tensor whose bytes match a checksum in the file.
 
-A member is promised a CRC-32 by its entry in the directory, and by its local header or the data
-descriptor behind its bytes. The entry counts where there is one. What has no promise, or another
-checksum, is lost: bytes that went missing or came in shift what follows, and only the checksum
-tells. data.pkl says how long each storage is, and is held to the same rule. Files written without
-checksums (CRC 0 everywhere) keep what lies exactly between two headers.
+The CRC-32 of a member is in its entry in the directory, and in its local header or the data
+descriptor after its bytes. The entry counts where there is one. A member without a stored CRC, or
+with another, is lost: bytes that are missing or inserted shift what follows, and only the checksum
+shows it. data.pkl gives the length of each storage, and is verified by the same rule. Files written
+without checksums (CRC 0 everywhere) keep what is exactly between two headers.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptkit import compute
 from ckptkit.containers.zip_entries import MAGIC
@@ -22,8 +22,8 @@ from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check_inflated
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import shown
-from ckptkit.formats.common.recovering import AGAIN, salvaged
-from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Salvaged
+from ckptkit.formats.common.recovering import AGAIN, recovered
+from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.evidence import Evidence, Place
 from ckptkit.formats.torch_zip.reader import unsummed
@@ -36,20 +36,19 @@ _PICKLE = "/data.pkl"
 WHOLE, UNSUMMED, UNPROVEN, DAMAGED = "whole", "unsummed", "unproven", "damaged"
 
 
-def salvage(probe: Probe, unverified: bool = False) -> Salvaged | None:
-    """Every tensor that is whole; with `unverified`, also those of which nothing says that they are
-    not.
+def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
+    """Recover every intact tensor; with `unverified`, also those that cannot be verified.
 
     None for other files. Raises CorruptError where the pickle, which has the names and shapes, is
-    not whole, and UnsupportedError for zip files of another kind.
+    damaged, and UnsupportedError for zip files of another kind.
     """
     if not is_zip(probe):
         return None
-    return _Archive(probe.source, unverified).salvage()
+    return _Archive(probe.source, unverified).recover()
 
 
-def salvageable(probe: Probe) -> str:
-    """Name the command that may save something: none unless its pickle can be read."""
+def recoverable(probe: Probe) -> str:
+    """Return the command that may recover something; "" unless its pickle can be read."""
     if not is_zip(probe):
         return ""
     for command in (RECOVER, UNVERIFIED):
@@ -64,13 +63,13 @@ def salvageable(probe: Probe) -> str:
 
 
 def is_zip(probe: Probe) -> bool:
-    """Tell whether a file begins as zip files do."""
+    """Return whether a file begins as zip files do."""
     return not probe.is_folder and probe.head.startswith(MAGIC)
 
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """The bytes of a storage, whose place is known once all members have been looked at."""
+    """The bytes of a storage, whose place is known once all members have been examined."""
 
     places: dict[str, Extent]
     key: str
@@ -96,7 +95,7 @@ class _Archive:
         self._big_endian = False
         self._members: dict[int, str] = {}  # by id of the storage
 
-    def salvage(self) -> Salvaged:
+    def recover(self) -> Recovered:
         tree = self.open()
         if lost := self._take(
             self.sizes, unverified=False
@@ -117,21 +116,24 @@ class _Archive:
             tree.globals,
             (*tree.warnings, *self.warnings),
         )
-        return salvaged(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
+        return recovered(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
 
     # The pickle
 
     def open(self) -> Unpickled:
-        """Find the pickle and read it. Raises CorruptError, and UnsupportedError for zip files of
-        another kind."""
+        """Find the pickle and read it.
+
+        Raises CorruptError, and UnsupportedError for zip files of another kind.
+        """
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)
         self._refuse_program(self.found.entries)
         others = [each for each in self.found.entries if not each.startswith(f"{self.top}/")]
         if others and len(others) == len(self.found.entries) and not self.unverified:
             raise CorruptError(
-                f"begins as the archive {shown(self.top)} does, and its directory is of {shown(others[0])}",
-                hint=f"{AGAIN}; `ckptkit recover --unverified` takes what the beginning says",
+                f"begins as the archive {shown(self.top)}, "
+                f"but its directory lists {shown(others[0])}",
+                hint=f"{AGAIN}; `ckptkit recover --unverified` trusts its beginning",
             )
         places = list(self._pickle_places(name))
         if not places:
@@ -146,7 +148,7 @@ class _Archive:
         first = self.found.first()
         if first is None or first.name.endswith(_PICKLE):
             return CorruptError(
-                "the names and shapes of its tensors are lost: data.pkl is not there", hint=AGAIN
+                "the names and shapes of its tensors are lost: data.pkl is missing", hint=AGAIN
             )
         if first.name.startswith(f"{self.top}/data/"):  # torch.save writes the pickle first
             return _program()
@@ -155,13 +157,13 @@ class _Archive:
         )
 
     def _find_pickle(self) -> str:
-        """The name of the record with the pickle. Raises UnsupportedError where no archive of torch
-        has one there."""
+        """Return the name of the pickle's record.
+
+        Raises UnsupportedError where no torch archive has one.
+        """
         first = self.found.first()
-        known = next(
-            (each for same in self.found.entries.values() for each in same if each.offset == 0),
-            None,
-        )
+        entries = chain.from_iterable(self.found.entries.values())
+        known = next((each for each in entries if each.offset == 0), None)
         if first is not None and known is not None and len(first.name) != len(known.name):
             known = None  # of the directory of an archive inside this one
         names = [each.name for each in (known, first) if each is not None]
@@ -171,7 +173,7 @@ class _Archive:
         if names:
             raise UnsupportedError(
                 f"is a zip archive of other files, such as {shown(names[-1])}",
-                hint="unpack those that are whole (zip -FF repairs a cut archive) and name one of them",
+                hint="unpack the intact ones (zip -FF repairs a cut archive) and name one of them",
             )
         name = next(
             (
@@ -186,8 +188,7 @@ class _Archive:
         return name
 
     def _refuse_program(self, names: dict[str, list[Header]] | dict[str, list[Entry]]) -> None:
-        """Raise UnsupportedError for TorchScript, whose tensors are not where those of torch.save
-        are."""
+        """Raise UnsupportedError for TorchScript, whose tensors are in other records."""
         telling = (
             f"{self.top}/constants.pkl",
             f"{self.top}/bytecode.pkl",
@@ -197,7 +198,7 @@ class _Archive:
             raise _program()
 
     def _pickle_places(self, name: str) -> Iterator[Place]:
-        """Where the pickle may be: as the directory has it, else as its own header does."""
+        """Yield places of the pickle: the directory's, else its own header's."""
         known = self.found.entries.get(name, ())
         starts = [header for header in self._pickle_headers(name) if header is not None]
         for header in starts:
@@ -217,7 +218,7 @@ class _Archive:
         yield next(found, None)
 
     def _length_of_pickle(self, header: Header) -> int:
-        """The bytes of the pickle: as its header says, else up to where it stops."""
+        """Return the length of the pickle: from its header, else up to its STOP."""
         if header.stored is not None:
             return header.stored
         return self._unpickled(self.source, header.start, self.source.size).stop - header.start
@@ -235,31 +236,28 @@ class _Archive:
         return tree
 
     def _doubt_pickle(self, place: Place) -> None:
-        """Refuse a pickle that nothing proves, or warn; but not where the file was written without
-        checksums."""
-        summed = any(place.promised) or any(
-            entry.crc for same in self.found.entries.values() for entry in same
-        )
+        """Refuse an unverified pickle, or warn; except in files without checksums."""
+        entries = chain.from_iterable(self.found.entries.values())
+        summed = any(place.promised) or any(entry.crc for entry in entries)
         if not summed and place.promised and place.framed:
             return
         if not self.unverified:
-            why = "does not have its checksum" if place.promised else "has lost its checksum"
+            why = "does not match its checksum" if place.promised else "has lost its checksum"
             raise CorruptError(
-                f"names, shapes and values may be others than they were: data.pkl {why}",
-                hint=f"{AGAIN}; `ckptkit recover --unverified` takes it as it is",
+                f"names, shapes and values may have changed: data.pkl {why}",
+                hint=f"{AGAIN}; `ckptkit recover --unverified` reads it anyway",
             )
-        self.warnings.append(
-            "data.pkl is damaged: names, shapes and values may be others than they were"
-        )
+        self.warnings.append("data.pkl is damaged: names, shapes and values may have changed")
 
     def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
         try:
             return unpickle(source, start, stop, persistent_load=StorageTable(self._open).load)
         except CkptkitError as error:
-            if not wrap:  # that is how it was written
+            if not wrap:  # it was written like that
                 raise
             raise CorruptError(
-                f"the names and shapes of its tensors are lost: data.pkl is damaged: {error.message}",
+                "the names and shapes of its tensors are lost: "
+                f"data.pkl is damaged: {error.message}",
                 hint=AGAIN,
             ) from error
 
@@ -273,7 +271,7 @@ class _Archive:
     # The storages
 
     def _take(self, sizes: dict[str, int], *, unverified: bool) -> list[str]:
-        """Keep what is whole, and say of the rest why it is not: the names of those."""
+        """Keep the intact storages, record why others are lost; return the names of those."""
         for name, size in sizes.items():
             verdict, place, why = (
                 self._judge(name, size) if size else (WHOLE, Range(self.source, 0, 0), "")
@@ -291,11 +289,11 @@ class _Archive:
         self.warnings += unsummed(self.verdicts[UNSUMMED])
         if count := self.verdicts[UNPROVEN]:
             self.warnings.append(
-                f"nothing proves that {count:,} of its storages are whole: they may be garbage"
+                f"{count:,} of its storages cannot be verified: they may be garbage"
             )
 
     def _judge(self, name: str, size: int) -> tuple[str, Extent | None, str]:
-        """How much is known of a storage, its bytes, and why it is lost."""
+        """Return how well a storage is verified, its bytes, and why it is lost."""
         known = self.found.entries.get(name, ())
         if known and all(entry.size != size for entry in known):
             return DAMAGED, None, f"its record has {known[0].size:,} bytes instead of {size:,}"
@@ -305,38 +303,39 @@ class _Archive:
                 best = (
                     UNPROVEN,
                     place.extent,
-                    "its checksum is not there, and nothing else says that it is whole",
+                    "its checksum is missing, and nothing else proves that it is intact",
                 )
                 continue
             if self.found.is_spent:
-                return DAMAGED, None, "too many headers are in each other's way"
+                return DAMAGED, None, "too many headers overlap"
             crc = self.found.crc32(place.extent)
             if crc in place.promised:
                 return WHOLE, place.extent, ""
             if 0 in place.promised and place.framed and not self._has_checksums():
                 return UNSUMMED, place.extent, ""
-            best = DAMAGED, None, "its bytes do not have their checksum"
+            best = DAMAGED, None, "its bytes do not match their checksum"
         return best
 
     def _missing(self, name: str, size: int) -> str:
         for header in self.found.headers.get(name, ()):
             if header.method == 0 and header.start + size > self.source.size:
-                return f"the file is cut {header.start + size - self.source.size:,} bytes before its end"
-        return "its record is not there, or its header is damaged"
+                lacking = header.start + size - self.source.size
+                return f"the file is cut {lacking:,} bytes before its end"
+        return "its record is missing, or its header is damaged"
 
     def _has_checksums(self) -> bool:
-        """Tell whether a member that holds a storage is promised a checksum: then a CRC of 0 is
-        damage."""
-        summed = any(entry.crc for name in self.sizes for entry in self.found.entries.get(name, ()))
-        return summed or any(
-            place.promised and any(place.promised)
-            for name, size in self.sizes.items()
-            for place in self.found.places(name, size)
-        )
+        """Return whether members that hold storages have checksums: then a CRC of 0 is damage."""
+        entries = chain.from_iterable(self.found.entries.get(name, ()) for name in self.sizes)
+        if any(entry.crc for entry in entries):
+            return True
+        places = (self.found.places(name, size) for name, size in self.sizes.items())
+        return any(any(place.promised) for place in chain.from_iterable(places))
 
     def _is_big_endian(self) -> bool:
-        """Tell the order of bytes by the record that has it, else by its length: it says little or
-        big."""
+        """Return the byte order from its record, or from the record's length.
+
+        It is "little" or "big".
+        """
         name = f"{self.top}/byteorder"
         if (text := self.found.small(name)) is not None:
             return text == b"big"
@@ -354,6 +353,6 @@ class _Archive:
 
 def _program() -> UnsupportedError:
     return UnsupportedError(
-        "is a TorchScript program: of one that is cut or damaged, ckptkit can save nothing",
+        "is a TorchScript program: ckptkit cannot recover a cut or damaged one",
         hint=AGAIN,
     )

@@ -1,9 +1,8 @@
-"""What is left of a damaged zip file: local headers and directory entries, each taken for itself.
+"""Scan a damaged zip file for local headers and directory entries, each by itself.
 
-The strict reader (:mod:`zip_container`) refuses a file whose headers and directory disagree. Here
+The strict reader (:mod:`zip_reader`) refuses a file whose headers and directory disagree. Here
 nothing has to agree: headers are searched for, and entries of the directory are read wherever the
-end of the file still has some. What they say is a promise, which the caller compares with the
-bytes.
+end of the file still has some. Their fields are claims, which the caller compares with the bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _REACH = 2 * LIMITS.name_bytes  # bytes of a header, its name and its extra fiel
 
 
 class Header(NamedTuple):
-    """What a local header says. ``stored`` and ``crc`` are None where a descriptor says them."""
+    """A local header. ``stored`` and ``crc`` are None where they are in a descriptor."""
 
     name: str
     offset: int
@@ -40,7 +39,7 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What the directory says about a member."""
+    """A directory entry of a member."""
 
     name: str
     offset: int  # of the local header
@@ -51,7 +50,7 @@ class Entry(NamedTuple):
 
 
 class Window:
-    """Reads of a source that move forward, in steps that grow from one to the next."""
+    """Forward reads of a source, in steps that grow from one to the next."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -60,8 +59,7 @@ class Window:
         self._step = _SMALLEST
 
     def seek(self, at: int) -> None:
-        """Have the bytes from `at` on at hand: a small piece after a jump, more when the search
-        goes on."""
+        """Load the bytes from `at` on: a small piece after a jump, more when the search goes on."""
         stop = self.base + len(self.data)
         if self.base <= at and at + _LOCAL.size <= stop:
             return
@@ -71,7 +69,7 @@ class Window:
         self.data = self.source.read(at, min(self._step + _LOCAL.size, self.source.size - at))
 
     def read(self, at: int, length: int) -> bytes:
-        """Up to `length` bytes from `at`, fewer where the file ends."""
+        """Return up to `length` bytes from `at`, fewer at the end of the file."""
         length = min(length, self.source.size - at)
         if length <= 0:
             return b""
@@ -82,7 +80,7 @@ class Window:
 
 
 def entries(source: ByteSource) -> dict[str, list[Entry]]:
-    """The entries of the directory that can be read at the end of the file, by name."""
+    """Return the directory entries that can be read at the end of the file, by name."""
     found: dict[str, list[Entry]] = {}
     stop, count, step = source.size, 0, _SMALLEST
     while stop > 0 and (count or source.size - stop < _TAIL) and count < LIMITS.zip_entries:
@@ -108,7 +106,7 @@ def _entries(piece: bytes, stop: int) -> Iterator[Entry]:
 
 
 def _entry(data: bytes, at: int) -> Entry | None:
-    """The directory entry at `at`, None if there is none that makes sense."""
+    """Return the directory entry at `at`, None if there is no valid one."""
     if at + _CENTRAL.size > len(data):
         return None
     _, flags, method, crc, stored, size, n, x, _, disk, _, offset = _CENTRAL.unpack_from(data, at)
@@ -128,8 +126,7 @@ def _name(raw: bytes, length: int) -> str | None:
 
 
 def _widened(extra: bytes, *values: int) -> list[int]:
-    """`values` with those that do not fit 32 bits taken from the zip64 field, as far as it has
-    them."""
+    """Replace those of `values` that do not fit 32 bits by the zip64 field's, where it has them."""
     wide: list[int] = []
     at = 0
     while at + 4 <= len(extra):
@@ -142,7 +139,7 @@ def _widened(extra: bytes, *values: int) -> list[int]:
 
 
 def header_at(window: Window, at: int) -> Header | None:
-    """The local header at `at`, None if there is none that makes sense."""
+    """Return the local header at `at`, None if there is no valid one."""
     fixed = window.read(at, _LOCAL.size)
     if len(fixed) < _LOCAL.size:
         return None
@@ -161,8 +158,9 @@ def header_at(window: Window, at: int) -> Header | None:
 
 
 def headers(source: ByteSource, sizes: Mapping[str, int]) -> Iterator[Header]:
-    """Every local header, passing over the bytes of members where another header or the directory
-    follows them.
+    """Yield local headers.
+
+    Skip members' bytes where another header or the directory follows.
 
     `sizes` are the bytes of stored members that do not say so themselves.
     """
@@ -185,7 +183,7 @@ def headers(source: ByteSource, sizes: Mapping[str, int]) -> Iterator[Header]:
 
 
 def _after(window: Window, header: Header, sizes: Mapping[str, int]) -> int:
-    """Where to look for the next header."""
+    """Return where to look for the next header."""
     size = sizes.get(header.name) if header.stored is None and header.method == 0 else header.stored
     if size is None:
         return header.start
@@ -194,15 +192,17 @@ def _after(window: Window, header: Header, sizes: Mapping[str, int]) -> int:
 
 
 class Described(NamedTuple):
-    """A data descriptor: the checksum, and whether the sizes in it are those that were expected."""
+    """A data descriptor: the checksum, and whether its sizes are the expected ones."""
 
     crc: int
     fits: bool
 
 
 def descriptor(window: Window, end: int, stored: int, size: int) -> Described | None:
-    """The data descriptor at `end`, None if there is none. One that is cut behind its checksum is
-    one."""
+    """Return the data descriptor at `end`, None if there is none.
+
+    One cut after its checksum counts.
+    """
     data = window.read(end, 24)
     if not data.startswith(_DESCRIPTOR) or len(data) < 8:
         return None
@@ -211,5 +211,5 @@ def descriptor(window: Window, end: int, stored: int, size: int) -> Described | 
 
 
 def is_followed(window: Window, end: int) -> bool:
-    """Tell whether another member or the directory begins at `end`."""
+    """Return whether another member or the directory begins at `end`."""
     return window.read(end, 4) in (MAGIC, _ENTRY)

@@ -1,8 +1,7 @@
-"""Lays a checkpoint out as a torch zip archive, as every torch since 1.6 reads it and 2.1 and later
-map it.
+"""Plan a torch zip archive that every torch since 1.6 reads, and 2.1 and later memory-map.
 
 <top> is ``archive``; data.pkl, byteorder, the storages in the order in which the pickle meets them,
-version, and a record of ours for what torch has no place for. No .format_version: with it torch
+version, and ckptkit's own record for what torch cannot hold. No .format_version: with it torch
 computes where the storages are instead of looking them up. A storage keeps the checksum that its
 source had.
 """
@@ -28,8 +27,11 @@ TOP = "archive"
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
-    """One file with the whole tree and the storages that it refers to. Raises what the pickle
-    writer raises, and TensorError for a storage that torch could not read back."""
+    """Plan one file with the whole tree and the storages that it refers to.
+
+    Raises what the pickle writer raises, and TensorError for a storage that torch could not read
+    back.
+    """
     numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
@@ -45,7 +47,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
 
 class Numbering:
-    """Gives storages their keys, in the order in which the pickle meets them."""
+    """Assigns keys to storages, in the order in which the pickle meets them."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
@@ -64,7 +66,7 @@ class Numbering:
         numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
         if rest:
             raise TensorError(
-                f"a storage of {storage.nbytes:,} bytes is no whole number of {dtype} elements"
+                f"a storage of {storage.nbytes:,} bytes is not a whole number of {dtype} elements"
             )
         if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
             raise UnsupportedError(
@@ -73,7 +75,7 @@ class Numbering:
         return "storage", made, self.key(number), storage.device, numel
 
     def key(self, number: int) -> str:
-        """What the record of a storage is called in its folder."""
+        """Return the name of a storage's record in its folder."""
         return str(number)
 
     def _number(self, storage: Storage, dtype: DType | None) -> int:
@@ -90,13 +92,15 @@ class Numbering:
         return number
 
     def _units(self) -> Iterator[tuple[Storage, int]]:
-        """Each storage with the bytes of the unit that byte order applies to: 1 for none, 0 for
-        unknown."""
+        """Yield each storage with its byte order's unit: 1 for none, 0 for unknown."""
         for storage, dtype in zip(self.storages, self.dtypes, strict=True):
-            yield storage, 1 if not storage.nbytes else 0 if dtype is None else dtype.component
+            if not storage.nbytes:
+                yield storage, 1
+            else:
+                yield storage, 0 if dtype is None else dtype.component
 
     def all_big_endian(self) -> bool:
-        """Whether all storages whose bytes have an order are big-endian: then they stay so."""
+        """Return whether all storages with a byte order are big-endian: then they stay so."""
         return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
 
     def members(self, big_endian: bool) -> Iterator[Member]:

@@ -1,5 +1,4 @@
-"""What the code of a TorchScript archive declares of its classes: a few lines of text, nothing of
-which is run.
+"""Parse the class declarations in the code of a TorchScript archive; none of the code is run.
 
 ``<top>/code/__torch__/torch/nn/modules/conv.py`` holds the classes of the module
 ``__torch__.torch.nn.modules.conv``, as torch/csrc/jit/serialization/python_print.cpp prints them:
@@ -11,7 +10,7 @@ which is run.
       bias : Optional[Tensor]
       __annotations__["0"] = __torch__.Foo    one whose name is no identifier
       groups : Final[int] = 1                 a constant, which is not in the pickle
-      def forward(self: ...) -> Tensor:       methods; one called __setstate__ makes sense of the pickled state
+      def forward(self: ...) -> Tensor:       methods; a __setstate__ interprets the pickled state
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _SETSTATE = "  def __setstate__("
 
 @dataclass
 class Declared:
-    """A class: what it is derived from, which of its attributes are what, and whether its state is
-    its own affair."""
+    """A class: its base, its attributes by role, and whether it defines the format of its state."""
 
     base: str | None = None
     parameters: frozenset[str] = frozenset()
@@ -47,7 +45,7 @@ class Declared:
         return self.base == "Module"
 
     def part(self, name: str) -> str | None:
-        """The part of a module that a tensor of this name belongs to, as ``nn.Module`` calls it."""
+        """Return the dict of ``nn.Module`` that a tensor of this name belongs to."""
         if name in self.parameters:
             return "_parameters"
         is_buffer = self.buffers is None or name in self.buffers
@@ -55,14 +53,14 @@ class Declared:
 
 
 class Code:
-    """The classes of an archive, each module of them read when it is asked for."""
+    """The classes of an archive, each module of them read on demand."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._modules: dict[str, dict[str, Declared]] = {}
 
     def __getitem__(self, made: Global) -> Declared | None:
-        """What is declared of a class, None if its code is not there."""
+        """Return the declaration of a class, None if its code is missing."""
         if made.module not in self._modules:
             name = f"{self._directory.top}/code/{made.module.replace('.', '/')}.py"
             self._modules[made.module] = (
@@ -72,8 +70,10 @@ class Code:
 
 
 def parse(data: bytes) -> dict[str, Declared]:
-    """The classes in one file of code. Raises FormatError for what is not text or not a list of
-    names."""
+    """Parse the classes in one file of code.
+
+    Raises FormatError for what is not text or not a list of names.
+    """
     try:
         lines = data.decode().split("\n")
     except UnicodeDecodeError as error:
@@ -102,9 +102,7 @@ def _declare(current: Declared, line: str) -> None:
         else:
             current.buffers = listed
     elif line.startswith(("  __parameters__", "  __buffers__")):
-        raise FormatError(
-            f"its code names parameters or buffers in a way that ckptkit does not know: {line[:80]!r}"
-        )
+        raise FormatError(f"its code lists parameters or buffers in an unknown way: {line[:80]!r}")
 
 
 def _text(quoted: str) -> str:

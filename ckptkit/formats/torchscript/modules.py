@@ -1,5 +1,7 @@
-"""The module and the constants of a TorchScript archive, arranged as nn.Module has them: see
-:mod:`torchscript`."""
+"""Read the module and constants of a TorchScript archive as nn.Module has them.
+
+See :mod:`torchscript`.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,22 @@ from ckptkit.formats.torchscript.code import Code, Declared
 
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"
-_CUSTOM = "__torch__.torch.classes."  # objects of C++, with whatever state
+_CUSTOM = "__torch__.torch.classes."  # objects of C++, with any state
 
 
 def read(directory: ZipDirectory, format: str) -> Checkpoint:
-    """The checkpoint. Raises what the reader of zip archives raises, FormatError and
-    AmbiguousError."""
+    """Read the checkpoint.
+
+    Raises what the reader of zip archives raises, FormatError and AmbiguousError.
+    """
     archive = Archive(directory)
     warnings = archive.check()
     if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
-        root, names, said = _pickled(archive)
+        root, names, found = _pickled(archive)
     else:
-        root, names, said = script_json.read(archive)
+        root, names, found = script_json.read(archive)
     texts, lost = _extra(archive)
-    warnings += [*said, *archive.unverified(), *lost]
+    warnings += [*found, *archive.unverified(), *lost]
     key = None
     if not module_state(root) and any(
         as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()
@@ -42,7 +46,7 @@ def read(directory: ZipDirectory, format: str) -> Checkpoint:
 
 
 def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
-    """The module, the globals that its pickles name, and what is worth a warning."""
+    """Return the module, the globals that its pickles name, and warnings."""
     tree = archive.unpickle("data")
     root, names, warnings = tree.root, tree.globals, list(tree.warnings)
     if not _is_scripted(root):
@@ -68,7 +72,7 @@ def _add_constants(root: Object, constants: Node) -> None:
 
 
 def _is_scripted(node: Node) -> bool:
-    """Whether it is an object of a class in the archive's own code."""
+    """Return whether a node is an object of a class in the archive's own code."""
     made = node.global_ if isinstance(node, Object) else None
     return (
         made is not None
@@ -78,8 +82,7 @@ def _is_scripted(node: Node) -> bool:
 
 
 def _arrange(root: Object, code: Code) -> list[str]:
-    """Put the attributes of all modules where nn.Module has them; warnings about those that are not
-    certain."""
+    """Move all modules' attributes to where nn.Module has them; warn about uncertain ones."""
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
     modules = {
         key for key, (_, declared) in found.items() if declared is None or declared.is_module
@@ -88,8 +91,10 @@ def _arrange(root: Object, code: Code) -> list[str]:
     warnings: dict[str, None] = {}  # each once
     unknown = [str(node.global_) for node, declared in found.values() if declared is None]
     if unknown:
-        said = f"there is no code of {unknown[0]}: its tensors count as parameters if they have a gradient"
-        warnings[said] = None
+        warnings[
+            f"there is no code of {unknown[0]}: "
+            "its tensors count as parameters if they have a gradient"
+        ] = None
     for node, declared in (each for key, each in found.items() if key in modules):
         if (
             _split(node, declared, modules)
@@ -97,23 +102,23 @@ def _arrange(root: Object, code: Code) -> list[str]:
             and (declared.parameters or declared.buffers)
         ):
             warnings[
-                f"only its own code could tell the parameters of {node.global_} from its state"
+                f"only its own code can tell the parameters of {node.global_} from its state"
             ] = None
     return list(warnings)
 
 
 def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
-    """Give a module its parts. True if its state is its own affair, and not a dict of its
-    attributes."""
+    """Give a module its parts.
+
+    True if it defines its own state, which is not a dict of its attributes.
+    """
     state = node.state
     if [step for step, _ in node.steps] != ["build"]:
         raise FormatError(f"an object of {node.global_} is not made as TorchScript makes it")
     is_own = not isinstance(state, dict) or (declared is not None and declared.has_setstate)
     attributes: dict[Node, Node] = {"state": state} if is_own else state
     if not attributes.keys().isdisjoint(PARTS):
-        raise AmbiguousError(
-            f"attributes of {node.global_} have names that nn.Module has for its own"
-        )
+        raise AmbiguousError(f"attributes of {node.global_} have names that nn.Module itself uses")
     parts: dict[str, dict[Node, Node]] = {part: {} for part in PARTS}
     rest: dict[Node, Node] = {}
     for name, value in attributes.items():
@@ -133,8 +138,7 @@ def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
 
 
 def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
-    """The texts that were saved with it, and a warning about what is no text or longer than they
-    may be in all."""
+    """Return the texts saved with it, and a warning about bytes that are no text or too long."""
     texts: dict[str, str] = {}
     lost: list[str] = []
     left = LIMITS.line_bytes
@@ -150,5 +154,5 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
         except ValueError:
             lost.append(short)
     return texts, [
-        f"left out, as they are no short text: {', '.join(map(shown, lost[:4]))}"
+        f"left out, as they are not short texts: {', '.join(map(shown, lost[:4]))}"
     ] if lost else []

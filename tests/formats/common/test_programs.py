@@ -29,7 +29,7 @@ from tests.formats.torchscript.scripts import (
 from tests.test_imports import spied
 
 pytestmark = QUIET
-BEHIND = "left out: the program, and what it has besides its state_dict"
+BEHIND = "left out: the program, and everything in it but its state_dict"
 
 
 def net() -> nn.Module:

@@ -518,7 +518,7 @@ def test_DC_08_parameters_that_are_missing(tmp_path: Path) -> None:
         read(tag)
     assert caught.value.where == str(tag / "zero" / "b")
     shutil.rmtree(tag / "zero" / "b")
-    with pytest.raises(CorruptError, match="no folder for the parameter 'b'"):
+    with pytest.raises(CorruptError, match="no folder for parameter 'b'"):
         read(tag)
 
 
@@ -536,7 +536,7 @@ def test_SH_02_links_in_a_universal_checkpoint(tmp_path: Path) -> None:
     tag = universal(tmp_path)
     shutil.move(tag / "zero" / "b", tmp_path / "b")
     (tag / "zero" / "b").symlink_to(tmp_path / "b")
-    with pytest.raises(CorruptError, match="no folder for the parameter 'b'"):
+    with pytest.raises(CorruptError, match="no folder for parameter 'b'"):
         read(tag)
 
 
@@ -546,7 +546,7 @@ def test_SH_01_names_of_parameters_that_lead_out(tmp_path: Path) -> None:
         tag / MODEL,
         lambda content: content.update(param_shapes=[{"a": (7, 5), "../../b": (4,)}], module={}),
     )
-    with pytest.raises(CorruptError, match="no folder for the parameter"):
+    with pytest.raises(CorruptError, match="no folder for parameter"):
         read(tag)
 
 

@@ -172,7 +172,7 @@ def test_what_is_in_module_alone(tmp_path: Path) -> None:
     assert checkpoint.weights["again"].storage is checkpoint.weights["a"].storage
     assert checkpoint.root["module"]["a_extra_state"] == {"scale": 2}
     assert checkpoint.warnings == (
-        "not among the fp32 weights, taken as they are in module: fixed, none",
+        "not among the fp32 weights, taken unchanged from module: fixed, none",
     )
 
 

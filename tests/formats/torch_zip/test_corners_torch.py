@@ -31,7 +31,7 @@ from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.table import TORCH_LEGACY as LEGACY
 from ckptkit.formats.table import TORCH_ZIP as ZIP
 from ckptkit.formats.torch_zip import patching as zip_patch
-from ckptkit.formats.torch_zip.recovering import salvage
+from ckptkit.formats.torch_zip.recovering import recover
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.plain_tensor import PlainTensors, _match
 from ckptkit.pickles.streams import Inner, PickleStream
@@ -239,7 +239,7 @@ def test_a_compressed_storage_without_the_directory() -> None:
         Member("a/data/1", FLOATS),
     ]
     data = build(*members)
-    found = salvage(Probe(Memory(data[: data.index(b"PK\1\2")])), False)
+    found = recover(Probe(Memory(data[: data.index(b"PK\1\2")])), False)
     assert found is not None and not found.lost and list(found.checkpoint.root) == ["a", "b"]
 
 

@@ -205,8 +205,8 @@ for _ in range(200):
         (change("tensors", 0, "dataType", to="STRING"), UnsupportedError, "STRING"),
         (change("tensors", 0, "isQuantized", to=True), UnsupportedError, "FLOAT"),
         (change("tensors", 0, "offset", to="x"), FormatError, "where an integer must be"),
-        (change("tensors", 0, "data", "key", to="tensors/9"), CorruptError, "not there"),
-        (change("tensors", 0, "data", "key", to="../model.json"), CorruptError, "not there"),
+        (change("tensors", 0, "data", "key", to="tensors/9"), CorruptError, "missing"),
+        (change("tensors", 0, "data", "key", to="../model.json"), CorruptError, "missing"),
         (change("tensors", 2, "device", to="cuda:0"), CorruptError, "two devices"),
         (
             change("mainModule", "parameters", 0, "tensorId", to="4"),

@@ -351,11 +351,11 @@ MODULE = b"class M(Module):\n  __parameters__ = []\n  __buffers__ = []\n"
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [
-        (made(b"}" + text("_parameters") + b"}s", MODULE), AmbiguousError, "names that nn.Module has for its own"),
+        (made(b"}" + text("_parameters") + b"}s", MODULE), AmbiguousError, "names that nn.Module itself uses"),
         (made(b"}" + text("CONSTANTS") + b"K\1s", MODULE), AmbiguousError, "called CONSTANTS"),
         (made(b"}", MODULE, b"\x80\x02]."), FormatError, "does not hold a tuple"),
         (made(b"}b}", MODULE), FormatError, "not made as TorchScript makes it"),
-        (made(b"}", b"class M(Module):\n  __parameters__ = f()\n"), FormatError, "in a way that ckptkit does not know"),
+        (made(b"}", b"class M(Module):\n  __parameters__ = f()\n"), FormatError, "in an unknown way"),
         (made(b"}", b"\xff"), FormatError, "not UTF-8"),
         (made(b"}", MODULE, made_by=b"os\nsystem"), FormatError, "does not hold a module of TorchScript"),
         (build(Member("a/constants.pkl", EMPTY), Member("a/version", b"3")), CorruptError, "no record 'a/data.pkl'"),
