@@ -242,7 +242,7 @@ def test_TR_03_records_about_records() -> None:
         archive(records(mtime), records(mtime, type=b"g"), member("a", DATA)),
         "records about",
     )
-    refused(FormatError, archive(records(mtime)), "not there")
+    refused(FormatError, archive(records(mtime)), "missing")
     assert contents(
         archive(*[records(mtime, type=b"g")] * 3, records(mtime), member("a", DATA))
     ) == {"a": DATA}
