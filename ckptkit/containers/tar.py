@@ -153,7 +153,7 @@ def _header(block: bytes, at: int) -> _Header:
         raise UnsupportedError(f"the tar header at byte {at:,} is neither POSIX nor GNU")
     if magic == _MAGICS[1] and prefix.strip(b"\0"):
         raise AmbiguousError(
-            "a GNU tar header has times where others have the beginning of its name"
+            "a GNU tar header has times where a POSIX one has the start of the name"
         )
     name, link, start = (_text(field) for field in (block[:100], block[157:257], prefix))
     if start:
@@ -174,7 +174,7 @@ def _padded(length: int) -> int:
 def _text(field: bytes) -> bytes:
     text, _, rest = field.partition(b"\0")
     if rest.strip(b"\0"):
-        raise AmbiguousError(f"a tar header goes on after the end of the name {shown(text)}")
+        raise AmbiguousError(f"a tar header has bytes after the end of the name {shown(text)}")
     return text
 
 
@@ -182,7 +182,7 @@ def _number(field: bytes) -> int:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     if not re.fullmatch(rb" *[0-7]+[ \0]*", field):
-        raise FormatError(f"a tar header has the size {field!r}, which is no octal number")
+        raise FormatError(f"a tar header has the size {field!r}, which is not an octal number")
     return int(field.strip(b" \0"), 8)
 
 
@@ -255,7 +255,8 @@ def _name(name: bytes, kind: str, here: bool) -> str:
     parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
         raise PathError(
-            f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}"
+            f"the name {shown(name)} of a tar member leads out of the archive, "
+            f"or is not that of a {kind}"
         )
     return text
 

@@ -289,8 +289,8 @@ def _check_local(
     own_size = wide.pop(0) if own[2] == _U32 and wide else own[2]
     own_stored = wide.pop(0) if own[1] == _U32 and wide else own[1]
     differ = any(
-        seen != expected and not (described and seen == 0)
-        for seen, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
+        found != expected and not (described and found == 0)
+        for found, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
     )
     if differ or any(value not in (0, size, stored, offset) for value in wide):
         raise AmbiguousError(

@@ -158,11 +158,11 @@ class ZipDirectory:
             )
         return data
 
-    def _compare(self, name: str, seen: int) -> None:
+    def _compare(self, name: str, crc: int) -> None:
         expected = self.crc(name)
-        if expected is not None and seen != expected:
+        if expected is not None and crc != expected:
             raise CorruptError(
-                f"record {shown(name)} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}",
+                f"record {shown(name)} is damaged: its CRC-32 is {crc:08x}, not {expected:08x}",
                 where=self.source.name,
                 hint=_AGAIN,
             )
@@ -183,7 +183,7 @@ class LocalHeaders:
             return self._places[name]
         return self._find(*self._entries[self._numbers[name]])
 
-    def come_to(self, name: str) -> None:
+    def prefetch(self, name: str) -> None:
         """Fetch the header of a member that is about to be read, together with its neighbors'."""
         if name in self._places:
             return
@@ -211,7 +211,7 @@ class Unlocated(NamedTuple):
 
     def locate(self) -> Extent:
         if self.directory.headers is not None:
-            self.directory.headers.come_to(self.name)
+            self.directory.headers.prefetch(self.name)
         return self.directory.locate(self.name)
 
 

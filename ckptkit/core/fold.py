@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 _split = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])").split
@@ -43,12 +44,11 @@ def fold(items: Iterable[Item]) -> list[Folded]:
         parts = _split(label)
         indices = tuple(zip(map(int, parts[1::2])))  # one value for each
         groups[tuple(parts[::2]), columns].append((position, indices, nbytes, 1))
-    found = sorted(
-        (first, Folded(_label(texts, indices), columns, nbytes, rows))
-        for (texts, columns), blocks in groups.items()
-        for first, indices, nbytes, rows in _joined(blocks, len(texts) - 1)
-    )
-    return [row for _, row in found]
+    found: list[tuple[int, Folded]] = []
+    for (texts, columns), blocks in groups.items():
+        for first, values, nbytes, rows in _joined(blocks, len(texts) - 1):
+            found.append((first, Folded(_label(texts, values), columns, nbytes, rows)))
+    return [row for _, row in sorted(found)]
 
 
 def unfolded(items: Iterable[Item]) -> list[Folded]:
@@ -71,7 +71,7 @@ def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
         together[indices[:dimension] + indices[dimension + 1 :]].append(block)
     for same in together.values():
         first, indices, _, _ = same[0]
-        values = tuple([value for block in same for value in block[1][dimension]])
+        values = tuple(chain.from_iterable([block[1][dimension] for block in same]))
         nbytes, rows = sum([block[2] for block in same]), sum([block[3] for block in same])
         yield first, (*indices[:dimension], values, *indices[dimension + 1 :]), nbytes, rows
 

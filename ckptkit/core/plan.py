@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
@@ -106,7 +107,7 @@ class Plan:
         """Describe the plan for --dry-run, a line per file."""
         lines = []
         for file in self.files:
-            data = [run for extent in _extents(file.segments) for run in runs(extent)]
+            data = list(chain.from_iterable(map(runs, _extents(file.segments))))
             copied = sum(run.length for run in data if isinstance(run, Range))
             computed = sum(run.length for run in data if isinstance(run, Derived))
             written = file.size - copied - computed
