@@ -102,13 +102,11 @@ class Http(Transport):
         if self.size < 0 and len(self.head) < PAGE:
             self.size = len(self.head)
         if self._whole and len(self.head) != self.size:
-            much = (
-                f"{self.size:,} bytes are too many"
-                if self.size >= 0
-                else "it does not say how many bytes there are"
-            )
+            why = f"{self.size:,} bytes are too many"
+            if self.size < 0:
+                why = "it does not say how many bytes there are"
             raise InputError(
-                f"its server sends whole files only, no ranges, and {much}",
+                f"its server sends whole files only, no ranges, and {why}",
                 where=shown(url),
                 hint=_fetch_it(url),
             )
