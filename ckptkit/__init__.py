@@ -1,5 +1,4 @@
-"""Read, change and convert PyTorch checkpoints: no byte executed, no tensor loaded that need not
-be.
+"""Read, change and convert PyTorch checkpoints without executing them or loading unneeded tensors.
 
 The public names, each imported when it is first used, so that ``import ckptkit`` costs nothing.
 """
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> where it lives, and under which name there.
+# Public name -> its module, and its name there.
 _PLACES = {
     "Checkpoint": ("core.checkpoint", "Checkpoint"),
     "CkptkitError": ("core.errors", "CkptkitError"),
@@ -64,7 +63,7 @@ _PLACES = {
     "wrap": ("transforms.structure", "wrap"),
 }
 
-# Spelled out: a type checker reads no expression.
+# Spelled out: type checkers do not evaluate expressions.
 __all__ = [
     "Checkpoint",
     "CkptkitError",
@@ -107,7 +106,7 @@ def __getattr__(name: str) -> object:
 
 
 def _html(value: object) -> str:
-    """Render a value for a notebook; what that needs is imported when a notebook asks."""
+    """Render a value for a notebook; the renderer is imported when a notebook needs it."""
     from ckptkit.views import notebook
 
     return notebook.html(value)

@@ -1,6 +1,8 @@
-"""python -m ckptkit. Python has put the working directory first among the places to import from: a
-checkpoint's folder may hold a ``torch.py``, so that is undone (the package itself has been found by
-now)."""
+"""Entry point of ``python -m ckptkit``.
+
+Python has put the working directory first among the places to import from: a checkpoint's folder
+may hold a ``torch.py``, so that is undone (the package itself has been found by now).
+"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Read, transform, plan, publish: the program in one function."""
+"""The Python API: read, transform, plan and publish, in one function each."""
 
 from __future__ import annotations
 
@@ -29,21 +29,19 @@ Step = Callable[[Checkpoint], Checkpoint]
 
 
 class Publishing(TypedDict, total=False):
-    """How to write, whatever the format."""
+    """Options of writing that do not depend on the format."""
 
     force: bool  # replace an existing destination
     durable: bool  # wait for the disk
     verify: bool  # read back what was written before it appears
     allow_expand: bool  # output may be many times larger than the storages it comes from
     executor: Executor | None  # where the work is done; its workers must see the same files
-    progress: (
-        Callable[[int, int], None] | None
-    )  # told bytes written since the last time, and bytes in all
+    progress: Callable[[int, int], None] | None  # called with bytes since the last call, and total
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was done: the checkpoint as it was written, and the plan."""
+    """The result of a conversion: the checkpoint as it was written, and the plan."""
 
     checkpoint: Checkpoint
     plan: Plan | Patch
@@ -53,19 +51,21 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What transforms did."""
+        """Notes of the transforms on what they did."""
         return self.checkpoint.notes
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What reading, transforming and writing noticed. What the format could not keep is in
-        `plan.notes`."""
+        """Warnings of reading, transforming and writing.
+
+        Losses of the format are in `plan.notes`.
+        """
         left = () if self.published is None else self.published.left
-        said = (
+        stale = (
             f"{name} is beside it: a killed run left it, unless another machine is writing there"
             for name in left
         )
-        return (*self.checkpoint.warnings, *said)
+        return (*self.checkpoint.warnings, *stale)
 
 
 def open_checkpoint(
@@ -86,7 +86,7 @@ def open_checkpoint(
 
 
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
-    """What `read` makes of a place, which stays open only then."""
+    """Return the result of `read` for a place, which stays open only if that succeeds."""
     try:
         with steady(place):
             return read(place)
@@ -99,10 +99,10 @@ def recover(path: PathLike, *, unverified: bool = False) -> Recovered:
     """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and
     their list.
 
-    A tensor is whole if its bytes have the checksum that the file promises. A format without
+    A tensor is intact if its bytes have the checksum that the file records. A format without
     checksums has nothing but its length: where that is wrong, bytes may be shifted. With
     `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
-    UnsupportedError for a format of which nothing can be recovered.
+    UnsupportedError for a format from which nothing can be recovered.
     """
     return _read(open_place(path, settle=True), partial(formats.recover, unverified=unverified))
 
@@ -116,7 +116,7 @@ def save(
     dry_run: bool = False,
     **publishing: Unpack[Publishing],
 ) -> Conversion:
-    """Write a checkpoint to `path`, in `format` or in the one that the suffix says.
+    """Write a checkpoint to `path`, in `format` or in that of the suffix.
 
     Nothing is written before the plan is complete, and `path` appears whole or not at all. Further
     arguments, all off by default: ``force``, ``durable``, ``verify``, ``allow_expand``,
@@ -141,8 +141,7 @@ def convert(
     asked: Asked | None = None,
     **publishing: Unpack[Publishing],
 ) -> Conversion:
-    """Read `source`, apply the steps in order, write `destination`, or change the source itself if
-    `in_place`.
+    """Read `source`, apply the steps in order, write `destination` (`in_place`: the source).
 
     With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is
     changed in place by the few bytes that differ, if they are few; without, it is written anew. A
@@ -161,20 +160,19 @@ def convert(
         raise UsageError("there is no destination")
     keep = checkpoint.format if keep_format or in_place else None
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
-    before = (
-        checkpoint if in_place and keep_format else None
-    )  # else it is let go: there may be little memory
+    # Otherwise it is released: there may be little memory.
+    before = checkpoint if in_place and keep_format else None
     checkpoint = _changed(checkpoint, steps)
     if before is not None and (patch := _patch(before, checkpoint, chosen, options)) is not None:
         return _apply(checkpoint, patch, chosen, dry_run, publishing)
     if in_place and os.path.islink(path):
-        kept = f"was a link to {os.readlink(path)}, which stays as it was"
+        kept = f"was a link to {os.readlink(path)}, which is unchanged"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
 
 
 def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
-    """The file that is to be changed in place. Raises UsageError where that makes no sense."""
+    """Return the file that is to be changed in place. Raises UsageError if that is impossible."""
     name = checkpoint.name
     if name is None or not os.path.isfile(name):
         raise UsageError(
@@ -189,7 +187,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
     expected = formats.for_writing(name, None, checkpoint.format).name
     if format is not None and format != expected:
         raise UsageError(
-            f"is named as {expected} is, and {format} would be in it", where=name, hint="name a DST"
+            f"has a name for {expected}, but would contain {format}", where=name, hint="name a DST"
         )
     return name
 
@@ -197,7 +195,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
 def _patch(
     before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None
 ) -> Patch | None:
-    """What becomes of the file itself, None if it must be written anew."""
+    """Return the in-place edit of the file, None if it must be written anew."""
     from ckptkit.publish.patching import can_patch, fits
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
@@ -225,7 +223,7 @@ def _in_shards(options: WriteOptions | None) -> bool:
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
-    """What the steps make of a checkpoint. Every error says of which."""
+    """Return the checkpoint after the steps. Every error names the checkpoint."""
     name = checkpoint.name
     try:
         for step in steps:
@@ -250,7 +248,7 @@ def _publish(
         plan = replace(plan, files=(*plan.files, *beside))
     published = None
     if not dry_run:
-        from ckptkit.publish.write import publish  # not needed by those who only read
+        from ckptkit.publish.write import publish  # not needed for reading
 
         if replace_source:
             publishing["force"] = True

@@ -1,7 +1,7 @@
-"""JSON as RFC 8259 has it, and stricter where two readers could disagree.
+"""A JSON parser for RFC 8259, stricter where two readers could disagree.
 
 UTF-8 without a byte order mark; no name twice in one object; no NaN or Infinity, spelled out or by
-overflow; no ``-0`` and no integer of more than 20 digits; no lone surrogates; nothing nested deeper
+overflow; no ``-0`` and no integer of more than 20 digits; no lone surrogates; no nesting deeper
 than `LIMITS.json_depth`.
 """
 
@@ -21,9 +21,9 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
 
 def parse(data: bytes, what: str) -> Any:
-    """The value that `data` spells; `what` it is, is for messages.
+    """Parse `data` as strict JSON; `what` names it in messages.
 
-    Raises FormatError for what is not JSON, AmbiguousError for a repeated name, LimitError.
+    Raises FormatError for bytes that are not JSON, AmbiguousError for a repeated name, LimitError.
     """
     check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
     _check_nesting(data, what)
@@ -31,10 +31,13 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def _check_nesting(data: bytes, what: str) -> None:
-    """Take matching brackets away from the inside out, a layer at a time: the parser recurses, this
-    does not."""
-    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SQUARE, _NO_BRACKETS)
-    brackets = b"".join(bare.split(b'"')[::2])
+    """Remove matching brackets from the inside out, a layer at a time.
+
+    The parser recurses, this check does not.
+    """
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    quoted = unescaped.translate(_SQUARE, _NO_BRACKETS)
+    brackets = b"".join(quoted.split(b'"')[::2])
     for _ in range(LIMITS.json_depth):
         outer = brackets.replace(b"[]", b"")
         if len(outer) == len(brackets):

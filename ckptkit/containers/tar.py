@@ -1,16 +1,16 @@
-"""Tar files, read as strictly as their writers allow: what two readers could see differently is
-refused.
+"""A strict tar reader: archives that two readers could see differently are refused.
 
-    per member: a header of 512 bytes, its data, zeros up to a multiple of 512; at the end 1,024 zeros or more
+    per member: a header of 512 bytes, its data, zeros up to a multiple of 512
+    at the end: 1,024 zeros or more
     header: name[100] mode[8] uid[8] gid[8] size[12] mtime[12] checksum[8] type[1] link[100]
-            magic[8] owner[32] group[32] device[16] prefix[155]; magic "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
+            magic[8] owner[32] group[32] device[16] prefix[155];
+            magic "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
     numbers: octal text; or 0x80 and a big-endian number (GNU)
-    type x: records "length key=value\\n" about the next member; g: the same about all that follow
+    type x: records "length key=value\\n" about the next member; g: about all that follow
 
-The reader is our own. torch asks Python's tarfile, which lets a later member replace an earlier one
-of its name, takes half of a number for a number, skips what it does not know and ends at the first
-zeros; other readers decide otherwise. Nothing is ever unpacked: times, owners and modes are not
-looked at, links are not followed.
+Python's tarfile, which torch uses, lets a later member replace an earlier one of its name, accepts
+half of a number as a number, skips unknown fields and ends at the first zeros; other readers decide
+otherwise. Nothing is ever unpacked: times, owners and modes are ignored, links are not followed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Member(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What a header says, its name as the fixed fields have it."""
+    """The fields of a header; the name is that of the fixed fields."""
 
     name: bytes
     type: bytes
@@ -63,8 +63,10 @@ class _Header(NamedTuple):
 
 
 def is_tar(head: bytes) -> bool:
-    """Whether a file that begins so is a tar file to Python's tarfile, which torch asks: by its
-    checksum alone."""
+    """Return whether Python's tarfile, which torch uses, accepts a file with this head.
+
+    It goes by the checksum alone.
+    """
     if len(head) < BLOCK or not head[:BLOCK].strip(b"\0"):
         return False
     rest = head[:148] + b" " * 8 + head[156:BLOCK]
@@ -73,11 +75,10 @@ def is_tar(head: bytes) -> bool:
 
 
 def lenient_number(field: bytes) -> int | None:
-    """A number as tarfile takes it."""
+    """Parse a number as tarfile does; None if it is not one."""
     if field[0] in (0x80, 0xFF):
-        return int.from_bytes(field[1:], "big") - (
-            256 ** (len(field) - 1) if field[0] == 0xFF else 0
-        )
+        negative = 256 ** (len(field) - 1) if field[0] == 0xFF else 0
+        return int.from_bytes(field[1:], "big") - negative
     try:
         return int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
     except ValueError:
@@ -85,7 +86,7 @@ def lenient_number(field: bytes) -> int | None:
 
 
 def first_name(source: ByteSource) -> bytes:
-    """The name of the first member, as its header has it; records before it are passed over."""
+    """Return the name in the first member's header; records before it are skipped."""
     at = 0
     for _ in range(3):
         header = _header(source.read(at, BLOCK), at)
@@ -96,9 +97,9 @@ def first_name(source: ByteSource) -> bytes:
 
 
 def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]:
-    """Every member by its name, in order.
+    """Return every member by its name, in order.
 
-    `here`: a leading ``./``, as `tar -C FOLDER .` writes it, is no part of a name.
+    `here`: a leading ``./``, as `tar -C FOLDER .` writes it, is not part of a name.
 
     Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
     LimitError.
@@ -119,7 +120,7 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]
 
 
 def _members(source: ByteSource, here: bool) -> Iterator[tuple[Member, str]]:
-    """Each member and what it links to, up to the end, which must be one."""
+    """Yield each member and its link target, up to the end, which is checked."""
     at = 0
     records: dict[bytes, bytes] = {}
     while (block := source.read(at, BLOCK)).strip(b"\0"):
@@ -140,7 +141,7 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[Member, str]]:
         yield _member(header, records, data, here)
         records = {}
     if records:
-        raise FormatError("a tar file ends with records about a member that is not there")
+        raise FormatError("a tar file ends with records about a member that is missing")
     _check_end(source, at)
 
 
@@ -152,7 +153,7 @@ def _header(block: bytes, at: int) -> _Header:
         raise UnsupportedError(f"the tar header at byte {at:,} is neither POSIX nor GNU")
     if magic == _MAGICS[1] and prefix.strip(b"\0"):
         raise AmbiguousError(
-            "a GNU tar header has times where others have the beginning of its name"
+            "a GNU tar header has times where a POSIX one has the start of the name"
         )
     name, link, start = (_text(field) for field in (block[:100], block[157:257], prefix))
     if start:
@@ -173,7 +174,7 @@ def _padded(length: int) -> int:
 def _text(field: bytes) -> bytes:
     text, _, rest = field.partition(b"\0")
     if rest.strip(b"\0"):
-        raise AmbiguousError(f"a tar header goes on after the end of the name {shown(text)}")
+        raise AmbiguousError(f"a tar header has bytes after the end of the name {shown(text)}")
     return text
 
 
@@ -181,12 +182,12 @@ def _number(field: bytes) -> int:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     if not re.fullmatch(rb" *[0-7]+[ \0]*", field):
-        raise FormatError(f"a tar header has the size {field!r}, which is no octal number")
+        raise FormatError(f"a tar header has the size {field!r}, which is not an octal number")
     return int(field.strip(b" \0"), 8)
 
 
 def _size(header: _Header, records: dict[bytes, bytes]) -> int:
-    """The bytes of the data; a record may say so only where the header has no room for it."""
+    """Return the size of the data; a record may give it only where the header cannot."""
     if (text := records.get(b"size")) is None:
         return header.size
     size = int(text) if re.fullmatch(rb"[1-9][0-9]{0,18}", text) else 0
@@ -196,7 +197,7 @@ def _size(header: _Header, records: dict[bytes, bytes]) -> int:
 
 
 def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
-    """``length key=value\\n``, the length that of the whole record in bytes."""
+    """Parse records ``length key=value\\n``; the length is that of the whole record in bytes."""
     check("tar_records_bytes", data.length, "bytes of records about a tar member")
     text = data.read()
     found: dict[bytes, bytes] = {}
@@ -227,20 +228,22 @@ def _member(
     kind = _KINDS.get(header.type)
     if kind is None:
         raise UnsupportedError(
-            f"the tar member {shown(header.name)} is no file: its type is {header.type.decode('latin-1')!r}"
+            f"the tar member {shown(header.name)} is no file: "
+            f"its type is {header.type.decode('latin-1')!r}"
         )
     if kind != "file" and data.length:
         raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
     name = _name(records.get(b"path", header.name), kind, here)
-    if header.name:  # readers that do not know records go by this one
+    if header.name:  # readers without support for records use this name
         _name(header.name, kind, here)
     return Member(name, kind, data), header.link.decode("latin-1") if kind == "link" else ""
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:
-    """The name as text: torch's are four words, and others have names that all readers agree on.
+    """Return the member's name as text. Raises PathError if it leads elsewhere.
 
-    Torch looks for its records without a leading ``./``: only `here` takes that off.
+    Torch's names are four words, others' are names that all readers agree on. Torch looks for its
+    records without a leading ``./``: only `here` removes it.
     """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")
@@ -252,13 +255,14 @@ def _name(name: bytes, kind: str, here: bool) -> str:
     parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
         raise PathError(
-            f"the name {shown(name)} of a tar member leads elsewhere, or is no name of a {kind}"
+            f"the name {shown(name)} of a tar member leads out of the archive, "
+            f"or is not that of a {kind}"
         )
     return text
 
 
 def _check_end(source: ByteSource, at: int) -> None:
-    """Two blocks of zeros, and whole blocks of zeros from there on."""
+    """Check for two blocks of zeros at the end, and only whole blocks of zeros after them."""
     tail = source.size - at
     if tail < 2 * BLOCK or tail % BLOCK:
         raise TruncatedError(

@@ -1,4 +1,4 @@
-"""Compressed bytes as bytes, up to a limit: whatever Python's standard library takes apart."""
+"""Decompression up to a limit, with the methods of Python's standard library."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from ckptkit.core.bytesource import ByteSource
 
 _PIECE = 1 << 18
 
-# How compressed files begin, as far as Python can read them.
+# The first bytes of compressed files that Python can read.
 HEADS = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
-# So do many others, a tensor of one small integer among them.
+# Weaker signs: many other files begin like this, such as a tensor of one small integer.
 WEAK_HEADS = {
-    b"\x5d\0\0": "xz", b"\x78\x01": "zlib", b"\x78\x5e": "zlib", b"\x78\x9c": "zlib", b"\x78\xda": "zlib",
-}  # fmt: skip
-# And those that it cannot.
+    b"\x5d\0\0": "xz",
+    b"\x78\x01": "zlib",
+    b"\x78\x5e": "zlib",
+    b"\x78\x9c": "zlib",
+    b"\x78\xda": "zlib",
+}
+# The first bytes of compressed files that Python cannot read.
 CLOSED = {
-    b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4", b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!\x1a\x07": "rar",
-}  # fmt: skip
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+}
 
 
 class _Machine(Protocol):
-    """What zlib, bz2 and lzma have in common."""
+    """The common interface of the decompressors of zlib, bz2 and lzma."""
 
     @property
     def eof(self) -> bool: ...
@@ -44,15 +51,14 @@ _MACHINES: dict[str, Callable[[], _Machine]] = {
 
 
 class Unpacked(NamedTuple):
-    """``failure`` says why there would be more; what is there then is the beginning."""
+    """Decompressed bytes. ``failure`` says why more are missing; ``data`` is then the beginning."""
 
     data: bytes
     failure: str | None
 
 
 def unpack(source: ByteSource, method: str, most: int) -> Unpacked:
-    """Up to `most` bytes of what a compressed source holds, all its streams if there are
-    several."""
+    """Decompress up to `most` bytes of a source, all its streams if there are several."""
     pieces: list[bytes] = []
     left = most
     at = 0

@@ -1,14 +1,15 @@
-"""The members of a zip file: directory entries and local headers, read, checked, and compared with
-each other.
+"""Members of a zip file: directory entries and local headers, checked against each other.
 
-    central entry    PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths, disk, attributes, offset
-    local header     PK 3 4, version, flags, method, time, CRC-32, stored size, size, lengths of name and extra fields
-    descriptor       [PK 7 8,] CRC-32, stored size, size; sizes of 32 or 64 bits; after the data, if flag 3 says so
+    central entry    PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths,
+                     disk, attributes, offset
+    local header     PK 3 4, version, flags, method, time, CRC-32, stored size, size, lengths of
+                     name and extra fields
+    descriptor       [PK 7 8,] CRC-32, stored size, size; sizes of 32 or 64 bits; after the data, if
+                     flag 3 is set
 
 torch leaves CRC and sizes in local headers zero and writes descriptors; it aligns data by an extra
-field ``FB``. Versions, times and attributes are not looked at, as nothing is ever unpacked; but for
-the one that says that a member is a folder: to torch it has no bytes then, and what is loaded is
-whatever was in memory.
+field ``FB``. Versions, times and attributes are ignored, as nothing is ever unpacked. The exception
+is the folder attribute: torch reads such a member as empty, and loads uninitialized memory.
 
 A row is ``(offset of the local header, stored size, size, crc, method, flags)``: a plain tuple is
 made in a tenth of the time of a named one.
@@ -33,10 +34,8 @@ from ckptkit.core.text import shown
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
-REPLACED = (
-    ".old",
-    *(f".ol{n}" for n in range(10)),
-)  # endings of records that an edit in place has replaced
+# Endings of records that an edit in place has replaced.
+REPLACED = (".old", *(f".ol{n}" for n in range(10)))
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
@@ -44,9 +43,9 @@ _LOCAL = struct.Struct("<4s2xHH4xLLLHH")
 _DESCRIPTOR = struct.Struct("<4sLLL")
 _U32 = 0xFFFFFFFF
 _DESCRIPTOR_FLAG = 0x0008
-_REFUSED_FLAGS = ~0x080E  # but for UTF-8, data descriptor, and how hard deflate tried
+_REFUSED_FLAGS = ~0x080E  # all but UTF-8, data descriptor, and the effort of deflate
 _ENCRYPTED_FLAGS = 0x2041
-_FOLDER = 0x10  # of the attributes that DOS has
+_FOLDER = 0x10  # of the attributes of DOS
 _CONTROLS = bytes([*range(1, 32), 127])
 _ZIP64_FIELD, _UNICODE_PATH_FIELD = 0x0001, 0x7075
 _STEP = 512  # bytes of the smallest read among local headers
@@ -56,9 +55,10 @@ Read = Callable[[int, int], bytes]  # (offset, length) -> bytes
 
 
 def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Row]]:
-    """Names of all members, and for each what an Entry holds but for the last field.
+    """Return the names of all members, and for each the fields of an Entry except the last.
 
-    `limit` is where the members end. The loop is hot: what is wrong is told apart elsewhere.
+    `limit` is the offset where the members end. The loop is hot: `_refuse_entry` finds the cause of
+    an error.
     """
     names: list[bytes] = []
     rows: list[Row] = []
@@ -120,7 +120,7 @@ def _refuse_entry(
 
 
 def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
-    """The extra fields of a header by id."""
+    """Return the extra fields of a header by id."""
     found: dict[int, bytes] = {}
     at = 0
     while at + 4 <= len(extra):
@@ -137,8 +137,7 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
-    """`values` (size, stored size, offset) with those that do not fit 32 bits taken from the zip64
-    field."""
+    """Return `values` (size, stored size, offset), those beyond 32 bits from the zip64 field."""
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
         raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")
@@ -147,14 +146,16 @@ def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
 
 
 def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
-    """The names as text. All are looked at at once; one by one only if something may be wrong."""
+    """Return the names as text. Raises for names that are not safe or not unique.
+
+    All are checked at once; one by one only if something may be wrong.
+    """
     if not names:
         return []
     joined = b"\0".join(names)
     framed = b"\0" + joined + b"\0"
-    odd = any(each in framed for each in (b"\\", b"..", b"\0/", b"\0\0")) or joined.count(
-        b"\0"
-    ) >= len(names)
+    odd = any(each in framed for each in (b"\\", b"..", b"\0/", b"\0\0"))
+    odd = odd or joined.count(b"\0") >= len(names)
     if odd or len(joined.translate(None, _CONTROLS)) != len(joined):
         for name in names:
             _check_name(name)
@@ -164,9 +165,8 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
         bad = names[joined.count(b"\0", 0, error.start)]
         raise FormatError(f"record name {shown(bad)} is not UTF-8") from error
     numpy = all(name.endswith(b".npy") for name in names)
-    folded = (joined if numpy else joined.lower()).split(
-        b"\0"
-    )  # torch looks names up without regard to ASCII case
+    # torch looks names up without regard to ASCII case
+    folded = (joined if numpy else joined.lower()).split(b"\0")
     if len(set(folded)) != len(names):
         _refuse_duplicates(names, folded)
     if b"/\0" in framed:
@@ -196,8 +196,7 @@ def _check_folders(names: list[bytes], rows: list[Row], folded: set[bytes]) -> N
 
 
 class _Window:
-    """Reads that move forward through a source: in steps that grow while they are close to each
-    other."""
+    """Forward reads of a source, in steps that grow while they are close to each other."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -220,8 +219,10 @@ class _Window:
 def check_members(
     source: ByteSource, names: list[bytes], rows: list[Row], directory: int
 ) -> list[int]:
-    """Where the bytes of each member are; raises unless members and directory agree and no two
-    members overlap."""
+    """Return the offset of each member's bytes, once members and directory are found to agree.
+
+    Raises if they differ, or if two members overlap.
+    """
     read = _Window(source).read
     known = set(names)
     places = [0] * len(rows)
@@ -247,15 +248,14 @@ def check_members(
 
 
 def find_data(read: Read, name: bytes, row: Row) -> tuple[int, bool]:
-    """Where a member's bytes begin, and whether a data descriptor follows them.
+    """Return the offset of a member's bytes, and whether a data descriptor follows them.
 
-    The local header must say what the directory says, but for the flag of the descriptor.
+    The local header must agree with the directory, except for the flag of the descriptor.
     """
     offset, stored, size, crc, method, flags = row[:6]
     n = len(name)
-    head = read(
-        offset, 34 + n
-    )  # and four bytes of extra fields or of what follows, which is there in any zip file
+    # And four bytes of extra fields or of what follows, which exists in any zip file.
+    head = read(offset, 34 + n)
     magic, own_flags, own_method, own_crc, own_stored, own_size, own_n, x = _LOCAL.unpack_from(head)
     if magic != MAGIC:
         raise CorruptError(
@@ -278,8 +278,7 @@ def find_data(read: Read, name: bytes, row: Row) -> tuple[int, bool]:
 def _check_local(
     own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row
 ) -> None:
-    """CRC and sizes of a local header: those of the directory, or nothing where a descriptor
-    follows.
+    """Check that CRC and sizes of a local header are the directory's, or 0 if a descriptor follows.
 
     torch's zip64 field holds the size, a zero instead of the stored size, and the offset, while the
     sizes of 32 bits are zero too.
@@ -290,8 +289,8 @@ def _check_local(
     own_size = wide.pop(0) if own[2] == _U32 and wide else own[2]
     own_stored = wide.pop(0) if own[1] == _U32 and wide else own[1]
     differ = any(
-        seen != expected and not (described and seen == 0)
-        for seen, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
+        found != expected and not (described and found == 0)
+        for found, expected in ((own[0], crc), (own_stored, stored), (own_size, size))
     )
     if differ or any(value not in (0, size, stored, offset) for value in wide):
         raise AmbiguousError(
@@ -300,10 +299,12 @@ def _check_local(
 
 
 def _check_descriptor(read: Read, at: int, name: bytes, row: Row) -> int:
-    """Where the data descriptor at `at` ends: CRC and both sizes, of 32 or 64 bits, mostly after a
-    signature."""
+    """Return the end of the data descriptor at `at`.
+
+    It holds the CRC and both sizes, of 32 or 64 bits, mostly after a signature.
+    """
     _, stored, size, crc = row[:4]
-    data = read(at, 24)  # fewer are left of no zip file
+    data = read(at, 24)  # at least as many follow in any zip file
     if _DESCRIPTOR.unpack_from(data) == (_DESCRIPTOR_MAGIC, crc, stored, size):
         return at + 16
     wide = struct.pack("<LQQ", crc, stored, size)
@@ -311,9 +312,7 @@ def _check_descriptor(read: Read, at: int, name: bytes, row: Row) -> int:
     for expected in (_DESCRIPTOR_MAGIC + wide, wide, narrow):
         if data.startswith(expected):
             return at + len(expected)
-    raise CorruptError(
-        f"the data descriptor of record {shown(name)} does not say what the directory says"
-    )
+    raise CorruptError(f"the data descriptor of record {shown(name)} contradicts the directory")
 
 
 def _refuse_overlap(first: bytes, second: bytes, same: bool) -> NoReturn:
@@ -322,9 +321,9 @@ def _refuse_overlap(first: bytes, second: bytes, same: bool) -> NoReturn:
 
 
 def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
-    """Refuse bytes between members that begin a record which the directory does not know.
+    """Refuse bytes between members that begin a record which is not in the directory.
 
-    An older version of a record that it does know is what an edit in place leaves behind.
+    An older version of a record that is in the directory is left by an edit in place.
     """
     if end - start < 30:
         return

@@ -1,15 +1,16 @@
-"""Zip files as checkpoints use them: a strict reader.
+"""A strict reader of zip files as checkpoints use them.
 
 Layout (PKWARE APPNOTE 6.3.10; integers little-endian):
 
     member*           local header (30 bytes), name, extra fields, data [, data descriptor]
     central entry*    the directory: 46 bytes, name, extra fields, comment for each member
-    zip64 end         56 bytes, and a locator of 20 bytes: where 16 or 32 bits do not suffice; torch always writes them
+    zip64 end         56 bytes, and a locator of 20 bytes: where 16 or 32 bits do not suffice;
+                      torch always writes them
     end record        22 bytes and a comment
 
-The same facts stand in several of these places, and readers differ in which of them they believe.
-This one refuses whatever two readers could understand differently. A CRC of 0 on a member that is
-not empty means that none was computed: torch can be told so.
+Several of these places repeat the same facts, and readers differ in which of them they use. This
+one refuses all that two readers could understand differently. A CRC of 0 on a non-empty member
+means that none was computed: torch has an option for that.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _AGAIN = "download or copy the file again"
 
 
 class Entry(NamedTuple):
-    """What the directory says about a member. Offsets are in the source, sizes are in bytes."""
+    """A member's entry in the directory. Offsets are in the source, sizes are in bytes."""
 
     offset: int  # of the local header
     stored: int  # bytes in the file
@@ -84,30 +85,29 @@ class ZipDirectory:
 
     @property
     def top(self) -> str:
-        """The first folder of the first member: what torch takes for the name of the archive."""
+        """The first folder of the first member: torch uses it as the name of the archive."""
         return next(iter(self.entries), "").partition("/")[0]
 
     def crc(self, name: str) -> int | None:
-        """The CRC-32 of a member's bytes, None if the file does not have it."""
+        """Return the CRC-32 of a member's bytes, None if the file does not have it."""
         entry = self.entries[name]
         return None if entry.crc == 0 and entry.size else entry.crc
 
     def record(self, name: str) -> tuple[Record, int | None]:
-        """Where the bytes of a member are, and their CRC-32 as `crc` has it.
+        """Return the record of a member's bytes, and their CRC-32 as in `crc`.
 
-        Of a remote file the place is found out when it is needed.
+        In a remote file the location is determined when it is needed.
         """
         _, stored, size, crc, method, _, data = self.entries[name]
         known = None if crc == 0 and size else crc
         if data < 0:
             return Unlocated(self, name, size), known
-        return (
-            self.locate(name) if method == DEFLATED else Range(self.source, data, stored)
-        ), known
+        if method == DEFLATED:
+            return self.locate(name), known
+        return Range(self.source, data, stored), known
 
     def locate(self, name: str) -> Extent:
-        """The bytes of a member as they lie in the file, or as they are computed from it if they
-        are deflated."""
+        """Return the extent of a member's bytes in the file, or the inflation of it if deflated."""
         entry = self.entries[name]
         stored = Range(self.source, self._data(name, entry), entry.stored)
         if entry.method != DEFLATED:
@@ -116,8 +116,10 @@ class ZipDirectory:
         return Derived("inflate", (stored,), (), entry.size)
 
     def read(self, name: str) -> bytes:
-        """All bytes of a member. Raises CorruptError where they are not what the directory says,
-        LimitError."""
+        """Return all bytes of a member.
+
+        Raises CorruptError where they contradict the directory, LimitError.
+        """
         entry = self.entries[name]
         check("record_bytes", entry.size, f"record {shown(name)}")
         if entry.method == DEFLATED:
@@ -129,8 +131,7 @@ class ZipDirectory:
         return data
 
     def verify(self, name: str) -> None:
-        """Raise CorruptError unless a stored member's bytes have their CRC, if that is known. Any
-        size."""
+        """Raise CorruptError unless a stored member's bytes have their CRC, if known. Any size."""
         entry = self.entries[name]
         start, total, piece = self._data(name, entry), 0, 1 << 20
         for at in range(start, start + entry.stored, piece):
@@ -157,18 +158,18 @@ class ZipDirectory:
             )
         return data
 
-    def _compare(self, name: str, seen: int) -> None:
+    def _compare(self, name: str, crc: int) -> None:
         expected = self.crc(name)
-        if expected is not None and seen != expected:
+        if expected is not None and crc != expected:
             raise CorruptError(
-                f"record {shown(name)} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}",
+                f"record {shown(name)} is damaged: its CRC-32 is {crc:08x}, not {expected:08x}",
                 where=self.source.name,
                 hint=_AGAIN,
             )
 
 
 class LocalHeaders:
-    """Where the bytes of a remote file's members begin, which their local headers say."""
+    """Offsets of the members' bytes in a remote file, read from their local headers."""
 
     def __init__(self, source: ByteSource, entries: dict[str, Entry]) -> None:
         self._source = source
@@ -177,16 +178,13 @@ class LocalHeaders:
         self._places: dict[str, int] = {}
 
     def place(self, name: str) -> int:
-        """Where the bytes of the member `name` begin. Raises what is wrong with its header."""
-        return (
-            self._places[name]
-            if name in self._places
-            else self._find(*self._entries[self._numbers[name]])
-        )
+        """Return the offset of the bytes of the member `name`. Raises if its header is invalid."""
+        if name in self._places:
+            return self._places[name]
+        return self._find(*self._entries[self._numbers[name]])
 
-    def come_to(self, name: str) -> None:
-        """The place of this member is needed, and those of its neighbours will be: fetch their
-        headers together."""
+    def prefetch(self, name: str) -> None:
+        """Fetch the header of a member that is about to be read, together with its neighbors'."""
         if name in self._places:
             return
         first = self._numbers[name] // _BATCH * _BATCH
@@ -197,9 +195,7 @@ class LocalHeaders:
             sorted((offset, min(length, limit - offset)) for offset, length in heads)
         )
         for name, entry in members:
-            with suppress(
-                CkptkitError
-            ):  # raised when it is the place of this one that is asked for
+            with suppress(CkptkitError):  # raised again when this member itself is read
                 self._places[name] = self._find(name, entry)
 
     def _find(self, name: str, entry: Entry) -> int:
@@ -215,13 +211,12 @@ class Unlocated(NamedTuple):
 
     def locate(self) -> Extent:
         if self.directory.headers is not None:
-            self.directory.headers.come_to(self.name)
+            self.directory.headers.prefetch(self.name)
         return self.directory.locate(self.name)
 
 
 def read_directory(source: ByteSource) -> ZipDirectory:
-    """The directory of a zip file, checked against its members' local headers if the file is a
-    local one.
+    """Return the directory of a zip file; a local file's is checked against the local headers.
 
     Raises TruncatedError (no end), FormatError, CorruptError, AmbiguousError, UnsupportedError,
     LimitError.
@@ -249,7 +244,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
 
 
 def _find_end(source: ByteSource) -> tuple[int, int, int]:
-    """Offset and size of the directory and the number of its entries, from the end records."""
+    """Return offset, size and number of entries of the directory, from the end records."""
     if source.read(0, min(4, source.size)) != MAGIC:
         raise FormatError("does not begin with a zip member")
     longest = _END.size + _U16 + _LOCATOR.size + _END64.size
@@ -276,7 +271,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
 
 
 def _find_end_record(source: ByteSource, tail: bytes) -> int:
-    """Where in `tail` the one end record is that ends, with its comment, where the file does."""
+    """Return the offset in `tail` of the only end record that, with its comment, ends the file."""
     found = []
     at = tail.find(_END_MAGIC, max(0, len(tail) - _END.size - _U16))
     while at >= 0:
@@ -299,14 +294,16 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
 
 
 def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
-    """Tell whether an end record is that of an archive inside the file: its offsets count from
-    where that begins."""
+    """Return whether an end record is that of an archive inside the file.
+
+    Its offsets count from where that archive begins.
+    """
     size, start = _END.unpack_from(tail, at)[5:7]
     end = at
     if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
         end = at - _LOCATOR.size - _END64.size
         if end < 0 or not tail.startswith(_END64_MAGIC, end):
-            return False  # what is wrong with it is said where it is read
+            return False  # reported where it is read
         size, start = _END64.unpack_from(tail, end)[8:10]
     begin = source.size - len(tail) + end - size - start
     return 0 < begin <= source.size - len(MAGIC) and source.read(begin, len(MAGIC)) == MAGIC
@@ -315,8 +312,10 @@ def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
 def _read_end64(
     before: bytes, locator: bytes, place: int, short: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    """Start, size and count from the zip64 end record at `place`, which the `short` ones must not
-    contradict."""
+    """Return start, size and count from the zip64 end record at `place`.
+
+    The `short` ones must not contradict them.
+    """
     _, disk, offset, disks = _LOCATOR.unpack_from(locator)
     if disk or disks > 1:
         raise UnsupportedError(_IN_PARTS)

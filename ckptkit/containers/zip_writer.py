@@ -1,14 +1,16 @@
-"""Lays out zip files: stored members without data descriptors, their data at multiples of 64 bytes.
+"""Layout of zip files: stored members, no data descriptors, data at multiples of 64 bytes.
 
-Layout (see zip_container; all of it loads, and maps, in every torch since 1.6):
+Layout (see zip_reader; every torch since 1.6 loads and maps all of it):
 
-    local header     flags 0x0800 (UTF-8), version 20 (45 with zip64), date 1980-01-01, the true CRC-32 and sizes
+    local header     flags 0x0800 (UTF-8), version 20 (45 with zip64), date 1980-01-01, the true
+                     CRC-32 and sizes
     name
     zip64 field      0x0001: size, stored size, for members of 4 GiB and more
     ``FB`` field     as many Z as bring the data to the next multiple of 64
     data
-    directory        zip64 fields for what does not fit 32 bits: size, stored size, offset
-    ends             zip64 end record and locator, always, as torch writes them; end record with capped values
+    directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
+    ends             zip64 end record and locator, always, as torch writes them; end record with
+                     capped values
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ _JOINED = 1 << 16  # literal contents up to this length share a segment with the
 
 
 class Member(NamedTuple):
-    """A record to be written. `crc` is that of an extent, None if it is to be computed while it is
-    written."""
+    """A record to be written.
+
+    `crc` is that of an extent, None if it is to be computed during writing.
+    """
 
     name: str
     content: bytes | Extent
@@ -47,7 +51,7 @@ class Member(NamedTuple):
 
 
 class _Text:
-    """Literal bytes being put together, with holes for CRCs that are not known yet."""
+    """Literal bytes being assembled, with holes for CRCs that are not known yet."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -58,8 +62,10 @@ class _Text:
 
 
 def lay_out(members: Iterable[Member]) -> list[Segment]:
-    """A whole zip file of `members`, in order. The checksum of a member without a CRC has its
-    position as number."""
+    """Lay out a whole zip file of `members`, in order.
+
+    The checksum of a member without a CRC has its position as number.
+    """
     segments: list[Segment] = []
     text, directory = _Text(), _Text()
     offset = count = 0
@@ -93,35 +99,20 @@ def lay_out(members: Iterable[Member]) -> list[Segment]:
 
 
 def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
-    """A member at `offset`, with its header, and its entry in the directory."""
+    """Return a member at `offset`, with its header, and its entry in the directory."""
     raw, crc = name.encode(), zlib.crc32(content)
     header = _local_header(raw, offset, len(content), crc)
     return header + content, _central_entry(raw, offset, len(content), crc)
 
 
 def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
-    """The header at `offset` with its fields, as long as it takes for the data to be aligned."""
+    """Return the header at `offset` with its fields, padded so that the data is aligned."""
     version, wide, short = 20, b"", size
     if size >= _U32:
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
     extra = wide + _PADS[-(offset + 34 + len(name) + len(wide)) % ALIGNMENT]
-    return (
-        _LOCAL(
-            b"PK\x03\x04",
-            version,
-            _UTF8_FLAG,
-            0,
-            0,
-            _DATE,
-            crc,
-            short,
-            short,
-            len(name),
-            len(extra),
-        )
-        + name
-        + extra
-    )
+    sizes = crc, short, short, len(name), len(extra)
+    return _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, *sizes) + name + extra
 
 
 def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
@@ -129,33 +120,13 @@ def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
     wide += [offset] if offset >= _U32 else []
     extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     version, size, offset = 45 if wide else 20, min(size, _U32), min(offset, _U32)
-    lengths = len(name), len(extra)
-    return (
-        _CENTRAL(
-            b"PK\x01\x02",
-            version,
-            version,
-            _UTF8_FLAG,
-            0,
-            0,
-            _DATE,
-            crc,
-            size,
-            size,
-            *lengths,
-            0,
-            0,
-            0,
-            0,
-            offset,
-        )
-        + name
-        + extra
-    )
+    first = b"PK\x01\x02", version, version, _UTF8_FLAG, 0, 0, _DATE
+    sizes = crc, size, size, len(name), len(extra)
+    return _CENTRAL(*first, *sizes, 0, 0, 0, 0, offset) + name + extra
 
 
 def ends(offset: int, size: int, count: int) -> bytes:
-    """The three end records of a directory of `size` bytes at `offset`."""
+    """Return the three end records of a directory of `size` bytes at `offset`."""
     short = min(count, _U16)
     return (
         _END64(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, offset)

@@ -1,6 +1,6 @@
-"""What everything else is made of: byte sources, storages and tensors, the tree, Checkpoint, Plan.
+"""The values everything else is made of: byte sources, tensors, the tree, Checkpoint, Plan.
 
 In: bytes and ranges of bytes. Out: frozen values that describe them; nothing here reads a format or
 a tensor. Uses no other room. Also here: errors with their exit codes, limits, dtypes, text for
-people.
+messages.
 """

@@ -1,4 +1,4 @@
-"""Where bytes live: a local file, memory, a folder of files; and how a range of them is named.
+"""Byte sources (a local file, memory, a folder of files) and ranges of their bytes.
 
 A source has a size, an identity and `read`. Files are read with `pread` and never mapped: a file
 that is truncated under a map kills the process, a short read is an error that can be reported.
@@ -30,42 +30,46 @@ class ByteSource(ABC):
     name: str  # for messages
     size: int  # bytes
     identity: Identity  # changes when the bytes do, as far as the place they live in can tell
-    remote = False  # whether a read is a request over a network: few large ones are better than many small ones
+    # True if a read is a request over a network: few large reads are better than many small ones.
+    remote = False
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
-        """Exactly `length` bytes from `offset`. Raises TruncatedError where the source has
-        fewer."""
+        """Return exactly `length` bytes from `offset`.
+
+        Raises TruncatedError where the source has fewer.
+        """
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset`, without a copy where the source can. Raises
-        like `read`."""
+        """Fill `buffer` with the bytes from `offset`, without a copy where the source can.
+
+        Raises like `read`.
+        """
         buffer[:] = self.read(offset, len(buffer))
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - nothing to gain where reads are free
-        """Be told that small ranges (offset, length), in rising order, are read next: to fetch them
-        together."""
+        """Announce the small ranges (offset, length) read next, rising, to fetch together."""
 
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes are no longer those that were opened."""
 
     def beside(self) -> tuple[Folder, str] | None:
-        """The folder that this is a file of, and its name there; None if there is none."""
+        """Return the folder that contains this file, and its name there; None if there is none."""
         return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
-        """Give back what keeps the source open. Reading again is an error."""
+        """Release what keeps the source open. Reading again is an error."""
 
     def _missing(self, offset: int, length: int) -> TruncatedError:
         return TruncatedError(
-            f"ends at byte {self.size:,}, {offset + length - self.size:,} bytes short of what is expected there",
+            f"ends at byte {self.size:,}, {offset + length - self.size:,} bytes too early",
             where=self.name,
             hint="the file is cut: download or copy it again",
         )
 
 
 class Memory(ByteSource):
-    """Bytes at hand."""
+    """Bytes in memory."""
 
     def __init__(self, data: bytes, name: str = "<memory>") -> None:
         self.data = data
@@ -102,8 +106,7 @@ class Section(ByteSource):
 
 
 class LocalFile(ByteSource):
-    """A regular file, opened once: all reads are of the file that was there then, even if its name
-    is reused.
+    """A regular file, opened once: all reads see that file, even if its name is reused.
 
     Pickles by path and identity: a worker process reopens it and refuses another file.
     """
@@ -184,7 +187,7 @@ class LocalFile(ByteSource):
 
 
 def _open_regular(path: str, name: str, follow: bool) -> int:
-    """Open without waiting for a FIFO's writer, and refuse whatever is not a regular file."""
+    """Open `path` without waiting for a FIFO's writer, and refuse all but a regular file."""
     flags = (
         os.O_RDONLY
         | getattr(os, "O_CLOEXEC", 0)
@@ -198,11 +201,9 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
     except FileNotFoundError as error:
         raise PathError("does not exist", where=name, hint=_instead(path, name)) from error
     except OSError as error:
-        why = (
-            "is a symbolic link"
-            if error.errno == errno.ELOOP and not follow
-            else error.strerror or str(error)
-        )
+        why = error.strerror or str(error)
+        if error.errno == errno.ELOOP and not follow:
+            why = "is a symbolic link"
         hint = "`ulimit -n 65536` allows more" if error.errno == errno.EMFILE else None
         raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
     except ValueError as error:  # an embedded null byte
@@ -214,10 +215,10 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
 
 
 def _instead(path: str, name: str) -> str | None:
-    """What may have been meant by the path of a file that is not there."""
+    """Return a hint for a path that does not exist: close names, a broken link, no folder."""
     folder, wanted = os.path.split(path)
     if os.path.islink(path):
-        return f"it is a link to {os.readlink(path)}, which is not there"
+        return f"it is a link to {os.readlink(path)}, which does not exist"
     if not os.path.isdir(folder):
         return f"there is no folder {folder}"
     try:
@@ -228,14 +229,14 @@ def _instead(path: str, name: str) -> str | None:
 
 
 class Folder:
-    """A folder of files. Names are plain: whatever leads out of the folder is refused, symbolic
-    links included.
+    """A folder of files, addressed by plain names.
 
-    One kind of link is followed, because the Hugging Face cache is made of them:
-    ``snapshots/<revision>/<name>`` -> ``../../blobs/<hash>``, and the same from folders in there.
+    Any name that leads out of the folder is refused, symbolic links included. One kind of link is
+    followed, because the Hugging Face cache is made of them: ``snapshots/<revision>/<name>`` ->
+    ``../../blobs/<hash>``, and the same from folders in there.
     """
 
-    _within = ""  # where it is in the folder that was named, which keeps the open files
+    _within = ""  # its path in the outermost Folder, which keeps the open files
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
@@ -244,7 +245,7 @@ class Folder:
         self._blobs = _blobs(self.path)
 
     def list(self) -> list[str]:
-        """The names in the folder, sorted."""
+        """Return the names in the folder, sorted."""
         try:
             return sorted(os.listdir(self.path))
         except OSError as error:
@@ -254,7 +255,7 @@ class Folder:
         return os.path.lexists(os.path.join(self.path, plain_name(name, self.name)))
 
     def open(self, name: str) -> ByteSource:
-        """The file called `name`; the same object each time."""
+        """Return the file called `name`; the same object each time."""
         key = self._within + name
         if key not in self._open:
             place = os.path.join(self.path, plain_name(name, self.name))
@@ -267,7 +268,7 @@ class Folder:
         return self._open[key]
 
     def folders(self) -> tuple[str, ...]:
-        """The names of the folders in it, sorted; links to folders are none."""
+        """Return the names of the folders in it, sorted; links to folders are left out."""
         try:
             with os.scandir(self.path) as entries:
                 return tuple(
@@ -277,8 +278,10 @@ class Folder:
             raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
 
     def sub(self, name: str) -> Folder:
-        """The folder called `name` in it, which may not be a link. What is opened there belongs to
-        this folder."""
+        """Return the folder called `name` in it, which may not be a link.
+
+        Files that are opened there belong to this folder.
+        """
         place = os.path.join(self.path, plain_name(name, self.name))
         if os.path.islink(place) or not os.path.isdir(place):
             raise PathError("is not a folder", where=os.path.join(self.name, name))
@@ -289,17 +292,17 @@ class Folder:
         return inner
 
     def nbytes(self) -> int:
-        """Bytes of the files in the folder, and of those that were opened in folders inside it."""
+        """Count the bytes of the files in the folder, and of those opened in folders inside it."""
         paths = [os.path.join(self.path, name) for name in self.list()]
         return sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) + self._deeper()
 
     def _deeper(self) -> int:
-        """Bytes of the files that were opened in folders inside it."""
+        """Count the bytes of the files that were opened in folders inside it."""
         inside = re.compile(re.escape(self._within) + "[^/]+/")
         return sum(source.size for key, source in self._open.items() if inside.match(key))
 
     def opened(self) -> tuple[ByteSource, ...]:
-        """The files in it that have been opened."""
+        """Return the files in it that have been opened."""
         return tuple(self._open.values())
 
     def check_unchanged(self) -> None:
@@ -312,8 +315,10 @@ class Folder:
 
 
 def _blobs(path: str) -> str | None:
-    """Where the Hugging Face cache has the files of a folder at or below ``snapshots/<revision>``,
-    links resolved."""
+    """Find the files of a Hugging Face cache folder at or below ``snapshots/<revision>``.
+
+    Links are resolved.
+    """
     while (parent := os.path.dirname(path)) != path:
         if os.path.basename(parent) == "snapshots":
             blobs = os.path.join(os.path.dirname(parent), "blobs")
@@ -323,7 +328,7 @@ def _blobs(path: str) -> str | None:
 
 
 def plain_name(name: str, folder: str) -> str:
-    """`name`, if it names a file in the folder itself. Raises PathError."""
+    """Return `name` if it names a file in the folder itself. Raises PathError."""
     odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
     if odd or name in ("", ".", ".."):
         raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
@@ -331,7 +336,7 @@ def plain_name(name: str, folder: str) -> str:
 
 
 class Record(Protocol):
-    """Where the bytes of a storage are, found out no earlier than they are needed."""
+    """Location of a storage's bytes, determined no earlier than needed."""
 
     @property
     def length(self) -> int: ...
@@ -353,7 +358,7 @@ class Range(NamedTuple):
         return self.source.read(self.offset, self.length)
 
     def part(self, start: int, length: int) -> Range:
-        """The sub-range of `length` bytes from `start`, which the caller knows to lie inside."""
+        """Return `length` bytes of it from `start`; the caller ensures that they are inside."""
         return Range(self.source, self.offset + start, length)
 
 
@@ -374,7 +379,7 @@ class Derived:
         return self
 
     def sources(self) -> Iterator[ByteSource]:
-        """Every source that the bytes come from."""
+        """Yield every source that the bytes come from."""
         for each in self.inputs:
             if isinstance(each, Range):
                 yield each.source
@@ -386,8 +391,10 @@ Extent = Range | Derived
 
 
 def runs(extent: Extent) -> Iterator[Extent]:
-    """The extents that follow each other in it: what a ``concat`` joins, else itself. They can be
-    copied one by one."""
+    """Yield the consecutive extents in `extent`: the inputs of a ``concat``, else itself.
+
+    They can be copied one by one.
+    """
     if isinstance(extent, Derived) and extent.operation == "concat":
         for each in extent.inputs:
             yield from runs(each)
@@ -412,7 +419,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`length` bytes of a record from `start`, which the caller knows to lie inside."""
+    """`length` bytes of a record from `start`; the caller ensures that they are inside."""
 
     record: Record
     start: int

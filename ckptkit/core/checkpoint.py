@@ -1,4 +1,4 @@
-"""The noun in the middle: what every format reads into and writes from. It knows no format."""
+"""Checkpoint: the value that every format reads into and writes from. It knows no format."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ class Checkpoint:
 
     @cached_property
     def selection(self) -> Weights | None:
-        """Where the weights are in the tree, None if there are none. Raises AmbiguousError, and
-        UsageError for a `key` that names none."""
+        """Location of the weights in the tree, None if there are none.
+
+        Raises AmbiguousError, and UsageError for a `key` that names none.
+        """
         try:
             return locate(self.root, self.key)
         except CkptkitError as error:
@@ -117,8 +119,10 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file. Raises UsageError if there is
-        none."""
+        """The state_dict: name -> Tensor, in the order of the file.
+
+        Raises UsageError if there is none.
+        """
         return self.required.tensors
 
     @property
@@ -140,7 +144,8 @@ class Checkpoint:
             raise UsageError(
                 "holds no mapping from names to tensors",
                 where=self.name,
-                hint="`ckptkit inspect` shows what it holds; `ckptkit wrap --key NAME` gives a bare tensor a name",
+                hint="`ckptkit inspect` shows what it holds; "
+                "`ckptkit wrap --key NAME` gives a bare tensor a name",
             )
         return self.selection
 
@@ -152,17 +157,23 @@ class Checkpoint:
     def with_root(
         self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()
     ) -> Checkpoint:
-        """This checkpoint with another tree, and what is to be said about the change."""
-        said, noticed = (*self.notes, *notes), (*self.warnings, *warnings)
-        return replace(self, root=root, notes=said, warnings=noticed)
+        """Return this checkpoint with another tree, and notes and warnings about the change."""
+        return replace(
+            self,
+            root=root,
+            notes=(*self.notes, *notes),
+            warnings=(*self.warnings, *warnings),
+        )
 
     def with_key(self, key: str | None) -> Checkpoint:
-        """This checkpoint with the weights taken from the entry `key`."""
+        """Return this checkpoint with the weights taken from the entry `key`."""
         return replace(self, key=key)
 
     def __repr__(self) -> str:
-        """What the prompt shows: a line, without an address of anything. Reads headers only, and
-        never fails."""
+        """Return one line for the prompt, without any address.
+
+        Reads headers only, and never fails.
+        """
         return f"<Checkpoint {self.heading}>"
 
     def _repr_html_(self) -> str | None:
@@ -171,8 +182,7 @@ class Checkpoint:
 
     @property
     def heading(self) -> str:
-        """One line: where it is, its format, how many tensors, parameters and bytes. Never
-        raises."""
+        """One line: name, format, number of tensors, parameters and bytes. Never raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection
@@ -186,7 +196,8 @@ class Checkpoint:
         }
         parameters, nbytes = sum(different.values()), sum(each.nbytes for each in tensors)
         place = f" in {escape(join(weights.path))}" if weights.path else ""
-        return f"{where}: {plural(len(tensors), 'tensor')}, {parameters:,} parameters, {size(nbytes)}{place}"
+        count = plural(len(tensors), "tensor")
+        return f"{where}: {count}, {parameters:,} parameters, {size(nbytes)}{place}"
 
     def close(self) -> None:
         """Close the files that tensors are read from."""
@@ -195,7 +206,7 @@ class Checkpoint:
 
 
 def _class_of(node: Node) -> str:
-    """The words for the class of a tensor: of ``_rebuild_from_type_v2(function, class, ...)``."""
+    """Return `` of class C`` for a ``_rebuild_from_type_v2(function, class, ...)``."""
     args = node.args if isinstance(node, Object) else ()
     made = args[1] if isinstance(args, tuple) and len(args) > 2 else None
     return f" of class {escape(str(made))}" if isinstance(made, Global) else ""

@@ -1,4 +1,4 @@
-"""How values appear in a notebook: a hook, so that values need not know the views above them."""
+"""Hook for notebook display, so that values need not know the views above them."""
 
 from __future__ import annotations
 

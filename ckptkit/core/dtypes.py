@@ -29,9 +29,7 @@ class DType:
     storage: str | None = None
     safetensors: str | None = None
     numpy: str | None = None
-    packed: int = (
-        1  # elements in a safetensors header per element in torch, along the last dimension
-    )
+    packed: int = 1  # elements in a safetensors header per torch element, in the last dimension
 
     @property
     def itemsize(self) -> int:
@@ -39,7 +37,7 @@ class DType:
         return max(1, self.bits // 8)
 
     def nbytes(self, elements: int) -> int:
-        """Bytes that hold so many elements, the last byte padded."""
+        """Return the bytes that hold `elements` elements, the last byte padded."""
         return (elements * self.bits + 7) // 8
 
     @property
@@ -87,9 +85,9 @@ TABLE: tuple[DType, ...] = (
     DType("bits1x8", 8, "bits"),
     DType("bits2x4", 8, "bits"),
     DType("bits4x2", 8, "bits"),
-    *(
-        DType(f"{sign}int{n}", 8, "int") for sign in ("", "u") for n in range(1, 8)
-    ),  # torch shells: cannot be saved
+    # Placeholders in torch, which cannot be saved.
+    *(DType(f"int{bits}", 8, "int") for bits in range(1, 8)),
+    *(DType(f"uint{bits}", 8, "int") for bits in range(1, 8)),
 )
 
 # F4 with an odd last dimension, which torch, whose elements are pairs, cannot have.
@@ -100,27 +98,30 @@ BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
 
-# The other names that torch gives its types, and that people type.
+# Other names of the types, in torch and on command lines.
 ALIASES: dict[str, str] = {
-    "float": "float32", "double": "float64", "half": "float16", "chalf": "complex32", "cfloat": "complex64",
-    "cdouble": "complex128", "long": "int64", "int": "int32", "short": "int16", "fp64": "float64",
-    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "f64": "float64", "f32": "float32",
-    "f16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "float": "float32", "double": "float64", "half": "float16", "chalf": "complex32",
+    "cfloat": "complex64", "cdouble": "complex128", "long": "int64", "int": "int32",
+    "short": "int16", "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16",
+    "f64": "float64", "f32": "float32", "f16": "float16", "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 
 UINT8 = BY_NAME["uint8"]
 NOT_IN_TORCH = frozenset({FLOAT4.name, "float6_e2m3", "float6_e3m2"})
-UNKNOWN = "unknown dtype"  # the layout of a tensor whose elements cannot be told apart
+UNKNOWN = "unknown dtype"  # the layout of a tensor of unknown element size
 
 
 def unknown(name: str) -> DType:
-    """A type that this version of ckptkit does not know, such as one of a later torch."""
+    """Return a type that this version of ckptkit does not know, such as one of a later torch."""
     return DType(name, 8, "unknown")
 
 
 def parse(name: str) -> DType:
-    """The type called `name`: ``float32``, ``torch.float32``, ``fp16``, ``bf16``... Raises
-    FormatError."""
+    """Return the type called `name`: ``float32``, ``torch.float32``, ``fp16``, ``bf16``...
+
+    Raises FormatError.
+    """
     plain = name.strip().lower().removeprefix("torch.")
     found = BY_NAME.get(ALIASES.get(plain, plain))
     if found is None:

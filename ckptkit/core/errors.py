@@ -1,8 +1,8 @@
-"""What can go wrong, one class per kind of answer that a caller may want to give.
+"""Errors: one class for each kind of failure that a caller may want to handle differently.
 
 Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is
-about, a hint (what to type next) and the exit code of the command line. Anything else that escapes
-is a bug.
+about, a hint (what to type next) and the exit code of the command line. Any other exception that
+escapes is a bug.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ class CkptkitError(Exception):
         return f"{self.where}: {self.message}" if self.where else self.message
 
     def at(self, where: str) -> CkptkitError:
-        """This error, about `where` unless it already says what it is about."""
+        """Return this error with `where` filled in, unless it already names a place."""
         if self.where is None:
             self.where = where
         return self
 
 
 class UsageError(CkptkitError):
-    """The request cannot be carried out as typed: a bad option, DST is SRC, an unknown key or
-    suffix."""
+    """The request is invalid as typed: a bad option, DST is SRC, an unknown key or suffix."""
 
     code = "usage"
     exit_code = 2
@@ -60,7 +59,7 @@ class MissingPackageError(UsageError):
 
 
 class OutputExistsError(UsageError):
-    """DST is there already and nobody said that it may be replaced."""
+    """The destination exists and `force` was not given."""
 
     code = "output-exists"
 
@@ -72,7 +71,7 @@ class InputError(CkptkitError):
 
 
 class PathError(InputError):
-    """No regular file there, or a name that leads out of its folder."""
+    """No regular file at the path, or a name that leads out of its folder."""
 
     code = "path"
 
@@ -96,7 +95,7 @@ class CorruptError(FormatError):
 
 
 class AmbiguousError(InputError):
-    """Two readers could understand this differently, or more than one part could be meant."""
+    """Two readers could understand the input differently, or more than one part could be meant."""
 
     code = "ambiguous"
 
@@ -108,13 +107,13 @@ class CollisionError(AmbiguousError):
 
 
 class UnsafeGlobalError(InputError):
-    """Writing this would keep a call that is not in the allowlist."""
+    """The output would contain a call to a global that is not in the allowlist."""
 
     code = "unsafe-global"
 
 
 class UnsupportedError(InputError):
-    """Recognised, and deliberately not handled."""
+    """The input is recognized, and deliberately not handled."""
 
     code = "unsupported"
 
@@ -126,14 +125,13 @@ class LimitError(InputError):
 
 
 class TensorError(InputError):
-    """A tensor's geometry does not fit its storage, or its bytes have no plain meaning for what is
-    asked."""
+    """A tensor's geometry does not fit its storage, or the operation is undefined for its dtype."""
 
     code = "tensor"
 
 
 class DeviceError(InputError):
-    """A device that is not on this machine."""
+    """The device is not on this machine."""
 
     code = "device"
 
@@ -158,25 +156,24 @@ class InputChangedError(OutputError):
 
 
 class VerifyError(OutputError):
-    """What was written is not what was read."""
+    """The bytes written differ from the bytes read."""
 
     code = "verify"
 
 
-_PROJECTS = {"yaml": "pyyaml"}  # that are not called as the package that they install
+_PROJECTS = {"yaml": "pyyaml"}  # projects whose name differs from that of their package
 
 
 def foreseen(error: BaseException) -> BaseException:
-    """`error` as a CkptkitError where it is one of Python's that says no more than "not here".
+    """Convert an out-of-memory or missing-package error to a CkptkitError; return others as is.
 
-    Running out of memory, and a package that is not installed: those that only some requests need
-    are imported when they do.
+    Packages that only some requests need are imported when they are needed.
     """
     if isinstance(error, MemoryError):
         return InputError("needs more memory than there is")
     package = (getattr(error, "name", None) or "ckptkit").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != "ckptkit":
         project = _PROJECTS.get(package, package)
-        lacks = f"this needs {project}, which is not installed"
-        return MissingPackageError(lacks, hint=f"pip install {project}")
+        message = f"this needs {project}, which is not installed"
+        return MissingPackageError(message, hint=f"pip install {project}")
     return error

@@ -1,8 +1,8 @@
-"""Rows that differ only in an index become one: ``layers.{0..31}.attn.weight``.
+"""Folding of rows that differ only in an index: ``layers.{0..31}.attn.weight``.
 
-An index is a part between dots that is a number. Each folded row stands for exactly the rows that
-its ranges spell out: folding goes over one index after the other, last first, and joins only what
-is equal in all else.
+An index is a part between dots that is a number. Each folded row represents exactly the rows that
+its ranges spell out: folding goes over one index after the other, last first, and joins only rows
+that are equal in all else.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 _split = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])").split
@@ -31,28 +32,27 @@ class Folded(NamedTuple):
     rows: int
 
 
-# What rows have become: position of the first, indices, bytes, number of rows. A plain tuple: each
+# Joined rows: position of the first, indices, bytes, number of rows. A plain tuple, for speed: each
 # row begins as one.
 _Block = tuple[int, Indices, int, int]
 
 
 def fold(items: Iterable[Item]) -> list[Folded]:
-    """Fewer rows, each at the place of the first that it stands for."""
+    """Join rows that differ only in an index, each at the place of the first that it represents."""
     groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
     for position, (label, columns, nbytes) in enumerate(items):
         parts = _split(label)
         indices = tuple(zip(map(int, parts[1::2])))  # one value for each
         groups[tuple(parts[::2]), columns].append((position, indices, nbytes, 1))
-    found = sorted(
-        (first, Folded(_label(texts, indices), columns, nbytes, rows))
-        for (texts, columns), blocks in groups.items()
-        for first, indices, nbytes, rows in _joined(blocks, len(texts) - 1)
-    )
-    return [row for _, row in found]
+    found: list[tuple[int, Folded]] = []
+    for (texts, columns), blocks in groups.items():
+        for first, values, nbytes, rows in _joined(blocks, len(texts) - 1):
+            found.append((first, Folded(_label(texts, values), columns, nbytes, rows)))
+    return [row for _, row in sorted(found)]
 
 
 def unfolded(items: Iterable[Item]) -> list[Folded]:
-    """The same rows, one for each."""
+    """Return the same rows, unjoined."""
     return [Folded(label, columns, nbytes, 1) for label, columns, nbytes in items]
 
 
@@ -64,14 +64,14 @@ def _joined(blocks: list[_Block], dimensions: int) -> Iterable[_Block]:
 
 
 def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
-    """Blocks that agree in every index but one, put together."""
+    """Join blocks that agree in every index but one."""
     together: defaultdict[Indices, list[_Block]] = defaultdict(list)
     for block in blocks:
         indices = block[1]
         together[indices[:dimension] + indices[dimension + 1 :]].append(block)
     for same in together.values():
         first, indices, _, _ = same[0]
-        values = tuple([value for block in same for value in block[1][dimension]])
+        values = tuple(chain.from_iterable([block[1][dimension] for block in same]))
         nbytes, rows = sum([block[2] for block in same]), sum([block[3] for block in same])
         yield first, (*indices[:dimension], values, *indices[dimension + 1 :]), nbytes, rows
 
@@ -84,7 +84,7 @@ def _label(texts: tuple[str, ...], indices: Indices) -> str:
 
 
 def _ranges(values: tuple[int, ...]) -> str:
-    """``7``, ``{0..31}``, ``{0..3,5}``; many runs are cut short."""
+    """Format numbers as ``7``, ``{0..31}``, ``{0..3,5}``; many runs are cut short."""
     ordered = sorted(set(values))
     if len(ordered) == 1:
         return str(ordered[0])

@@ -1,7 +1,7 @@
-"""The limits that keep a hostile or damaged file from using up the machine, in one place.
+"""Limits that keep a hostile or damaged file from exhausting the machine.
 
-Each is far above what real checkpoints need. Bytes are bytes, counts are counts. Each can be
-changed by a variable of the environment, which is read once, when the first file is:
+Each is far above what real checkpoints need. Fields named ``..._bytes`` are in bytes, the others
+are counts. Each can be changed by an environment variable, which is read once, on import:
 ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
@@ -26,9 +26,7 @@ class Limits:
     memo_sparse: int = 10_000  # memo entries set out of order
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples used as dict keys: CPython hashes them recursively
-    odd_keys: int = (
-        10_000  # dict keys whose hashes a file can choose: large integers, floats, tuples
-    )
+    odd_keys: int = 10_000  # dict keys with hashes a file can choose: large ints, floats, tuples
     key_values: int = 1_000_000  # values in all tuples used as dict keys
     string_bytes: int = 64 << 20  # one text string
     line_bytes: int = 1 << 20  # one line of a text opcode
@@ -38,12 +36,12 @@ class Limits:
     zip_entries: int = 1_000_000
     zip_directory_bytes: int = 256 << 20
     record_bytes: int = 256 << 20  # a record other than a storage, inflated
-    inflated_free: int = (
-        8 << 20
-    )  # bytes of all inflated records of a file but storages, and INFLATED times its own
+    # Bytes of all inflated records of a file (storages aside), in addition to INFLATED times the
+    # size of the file.
+    inflated_free: int = 8 << 20
     inflate_ratio: int = 1_100  # deflate cannot do better than 1,032
     tar_members: int = 10_000
-    tar_records_bytes: int = 512  # about one member: torch's files have a time there
+    tar_records_bytes: int = 512  # of the records about one member: torch's files hold a time
     npy_header_bytes: int = 64 << 10  # of one array of numpy
     safetensors_header_bytes: int = 100_000_000  # the safetensors library's own
     index_bytes: int = 64 << 20
@@ -54,7 +52,7 @@ class Limits:
         1 << 20
     )  # that a file says to be of: processes, parts, or pieces that a mesh is split into
     chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
-    optimizer_values: int = 64  # that an optimizer keeps for a parameter: Adam has three
+    optimizer_values: int = 64  # values that an optimizer keeps for a parameter: Adam has three
     trace_opcodes: int = 20_000_000  # of all pickles of a file, when it is scanned
     scan_depth: int = 8  # files inside files
     scan_parts: int = 1_000_000  # places in a file that are looked at
@@ -72,7 +70,7 @@ class Limits:
 
 MOST = 10**18
 INFLATED = 8  # bytes of inflated records for each byte of the file, besides `inflated_free`
-# What may only be lowered, or raised this far: Python recurses, or refuses more, whatever we allow.
+# Limits that may only be lowered, or raised this far: beyond, Python recurses or refuses.
 CEILINGS = {
     "key_depth": 1_000,  # hash(), in C
     "int_bytes": 1_780,  # str() and int() of 4,300 digits
@@ -83,8 +81,10 @@ CEILINGS = {
 
 
 def from_environment(environment: Mapping[str, str]) -> Limits:
-    """The limits as the variables say. Raises UsageError for one that is no such limit, or no
-    number that it can be."""
+    """Return the limits that the environment variables set.
+
+    Raises UsageError for a variable that names no limit, or a value that is not a number in range.
+    """
     known = {PREFIX + field.name.upper(): field.name for field in fields(Limits)}
     given = {
         variable: text for variable, text in environment.items() if variable.startswith(PREFIX)
@@ -104,7 +104,7 @@ def _number(variable: str, text: str) -> int:
     most = CEILINGS.get(variable.removeprefix(PREFIX).lower(), MOST)
     digits = text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
     if not digits or int(text) > most:
-        raise UsageError(f"{variable} is {text!r}, which is no whole number from 0 to {most:,}")
+        raise UsageError(f"{variable} is {text!r}, not a whole number from 0 to {most:,}")
     return int(text)
 
 
@@ -121,8 +121,7 @@ def check(name: str, seen: int, what: str) -> None:
 
 
 def check_inflated(seen: int, size: int) -> None:
-    """Raise LimitError if records of `seen` bytes are too much for a file of `size`: each byte
-    makes work."""
+    """Raise LimitError if `seen` bytes of inflated records are too much for a file of `size`."""
     check(
         "inflated_free",
         seen - INFLATED * size,
@@ -131,9 +130,13 @@ def check_inflated(seen: int, size: int) -> None:
 
 
 def raised(name: str, seen: int) -> str | None:
-    """What to type for `seen` to be allowed, or twice as much as now; None if it cannot be."""
+    """Return the environment setting that raises this limit enough for `seen`, at least to double.
+
+    None if `seen` is above the limit's ceiling.
+    """
     limit: int = getattr(LIMITS, name)
     most = CEILINGS.get(name, MOST)
     if seen > most:
         return None
-    return f"if you trust the file, {PREFIX}{name.upper()}={min(max(seen, 2 * limit), most)} raises the limit"
+    setting = f"{PREFIX}{name.upper()}={min(max(seen, 2 * limit), most)}"
+    return f"if you trust the file, {setting} raises the limit"

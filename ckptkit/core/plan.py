@@ -1,14 +1,14 @@
-"""What will be written where: pure, picklable values, complete before the first byte moves.
+"""Plan: what will be written where; pure, picklable values, complete before the first byte moves.
 
 A plan is a few output files, each a row of segments. A segment is one of
 
 - ``bytes``: literal;
 - ``Range``: bytes of a source, copied as they are;
 - ``Derived``: bytes that are computed;
-- ``Summed``: one of the two above, whose CRC-32 somebody else needs;
+- ``Summed``: a ``Range`` or ``Derived`` whose CRC-32 another segment needs;
 - ``Deferred``: a literal with holes that are filled with those CRC-32s.
 
-A patch changes a file where it lies instead.
+A patch edits a file in place instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
@@ -26,16 +27,21 @@ SEEKABLE = frozenset(
 
 
 class Summed(NamedTuple):
-    """`extent`, counted into checksum `number`. Extents with one number follow each other in the
-    file."""
+    """`extent`, counted into checksum `number`.
+
+    Extents with one number follow each other in the file.
+    """
 
     extent: Extent
     number: int
 
 
 class Deferred(NamedTuple):
-    """`template` with the CRC-32 of checksum `number` put at `position` (4 bytes, little-endian),
-    for each hole."""
+    """`template` with holes for CRC-32 checksums.
+
+    For each hole (position, number), the CRC-32 of checksum `number` is put at `position` (4 bytes,
+    little-endian).
+    """
 
     template: bytes
     holes: tuple[tuple[int, int], ...]  # (position, number)
@@ -51,7 +57,7 @@ Segment = bytes | Range | Derived | Summed | Deferred
 
 
 def length(segment: Segment) -> int:
-    """Bytes that the segment writes."""
+    """Return the number of bytes that the segment writes."""
     if isinstance(segment, bytes):
         return len(segment)
     if isinstance(segment, Summed):
@@ -97,7 +103,7 @@ class Plan:
         return sum(file.size for file in self.files)
 
     def sources(self) -> list[ByteSource]:
-        """Every source that bytes come from, once."""
+        """Return every source that bytes come from, once."""
         found: dict[int, ByteSource] = {}
         for file in self.files:
             for source in _sources(file.segments):
@@ -105,16 +111,16 @@ class Plan:
         return list(found.values())
 
     def __str__(self) -> str:
-        """A line per file, for --dry-run."""
+        """Describe the plan for --dry-run, a line per file."""
         lines = []
         for file in self.files:
-            data = [run for extent in _extents(file.segments) for run in runs(extent)]
+            data = list(chain.from_iterable(map(runs, _extents(file.segments))))
             copied = sum(run.length for run in data if isinstance(run, Range))
             computed = sum(run.length for run in data if isinstance(run, Derived))
             written = file.size - copied - computed
             lines.append(
-                f"{file.name or 'output'}: {file.size:,} bytes: {copied:,} copied, {computed:,} computed, "
-                f"{written:,} written in {len(file.segments):,} segments"
+                f"{file.name or 'output'}: {file.size:,} bytes: {copied:,} copied, "
+                f"{computed:,} computed, {written:,} written in {len(file.segments):,} segments"
             )
         return "\n".join(lines)
 
@@ -132,11 +138,11 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What becomes of `base` where it lies: other bytes in a few places, and the size `size`.
+    """An edit of `base` in place: other bytes in a few places, and the size `size`.
 
-    In this order, so that no reader takes for whole what is not: ``breaks`` makes the file one that
-    nobody can read, ``edits`` (rising, apart from each other and from the seal) change it, ``seal``
-    makes it whole again. Without a seal nothing changes.
+    Written in this order, so that no reader accepts a half-written file: ``breaks`` makes the file
+    invalid, ``edits`` (rising, disjoint from each other and from the seal) change it, ``seal``
+    makes it valid again. Without a seal nothing changes.
     """
 
     base: LocalFile
@@ -152,13 +158,16 @@ class Patch:
         return sum(len(edit.data) for edit in (*self.edits, self.seal) if edit is not None)
 
     def __str__(self) -> str:
-        """A line for --dry-run."""
+        """Describe the patch for --dry-run, in a line."""
         places = len(self.edits) + (self.seal is not None)
-        return f"in place: {self.written:,} of {self.size:,} bytes in {places:,} places, {self.base.size:,} before"
+        return (
+            f"in place: {self.written:,} of {self.size:,} bytes in {places:,} places, "
+            f"{self.base.size:,} before"
+        )
 
 
 def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
-    """What is not literal."""
+    """Yield the extents of all non-literal segments."""
     for segment in segments:
         extent = segment.extent if isinstance(segment, Summed) else segment
         if isinstance(extent, (Range, Derived)):
@@ -174,7 +183,7 @@ def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
 
 
 def crc32_combine(first: int, second: int, size: int) -> int:
-    """The CRC-32 of two runs of bytes, from those of each and the size of the second.
+    """Return the CRC-32 of two runs of bytes, from those of each and the size of the second.
 
     A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply
     it by x**(8 size). The CRC-32 of the second run follows from those of the first and of both in

@@ -3,8 +3,8 @@
 A storage is a run of bytes with a device tag. A tensor is a strided view of one. Two tensors share
 memory exactly if they hold the same Storage object. Nothing here touches a byte of the data.
 
-All three are immutable. The type checker sees to it, not Python: a frozen dataclass takes three
-times as long to make, and there may be a hundred thousand of each.
+All three classes are immutable. The type checker enforces it, not Python: a frozen dataclass takes
+three times as long to make, and there may be a hundred thousand of each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """`record.length` bytes, the device that they were saved from, and their CRC-32 where the
-    source knows it."""
+    """`record.length` bytes, the device that they were saved from, and their CRC-32 where known."""
 
     record: Final[Record]
     device: Final[str] = "cpu"
-    crc32: Final[int | None] = None  # of the bytes as they lie in the source; None: unknown
+    crc32: Final[int | None] = None  # of the bytes as stored in the source; None: unknown
     big_endian: Final[bool] = False
 
     @property
@@ -39,8 +38,8 @@ class Storage:
 class TypedStorage:
     """A storage seen as elements of one type, or of none (`dtype` None: torch's UntypedStorage).
 
-    What pickled tensors are built from; rarely a value of its own in a checkpoint. Files of torch
-    0.1 to 0.3 have views of storages: such a one begins at element `start` and ends before element
+    Pickled tensors are built from these; rarely a value of its own in a checkpoint. Files of torch
+    0.1 to 0.3 have views of storages: such a view begins at element `start` and ends before element
     `stop`.
     """
 
@@ -58,13 +57,12 @@ class TypedStorage:
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A strided view of a storage: `shape` and `stride` in elements, `offset` in elements from its
-    start.
+    """A strided view of a storage: `shape`, `stride` and `offset` (from its start) in elements.
 
     ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
     Where ``layout`` is not ``strided`` (``sparse_coo``, ``nested``...), the tensor is made of
-    others: ``storage`` is then that of its values and ``stride`` is empty. ``conj`` and ``neg`` say
-    that the stored bytes are still to be conjugated or negated.
+    others: ``storage`` is then that of its values and ``stride`` is empty. ``conj`` and ``neg``
+    mean that the stored bytes are still to be conjugated or negated.
     """
 
     storage: Final[Storage | None]
@@ -95,16 +93,17 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, contiguous: what a file without views needs. Of another layout, of
-        its values."""
+        """Bytes of the elements, contiguous: the size in a file without views.
+
+        For layouts other than ``strided``, the bytes of the values.
+        """
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
         return self.dtype.nbytes(self.numel)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another in row-major order, dimensions of one element
-        ignored."""
+        """True if the elements are in row-major order without gaps; sizes of 1 are ignored."""
         if self.layout != "strided":
             return False
         if 0 in self.shape or self.stride == contiguous_stride(self.shape):
@@ -128,8 +127,7 @@ class Tensor:
 
 
 def contiguous_stride(shape: Shape) -> Shape:
-    """Row-major strides in elements, as torch gives them (a dimension of no elements counts as
-    one)."""
+    """Return row-major strides in elements, as torch gives them (a size of 0 counts as 1)."""
     if len(shape) == 1:
         return (1,)
     stride = []
@@ -143,10 +141,10 @@ def contiguous_stride(shape: Shape) -> Shape:
 def check_geometry(
     storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int
 ) -> None:
-    """Raise TensorError unless every element lies inside the storage, LimitError for too many
-    dimensions.
+    """Raise TensorError unless every element is inside the storage.
 
-    Integers are unbounded: nothing overflows."""
+    Raises LimitError for too many dimensions. Integers are unbounded: nothing overflows.
+    """
     if len(shape) != len(stride) and (storage is not None or stride):
         raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
     if len(shape) > LIMITS.rank:
@@ -155,9 +153,8 @@ def check_geometry(
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset
     for n, s in zip(shape, stride or shape, strict=True):
-        if (
-            n.__class__ is not int or s.__class__ is not int or (n | s) >> 63
-        ):  # negative ones keep their sign
+        # A negative number shifted right stays negative: true.
+        if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:
             raise TensorError(
                 "a tensor's sizes and strides are not all non-negative integers of 64 bits"
             )

@@ -1,4 +1,4 @@
-"""From facts to words: what every surface writes alike, be it the terminal, a page or a picture."""
+"""Text for messages and views: counts, lists of names, sizes, escapes, suggestions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _INVISIBLE = re.compile(
 
 
 def escape(text: str) -> str:
-    """`text` with whatever could move the cursor, hide or reorder its neighbours written as a
-    backslash escape.
+    """Escape the characters of `text` that move the cursor, hide or reorder others.
 
-    That is: all that Python calls unprintable (control characters, line breaks, bidirectional
-    marks, zero-width characters, lone surrogates, spaces other than the space), and what is
+    These are all that Python calls unprintable (control characters, line breaks, bidirectional
+    marks, zero-width characters, lone surrogates, spaces other than the space), and those that are
     printable but invisible.
     """
     if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
@@ -30,17 +29,13 @@ def _escaped(char: str) -> str:
     if char in "\n\r\t":
         return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}[char]
     code = ord(char)
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: ``1.1 MB`` is 1,100,000."""
+    """Format a number of bytes in decimal units: ``1.1 MB`` is 1,100,000."""
     if nbytes < 1_000:
         return f"{nbytes} B"
     scaled = nbytes / 1_000 if nbytes < 1 << 100 else float("inf")
@@ -52,7 +47,7 @@ def size(nbytes: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 tensor``, ``97 tensors``, ``2 entries``."""
+    """Format a count with its noun: ``1 tensor``, ``97 tensors``, ``2 entries``."""
     if count != 1:
         noun = noun[:-1] + "ies" if noun.endswith("ry") else noun + "s"
     return f"{count:,} {noun}"
@@ -62,18 +57,18 @@ NAMES = 4  # names that a sentence lists
 
 
 def some(names: Iterable[str], most: int = NAMES) -> str:
-    """``a, b, c, d and 93 more``: the first `most` names, and how many follow."""
+    """List the first `most` names and count the rest: ``a, b, c, d and 93 more``."""
     listed = list(names)
     return ", ".join(listed[:most]) + and_more(len(listed) - most)
 
 
 def quoted(names: Iterable[str], most: int = NAMES) -> str:
-    """``'a', 'b' and 5 more``."""
+    """List names in quotes: ``'a', 'b' and 5 more``."""
     return some(map(repr, names), most)
 
 
 def and_more(count: int) -> str:
-    """`` and 93 more``; nothing where nothing follows."""
+    """Format the count of names left out: `` and 93 more``; empty for none."""
     return f" and {count:,} more" if count > 0 else ""
 
 
@@ -90,13 +85,15 @@ def shown(value: object) -> str:
 
 @lru_cache
 def shape(sizes: tuple[int, ...]) -> str:
-    """``[16, 3, 3, 3]``, as torch writes it."""
+    """Format a shape as torch writes it: ``[16, 3, 3, 3]``."""
     return f"[{', '.join(str(each) if each < 1 << 63 else '...' for each in sizes)}]"
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return up to three names that look most like `word`, of the first 5,000 and those short
-    enough to compare."""
+    """Return up to three names that look most like `word`.
+
+    Only the first 5,000 of `known` that are short enough to compare are considered.
+    """
     from difflib import get_close_matches  # costs 10 ms
 
     short = [name for name in islice(known, 5_000) if len(name) <= _COMPARED]
@@ -104,18 +101,18 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """``did you mean a, b? ``; nothing where nothing is near."""
+    """Return ``did you mean a, b? ``; empty if no name is near."""
     close = nearest(word, known)
     return f"did you mean {', '.join(close)}? " if close else ""
 
 
 def guess(word: str, known: Iterable[str]) -> str | None:
-    """``did you mean a, b?`` as a hint of its own; None where nothing is near."""
+    """Return ``did you mean a, b?`` as a hint of its own; None if no name is near."""
     return meant(word, known).rstrip() or None
 
 
 def entries(word: str, known: Sequence[str]) -> str | None:
-    """A hint for who asked for the entry `word`: what is near, and what there is."""
+    """Return a hint for a missing entry `word`: the nearest names, and the first that exist."""
     return f"{meant(word, known)}the entries are: {', '.join(known[:12])}" if known else None
 
 

@@ -1,11 +1,11 @@
-"""The tree: plain Python containers and scalars with lazy leaves, and the few node types that
-Python lacks.
+"""The tree: plain Python containers and scalars, lazy leaves, and a few node types of its own.
 
 Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, and
-:class:`OrderedDict`, :class:`SetNode`, :class:`Pairs`, :class:`ByteString`, :class:`Blob`, :class:`Global`,
-:class:`Object`, and the leaves Tensor and TypedStorage. Everything in this file is iterative: a tree may be as deep
-as a file wants it to be, until a walk meets the limit and says so. Values of a file are never hashed (dict keys
-aside, which are checked first), compared or printed by Python's own recursive operators.
+:class:`OrderedDict`, :class:`SetNode`, :class:`Pairs`, :class:`ByteString`, :class:`Blob`,
+:class:`Global`, :class:`Object`, and the leaves Tensor and TypedStorage. Everything in this file is
+iterative: a file may nest a tree to any depth, until a walk meets the limit and raises LimitError.
+Values of a file are never hashed (dict keys aside, which are checked first), compared or printed by
+Python's own recursive operators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Path = tuple[Node, ...]
 
 
 class Global:
-    """A class or function, by name; never looked up. `name` is dotted for one inside another."""
+    """A class or function, by name; never looked up. `name` is dotted for a nested one."""
 
     __slots__ = ("module", "name")
 
@@ -47,13 +47,13 @@ class Global:
 
 
 class Object:
-    """A value that only its own code could make: how it would be made, never made.
+    """A Python object that is neither a tensor nor a plain value: a record of how it would be made.
 
     ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``), then
     the ``steps`` follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key,
-    value)...])``, ``("add", [...])``. ``tensor`` is set where the result is known to be a tensor
-    all the same, ``value`` where it is a plain scalar (numpy's): what it would read as. Compared by
-    identity.
+    value)...])``, ``("add", [...])``. It is never actually made. ``tensor`` is set where the result
+    is known to be a tensor all the same, ``value`` where it is a plain scalar (numpy's). Compared
+    by identity.
     """
 
     __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor", "value")
@@ -90,8 +90,7 @@ class Object:
 
 
 class OrderedDict(dict[Node, Node]):
-    """A ``collections.OrderedDict`` with the attributes that were set on it (state_dicts carry
-    ``_metadata``)."""
+    """A ``collections.OrderedDict`` with its attributes (state_dicts carry ``_metadata``)."""
 
     __slots__ = ("state",)
 
@@ -126,8 +125,7 @@ def versions_state(versions: Mapping[Node, Node]) -> Node:
 
 
 class SetNode:
-    """A set, its items in the order in which the file lists them: Python's own order depends on the
-    hash seed."""
+    """A set, its items in the order of the file: Python's own order depends on the hash seed."""
 
     __slots__ = ("frozen", "items")
 
@@ -137,8 +135,10 @@ class SetNode:
 
 
 class Pairs:
-    """A mapping that Python could not hold: repeated, colliding or unhashable keys. Shown, refused
-    when written."""
+    """A mapping that Python could not hold: repeated, colliding or unhashable keys.
+
+    Can be shown; refused when written.
+    """
 
     __slots__ = ("pairs", "state")
 
@@ -148,8 +148,7 @@ class Pairs:
 
 
 class ByteString:
-    """A ``str`` of Python 2 that is not ASCII: bytes of unknown encoding, written back as they
-    are."""
+    """A non-ASCII ``str`` of Python 2: bytes of unknown encoding, written back as they are."""
 
     __slots__ = ("data",)
 
@@ -167,8 +166,10 @@ class ByteString:
 
 
 class Blob:
-    """A long byte string left where it is: ``bytes``, ``bytearray``, or ``str`` of Python 2
-    (``python2``)."""
+    """A long byte string left in its source.
+
+    ``kind`` is ``bytes``, ``bytearray``, or ``python2`` (a ``str`` of Python 2).
+    """
 
     __slots__ = ("extent", "kind")
 
@@ -178,32 +179,21 @@ class Blob:
 
 
 LEAVES = (
-    Tensor,
-    TypedStorage,
-    Global,
-    ByteString,
-    Blob,
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    type(None),
+    *(Tensor, TypedStorage, Global, ByteString, Blob),
+    *(str, bytes, bytearray, int, float, complex, type(None)),
 )
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict, SetNode, Pairs, Object})
 
-# Objects that are their first argument with other clothes on: shown as that.
+# Transparent wrappers: objects shown as their first argument.
 TRANSPARENT = frozenset({("collections", "Counter")})
 
 
 def children(node: Node) -> Iterable[tuple[Node, Node]]:
-    """Key and value of what `node` holds, as a person would address it; nothing for leaves.
+    """Return keys and values of what `node` holds, as a user would address it; nothing for leaves.
 
     An Object shows the attributes and items that it would have, and its arguments by position only
-    if there is nothing else. Attributes of an OrderedDict (``_metadata``) are not part of the
-    picture.
+    if there is nothing else. Attributes of an OrderedDict (``_metadata``) are not included.
     """
     if isinstance(node, dict):
         return node.items()
@@ -237,24 +227,19 @@ def _object_children(node: Object) -> Iterator[tuple[Node, Node]]:
 
 
 def _attributes(state: Node) -> Iterable[tuple[Node, Node]]:
-    if (
-        isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict)
-    ):  # (__dict__, __slots__)
-        return [*_attributes(state[0]), *state[1].items()]
-    return (
-        children(state)
-        if isinstance(state, (dict, Pairs))
-        else (("state", state),)
-        if state is not None
-        else ()
-    )
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+        attributes, slots = state  # __dict__ and __slots__
+        return [*_attributes(attributes), *slots.items()]
+    if isinstance(state, (dict, Pairs)):
+        return children(state)
+    return () if state is None else (("state", state),)
 
 
 def walk(root: Node) -> Iterator[tuple[Path, Node]]:
-    """Every node with its path, containers before what they hold, in order.
+    """Yield every node with its path, containers before what they hold, in order.
 
-    A node that sits in several places is met at each of them, until `LIMITS.revisits` values have
-    been met again (a file made to explode): from then on once. A cycle ends where it closes.
+    A node that occurs in several places is yielded at each of them, until `LIMITS.revisits` values
+    have been repeated (a file made to explode): from then on once. A cycle ends where it closes.
     Nesting beyond `LIMITS.depth` raises LimitError.
     """
     yield (), root
@@ -334,7 +319,7 @@ def _size(node: Node) -> int:
 
 
 def join(path: Path) -> str:
-    """A path as people write it: keys joined by dots."""
+    """Format a path: keys joined by dots."""
     try:
         return ".".join(path)
     except TypeError:  # not all of them are strings
@@ -342,16 +327,12 @@ def join(path: Path) -> str:
 
 
 def key_text(key: Node) -> str:
-    """A dict key or list position as text; a key that has no text of its own is named by its
-    type."""
+    """Return a dict key or list position as text; a key without a text form as its type."""
     if isinstance(key, str):
         return key
     if isinstance(key, int):
-        return (
-            str(key)
-            if key.bit_length() <= 8 * LIMITS.int_bytes
-            else f"<integer of {key.bit_length()} bits>"
-        )
+        bits = key.bit_length()
+        return str(key) if bits <= 8 * LIMITS.int_bytes else f"<integer of {bits} bits>"
     if isinstance(key, bytes):
         return repr(key)
     if isinstance(key, (float, complex, type(None), ByteString, Global)):
@@ -363,8 +344,10 @@ def key_text(key: Node) -> str:
 
 
 def find(root: Node, dotted: str) -> tuple[Path, Node]:
-    """The node that `dotted` addresses. Keys may hold dots themselves; raises UsageError if there
-    is none."""
+    """Return the path and node that `dotted` addresses. Keys may contain dots themselves.
+
+    Raises UsageError if there is none.
+    """
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
@@ -385,12 +368,12 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
 
 
 class Rebuild:
-    """Copies a tree, leaf by leaf through a function, keeping every sharing and every cycle.
+    """Copy a tree, leaf by leaf through a function, keeping all sharing and all cycles.
 
-    ``swap`` maps the id of a node to the node that stands in its place wherever it occurs (and
-    which is copied in its turn, but not exchanged again). Iterative: shells of mutable nodes are
-    made at once and filled from a queue; only tuples wait for what they hold, and a tuple can reach
-    itself only through a mutable node.
+    ``swap`` maps the id of a node to the node that replaces it wherever it occurs (and which is
+    copied in its turn, but not replaced again). Iterative: shells of mutable nodes are made at once
+    and filled from a queue; only tuples wait for what they hold, and a tuple can reach itself only
+    through a mutable node.
     """
 
     def __init__(
@@ -415,7 +398,7 @@ class Rebuild:
         return self._place(self._swap.get(id(node), node))
 
     def _place(self, node: Node) -> Node:
-        """The copy of a node that is not to be exchanged (any more)."""
+        """Return the copy of a node that is not to be replaced (any more)."""
         if id(node) in self._made:
             return self._made[id(node)]
         if node.__class__ in _PLAIN:
@@ -478,8 +461,7 @@ class Rebuild:
         new.value = old.value
 
     def _tuple(self, root: tuple[Node, ...]) -> tuple[Node, ...]:
-        """Post-order over tuples inside tuples; everything else in them has a copy or a shell at
-        once."""
+        """Copy nested tuples in post-order; all else in them has a copy or a shell at once."""
         waiting = [root]
         while waiting:
             node = waiting[-1]
@@ -512,9 +494,8 @@ def rebuild(
     leaf: Callable[[Node], Node] = lambda node: node,
     swap: Mapping[int, Node] | None = None,
 ) -> Node:
-    """A copy of the tree with `leaf` applied to each leaf once, and nodes exchanged as `swap` (by
-    id) says.
+    """Copy the tree with `leaf` applied to each leaf once, and nodes replaced as in `swap` (by id).
 
-    Numbers, strings, bytes and None are neither shown to `leaf` nor exchanged.
+    Numbers, strings, bytes and None are neither passed to `leaf` nor replaced.
     """
     return Rebuild(leaf, swap)(root)

@@ -1,9 +1,9 @@
-"""Which part of a tree people mean by its state_dict.
+"""Selection of the state_dict in a tree.
 
 It is the root if all its values are tensors (``_extra_state`` aside); else a well-known entry whose
-values are, or most of whose values are; else the only mapping of tensors that there is (optimizers
-aside). A pickled ``nn.Module`` counts as the state_dict that its parameters, buffers and submodules
-would give, read without its class. numpy arrays count where there is nothing else.
+values are, or most of whose values are; else the only mapping of tensors (optimizers aside). A
+pickled ``nn.Module`` counts as the state_dict that its parameters, buffers and submodules would
+give, read without its class. numpy arrays count where there is nothing else.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from ckptkit.core.tree import (
     walk,
 )
 
-INSIDE = (
-    200  # values that are looked at inside a tensor subclass: thousands may share a large state
-)
+INSIDE = 200  # values read inside a tensor subclass: thousands may share a large state
 
 # In the order in which they are preferred.
 WELL_KNOWN = (
@@ -44,11 +42,11 @@ WELL_KNOWN = (
 
 @dataclass(frozen=True)
 class Weights:
-    """The state_dict of a checkpoint: where it is, the node that holds it, and its tensors by name.
+    """The state_dict of a checkpoint: its path, the node that holds it, and its tensors by name.
 
     ``node`` is a mapping whose keys are the names, or the Object of a pickled module
-    (``is_module``), whose names are computed. ``nodes`` maps each name to the node that stands for
-    its tensor. ``others`` are the paths of what could have been meant instead.
+    (``is_module``), whose names are computed. ``nodes`` maps each name to the node of its tensor.
+    ``others`` are the paths of other mappings that could have been meant.
     """
 
     path: Path
@@ -71,22 +69,22 @@ class Weights:
 
     @cached_property
     def module(self) -> ModuleState | None:
-        """Of a pickled module: where its tensors are, and what is not among them."""
+        """Tensors of a pickled module with their paths, and remarks on unread parts; else None."""
         return read_module(self.node) if isinstance(self.node, Object) else None
 
 
 def as_tensor(node: Node) -> Tensor | None:
-    """The tensor that a node is or would become, None for anything else."""
+    """Return the tensor that a node is or would become, None for anything else."""
     if isinstance(node, Tensor):
         return node
     return node.tensor if isinstance(node, Object) else None
 
 
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors that a tensor subclass is made of, with their paths below its arguments, each
-    storage once.
+    """Yield the tensors that a tensor subclass is made of, each storage once.
 
-    The attributes come last in the arguments and have the better names.
+    Paths are relative to the subclass's arguments. The attributes come last in the arguments and
+    have the better names.
     """
     seen: set[int] = set()
     for position in range(len(args) - 1, -1, -1) if isinstance(args, tuple) else ():
@@ -98,7 +96,7 @@ def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
 
 
 def locate(root: Node, key: str | None = None) -> Weights | None:
-    """The weights of a tree, or of the entry `key` of it; None if it has none.
+    """Return the weights of a tree, or of its entry `key`; None if it has none.
 
     Raises AmbiguousError where several mappings could be meant, UsageError if `key` names no
     mapping of tensors.
@@ -124,8 +122,9 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             )
         if found:
             names = [join(path) or "(root)" for path, _, _ in found]
+            more = "..." if len(names) > 8 else ""
             raise AmbiguousError(
-                f"{len(found)} entries could be the weights: {', '.join(names[:8])}{'...' if len(names) > 8 else ''}",
+                f"{len(found)} entries could be the weights: {', '.join(names[:8])}{more}",
                 hint=f"choose one with --key, e.g. --key {join(found[0][0]) or chr(39) * 2}",
             )
     return None
@@ -155,7 +154,7 @@ Rule = Callable[[list["Tensor | None"]], bool]
 
 
 def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
-    """Names and nodes if `node` is a state_dict by this rule, else None."""
+    """Return names and nodes if `node` is a state_dict by this rule, else None."""
     if isinstance(node, Object):
         return module_state(node)
     if not isinstance(node, dict) or not {*map(type, node)} <= {str}:
@@ -182,7 +181,7 @@ _GENERATORS = (
 
 
 def _are_generators(values: list[Tensor | None]) -> bool:
-    """Whether all tensors are states of generators of random numbers (``rng_state.pth``)."""
+    """Return whether all tensors are states of random number generators (``rng_state.pth``)."""
     kinds = [
         (each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None
     ]
@@ -197,7 +196,7 @@ Found = tuple[Path, Node, dict[str, Node]]
 def _without_graphs(found: Iterable[Found]) -> list[Found]:
     """Leave out graph data, which PyTorch Geometric saves as (data, slices).
 
-    Slices say where each graph begins in the tensors of the same names beside them.
+    Slices give where each graph begins in the tensors of the same names next to them.
     """
     listed = list(found)
     slices: dict[object, dict[str, Node]] = {
@@ -207,14 +206,17 @@ def _without_graphs(found: Iterable[Found]) -> list[Found]:
     }
     kept = []
     for path, node, nodes in listed:
-        beside = slices.get(place_of(path[:-1]))
-        if beside is None or not beside.keys() <= nodes.keys():
+        sliced = slices.get(place_of(path[:-1]))
+        if sliced is None or not sliced.keys() <= nodes.keys():
             kept.append((path, node, nodes))
     return kept
 
 
 def place_of(path: Path) -> tuple[object, ...]:
-    """A path to look up. Odd keys go by identity: a file could make `==` run for long."""
+    """Return a path as a lookup key.
+
+    Keys other than strings and integers go by identity: a file could make `==` run for long.
+    """
     return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
 
 
@@ -226,8 +228,10 @@ def _are_places(nodes: Mapping[str, Node]) -> bool:
 
 
 def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
-    """Those among `found` that stand in the root under a well-known name, whatever other names they
-    have."""
+    """Yield the entries of `found` that the root holds under a well-known name.
+
+    Other names of the same node do not matter.
+    """
     by_node = {id(node): (node, nodes) for _, node, nodes in found}
     entries = {key: child for key, child in children(root) if key.__class__ is str}
     for name in WELL_KNOWN:
@@ -236,8 +240,10 @@ def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
 
 
 def _mostly(root: Node) -> list[Found]:
-    """The first well-known entry of the root whose values are tensors for the most part: packed
-    weights, the states of metrics and the like stand among them."""
+    """Return the first well-known entry of the root whose values are mostly tensors.
+
+    Packed weights, the states of metrics and the like may be among them.
+    """
     for name in WELL_KNOWN:
         node = next(
             (child for key, child in children(root) if key.__class__ is str and key == name), None
@@ -248,17 +254,16 @@ def _mostly(root: Node) -> list[Found]:
 
 
 def _read_most(node: Node) -> dict[str, Node] | None:
-    """Names and nodes if `node` is a mapping whose values are tensors for the most part, else
-    None."""
+    """Return names and nodes if `node` is a mapping whose values are mostly tensors, else None."""
     nodes = _read(node, _is_mixed) if isinstance(node, dict) else None
     return nodes if nodes and 2 * len(nodes) > len(node) else None
 
 
-_OPEN = (dict, list, tuple, Object)  # what is searched
+_OPEN = (dict, list, tuple, Object)  # the nodes that are searched
 
 
 def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
-    """The outermost state_dicts below the root, optimizers left aside, each once."""
+    """Yield the outermost state_dicts below the root, each once, leaving out optimizers."""
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
     while waiting:
@@ -277,14 +282,13 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
 
 
 def is_optimizer(node: Node) -> bool:
-    """Whether a node is the state_dict of an optimizer (torch/optim/optimizer.py)."""
+    """Return whether a node is the state_dict of an optimizer (torch/optim/optimizer.py)."""
     held = node.state if isinstance(node, Object) else node
     return isinstance(held, dict) and "param_groups" in held and "state" in held
 
 
 def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedDict:
-    """The state_dict of a module: its parameters as the plain tensors that ``state_dict()``
-    gives."""
+    """Return a module's state_dict: its parameters as the plain tensors of ``state_dict()``."""
     made: dict[int, Node] = {}
     for node in parameters.values():
         if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
@@ -295,9 +299,9 @@ def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedDict:
 class ModuleState(NamedTuple):
     """The state_dict of a pickled module.
 
-    ``nodes`` by name; ``places``: where each is, as a path below the module, and its name;
-    ``unread``: sentences about what the state_dict of the live module would hold besides, or in
-    another way.
+    ``nodes`` by name; ``places``: the path of each below the module, and its name; ``unread``:
+    sentences about what the state_dict of the live module would hold in addition, or in another
+    way.
     """
 
     nodes: dict[str, Node]
@@ -306,13 +310,13 @@ class ModuleState(NamedTuple):
 
 
 def module_state(node: Object) -> dict[str, Node] | None:
-    """The state_dict of a pickled ``nn.Module`` as name -> node, None if the Object is not one."""
+    """Return the state_dict of a pickled ``nn.Module`` as name -> node, None for others."""
     found = read_module(node)
     return None if found is None else found.nodes
 
 
 def read_module(node: Object) -> ModuleState | None:
-    """What a pickled ``nn.Module`` holds, None if the Object is not one.
+    """Return the state_dict of a pickled ``nn.Module`` with its paths, None if `node` is not one.
 
     A module's attributes hold ``_parameters``, ``_buffers`` and ``_modules``, each a mapping from
     name to value or None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set``
@@ -344,23 +348,21 @@ def read_module(node: Object) -> ModuleState | None:
                 waiting.append((inner, path + place, value))
             else:
                 missed.note(prefix + name, value)
-    return ModuleState(nodes, places, missed.said())
+    return ModuleState(nodes, places, missed.remarks())
 
 
 _Part = tuple[str, Path, Node]  # name, path below the module, value
 
 
 def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
-    """The parameters and buffers of a module, and its submodules."""
+    """Return the parameters and buffers of a module, and its submodules."""
     if module.global_ == _COMPILED and not module.steps:
         return [], [("_orig_mod", (0,), module.args[0])]
     path, attributes = _attributes(module)
     skipped = attributes.get("_non_persistent_buffers_set")
-    hidden = (
-        {each for each in skipped.items if isinstance(each, str)}
-        if isinstance(skipped, SetNode)
-        else set()
-    )
+    hidden = set()
+    if isinstance(skipped, SetNode):
+        hidden = {each for each in skipped.items if isinstance(each, str)}
 
     def entries(part: str) -> list[_Part]:
         held = children(attributes.get(part))
@@ -370,12 +372,12 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
             if isinstance(key, str) and each is not None
         ]
 
-    buffers = [each for each in entries("_buffers") if each[0] not in hidden]
+    buffers = [(name, *rest) for name, *rest in entries("_buffers") if name not in hidden]
     return [*entries("_parameters"), *buffers], entries("_modules")
 
 
 def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
-    """The attributes of a module, where they are below it; none of what is no module.
+    """Return the attributes of a module and their path below it; empty for other objects.
 
     They are its state, or what a function makes the module of (torch.fx). Torch 0.1.1 had modules
     without submodules.
@@ -399,8 +401,10 @@ def _is_module(node: Node) -> bool:
 
 
 def _is_dropped(name: str, module: Object) -> bool:
-    """Whether the module takes the name of its submodule out of its state_dict: activation
-    checkpointing does."""
+    """Return whether the module omits its submodule's name from the state_dict.
+
+    Activation checkpointing does.
+    """
     made = module.global_
     return (
         name == "_checkpoint_wrapped_module"
@@ -410,7 +414,7 @@ def _is_dropped(name: str, module: Object) -> bool:
 
 
 class _Missed:
-    """What only the code of a module's class could tell."""
+    """Parts of a state_dict that only the code of a module's class could add or change."""
 
     def __init__(self) -> None:
         self.classes: dict[str, None] = {}
@@ -431,27 +435,31 @@ class _Missed:
         if isinstance(value, Object):
             self.names.append(name)
 
-    def said(self) -> tuple[str, ...]:
-        said = []
+    def remarks(self) -> tuple[str, ...]:
+        found = []
         if self.classes:
-            said.append(
-                f"a module is read without the code of its classes ({some(list(self.classes))}): what their own "
-                "state_dict or get_extra_state would add is not there"
+            found.append(
+                f"a module is read without the code of its classes ({some(list(self.classes))}): "
+                "entries that their own state_dict or get_extra_state would add are missing"
             )
         if self.hooks:
-            said.append(
-                f"hooks that would change the state_dict of a module did not run: {some(self.hooks)}"
+            found.append(
+                "hooks that would change the state_dict of a module did not run: "
+                f"{some(self.hooks)}"
             )
         if self.names:
-            said.append(
-                f"a module holds weights in a form of their own, which are not there: {some(self.names)}"
+            found.append(
+                "a module holds weights in a form that ckptkit does not read, which are missing: "
+                f"{some(self.names)}"
             )
-        return tuple(said)
+        return tuple(found)
 
 
 def _is_of_torch(hook: Node) -> bool:
-    """Whether a state_dict hook is one of torch's own, none of which changes more than the names in
-    `_is_dropped`."""
+    """Return whether a state_dict hook is one of torch's own.
+
+    None of those changes more than the names in `_is_dropped`.
+    """
     if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
         hook = hook.state.get("hook")
     made = hook.callable if isinstance(hook, Object) else hook

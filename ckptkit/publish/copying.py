@@ -1,10 +1,10 @@
-"""Writes the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
+"""Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
 Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``,
 ``sendfile``), and read and written in pieces where it cannot: another file system, a remote source,
-macOS, Windows. A file system that lives in memory is the exception: there several threads that read
-and write are faster than the kernel's copy, which is one thread's work. Short ranges are cut out of
-what was read ahead, and written together with the literals between them. Checksums are taken on the
+macOS, Windows. An in-memory file system is the exception: there several threads that read and write
+are faster than the kernel's copy, which uses one thread. Short ranges are cut out of bytes that
+were read ahead, and written together with the literals between them. Checksums are computed on the
 way through.
 """
 
@@ -15,6 +15,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckptkit import compute
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
 PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
 NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges follow each other
-SHORT = (
-    32 << 10
-)  # bytes; below, reading ahead is cheaper than a system call for each range (measured)
+# Bytes; below, reading ahead is cheaper than a system call for each range (measured).
+SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
@@ -39,22 +39,22 @@ THREADS = 4
 
 _O_BINARY = getattr(os, "O_BINARY", 0)
 _NOT_HERE = {
-    errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM,
-}  # fmt: skip
+    *(errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP),
+    *(errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM),
+}
 
 Progress = Callable[[int], None]
-Sum = tuple[int, int, int]  # number, CRC-32, bytes that it was taken of
+Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
 
 
 def execute(
     files: Sequence[tuple[str, Sequence[Segment]]], executor: Executor | None, progress: Progress
 ) -> list[dict[int, int]]:
-    """Write the files (path, segments), which exist and are empty; the checksums of each, by
-    number.
+    """Write the files (path, segments), which exist and are empty; return the checksums of each.
 
     Without an executor, threads are used where there is much to compute, to fetch, or to copy in
-    memory; kernel copies into one file gain nothing from them. Raises what reading and writing
-    raise, when no task is running any more.
+    memory; kernel copies into one file gain nothing from them. Checksums are by number. Raises the
+    errors of reading and writing, when no task is running any more.
     """
     if executor is not None:
         sums = _spread(
@@ -71,7 +71,7 @@ def execute(
                 threads,
                 progress,
             )
-    found = [combined(each for part in parts for each in part) for parts in sums]
+    found = [combined(chain.from_iterable(parts)) for parts in sums]
     for (path, segments), known in zip(files, found, strict=True):
         if known:
             _fill(path, segments, known)
@@ -79,7 +79,7 @@ def execute(
 
 
 def _work(path: str, segments: Sequence[Segment]) -> int:
-    """Bytes that threads would speed up."""
+    """Count the bytes whose copying gains from threads."""
     copies = in_memory(os.stat(path).st_dev)
     return sum(
         length(each)
@@ -94,7 +94,10 @@ def _is_remote(segment: Segment) -> bool:
 
 @lru_cache
 def in_memory(device: int) -> bool:
-    """Whether a file's device (``st_dev``) is a Linux tmpfs. Source: proc_pid_mountinfo(5)."""
+    """Return whether a file's device (``st_dev``) is a Linux tmpfs.
+
+    Source: proc_pid_mountinfo(5).
+    """
     number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") else ""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -194,7 +197,7 @@ def _reread(path: str, start: int, part: Reread) -> Sum:
 
 
 class _Writer:
-    """Writes segments one after another, from where `fd` stands."""
+    """Writer of segments one after another, from the current position of `fd`."""
 
     def __init__(self, fd: int, progress: Progress) -> None:
         self.sums: list[Sum] = []
@@ -206,8 +209,10 @@ class _Writer:
         self._copiers = [*kernel, _read_and_write]
 
     def write(self, segments: Iterable[Segment]) -> None:
-        """Write the segments. One loop without calls for what is short: there may be hundreds of
-        thousands."""
+        """Write the segments.
+
+        Short ones are handled in one loop without calls: there may be hundreds of thousands.
+        """
         read, pending, size = self._ahead.read, self._pending, 0
         for segment in segments:
             extent, number = segment if isinstance(segment, Summed) else (segment, None)
@@ -296,8 +301,7 @@ def _read_and_write(fd: int, source: LocalFile, offset: int, count: int) -> int:
 
 
 def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
-    """The bytes of an extent; those of a local file through one buffer that stays in the
-    processor's cache."""
+    """Yield the bytes of an extent; a local file's through one buffer that fits a core's cache."""
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from compute.stream(extent)
         return
@@ -309,8 +313,10 @@ def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
 
 
 def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
-    """The bytes of all segments, whose checksums are known. A piece is the caller's until it asks
-    for the next."""
+    """Yield the bytes of all segments, given the checksums.
+
+    A piece may be overwritten when the next one is requested.
+    """
     ahead = ReadAhead()
     for segment in segments:
         extent = segment.extent if isinstance(segment, Summed) else segment
@@ -325,8 +331,7 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
-    """The CRC-32s that deferred segments need, by number; the bytes that they are of are read for
-    it."""
+    """Compute the CRC-32s that deferred segments need, by number, reading the bytes they cover."""
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Summed):
@@ -336,15 +341,14 @@ def checksums(segments: Iterable[Segment]) -> dict[int, int]:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write every byte: a system may take fewer than it is given."""
+    """Write every byte: a system call may write fewer than it is given."""
     done = os.write(fd, data)
     while done < len(data):
         done += os.write(fd, memoryview(data)[done:])
 
 
 class ReadAhead:
-    """Reads short ranges, which mostly follow each other, through a window that grows as long as
-    they do."""
+    """Reader of short ranges, mostly consecutive, through a window that grows while they are."""
 
     def __init__(self) -> None:
         self._source: ByteSource | None = None
@@ -353,7 +357,7 @@ class ReadAhead:
         self._size = NEARBY
 
     def read(self, source: ByteSource, offset: int, length: int) -> bytes:
-        """`length` bytes of `source` from `offset`."""
+        """Return `length` bytes of `source` from `offset`."""
         at = offset - self._start
         if source is not self._source or at < 0 or at + length > len(self._data):
             self._move(source, offset, length)
@@ -371,7 +375,7 @@ class ReadAhead:
 
 
 def combined(sums: Iterable[Sum]) -> dict[int, int]:
-    """The checksum of each number, whose parts come in order."""
+    """Combine the checksums of parts, in order, into one for each number."""
     found: dict[int, int] = {}
     for number, crc, size in sums:
         found[number] = crc32_combine(found[number], crc, size) if number in found else crc

@@ -1,23 +1,23 @@
-"""What is kept beside a file while it is changed where it lies, to make it whole again after
-whatever happens.
+"""The journal of an edit in place, stored beside the file to restore it after an interruption.
 
 ``.<name>.ckptkit-journal`` is complete and on the disk before the first byte of the file changes,
-and goes when the last one has:
+and is removed after the last one has:
 
     ckptkit journal 1\\n
-    {"inode", "before", "after": sizes, "breaks": [offset, length], "spans": [[offset, length before, after], ...]}\\n
+    {"inode", "before", "after": sizes, "breaks": [offset, length],
+     "spans": [[offset, length before, after], ...]}\\n  (one line)
     the bytes of `breaks`, then of each span those before and those after
     SHA-256 of all that
 
-It says nothing of other files than the one beside it, and is used only on that one: the same inode,
-in which every byte of a span is the one before, the one after, or one of a write that was cut
-short.
+It concerns only the file beside it, and is used only on that one: the same inode, in which every
+byte of a span is the one before, the one after, or one of an interrupted write.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.errors import FormatError
@@ -26,28 +26,27 @@ from ckptkit.core.plan import Edit, Patch
 SUFFIX = ".ckptkit-journal"
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes compared at once
-_LINE = 1 << 20  # bytes that the line of numbers may have
+_LINE = 1 << 20  # bytes of the line of numbers, at most
 _DIGEST = 32
-LARGEST = 512 << 20  # bytes of a journal: what needs more is written anew
+LARGEST = 512 << 20  # bytes of a journal; a file whose edit needs more is written anew
 HEAD = len(_MAGIC) + _LINE  # bytes in which that line ends
-_NOT_WHOLE = "is no journal of an edit, or not whole"
+_NOT_WHOLE = "is not a journal of an edit, or not whole"
 
 
 def journal_path(path: str | os.PathLike[str]) -> str:
-    """Where the journal of the file `path` is, if there is one; links are followed as for the
-    file."""
+    """Return the path of the journal of the file `path`, if any; links are followed."""
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}{SUFFIX}")
 
 
 def file_of(journal: str) -> str:
-    """The file that a journal is of."""
+    """Return the file that a journal belongs to."""
     folder, name = os.path.split(journal)
     return os.path.join(folder, name[1 : -len(SUFFIX)])
 
 
 class Span(NamedTuple):
-    """The bytes at `offset` before and after; fewer where the file ended, or will."""
+    """The bytes at `offset` before and after; fewer where the file ended, or will end."""
 
     offset: int
     old: bytes
@@ -55,7 +54,7 @@ class Span(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """A change of one file: enough to undo it, and to know it when it is there."""
+    """A change of one file: enough to undo it, and to recognize it in the file."""
 
     inode: int
     before: int  # bytes of the file
@@ -64,8 +63,8 @@ class Journal(NamedTuple):
     spans: tuple[Span, ...]
 
     def dump(self) -> bytes:
-        """The bytes of a journal file."""
-        import hashlib  # every command asks whether there is a journal, and few write or read one
+        """Return the bytes of a journal file."""
+        import hashlib  # every command looks for a journal, and few write or read one
         import json
 
         numbers = {
@@ -75,13 +74,12 @@ class Journal(NamedTuple):
             "breaks": [self.breaks.offset, len(self.breaks.data)],
             "spans": [[span.offset, len(span.old), len(span.new)] for span in self.spans],
         }
-        texts = (data for span in self.spans for data in (span.old, span.new))
-        data = b"".join((_MAGIC, json.dumps(numbers).encode(), b"\n", self.breaks.data, *texts))
+        bodies = chain.from_iterable((span.old, span.new) for span in self.spans)
+        data = b"".join((_MAGIC, json.dumps(numbers).encode(), b"\n", self.breaks.data, *bodies))
         return data + hashlib.sha256(data).digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
-        """The edits that bring everything back but for what `breaks` had broken, and those that
-        bring that back."""
+        """Return the edits that restore all but the part under `breaks`, and those for the rest."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
         for offset, old, _ in self.spans:
@@ -91,8 +89,10 @@ class Journal(NamedTuple):
         return [edit for edit in body if edit.data], [edit for edit in seal if edit.data]
 
     def state(self, size: int, found: Iterable[bytes]) -> str:
-        """What the file holds, whose size is `size` and whose bytes at each span are `found`:
-        ``before``, ``after``, ``between``, or ``else``: somebody else has written to it."""
+        """Classify a file of `size` bytes whose bytes at each span are `found`.
+
+        Returns ``before``, ``after``, ``between``, or ``else``: another program has written to it.
+        """
         states = set()
         for span, now in zip(self.spans, found, strict=True):
             if now == span.new and now != span.old:
@@ -101,9 +101,8 @@ class Journal(NamedTuple):
                 states.add("before")
             elif now != span.new:
                 states.add("between" if self._is_between(span, now) else "else")
-        if "else" in states or not min(self.before, self.after) <= size <= max(
-            self.before, self.after
-        ):
+        smallest, largest = sorted((self.before, self.after))
+        if "else" in states or not smallest <= size <= largest:
             return "else"
         for state, expected in (("before", self.before), ("after", self.after)):
             if states <= {state} and size == expected:
@@ -111,30 +110,29 @@ class Journal(NamedTuple):
         return "between"
 
     def _is_between(self, span: Span, now: bytes) -> bool:
-        """Whether each byte is an old one, a new one, a broken one, or one that never reached the
-        disk."""
+        """Return whether each byte is an old, a new, a broken or an unwritten one."""
         broken = bytearray(len(now))
         for place, byte in enumerate(self.breaks.data, self.breaks.offset - span.offset):
             if 0 <= place < len(broken):
                 broken[place] = byte
         for at in range(0, len(now), _BLOCK):
-            seen, *known = (
+            block, *known = (
                 data[at : at + _BLOCK] for data in (now, span.old, span.new, bytes(broken))
             )
-            if seen not in known and any(
-                byte and byte not in might for byte, might in _columns(seen, known)
+            if block not in known and any(
+                byte and byte not in possible for byte, possible in _columns(block, known)
             ):
                 return False
         return True
 
 
-def _columns(seen: bytes, known: list[bytes]) -> Iterator[tuple[int, list[int]]]:
-    for place, byte in enumerate(seen):
+def _columns(block: bytes, known: list[bytes]) -> Iterator[tuple[int, list[int]]]:
+    for place, byte in enumerate(block):
         yield byte, [data[place] for data in known if place < len(data)]
 
 
 def journal_of(patch: Patch, inode: int) -> Journal:
-    """The journal of a patch that is about to be applied to the file with this inode."""
+    """Return the journal of a patch that is about to be applied to the file with this inode."""
     assert patch.breaks is not None and patch.seal is not None
     base, edits = patch.base, sorted((*patch.edits, patch.seal))
     spans = [Span(edit.offset, _old(patch, edit.offset, edit.stop), edit.data) for edit in edits]
@@ -151,7 +149,7 @@ def _old(patch: Patch, start: int, stop: int) -> bytes:
 def check_head(data: bytes, size: int) -> None:
     """Raise FormatError unless a file of `size` bytes that begins with `data` can be a journal.
 
-    What it says of itself must come to exactly that size: so much is known before all of it is
+    The sizes in its header must add up to exactly that size: this is checked before all of it is
     read.
     """
     import json
@@ -172,7 +170,7 @@ def check_head(data: bytes, size: int) -> None:
 
 
 def parse(data: bytes) -> Journal:
-    """The journal in the bytes of a file. Raises FormatError for what is none, or not whole."""
+    """Parse the bytes of a journal file. Raises FormatError if it is not one, or incomplete."""
     import hashlib
     import json
 
@@ -192,23 +190,22 @@ def parse(data: bytes) -> Journal:
         raise FormatError(_NOT_WHOLE) from error
     old = max((span.offset + len(span.old) for span in spans if span.old), default=0)
     new = max((span.offset + len(span.new) for span in spans if span.new), default=0)
-    if (
-        pieces.left or old > before or new > after or before > max(after, old)
-    ):  # else bytes that nobody knows
+    # Otherwise some of the old bytes would be unknown.
+    if pieces.left or old > before or new > after or before > max(after, old):
         raise FormatError(_NOT_WHOLE)
     return Journal(inode, before, after, breaks, spans)
 
 
 def _counts(values: list[object]) -> list[int]:
-    """Numbers that places and lengths in a file can have. Raises ValueError."""
+    """Return numbers that can be offsets and lengths in a file. Raises ValueError for others."""
     found = [value for value in values if type(value) is int and 0 <= value < 1 << 63]
     if len(found) != len(values):
-        raise ValueError("no place in a file")
+        raise ValueError("not an offset or length in a file")
     return found
 
 
 class _Pieces:
-    """Bytes taken from the front."""
+    """Bytes consumed from the front."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -216,7 +213,7 @@ class _Pieces:
 
     @property
     def left(self) -> int:
-        """Bytes that nobody took; below zero where too many were asked for."""
+        """Bytes not consumed; negative where too many were."""
         return len(self._data) - self._at
 
     def take(self, length: int) -> bytes:

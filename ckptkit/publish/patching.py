@@ -1,14 +1,13 @@
-"""Changes a file where it lies, so that it is whole before and after, and nobody takes it for whole
-in between.
+"""Edit a file in place, crash-safely: valid before and after, detectably invalid in between.
 
-    lock; journal beside the file, on the disk; break it; write the edits; set the size; seal it; remove the journal
+    lock; journal beside the file, on the disk; invalidate it; write the edits; set the size;
+    seal it; remove the journal
 
-with a wait for the disk after each step. Whatever ends this, the journal is there as long as the
-file is not whole, and the next command that opens the file puts it back as it was. See
-:mod:`journal`.
+with an fsync after each step. Whatever interrupts this, the journal exists as long as the file is
+not whole, and the next command that opens the file restores it. See :mod:`journal`.
 
-Who has the file open or mapped sees the change. So a file that has a second name is never changed
-like this.
+Processes that have the file open or mapped see the change. So a file with several hard links is
+never edited in place.
 """
 
 from __future__ import annotations
@@ -58,13 +57,15 @@ _INTERRUPTED = "an edit in place was interrupted"
 
 
 def fits(patch: Patch) -> bool:
-    """Whether what undoes a patch is not more than may be read back."""
+    """Return whether the journal of a patch is not too large to be read back."""
     return 2 * patch.written + (1 << 20) <= LARGEST
 
 
 def can_patch(path: str) -> bool:
-    """Whether a file may be changed where it lies: it is ours to write, is no link, and has no
-    second name."""
+    """Return whether the file can be edited in place.
+
+    It must be a writable regular file, not a symbolic link, with one hard link.
+    """
     info = os.lstat(path)
     journal = journal_path(path)
     own = (
@@ -83,9 +84,9 @@ def can_patch(path: str) -> bool:
 def apply(
     patch: Patch, *, verify: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Published:
-    """Change the file that `patch` is of.
+    """Apply `patch` to its file.
 
-    ``verify`` reads back what was written. ``progress`` is told at the end. Raises
+    ``verify`` reads back the written bytes. ``progress`` is called at the end. Raises
     InputChangedError if it is no longer the file that was read, OutputError, VerifyError with the
     file as it was.
     """
@@ -124,7 +125,7 @@ def _apply(patch: Patch, verify: bool) -> None:
 
 @contextmanager
 def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
-    """The file, open for writing or only for reading, while no other process changes it."""
+    """Open the file under an advisory lock: exclusive for writing, shared for reading."""
     fd = os.open(path, access | _FLAGS)
     try:
         try:
@@ -144,7 +145,7 @@ def _identity(fd: int) -> Identity:
 
 
 def _keep(data: bytes, path: str) -> None:
-    """Put the journal beside the file: complete, and on the disk with its name."""
+    """Write the journal beside the file: complete, and on the disk with its name."""
     temporary = temporary_name(path)
     try:
         fd = new_file(temporary)
@@ -157,7 +158,7 @@ def _keep(data: bytes, path: str) -> None:
         os.rename(temporary, path)
         sync_folder(os.path.dirname(path))
     except BaseException:
-        for each in (temporary, path):  # under our lock the journal can only be this one
+        for each in (temporary, path):  # under the lock the journal can only be this one
             with suppress(OSError):
                 os.unlink(each)
         raise
@@ -169,7 +170,7 @@ def _remove(journal: str) -> None:
 
 
 def _rewrite(fd: int, breaks: Edit, edits: Iterable[Edit], size: int, seal: Iterable[Edit]) -> None:
-    """Break the file, change it, and make it whole."""
+    """Invalidate the file, change it, and make it whole."""
     _write(fd, (breaks,))
     _write(fd, edits, size)
     _write(fd, seal)
@@ -195,7 +196,7 @@ def _compare(fd: int, patch: Patch) -> None:
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
-    """The bytes there, as far as the file has them."""
+    """Return the bytes at `offset`, as many as the file has."""
     os.lseek(fd, offset, os.SEEK_SET)
     return b"".join(iter(partial(_read_some, fd, offset + length), b""))
 
@@ -210,7 +211,7 @@ def _undo(fd: int, journal: Journal) -> None:
 
 
 def journals_of(path: str) -> Iterator[tuple[str, str]]:
-    """The journals at `path`, a file or a folder of files, each with the file that it is of."""
+    """Yield the journals at `path`, a file or a folder of files, each with its file."""
     if os.path.isdir(path):
         journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(SUFFIX)]
     else:
@@ -222,10 +223,9 @@ def journals_of(path: str) -> Iterator[tuple[str, str]]:
 
 
 def look(path: str) -> None:
-    """Raise InputError unless each file at `path`, a file or a folder of files, is whole in spite
-    of its journal.
+    """Raise InputError if a file at `path`, a file or a folder of files, is left half-edited.
 
-    Changes nothing: who reads did not ask for that.
+    Changes nothing, so that commands that only read do not write.
     """
     for journal, file in journals_of(path):
         try:
@@ -236,30 +236,32 @@ def look(path: str) -> None:
 
 def _look(journal: str, file: str) -> None:
     with _locked(file, file, os.O_RDONLY) as fd:
-        if (
-            os.path.lexists(journal)
-            and _state(_trusted(journal, file, fd), journal, file, fd) == "between"
-        ):
+        if not os.path.lexists(journal):
+            return
+        if _state(_trusted(journal, file, fd), journal, file, fd) == "between":
             hint = f"`ckptkit recover --in-place {shlex.quote(file)}` puts it back as it was"
             raise InputError(_INTERRUPTED, where=file, hint=hint)
 
 
 def _state(known: Journal, journal: str, file: str, fd: int) -> str:
-    """What the file holds, by its journal. Raises InputError if somebody else has written to it."""
+    """Return the state of the file by its journal.
+
+    Raises InputError if another program has written to the file.
+    """
     state = known.state(
         os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans)
     )
     if state == "else":
-        raise _foreign(journal, file, "somebody else has written to it since")
+        raise _foreign(journal, file, "another program has written to it since")
     return state
 
 
 def settle(path: str) -> None:
-    """Make whole what an edit in place left unfinished at `path`, a file or a folder of files.
+    """Recover the files of interrupted edits in place at `path`, a file or a folder of files.
 
-    Back to what the file was, unless all was done but for the journal. Raises InputError if the
-    edit is still under way, or if the journal is not of this file as it is; OutputError where the
-    file cannot be written.
+    Each file is restored to what it was, unless only the removal of the journal was missing. Raises
+    InputError if the edit is still under way, or if the journal does not match the file;
+    OutputError where the file cannot be written.
     """
     for journal, file in journals_of(path):
         try:
@@ -273,7 +275,7 @@ def settle(path: str) -> None:
 def _settle(journal: str, file: str) -> None:
     with _locked(file, file) as fd:
         if not os.path.lexists(journal):
-            return  # the edit was finished while we looked
+            return  # the edit was finished in the meantime
         known = _trusted(journal, file, fd)
         if _state(known, journal, file, fd) == "between":
             _undo(fd, known)
@@ -285,7 +287,7 @@ def _longest(span: Span) -> int:
 
 
 def _trusted(journal: str, file: str, fd: int) -> Journal:
-    """The journal, if it is of this very file."""
+    """Return the journal, if it is of this very file."""
     info = os.fstat(fd)
     with closing(LocalFile(journal, follow=False)) as source:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):

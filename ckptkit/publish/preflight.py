@@ -1,9 +1,10 @@
-"""What is checked before anything is written, and before what was there is replaced."""
+"""Checks before anything is written, and before an existing file is replaced."""
 
 from __future__ import annotations
 
 import os
 import stat
+from itertools import chain
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, LocalFile, Range
 from ckptkit.core.errors import (
@@ -18,15 +19,11 @@ from ckptkit.core.plan import Plan, Segment, Summed
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
-    """What is there now, if it may be replaced by the output."""
-    names = [file.name for file in plan.files]
-    if len(set(names)) < len(names) or not all(map(_is_inside, names)):
-        raise UsageError(
-            f"the output would have files of one name, or outside their folder: {names[:8]}"
-        )
+    """Return what is at the destination now, if the output may replace it; None if nothing."""
+    _check_names([file.name for file in plan.files])
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
-        raise UsageError("is no name for an output", where=path)
+        raise UsageError("cannot be the name of an output", where=path)
     if not os.path.isdir(folder):
         raise OutputError(
             f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {folder}"
@@ -36,22 +33,9 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
     except FileNotFoundError:
         return None
     if stat.S_ISDIR(old.st_mode):
-        if not plan.is_folder:
-            raise UsageError(
-                "is a folder, and the output is a file", where=path, hint="name the file in it"
-            )
-        if os.listdir(path):
-            raise OutputExistsError(
-                "is a folder that is not empty", where=path, hint="name a folder that is not there"
-            )
-    elif not (stat.S_ISREG(old.st_mode) or stat.S_ISLNK(old.st_mode)):
-        raise UsageError("is neither a file nor a folder", where=path)
-    elif plan.is_folder:
-        raise UsageError(
-            "is a file, and the output is a folder", where=path, hint="name a folder as DST"
-        )
-    elif not force:
-        raise OutputExistsError("exists already", where=path, hint="--force replaces it")
+        _check_old_folder(path, plan.is_folder)
+    else:
+        _check_old_file(path, old.st_mode, plan.is_folder, force)
     return old
 
 
@@ -62,15 +46,47 @@ def _is_inside(name: str) -> bool:
     )
 
 
+def _check_names(names: list[str]) -> None:
+    """Refuse a plan whose files share a name, or are outside their folder."""
+    if len(set(names)) < len(names) or not all(map(_is_inside, names)):
+        raise UsageError(
+            f"the output would have files of one name, or outside their folder: {names[:8]}"
+        )
+
+
+def _check_old_folder(path: str, wanted: bool) -> None:
+    """Refuse to replace a folder, unless it is empty and a folder is `wanted`."""
+    if not wanted:
+        raise UsageError(
+            "is a folder, and the output is a file", where=path, hint="name the file in it"
+        )
+    if os.listdir(path):
+        raise OutputExistsError(
+            "is a folder that is not empty", where=path, hint="name a folder that does not exist"
+        )
+
+
+def _check_old_file(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
+    """Refuse to replace a file, unless it is a regular one or a link, and `force` is given."""
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise UsageError("is neither a file nor a folder", where=path)
+    if folder_wanted:
+        raise UsageError(
+            "is a file, and the output is a folder", where=path, hint="name a folder as DST"
+        )
+    if not force:
+        raise OutputExistsError("exists already", where=path, hint="--force replaces it")
+
+
 def files_of(origin: ByteSource | Folder | None) -> list[ByteSource]:
-    """The sources that were opened at a place."""
+    """Return the sources that were opened at a place."""
     if isinstance(origin, Folder):
         return list(origin.opened())
     return [] if origin is None else [origin]
 
 
 def check_sources(path: str, sources: list[ByteSource]) -> None:
-    """Refuse a destination that is one of the files read, under whatever name or link."""
+    """Refuse a destination that is one of the files read, by any name or link."""
     there = set()
     for look in (os.lstat, os.stat):
         try:
@@ -84,8 +100,7 @@ def check_sources(path: str, sources: list[ByteSource]) -> None:
 
 
 def check_still_there(path: str, sources: list[ByteSource]) -> None:
-    """Raise InputChangedError if what is to be replaced is not what was read: somebody has put a
-    newer file there."""
+    """Raise InputChangedError if the file to be replaced is no longer the one that was read."""
     info = os.stat(path)
     known = {source.identity[:2] for source in sources if isinstance(source, LocalFile)}
     if known and (info.st_dev, info.st_ino) not in known:
@@ -95,15 +110,14 @@ def check_still_there(path: str, sources: list[ByteSource]) -> None:
 
 
 def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
-    """Refuse a plan that writes much more than it reads: a few bytes of a file may describe
-    terabytes."""
+    """Refuse a plan that writes much more than it reads: a few bytes may describe terabytes."""
     if allow_expand or size <= LIMITS.expansion_free:
         return
     read = referenced(plan)
     if size > LIMITS.expansion * read + LIMITS.expansion_free:
         raise LimitError(
-            f"{read:,} bytes of input would become {size:,} of output, more than {LIMITS.expansion} times as much "
-            "(expansion, expansion_free)",
+            f"{read:,} bytes of input would become {size:,} of output, more than "
+            f"{LIMITS.expansion} times as much (expansion, expansion_free)",
             hint="--allow-expand writes it all the same",
         )
 
@@ -119,7 +133,9 @@ def referenced(plan: Plan) -> int:
     """
     runs: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
-    waiting: list[Segment | Extent] = [segment for file in plan.files for segment in file.segments]
+    waiting: list[Segment | Extent] = [
+        *chain.from_iterable(file.segments for file in plan.files),
+    ]
     while waiting:
         each = waiting.pop()
         if isinstance(each, Summed):
@@ -144,14 +160,14 @@ def referenced(plan: Plan) -> int:
 
 
 def check_space(path: str, size: int) -> None:
-    """Refuse what does not fit beside `path`."""
+    """Refuse an output that does not fit on the file system of `path`."""
     left = free(path)
     if size > left:
         raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path)
 
 
 def free(path: str) -> int:
-    """Bytes that may still be written to the file system of `path`."""
+    """Return the bytes that may still be written to the file system of `path`."""
     folder = os.path.dirname(path)
     if hasattr(os, "statvfs"):
         there = os.statvfs(folder)

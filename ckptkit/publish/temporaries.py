@@ -1,12 +1,11 @@
-"""Temporaries: where an output is made before it gets its name, and what becomes of those whose
-makers were killed.
+"""Temporaries: where an output is written before it is renamed, and removal of stale ones.
 
-    .<name of the output>.ckptkit-<process>-<where that number counts, 8 hex digits><random, 8 hex digits>.tmp
+    .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
 
-A number of a process says who is alive only on one machine, between two starts of it, in one
-namespace of processes; a digest of these is in the name. So the next run that writes the same
-output knows whose maker is gone, and removes it; what was left on another machine, in another
-container or before a restart is named, and left to people.
+A process id identifies a live process only on one machine, within one boot and one PID namespace;
+the context is a checksum of these. So the next run that writes the same output can tell that the
+process is gone, and removes its temporary. One left on another machine, in another container or
+before a restart is reported, and left to the user.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from functools import lru_cache
 from ckptkit.publish.journal import SUFFIX
 
 NAME_MAX = 255  # bytes of a file name
-SETTLED = 3600  # seconds without a write, after which nobody seems to be at work
+SETTLED = 3600  # seconds without a write, after which a temporary seems to be stale
 
 _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)
 
 
 def temporary_name(path: str) -> str:
-    """A name beside `path` that nobody has, the output's own in it cut where it would get too
-    long."""
+    """Return a unique temporary name beside `path`, with its (possibly truncated) file name."""
     folder, name = os.path.split(path)
     where = _where() or os.urandom(4).hex()
     return os.path.join(
@@ -45,8 +43,7 @@ def _joined(name: str, ending: str) -> str:
 
 @lru_cache
 def _where() -> str | None:
-    """This start of the machine and our namespace of processes; None where a system does not
-    say."""
+    """Return a checksum of boot id and PID namespace; None if the system does not expose them."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -56,14 +53,16 @@ def _where() -> str | None:
 
 
 def new_file(path: str) -> int:
-    """Make a file that is not there, also not as a link, and open it for writing."""
+    """Create a file that does not exist, also not as a link, and open it for writing."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def sweep(path: str) -> list[str]:
-    """Remove what killed runs have left of the output `path` and of journals of its edits; the
-    names of what may be left too, and is not ours to judge."""
+    """Remove temporaries that killed runs left for the output `path` and for journals of its edits.
+
+    Returns the names of those that may be stale too, but were made elsewhere.
+    """
     folder, name = os.path.split(path)
     names = (name, f".{name}{SUFFIX}")
     unknown = []
@@ -83,7 +82,7 @@ def sweep(path: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _temporaries(folder: str) -> tuple[str, ...]:
-    """Those in a folder when this process first wrote there: thousands of outputs list it once."""
+    """Return the temporaries in `folder`, cached so that a batch lists each folder once."""
     with suppress(OSError):
         return tuple(
             sorted(
@@ -109,6 +108,6 @@ def _remove(place: str, info: os.stat_result) -> None:
     if stat.S_ISDIR(info.st_mode):
         from shutil import rmtree
 
-        rmtree(place)  # follows no link, whoever exchanges what
+        rmtree(place)  # follows no link, even if one is swapped in
     else:
         os.unlink(place)

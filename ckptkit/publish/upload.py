@@ -1,8 +1,8 @@
-"""Writes a plan to a URL: one ordered stream, which appears when it is complete.
+"""Write a plan to a URL: one ordered stream, which appears when it is complete.
 
-fsspec's transactions are what makes it so: an object store finishes a multipart upload, or drops
-it; a file system on another machine renames what it wrote, or removes it. Checksums that stand
-before the bytes they are of cost a pass over the input first.
+fsspec's transactions ensure that: an object store finishes a multipart upload, or drops it; a file
+system on another machine renames the file it wrote, or removes it. Checksums that precede the bytes
+they cover cost a pass over the input first.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ckptkit.remote.urls import shown
 
 PART = 16 << 20  # bytes of a part of an upload
 PARTS = 9_000  # of one upload; stores allow 10,000
-_COPY = "write it here, and copy it there"
+_COPY = "write it to a local path, and copy it there"
 
 
 def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]) -> None:
-    """Write the one file of `plan` to `url`. `progress` is told how many bytes were sent since the
-    last time.
+    """Write the one file of `plan` to `url`.
 
-    Raises UsageError and OutputExistsError before anything is sent; OutputError, InputChangedError
-    and what reading the input raises with nothing changed at `url`, as far as the file system there
-    keeps that promise.
+    `progress` is called with the number of bytes sent since the last call. Raises UsageError and
+    OutputExistsError before anything is sent; OutputError, InputChangedError and the errors of
+    reading the input with nothing changed at `url`, as far as the file system there keeps that
+    promise.
     """
     name = shown(url)
     if plan.is_folder:
@@ -75,5 +75,5 @@ def _send(
         file.close()
     except BaseException:
         if isinstance(file, AbstractBufferedFile):
-            file.closed = True  # closing would send the rest, and finish what is to be dropped
+            file.closed = True  # closing would send the rest, and complete the upload
         raise

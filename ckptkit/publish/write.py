@@ -1,10 +1,9 @@
-"""Carries out a plan: all of it under the destination's name, or none of it.
+"""Carry out a plan: all of it under the destination's name, or none of it.
 
-The order is what makes it safe. Check everything that can be known before (destination, space,
-size); write a temporary beside the destination, under a name that nobody can guess; check its
-length, that the input is still what was opened and, if asked to, every byte; give it its mode;
-bring it to the disk; rename it. Whatever fails on the way, the temporary is removed and the
-destination is as it was.
+The order makes it safe. Check everything that can be known before (destination, space, size); write
+a temporary beside the destination, under an unguessable name; check its length, that the input is
+still the one that was opened and, on request, every byte; set its mode; fsync it; rename it. If any
+step fails, the temporary is removed and the destination is as it was.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What is now at `path`: bytes and number of files; and temporaries beside it that nobody seems
-    to work on."""
+    """The output at `path`: bytes and number of files; and possibly stale temporaries beside it."""
 
     path: str
     nbytes: int
@@ -76,14 +74,15 @@ def publish(
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a
     symbolic link is replaced, never followed. ``durable`` means that the output survives a power
     cut (always so where it replaces a file); ``verify`` that it is read back and compared;
-    ``allow_expand`` that it may be any size. ``origin`` is what the plan was made of, which is not
-    to be replaced either where the plan reads nothing of it. ``executor`` spreads the work over
+    ``allow_expand`` that it may be any size. ``origin`` is the source of the plan, which is not
+    replaced either, even if the plan reads nothing of it. ``executor`` spreads the work over
     workers that see the same files. A `destination` that is a URL is one ordered stream, which
-    appears when it is complete; see :mod:`upload`. ``progress`` is told, here, the bytes written
-    since the last time, and all.
+    appears when it is complete; see :mod:`upload`. ``progress`` is called, in this process, with
+    the bytes written since the last call, and the total.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
-    InputChangedError, VerifyError and what reading the input raises with the destination as it was.
+    InputChangedError, VerifyError and the errors of reading the input with the destination as it
+    was.
     """
     typed = os.fspath(destination)
     if urls.is_url(typed):
@@ -101,8 +100,8 @@ def publish(
         temporary = temporary_name(path)
         try:
             mode = _narrowed(_create(plan, temporary), read)
-            tell = progress or (lambda count, total: None)
-            _write(plan, temporary, executor, lambda count: tell(count, size), verify)
+            report = progress or (lambda count, total: None)
+            _write(plan, temporary, executor, lambda count: report(count, size), verify)
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
@@ -130,25 +129,25 @@ def _upload(
     allow_expand: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Published:
-    """The same for a destination on another machine."""
+    """Write `plan` to a URL, as `publish` does to a path."""
     from ckptkit.publish.upload import upload
 
     size = plan.size
     check_size(plan, size, allow_expand)
     if verify:
         raise UsageError(
-            "what is written to a URL cannot be read back before it appears",
+            "an output at a URL cannot be read back before it appears",
             where=urls.shown(url),
             hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
         )
-    tell = progress or (lambda count, total: None)
-    upload(plan, url, force=force, progress=lambda count: tell(count, size))
+    report = progress or (lambda count, total: None)
+    upload(plan, url, force=force, progress=lambda count: report(count, size))
     return Published(urls.shown(url), size, len(plan.files))
 
 
 @contextmanager
 def reported(path: str, typed: str, size: int) -> Iterator[None]:
-    """What the operating system refuses, in our words, and the destination as it was typed."""
+    """Translate OSError into OutputError, naming the destination as the user typed it."""
     try:
         yield
     except CkptkitError as error:
@@ -163,15 +162,14 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
 
 
 def _kept_mode(old: os.stat_result | None) -> int | None:
-    """The mode of the file that is replaced, None where there is none."""
-    return (
-        stat.S_IMODE(old.st_mode) & 0o777 if old is not None and stat.S_ISREG(old.st_mode) else None
-    )
+    """Return the mode of the file that is replaced, None if there is none."""
+    if old is None or not stat.S_ISREG(old.st_mode):
+        return None
+    return stat.S_IMODE(old.st_mode) & 0o777
 
 
 def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
-    """Give a file to the owner and the group of the one that it replaces, as far as that is
-    allowed."""
+    """Give a file the owner and the group of the one that it replaces, as far as allowed."""
     if old is None or not hasattr(os, "chown") or not stat.S_ISREG(old.st_mode):
         return
     now = os.lstat(temporary)
@@ -184,8 +182,7 @@ def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
 
 
 def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
-    """`mode` without anything for the group or for others, where an input on this machine is not
-    theirs to read."""
+    """Return `mode` without access for group or others where they cannot read a local input."""
     for source in sources:
         if isinstance(source, LocalFile) and source.fd >= 0:
             allowed = os.fstat(source.fd).st_mode
@@ -196,7 +193,7 @@ def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
 
 
 def _create(plan: Plan, temporary: str) -> int:
-    """Make the temporary file or folder, for our eyes only; the mode that it would have had."""
+    """Create the temporary with mode 0600 (a folder: 0700); return the mode by the umask."""
     if plan.is_folder:
         os.mkdir(temporary)
     else:
@@ -257,9 +254,8 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
             # startswith compares a buffer of any kind at the speed of memory; == of a memoryview
             # goes byte by byte
             if output.readinto(found) != len(piece) or not found.startswith(piece):
-                raise VerifyError(
-                    f"{file.name or 'the output'} was not written as planned, at byte {at:,} or after"
-                )
+                name = file.name or "the output"
+                raise VerifyError(f"{name} was not written as planned, at byte {at:,} or after")
             at += len(piece)
 
 
@@ -273,21 +269,18 @@ def _to_disk(plan: Plan, temporary: str) -> None:
 
 
 def _name_to_disk(path: str) -> None:
-    """Bring the name of an output to the disk, which it has by now."""
+    """fsync the folder of `path`, so that the rename survives a power cut."""
     try:
         sync_folder(os.path.dirname(path))
     except OSError as error:
         raise OutputError(
-            f"is written, but might not outlive a power cut: {error.strerror}", where=path
+            f"is written, but might not survive a power cut: {error.strerror}", where=path
         ) from error
 
 
 def sync(path: str) -> None:
-    """fsync a file or a folder; never tried twice, since a system forgets what it failed to
-    write."""
-    if (
-        os.name == "nt"
-    ):  # where folders cannot be opened, nor files be synced that were opened for reading
+    """fsync a file or a folder; never retried, since a system forgets what it failed to write."""
+    if os.name == "nt":  # cannot open folders, nor sync files that were opened for reading
         return
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -297,8 +290,10 @@ def sync(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """fsync a folder, where that is possible: not all can be opened for reading, nor do all file
-    systems know how."""
+    """fsync a folder, where possible.
+
+    Not all can be opened for reading, and not all file systems support it.
+    """
     try:
         sync(path)
     except OSError as error:
@@ -307,23 +302,24 @@ def sync_folder(path: str) -> None:
 
 
 def _unfinished_edit(path: str) -> os.stat_result | None:
-    """The journal of an edit in place of the file that is there now, if there is one."""
+    """Return the journal of an edit in place of the file at `path`, if there is one."""
     with suppress(OSError):
         return os.lstat(journal_path(path))
     return None
 
 
 def _forget_edit(path: str, journal: os.stat_result | None) -> None:
-    """Remove the journal of a file that has been replaced: nothing could be undone in the new
-    one."""
+    """Remove the journal of a file that has been replaced: the new one has nothing to undo."""
     with suppress(OSError):
         if journal is not None and os.path.samestat(journal, os.lstat(journal_path(path))):
             os.unlink(journal_path(path))
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
-    """Give the output its name. Without `force`, whoever made a file of that name meanwhile has
-    won."""
+    """Rename the temporary into place.
+
+    Without `force`, fail if the destination appeared in the meantime.
+    """
     try:
         if folder:
             os.rename(temporary, path)
@@ -333,7 +329,7 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
             _link(temporary, path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise OutputExistsError("was made by somebody else meanwhile", where=path) from error
+            raise OutputExistsError("appeared in the meantime", where=path) from error
         raise
 
 
@@ -343,7 +339,7 @@ def _link(temporary: str, path: str) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if os.path.lexists(path):  # the best that can be had where there are no links
+        if os.path.lexists(path):  # not atomic, but there are no hard links here
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(temporary, path)
     else:
@@ -351,7 +347,7 @@ def _link(temporary: str, path: str) -> None:
 
 
 def _remove(temporary: str, plan: Plan) -> None:
-    with suppress(OSError):  # what went wrong before is what counts
+    with suppress(OSError):  # the failure before this one is reported
         for place in _places(plan, temporary):
             if os.path.lexists(place):
                 os.unlink(place)

@@ -15,10 +15,10 @@ from ckptkit.remote.transports import Http, Stored, Transport, information
 from ckptkit.remote.urls import beside, shown, split, without_query
 
 PIECE = 4 << 20  # bytes of the largest request
-FIRST = 64 << 10  # bytes of the smallest one: they cost no more than one
-GAP = 64 << 10  # bytes that are cheaper to read than to step over with another request
-KEPT = 16 << 20  # bytes kept for reading again, in
-WINDOWS = 256  # runs of bytes at most
+FIRST = 64 << 10  # bytes of the smallest request: a single byte would cost as much
+GAP = 64 << 10  # bytes that are cheaper to read than to skip with another request
+KEPT = 16 << 20  # bytes kept for reading again
+WINDOWS = 256  # windows kept at most
 REQUESTS = 8  # at a time, for ranges that are far from each other
 
 
@@ -36,7 +36,7 @@ class _Window(NamedTuple):
 class RemoteFile(ByteSource):
     """A file behind a URL, of which ranges are fetched as they are needed.
 
-    Small reads come from windows that are kept; where they follow each other, the windows grow, to
+    Small reads use windows that are kept; where they follow each other, the windows grow, to
     `PIECE` bytes. Pickles by URL and identity: a worker process opens it again and refuses another
     file.
     """
@@ -70,9 +70,10 @@ class RemoteFile(ByteSource):
         for offset, length in ranges:
             start, stop = runs[-1] if runs else (offset, offset)
             near = runs and offset <= stop + GAP and offset + length <= start + PIECE
-            runs[-1:] = (
-                [(start, offset + length)] if near else [*runs[-1:], (offset, offset + length)]
-            )
+            if near:
+                runs[-1] = (start, offset + length)
+            else:
+                runs.append((offset, offset + length))
         runs = [(start, stop) for start, stop in runs if not self._kept(start, stop)]
         if not runs:
             return
@@ -85,7 +86,7 @@ class RemoteFile(ByteSource):
                 self._keep(window)
 
     def _kept(self, at: int, stop: int) -> bytes:
-        """The bytes from `at` that a window has, up to `stop`; it was used last then."""
+        """Return the bytes from `at`, up to `stop`, of a window that has them; mark it as used."""
         with self._lock:
             for number, window in enumerate(self._windows):
                 if window.start <= at < window.end:
@@ -94,8 +95,10 @@ class RemoteFile(ByteSource):
         return b""
 
     def _fetched(self, at: int, stop: int) -> bytes:
-        """The bytes from `at`, up to `stop` or a window that has the last of them. More are read
-        and kept."""
+        """Fetch the bytes from `at`, up to `stop` or a window that has the last of them.
+
+        More are read and kept.
+        """
         with self._lock:
             ahead = 2 * max(
                 (len(each.data) for each in self._windows if each.end <= at <= each.end + GAP),
@@ -112,7 +115,7 @@ class RemoteFile(ByteSource):
         return data[: stop - at]
 
     def _keep(self, window: _Window) -> None:
-        """Keep a window, instead of those that were not used for the longest time."""
+        """Keep a window, and drop the least recently used ones."""
         with self._lock:
             self._windows.append(window)
             while (
@@ -149,8 +152,10 @@ def _reopen(url: str, identity: Identity) -> ByteSource:
 
 
 class RemoteFolder(Folder):
-    """A folder behind a URL. What HTTP has no word for, a list of its files, it does not need where
-    names are known."""
+    """A folder behind a URL.
+
+    HTTP cannot list its files, and need not where names are known.
+    """
 
     def __init__(self, url: str) -> None:
         self.path = url
@@ -160,14 +165,14 @@ class RemoteFolder(Folder):
         self._listed: Mapping[str, Mapping[str, Any]] | None = None
 
     def take(self, name: str, source: ByteSource) -> None:
-        """Let `source` be the file called `name`."""
+        """Use `source` as the file called `name`."""
         self._open[name] = source
 
     def list(self) -> list[str]:
         return sorted(self._entries())
 
     def _entries(self) -> Mapping[str, Mapping[str, Any]]:
-        """What is in the folder, by name."""
+        """Return the entries of the folder, by name."""
         if is_web(self._fs):
             raise PathError(
                 "HTTP servers do not list folders",
@@ -180,7 +185,7 @@ class RemoteFolder(Folder):
                 found = self._fs.ls(self._place, detail=True)
             except Exception as error:
                 raise refused(error, self.path) from presentable(error, self.path)
-            here = self._place.rstrip("/")  # which some stores hold as an object of no bytes
+            here = self._place.rstrip("/")  # some stores hold it as an empty object
             found = [each for each in found if each["name"].rstrip("/") != here]
             self._listed = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
         return self._listed
@@ -237,22 +242,20 @@ class RemoteFolder(Folder):
 
 
 def open_url(url: str) -> ByteSource | Folder:
-    """The file or folder at `url`. Raises PathError where there is none, or no way to it."""
+    """Return the file or folder at `url`. Raises PathError if it cannot be reached."""
     fs, path = filesystem(url)
     if is_web(fs):
         return RemoteFile(url, Http(fs, url))
     if is_local(fs):
         return Folder(path) if os.path.isdir(path) else LocalFile(path)
     info = information(fs, path, url)
-    return (
-        RemoteFolder(url)
-        if info["type"] == "directory"
-        else RemoteFile(url, Stored(fs, path, url, info))
-    )
+    if info["type"] == "directory":
+        return RemoteFolder(url)
+    return RemoteFile(url, Stored(fs, path, url, info))
 
 
 def filesystem(url: str, **options: object) -> tuple[Any, str]:
-    """fsspec's file system for `url`, and the path in it."""
+    """Return fsspec's file system for `url`, and the path in it."""
     from fsspec.core import url_to_fs
 
     try:
@@ -263,10 +266,10 @@ def filesystem(url: str, **options: object) -> tuple[Any, str]:
 
 
 def is_web(fs: Any) -> bool:
-    """Whether files are asked for over HTTP itself."""
+    """Return whether the file system is HTTP itself."""
     return "https" in fs.protocol
 
 
 def is_local(fs: Any) -> bool:
-    """Whether files are on this machine: ``file://``."""
+    """Return whether files are on this machine: ``file://``."""
     return "file" in fs.protocol

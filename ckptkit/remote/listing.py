@@ -1,5 +1,4 @@
-"""Many remote files in few requests: what matches a pattern, what is below a folder, and which
-version each is."""
+"""Listings of remote files in few requests: by pattern, below a folder, and with versions."""
 
 from __future__ import annotations
 
@@ -13,20 +12,18 @@ from ckptkit.remote.files import filesystem, is_web
 from ckptkit.remote.refusals import not_written, presentable, refused
 from ckptkit.remote.urls import beside, shown
 
-# What tells versions of a file apart: the first that the file system names, in listings and for a
-# single file alike.
+# Fields that distinguish versions of a file: the first that the file system gives is used, in
+# listings and for a single file alike.
 _VERSION = (
-    "ETag", "etag", "md5Hash", "checksum", "sha", "generation", "mtime", "LastModified", "last_modified", "updated",
-    "created",
+    "ETag", "etag", "md5Hash", "checksum", "sha", "generation", "mtime",
+    "LastModified", "last_modified", "updated", "created",
 )  # fmt: skip
 
-Mark = tuple[
-    int, int | str
-]  # size in bytes and version, of a file; what two that differ do not share
+Mark = tuple[int, int | str]  # size in bytes and version: differs between versions of a file
 
 
 class Entry(NamedTuple):
-    """A file or folder: its path below where one looked, with slashes."""
+    """A file or folder: its path below the listed folder, with slashes."""
 
     name: str
     mark: Mark
@@ -34,8 +31,10 @@ class Entry(NamedTuple):
 
 
 def matching(folder: str, pattern: str) -> list[Entry]:
-    """What matches `pattern` below the URL `folder`, sorted by name. Raises PathError where there
-    are no lists."""
+    """Return the entries that match `pattern` below the URL `folder`, sorted by name.
+
+    Raises PathError where the server has no listings.
+    """
     fs, path = _listable(folder)
     try:
         found = fs.glob(f"{path.rstrip('/')}/{pattern}", detail=True)
@@ -49,7 +48,7 @@ def matching(folder: str, pattern: str) -> list[Entry]:
 
 
 def below(folder: str) -> dict[str, Mark]:
-    """The files below the URL `folder`, by name; none where there is nothing."""
+    """Return the files below the URL `folder`, by name; empty if it does not exist."""
     fs, path = _listable(folder)
     try:
         found = fs.find(path, detail=True)
@@ -61,8 +60,10 @@ def below(folder: str) -> dict[str, Mark]:
 
 
 def look(url: str) -> Entry:
-    """The file or folder at `url` as it is now, its name empty. Raises PathError where there is
-    nothing."""
+    """Return the file or folder at `url` as it is now, its name empty.
+
+    Raises PathError if it does not exist.
+    """
     fs, path = filesystem(url)
     try:
         fs.invalidate_cache(path)
@@ -74,7 +75,7 @@ def look(url: str) -> Entry:
 
 
 def merged(marks: Mapping[str, Mark]) -> Mark:
-    """The mark of a folder that holds these files."""
+    """Return the mark of a folder that holds these files."""
     lines = (
         f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items())
     )
@@ -83,7 +84,7 @@ def merged(marks: Mapping[str, Mark]) -> Mark:
 
 
 def read_small(url: str) -> bytes:
-    """All of a file, nothing where there is none."""
+    """Return the contents of a small file, empty if it does not exist."""
     fs, path = filesystem(url)
     try:
         fs.invalidate_cache(path)
@@ -96,7 +97,7 @@ def read_small(url: str) -> bytes:
 
 
 def write_small(url: str, data: bytes) -> None:
-    """Put a file there, in one request where the file system can."""
+    """Write a small file, in one request where the file system can."""
     fs, path = filesystem(url)
     try:
         fs.pipe_file(path, data)
@@ -105,8 +106,7 @@ def write_small(url: str, data: bytes) -> None:
 
 
 def make_folders(base: str, names: Iterable[str]) -> None:
-    """Make folders below the URL `base`, where a file system has real ones: the names of object
-    stores need none."""
+    """Make folders below the URL `base` where a file system has them; object stores need none."""
     fs, path = filesystem(base)
     if fs.async_impl or is_web(fs):
         return

@@ -1,8 +1,8 @@
-"""What the network and those at its other end refuse, in our words, with what to do about it.
+"""Translation of network and server failures into errors with hints.
 
 The libraries below fsspec raise errors of any class, whose texts may hold the URL with its secrets.
-Their statuses, reasons and classes are looked at here; their texts are shown only where the URL has
-no secret.
+Their statuses, reasons and classes are used here; their texts are shown only where the URL has no
+secret.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
 from ckptkit.remote.urls import shown, without_query
 
-# What to install for a scheme; what fsspec says about others names a package too.
+# The package to install for a scheme; for others, the message of fsspec names one.
 _PACKAGES = {
-    "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs",
-    "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "oci": "ocifs", "oss": "ossfs",
-    "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "webdav": "webdav4",
+    "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
+    "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "oci": "ocifs", "oss": "ossfs", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
+    "webdav": "webdav4",
 }  # fmt: skip
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
@@ -25,7 +26,7 @@ _TYPED = "check the URL and the network"
 
 
 class Status(Exception):
-    """An answer of an HTTP server that is not what was asked for."""
+    """An unexpected status of an HTTP server."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP status {status}")
@@ -33,12 +34,11 @@ class Status(Exception):
 
 
 class MissingError(PathError):
-    """There is nothing at a URL."""
+    """The URL does not exist."""
 
 
 def passing(error: BaseException) -> bool:
-    """Whether trying again may help: a connection that broke or stood still, a server that is
-    busy."""
+    """Return whether a retry may help: a connection broke or timed out, or the server is busy."""
     if _misled(error) is not None:
         return False
     status = _status(error)
@@ -51,7 +51,7 @@ def passing(error: BaseException) -> bool:
 
 
 def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError:
-    """The error to raise for what a library raised about `url`, when it was opened or later."""
+    """Translate an error of a library about `url`, raised on opening or later."""
     if isinstance(error, CkptkitError):
         return error
     name = shown(url)
@@ -60,15 +60,13 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
     status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
     missing = isinstance(error, FileNotFoundError) and status is None
     if missing or status in (404, 410):
-        return (
-            _missing(error, url, name)
-            if opening
-            else InputChangedError("was removed while it was read", where=name)
-        )
+        if opening:
+            return _missing(error, url, name)
+        return InputChangedError("was removed while it was read", where=name)
     if status in (401, 403) or isinstance(error, PermissionError):
-        said = f" (HTTP status {status})" if status else ""
+        answer = f" (HTTP status {status})" if status else ""
         return PathError(
-            f"access is denied{said}",
+            f"access is denied{answer}",
             where=name,
             hint="check your credentials, and whether the URL has expired",
         )
@@ -83,13 +81,12 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
 
 
 def presentable(error: Exception, url: str) -> Exception | None:
-    """`error` as the cause of what is raised; None where its text could give away a secret of
-    `url`."""
+    """Return `error` as a cause to chain; None where its text could reveal a secret of `url`."""
     return error if shown(url) == url else None
 
 
 def not_written(error: Exception, url: str) -> CkptkitError:
-    """The error to raise where writing to `url` failed."""
+    """Translate an error of a library that failed to write to `url`."""
     if isinstance(error, CkptkitError):
         return error
     known = refused(error, url)
@@ -97,7 +94,7 @@ def not_written(error: Exception, url: str) -> CkptkitError:
 
 
 def unknown(error: Exception, url: str) -> CkptkitError:
-    """The error to raise where fsspec has no file system for `url`."""
+    """Translate the error of fsspec where it has no file system for `url`."""
     scheme = url.rpartition("::")[2].partition("://")[0].lower()
     name = shown(url)
     if isinstance(error, ImportError):
@@ -116,12 +113,12 @@ def unknown(error: Exception, url: str) -> CkptkitError:
 
 
 def _misled(error: BaseException) -> str | None:
-    """What is wrong with where a server redirects to, None if nothing is."""
+    """Describe what is wrong with a server's redirection, None if nothing is."""
     names = {each.__name__ for each in type(error).__mro__}
     if "TooManyRedirects" in names:
         return "its server redirects from one place to the next without end"
     if names & {"RedirectClientError", "NonHttpUrlClientError"}:
-        return "its server redirects to something that is not behind http or https: that is not followed"
+        return "its server redirects to a URL that is not http or https, which is not followed"
     return None
 
 
@@ -153,7 +150,8 @@ def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
             return PathError(
                 "needs credentials, and there are none",
                 where=name,
-                hint="set them as for the service's own tools; FSSPEC_S3_ANON=true reads public buckets of S3",
+                hint="set them as for the service's own tools; "
+                "FSSPEC_S3_ANON=true reads public buckets of S3",
             )
         reason = getattr(each, "os_error", each)
         if isinstance(reason, socket.gaierror):
@@ -172,7 +170,7 @@ def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
 
 
 def _text(error: Exception, url: str) -> str:
-    """What a library says, its class alone where that could give away a secret."""
+    """Return the library's message, or its class alone where the text could reveal a secret."""
     lines = str(error).strip().splitlines()
-    said = lines[0] if lines and shown(url) == url else ""
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    line = lines[0] if lines and shown(url) == url else ""
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

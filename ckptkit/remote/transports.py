@@ -1,9 +1,9 @@
-"""How ranges of bytes come over the network: over HTTP, or through any other file system of fsspec.
+"""Transports of byte ranges: HTTP, or any other file system of fsspec.
 
-HTTP is asked directly, through fsspec's session, because its statuses and headers matter: the first
-answer tells size, identity and whether the server knows ranges (a HEAD request would not, and
-signed URLs refuse it), and every later one whether the file is still the same. Whatever breaks on
-the way is fetched again from where it broke.
+HTTP requests are made directly, through fsspec's session, because their statuses and headers
+matter: the first answer gives size, identity and whether the server supports ranges (a HEAD request
+would not, and signed URLs refuse it), and every later one whether the file is still the same. An
+interrupted transfer is continued where it broke.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from ckptkit.core.errors import InputChangedError, InputError
 from ckptkit.remote.refusals import Status, passing, presentable, refused
 from ckptkit.remote.urls import shown
 
-HEAD = 64 << 10  # bytes asked for with the first request
-WHOLE = 64 << 20  # bytes up to which a file is taken whole from a server that does not know ranges
-PAGE = 1 << 20  # bytes up to which one is taken that has no length: a page which says what is wrong
+HEAD = 64 << 10  # bytes of the first request
+WHOLE = 64 << 20  # bytes up to which a file is fetched whole from a server without ranges
+PAGE = 1 << 20  # bytes fetched of a file without a length: often a page with an error message
 PROGRESS = 64 << 10  # bytes that make an attempt a success, even if the connection broke then
 TRIES = 5  # attempts in a row without progress
 PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
 SILENCE = 60  # seconds without a byte before a connection counts as broken
 SLOWEST = 4096  # bytes a second, below which a request counts as broken in the end
 
-# What a file system may say about a version of a file, in a listing as well as when it is asked for
-# the file alone.
+# Fields that distinguish versions of a file, in a listing as well as for a single file.
 _VERSION = (
-    "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created", "generation", "md5Hash", "checksum",
-    "blob_id", "sha",
+    "ETag", "etag", "LastModified", "last_modified", "mtime", "updated", "created",
+    "generation", "md5Hash", "checksum", "blob_id", "sha",
 )  # fmt: skip
 _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 class Transport(ABC):
-    """One remote file. `head` are the first bytes, as far as opening it brought them."""
+    """One remote file. `head` holds the first bytes, as many as opening it returned."""
 
     url: str
     size: int
@@ -48,10 +47,9 @@ class Transport(ABC):
     head: bytes = b""
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop`, which are inside the file; what broke is continued.
+        """Return bytes `start` to `stop` of the file; broken transfers are continued.
 
-        Raises InputError where the network does not bring them, InputChangedError where the file is
-        another.
+        Raises InputError if the network fails, InputChangedError if the file is another one.
         """
         data = bytearray()
         failures = 0
@@ -68,28 +66,30 @@ class Transport(ABC):
         return bytes(data)
 
     def _pause(self, failures: int, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt. Raises why there is none: one would not help, or there were
-        enough."""
+        """Wait before the next attempt.
+
+        Raises the translated `reason` where a retry would not help, or after too many.
+        """
         if failures >= TRIES or not passing(reason):
             raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)
         time.sleep(PAUSE * 2 ** (failures - 1))
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append bytes `start` to `stop`, or as many as came before it broke."""
+        """Append bytes `start` to `stop`, or as many as arrived before the transfer broke."""
 
     @abstractmethod
     def look(self) -> Identity:
-        """The identity that the file has now. Raises what opening it raises."""
+        """Return the identity that the file has now. Raises what opening it raises."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing open
-        """Give back what is kept open."""
+        """Release what is kept open."""
 
 
 class Http(Transport):
     """A file on an HTTP server.
 
-    Raises what :func:`refused` makes of the server's answers, InputError where it sends no ranges
+    Raises the errors of :func:`refused` for the server's answers, InputError if it sends no ranges
     of a large file.
     """
 
@@ -102,13 +102,11 @@ class Http(Transport):
         if self.size < 0 and len(self.head) < PAGE:
             self.size = len(self.head)
         if self._whole and len(self.head) != self.size:
-            much = (
-                f"{self.size:,} bytes are too many"
-                if self.size >= 0
-                else "it does not say how many bytes there are"
-            )
+            why = f"{self.size:,} bytes are too many"
+            if self.size < 0:
+                why = "it does not say how many bytes there are"
             raise InputError(
-                f"its server sends whole files only, no ranges, and {much}",
+                f"its server sends whole files only, no ranges, and {why}",
                 where=shown(url),
                 hint=_fetch_it(url),
             )
@@ -117,7 +115,7 @@ class Http(Transport):
         return self._open(1).identity
 
     def _open(self, wanted: int) -> _Opening:
-        """The answer to a request for the first bytes, with as many attempts as it takes."""
+        """Return the answer to a request for the first bytes, after as many attempts as needed."""
         failures = 0
         while True:
             answer = _Opening(self.url, wanted)
@@ -164,27 +162,25 @@ async def _get(fs: Any, url: str, start: int, stop: int, answer: _Answer) -> Non
 
 
 class _Answer(ABC):
-    """What is expected of an answer; its bytes are put into `data`."""
+    """The expected answer to a request; its bytes are appended to `data`."""
 
     url: str
     data: bytearray
 
     @abstractmethod
     def judge(self, status: int, headers: Mapping[str, str]) -> int:
-        """How long `data` should get by it. Raises what is wrong with it."""
+        """Return the length that `data` should reach. Raises if the answer is unusable."""
 
     def _range(self, headers: Mapping[str, str], start: int) -> int:
-        """The size of the file, of which the answer must bring a range from `start`."""
+        """Return the size of the file, checking that the answer is a range from `start`."""
         found = _RANGE.fullmatch(headers.get("Content-Range", ""))
         if found is None or int(found[1]) != start:
-            raise InputError(
-                "its server does not send the range that it is asked for", where=shown(self.url)
-            )
+            raise InputError("its server does not send the requested range", where=shown(self.url))
         return int(found[3])
 
 
 class _Opening(_Answer):
-    """The first answer: what the file is. Its size is -1 while nobody knows."""
+    """The first answer, with size and identity of the file. The size is -1 while unknown."""
 
     def __init__(self, url: str, wanted: int) -> None:
         self.url = url
@@ -285,7 +281,7 @@ class Stored(Transport):
 
 
 def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
-    """What a file system says about a file or folder now."""
+    """Return what a file system reports about a file or folder now."""
     try:
         fs.invalidate_cache(path)
         found: Mapping[str, Any] = fs.info(path)
@@ -303,6 +299,8 @@ def _version(info: Mapping[str, Any]) -> Identity:
 
 
 def _moment(value: object) -> object:
-    """A time as seconds, which some file systems give in one form in a listing and in another for a
-    file."""
+    """Return a time as seconds, other values as they are.
+
+    Some file systems give times in one form in a listing and in another for a file.
+    """
     return value.timestamp() if isinstance(value, datetime) else value

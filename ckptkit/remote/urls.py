@@ -1,4 +1,4 @@
-"""What is a URL, and how much of it may be shown."""
+"""Recognition and display of URLs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _GITHUB_PAGE = re.compile(r"(https?://github\.com/[^/]+/[^/]+)/blob/")
 
 
 def is_url(path: object) -> bool:
-    """Whether `path` is a URL, and not the path of a local file."""
+    """Return whether `path` is a URL, and not the path of a local file."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def shown(path: str) -> str:
-    """`path` for messages and reports: of a URL, neither the password nor the query, which may be a
-    signature."""
+    """Return `path` for messages: a URL without its password and query (often a signature)."""
     if not is_url(path):
         return path
     path = _PASSWORD.sub(r"\1:***@", _WEB_USER.sub("***@", path))
@@ -28,8 +27,7 @@ def shown(path: str) -> str:
 
 
 def behind_page(url: str) -> str | None:
-    """The URL of the file itself, where `url` is that of a page about it, or of its Git LFS
-    pointer."""
+    """Return the URL of the file itself if `url` is a page about it, or its Git LFS pointer."""
     place = without_query(url)
     if _HUB_PAGE.match(place):
         return _HUB_PAGE.sub(r"\1/resolve/", place)
@@ -37,18 +35,18 @@ def behind_page(url: str) -> str | None:
 
 
 def without_query(url: str) -> str:
-    """`url` up to its query."""
+    """Return `url` up to its query."""
     return url.partition("?")[0]
 
 
 def beside(url: str, name: str) -> str:
-    """The URL of the file `name` in the folder `url`. Both are asked for with one query."""
+    """Return the URL of the file `name` in the folder `url`. Both use the same query."""
     folder, mark, query = url.partition("?")
     return f"{folder.rstrip('/')}/{name}{mark}{query}"
 
 
 def split(url: str) -> tuple[str, str]:
-    """The URL of the folder that a file is in, with the file's query, and its name."""
+    """Return the URL of the folder of a file, with the file's query, and the file's name."""
     place, mark, query = url.partition("?")
     folder, _, name = place.rpartition("/")
     return f"{folder}{mark}{query}", name

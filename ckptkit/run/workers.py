@@ -1,8 +1,8 @@
-"""Executors: processes on this machine, or a Dask cluster. Both take calls that pickle, and outlive
-dead workers.
+"""Executors: processes on this machine, or a Dask cluster.
 
-A call whose worker died ends in BrokenExecutor, and the next call finds another worker. When the
-one who asked has ended, however that happened, processes undo what they were writing and end too.
+Both take calls that pickle, and survive dead workers. A call whose worker died ends in
+BrokenExecutor, and the next call finds another worker. When the parent process has exited, for any
+reason, worker processes undo what they were writing and exit too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 PATIENCE = 60  # seconds for a scheduler to answer, and to have a worker
-FRESH = 5  # seconds that a count of a cluster's workers holds
+FRESH = 5  # seconds for which a count of a cluster's workers is reused
 INTERRUPTED = 130  # exit code
 
 T = TypeVar("T")
@@ -33,21 +33,18 @@ T = TypeVar("T")
 
 @contextmanager
 def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator[Pool | None]:
-    """`workers` processes, or the cluster of the Dask `scheduler` (``tcp://host:8786``); None:
-    neither is needed.
+    """Yield `workers` processes, or the cluster of the Dask `scheduler`; None if neither is needed.
 
-    Raises UsageError for both at once and where Dask is missing, OutputError for a scheduler that
-    does not answer.
+    `scheduler` is an address (``tcp://host:8786``). Raises UsageError for both at once and where
+    Dask is missing, OutputError for a scheduler that does not answer.
     """
     if scheduler is not None and workers is not None:
-        raise UsageError("say either --workers or --scheduler: a scheduler has its own workers")
-    pool = (
-        Cluster(scheduler)
-        if scheduler is not None
-        else Processes(workers)
-        if workers and workers > 1
-        else None
-    )
+        raise UsageError("use either --workers or --scheduler: a scheduler has its own workers")
+    pool: Pool | None = None
+    if scheduler is not None:
+        pool = Cluster(scheduler)
+    elif workers and workers > 1:
+        pool = Processes(workers)
     if pool is None:
         yield None
         return
@@ -61,18 +58,17 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
 
 
 class Pool(Executor):
-    """An executor that knows how many calls it can do at once, and can be told to drop them."""
+    """An executor that knows how many calls it can run at once, and can drop them."""
 
     def workers(self) -> int:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End what is running, as soon as it has undone what it was writing."""
+        """End the running calls, as soon as they have undone what they were writing."""
 
 
 class Processes(Pool):
-    """Processes, each a pool of its own: one that dies takes its own calls with it, and is
-    replaced."""
+    """Processes, each a pool of its own: one that dies loses only its calls, and is replaced."""
 
     def __init__(self, count: int) -> None:
         self._slots: list[_Slot] = [_Slot() for _ in range(count)]
@@ -121,9 +117,8 @@ class _Slot:
     def _start(self) -> ProcessPoolExecutor:
         from multiprocessing import get_context
 
-        context = get_context(
-            "spawn"
-        )  # a fork of a process with threads may find their locks taken
+        # A fork of a process with threads may find their locks taken.
+        context = get_context("spawn")
         theirs, self._lifeline = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, context, _begin, (theirs,))
         return self._pool
@@ -142,8 +137,7 @@ class _Slot:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Keep Python processes that start meanwhile from importing what lies in the working directory
-    (Python 3.11)."""
+    """Keep new Python processes from importing modules of the working directory (Python 3.11)."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -155,16 +149,16 @@ def _safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-class _Ended(BaseException):
-    """The one who asked has ended."""
+class _ParentExited(BaseException):
+    """Raised in a worker whose parent process has exited."""
 
 
 _busy = False  # in a worker: whether it is in a call
-_leaving = False  # and whether it ends with it
+_leaving = False  # in a worker: whether it exits after the call
 
 
 def _begin(lifeline: Connection) -> None:
-    """In a new worker: leave the keyboard to the one who asked, and end when that one does."""
+    """Initialize a worker: ignore SIGINT and exit when the parent process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
@@ -183,20 +177,20 @@ def _leave(_: int, __: object) -> None:
         os._exit(INTERRUPTED)
     if not _leaving:
         _leaving = True
-        raise _Ended
+        raise _ParentExited
 
 
 def _guarded(function: Callable[..., T], args: Any, named: Any) -> T:
-    """A call in a worker."""
+    """Run a call in a worker, and exit if the parent process has exited."""
     global _busy
     try:
         _busy = True
         result = function(*args, **named)
-    except _Ended:
+    except _ParentExited:
         os._exit(INTERRUPTED)
     finally:
         _busy = False
-        if _leaving:  # and what was raised was lost, in a finalizer say
+        if _leaving:  # the exception was lost, for example in a finalizer
             os._exit(INTERRUPTED)
     return result
 
@@ -253,7 +247,7 @@ class Cluster(Pool):
         return self._cores
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
-        # A partial is one value to Dask, which would look into arguments for values of its own.
+        # Dask looks into arguments for its own values; a partial is one opaque value to it.
         return _Remote(self._executor.submit(partial(function, *args, **named)))
 
     def stop(self) -> None:
@@ -266,7 +260,7 @@ class Cluster(Pool):
 
 
 class _Remote(Future[T]):
-    """Dask's future, its failures in the words of any other executor."""
+    """Adapter: a Dask future with the exceptions of `concurrent.futures`."""
 
     def __init__(self, inner: Future[T]) -> None:
         super().__init__()
@@ -307,5 +301,5 @@ def _without(error: ImportError) -> OutputError:
 
 
 def _version() -> str:
-    """In a worker."""
+    """Return the version of ckptkit in a worker."""
     return __version__

@@ -330,7 +330,7 @@ def test_variables_change_limits() -> None:
     ],
 )
 def test_values_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match=r"CKPTKIT_LIMIT_DEPTH is .* no whole number from 0 to"):
+    with pytest.raises(UsageError, match=r"CKPTKIT_LIMIT_DEPTH is .* not a whole number from 0 to"):
         from_environment({"CKPTKIT_LIMIT_DEPTH": text})
 
 
@@ -373,9 +373,7 @@ def test_the_command_line(run: Command, tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "40"}).code == 0
     wrong = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "many"})
     assert (wrong.code, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith(
-        "ckptkit: CKPTKIT_LIMIT_DEPTH is 'many', which is no whole number"
-    )
+    assert wrong.stderr.startswith("ckptkit: CKPTKIT_LIMIT_DEPTH is 'many', not a whole number")
 
 
 def test_far_deeper_than_python_goes(run: Command, tmp_path: Path) -> None:

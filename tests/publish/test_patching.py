@@ -531,7 +531,7 @@ def test_a_huge_journal_is_not_read(tmp_path: Path, lengths_read: list[int]) -> 
         with open(journal_path(path), "wb") as file:
             file.write(head)
             file.truncate(3 << 30)
-        with pytest.raises(InputError, match="is no journal of an edit"):
+        with pytest.raises(InputError, match="is not a journal of an edit"):
             ckptkit.open(path)
     assert sum(lengths_read) < 8 << 20
 
@@ -572,7 +572,7 @@ def test_somebody_else_wrote_to_it_since(interrupted: Path) -> None:
         file.truncate(0)
         torch.save(values(), file)
     saved = interrupted.read_bytes()
-    with pytest.raises(InputError, match="somebody else has written to it since") as refused:
+    with pytest.raises(InputError, match="another program has written to it since") as refused:
         ckptkit.open(interrupted)
     assert refused.value.hint == f"if the file is as it should be: rm {journal_path(interrupted)}"
     assert interrupted.read_bytes() == saved
@@ -595,7 +595,7 @@ def test_a_journal_of_another_file(interrupted: Path, tmp_path: Path) -> None:
 def test_a_journal_that_is_none(damage: bytes, tmp_path: Path) -> None:
     path = make_pth(tmp_path)
     Path(journal_path(path)).write_bytes(damage)
-    with pytest.raises(InputError, match="is no journal of an edit"):
+    with pytest.raises(InputError, match="is not a journal of an edit"):
         ckptkit.open(path)
 
 

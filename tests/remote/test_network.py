@@ -111,8 +111,8 @@ def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.Monke
             InputChangedError,
             "changed",
         ),
-        (Reply(content_range=f"bytes 0-8/{SIZE}"), InputError, "does not send the range"),
-        (Reply(content_range="words 1-2/3"), InputError, "does not send the range"),
+        (Reply(content_range=f"bytes 0-8/{SIZE}"), InputError, "does not send the requested range"),
+        (Reply(content_range="words 1-2/3"), InputError, "does not send the requested range"),
         (Reply(ranges=False), InputError, "stopped sending ranges"),
         (Reply(ranges=False, etag='"two"'), InputChangedError, "changed"),
         (Reply(status=404), InputChangedError, "was removed"),
@@ -300,8 +300,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("file:///etc/hostname", "not behind http"),
-        ("s3://bucket/key", "not behind http"),
+        ("file:///etc/hostname", "not http or https"),
+        ("s3://bucket/key", "not http or https"),
         ("/again", "without end"),
     ],
 )

@@ -209,9 +209,7 @@ class TestNames:
         assert str(runs[0]) in done.stderr and "more/0.pth" in done.stderr
         (runs[0].parent / "0").mkdir()
         (runs[0].parent / "0/x.pth").write_bytes(runs[0].read_bytes())
-        with pytest.raises(
-            UsageError, match="in each other's way"
-        ):  # a folder 0, and a folder x in it
+        with pytest.raises(UsageError, match="would collide"):  # a folder 0, and a folder x in it
             jobs_of(tmp_path / "runs/**/[0x].pth", into, shards=True)
 
     def test_one_file_named_twice_is_one(

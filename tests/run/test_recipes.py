@@ -215,11 +215,11 @@ def test_files_beside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        ("steps: [{strip: 3}]", "step 1 (strip): 3 is no text", None),
-        ("steps: [{strop: module.}]", "step 1: 'strop' is no step", "did you mean strip?"),
+        ("steps: [{strip: 3}]", "step 1 (strip): 3 is not text", None),
+        ("steps: [{strop: module.}]", "step 1: 'strop' is not a step", "did you mean strip?"),
         (
             "steps: [strip]",
-            "step 1 is not one word and what it is given",
+            "step 1 is not one word with its argument",
             "e.g. `- strip: module.`",
         ),
         ("steps: []", "has no list of steps", None),
@@ -228,7 +228,7 @@ def test_files_beside(tmp_path: Path) -> None:
         ("- 1", "[1]: it may have about", None),
         ("steps: [{weights: yes please}]", "step 1 (weights): 'yes please' is not true", None),
         ("steps: [{select: {kept: a}}]", "step 1 (select): 'kept': it may have drop, keep", None),
-        ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is no table of texts", None),
+        ("steps: [{rename: {map: a}}]", "step 1 (rename): 'a' is not a table of texts", None),
         ("steps: [{weights: true}]\noutput: {all: 3}", "output: all is 3", None),
         ("steps: [{weights: true}]\nabout: [x]", "about is ['x']", None),
         ("steps: [", "is not valid: while parsing a flow node", None),
@@ -252,7 +252,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
     assert refused.value.hint == "did you mean lightning? or name a .yaml file"
     with pytest.raises(UsageError, match="does not exist"):
         recipes.load(str(tmp_path / "x.yaml"))
-    with pytest.raises(UsageError, match="it is no recipe"):
+    with pytest.raises(UsageError, match="too large for a recipe"):
         recipes.load(str(write(tmp_path, "#" * 2_000_000)))
     with pytest.raises(UsageError, match="is not valid"):
         recipes.load(str(write(tmp_path, "a = ", "toml")))

@@ -1,10 +1,9 @@
-"""One command over many files: which jobs there are, which are done, who does the others, and what
-became of them.
+"""One command over many files: which jobs exist, which are done, who runs the others.
 
-Each output appears whole or not at all, as always. What is done is noted in the outputs' folder
-(:mod:`manifest`), and skipped the next time. Jobs go to workers in groups, a few groups for each at
-a time. A worker that dies takes its group with it: those jobs are done once more, one by one and
-with nothing beside them, so that the one that killed it is known when it kills the second.
+Each output appears whole or not at all, as always. Finished jobs are recorded in the outputs'
+folder (:mod:`manifest`), and skipped the next time. Jobs go to workers in groups, a few groups for
+each at a time. A worker that dies loses its group: those jobs are run once more, one by one and
+with nothing in parallel, so that the one that killed the worker is known when it kills the second.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from ckptkit.run.workers import Pool
 
 __all__ = ["Job", "Outcome", "Work", "find", "plan", "run", "state"]
 
-AHEAD = 2  # groups for each worker: one that it does, one that waits for it
+AHEAD = 2  # groups for each worker: a running one and a waiting one
 GROUP = 32  # jobs at most
 GROUP_BYTES = 64 << 20  # of input; a larger job is a group of its own
 ROUNDS = 8  # groups for each worker in a batch, at least, so that all are busy to the end
-DEATHS = 8  # in a row, for each worker, after which something else is wrong
+DEATHS = 8  # in a row, for each worker, after which the batch is given up
 
 _TEMPORARY = re.compile(r"\.(.+)\.ckptkit-\d+-[0-9a-f]{16}\.tmp")  # see temporaries.temporary_name
 
@@ -48,13 +47,13 @@ def run(
     force: bool = False,
     pool: Pool | None = None,
 ) -> Results:
-    """Do `jobs`, of which each output goes below the folder or URL `into`, and tell what became of
-    each, in any order.
+    """Run `jobs`, with outputs below the folder or URL `into`, and yield outcomes in any order.
 
     `work` is done in this process, or by the workers of `pool`, which are stopped if this generator
-    is closed before its end. Outputs that an earlier batch made and nobody changed may be replaced,
-    others with `force`. Raises what is no single job's failure: UsageError where another batch
-    writes there, OutputError where the manifest cannot be written or the workers do not work.
+    is closed before its end. Outputs that an earlier batch made and that have not changed since may
+    be replaced, others with `force`. Raises only for failures that are not a single job's:
+    UsageError where another batch writes to `into`, OutputError where the manifest cannot be
+    written or the workers do not work.
     """
     with manifest.opened(into) as known:
         todo: list[_Item] = []
@@ -71,32 +70,31 @@ def run(
 
 
 def state(jobs: Sequence[Job], into: str) -> Results:
-    """What `run` would do: ``skipped`` or ``planned`` for each job. Nothing is written."""
+    """Yield what `run` would do: ``skipped`` or ``planned`` for each job. Nothing is written."""
     with manifest.opened(into, reading=True) as known:
         for job, before in _compared(jobs, known, False):
             yield job, Outcome("skipped" if before is None else "planned")
 
 
 def _compared(jobs: Sequence[Job], known: Manifest, force: bool) -> list[tuple[Job, bool | None]]:
-    """For each job None where it is done, else whether its output may be replaced."""
+    """Return for each job None where it is done, else whether its output may be replaced."""
     marks = known.marks(job.output for job in jobs if job.output in known.done)
     found: list[tuple[Job, bool | None]] = []
     for job in jobs:
         record = known.done.get(job.output)
-        ours = record is not None and tuple(record.made) == marks.get(job.output)
-        done = (
-            ours and record is not None and record.job == job.digest and job.input.mark is not None
-        )
-        found.append((job, None if done else ours or force))
+        if record is None or tuple(record.made) != marks.get(job.output):
+            found.append((job, force))
+        elif record.job == job.digest and job.input.mark is not None:
+            found.append((job, None))
+        else:
+            found.append((job, True))
     return found
 
 
 def _joined(into: str, name: str) -> str:
-    return (
-        urls.beside(into, name)
-        if urls.is_url(into)
-        else os.path.join(os.path.abspath(into), *name.split("/"))
-    )
+    if urls.is_url(into):
+        return urls.beside(into, name)
+    return os.path.join(os.path.abspath(into), *name.split("/"))
 
 
 def _noted(results: Results, known: Manifest) -> Results:
@@ -107,7 +105,7 @@ def _noted(results: Results, known: Manifest) -> Results:
 
 
 def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
-    """Do the jobs; where a worker dies, those that it had are the last, each alone."""
+    """Run the jobs; those of a worker that dies are run last, each alone."""
     if pool is None:
         for job, task in todo:
             yield job, attempt(work, [task], __version__)[0]
@@ -115,15 +113,15 @@ def _spread(work: Work, todo: Sequence[_Item], pool: Pool | None) -> Results:
     lost: list[_Item] = []
     try:
         yield from _together(pool, work, todo, lost)
-        for each in lost:
-            yield each[0], _alone(pool, work, each)
+        for job, task in lost:
+            yield job, _alone(pool, work, (job, task))
     except BaseException:
         pool.stop()
         raise
 
 
 def _together(pool: Pool, work: Work, todo: Sequence[_Item], lost: list[_Item]) -> Results:
-    """Do the jobs, in groups; those whose worker dies are put into `lost`."""
+    """Run the jobs, in groups; those whose worker dies are put into `lost`."""
     groups = _groups(todo, pool.workers())
     waiting: dict[Future[list[Outcome]], list[_Item]] = {}
     deaths = 0
@@ -150,9 +148,10 @@ def _alone(pool: Pool, work: Work, each: _Item) -> Outcome:
     try:
         return _submitted(pool, work, [each]).result()[0]
     except BrokenExecutor:
-        said = f"{urls.shown(each[0].input.path)}: its worker was killed, twice"
+        job, _ = each
+        error = f"{urls.shown(job.input.path)}: its worker was killed, twice"
         hint = "it may need more memory than there is; `dmesg` may say what killed it"
-        return Outcome("failed", error=said, hint=hint, exit_code=OutputError.exit_code)
+        return Outcome("failed", error=error, hint=hint, exit_code=OutputError.exit_code)
 
 
 def _submitted(pool: Pool, work: Work, group: Sequence[_Item]) -> Future[list[Outcome]]:
@@ -160,22 +159,22 @@ def _submitted(pool: Pool, work: Work, group: Sequence[_Item]) -> Future[list[Ou
 
 
 def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
-    """Jobs that a worker does in one go: many where they are small."""
+    """Yield the groups of jobs that a worker runs in one call: many jobs where they are small."""
     most = max(1, min(GROUP, len(todo) // (ROUNDS * max(1, workers))))
     group: list[_Item] = []
     size = 0
-    for each in todo:
-        if group and (len(group) >= most or size + each[0].input.size > GROUP_BYTES):
+    for job, task in todo:
+        if group and (len(group) >= most or size + job.input.size > GROUP_BYTES):
             yield group
             group, size = [], 0
-        group.append(each)
-        size += each[0].input.size
+        group.append((job, task))
+        size += job.input.size
     if group:
         yield group
 
 
 def _prepare(into: str, jobs: Iterable[Job]) -> None:
-    """Folders for the outputs, and nothing in them that a killed batch left half-written."""
+    """Make the folders for the outputs, and remove temporaries of killed batches from them."""
     if urls.is_url(into):
         from ckptkit.remote import listing
 
@@ -185,8 +184,7 @@ def _prepare(into: str, jobs: Iterable[Job]) -> None:
 
 
 def _sweep(into: str, jobs: Iterable[Job]) -> None:
-    """Remove temporaries beside the outputs of `jobs`: nobody writes them now but the ghosts of
-    killed batches."""
+    """Remove stale temporaries that killed batches left beside the outputs of `jobs`."""
     if urls.is_url(into):
         return
     places = [os.path.split(_joined(into, job.output)) for job in jobs]

@@ -1,4 +1,4 @@
-"""What a worker does: jobs, one after another, each of which succeeds or says why not."""
+"""A worker's part of a batch: jobs, one after another, each with its outcome."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ BUG = 5  # exit code
 
 
 class Work(Protocol):
-    """Makes `destination` of `source`, or with `dry_run` only its plan; picklable where workers do
-    it."""
+    """Makes `destination` from `source`, or with `dry_run` only its plan; picklable for workers."""
 
     def __call__(
         self, source: str, destination: str, *, force: bool, dry_run: bool
@@ -29,8 +28,7 @@ class Work(Protocol):
 
 
 class Task(NamedTuple):
-    """A job as workers see it: its number in the batch, two paths, and whether the output may be
-    replaced."""
+    """A job as workers see it: its number, two paths, and whether the output may be replaced."""
 
     number: int
     source: str
@@ -40,11 +38,11 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
-    ``state``: ``done``; ``skipped``: an earlier batch did it; ``found``: nobody had noted it, but
-    the output was there and is what this job makes; ``failed``; ``planned``, where only that was
-    asked. ``made`` is the output's mark.
+    ``state``: ``done``; ``skipped``: an earlier batch did it; ``found``: not in the manifest, but
+    the output exists and is what this job makes; ``failed``; ``planned``, in a dry run. ``made`` is
+    the output's mark.
     """
 
     state: str
@@ -60,8 +58,10 @@ class Outcome:
 
 
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
-    """Do `tasks`, and go on after failures. Raises OutputError where this is another version of
-    ckptkit."""
+    """Run `tasks`, and go on after failures.
+
+    Raises OutputError if this is another version of ckptkit.
+    """
     if version != __version__:
         raise OutputError(
             f"a worker has ckptkit {__version__}, and this is {version}",
@@ -71,12 +71,12 @@ def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
 
 
 def failed(error: Exception) -> Outcome:
-    """What to say of a job that ended in `error`."""
+    """Return the outcome of a job that ended in `error`."""
     known = foreseen(error)
     if isinstance(known, CkptkitError):
         return Outcome("failed", error=str(known), hint=known.hint, exit_code=known.exit_code)
-    said = f"a bug in ckptkit: {type(error).__name__}: {error}"
-    return Outcome("failed", error=said, hint="please report it", exit_code=BUG)
+    message = f"a bug in ckptkit: {type(error).__name__}: {error}"
+    return Outcome("failed", error=message, hint="please report it", exit_code=BUG)
 
 
 def _one(work: Work, task: Task) -> Outcome:
@@ -98,7 +98,7 @@ def _done(work: Work, task: Task) -> Outcome:
         made = work(task.source, task.destination, force=False, dry_run=True)
         if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
             raise error from None
-        state = "found"  # an attempt before this one made it, and ended before anybody knew
+        state = "found"  # an earlier attempt made it, and ended before that was recorded
     return Outcome(
         state,
         made.plan.size,
@@ -118,7 +118,7 @@ def _make_folder(path: str) -> None:
 
 
 def same(plan: Plan, destination: str) -> bool:
-    """Whether what is at `destination` is, byte for byte, what `plan` would write there."""
+    """Return whether the output at `destination` is, byte for byte, what `plan` would write."""
     place = formats.open_place(destination)
     if isinstance(place, Folder):
         if not plan.is_folder or place.list() != sorted(file.name for file in plan.files):

@@ -1,10 +1,9 @@
-"""What a batch reads: files, folders that are checkpoints, and what matches patterns, here or
-behind URLs.
+"""Inputs of a batch: files, folders that are checkpoints, and matches of patterns, local or remote.
 
-Each has a name, under which its output lies below the batch's folder: its path below the fixed part
-of the pattern (``runs/**/*.pth``: below ``runs``), its own last name where it was named itself. And
-each has a mark, by which a later run sees whether it is still the same: size and time of change, or
-an object's ETag.
+Each has a name, which its output gets below the batch's folder: its path below the fixed part of
+the pattern (``runs/**/*.pth``: below ``runs``), or its own last name if it was named itself. And
+each has a mark, by which a later run recognizes whether it is still the same: size and time of
+change, or an object's ETag.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ Mark = tuple[int, int | str]  # see remote.listing
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file or folder to read. `mark` is None where there is nothing, which reading it will say
-    better."""
+    """A file or folder to read. `mark` is None if it does not exist, which reading it reports."""
 
     path: str  # absolute, or a URL
     name: str  # with slashes
@@ -38,11 +36,11 @@ class Input:
 
 
 def find(sources: Iterable[str], into: str) -> list[Input]:
-    """What `sources` name, in order and each once; of what matches a pattern, what is below `into`
-    is left out.
+    """Return the inputs that `sources` name, in order and each once.
 
-    Raises UsageError for a pattern that matches nothing, or nothing but what is below `into`;
-    PathError where a remote place cannot be listed.
+    Matches of a pattern that are below `into` are left out. Raises UsageError for a pattern that
+    matches nothing, or nothing but files below `into`; PathError where a remote place cannot be
+    listed.
     """
     found: dict[str, Input] = {}
     for source in sources:
@@ -52,8 +50,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 
 def mark(path: str) -> Mark | None:
-    """The mark of the file or folder at `path`, a path or URL; None where there is none that can be
-    seen."""
+    """Return the mark of the file or folder at `path`, a path or URL; None if it cannot be seen."""
     if urls.is_url(path):
         from ckptkit.remote import listing
 
@@ -81,11 +78,12 @@ def _one(source: str, into: str) -> Iterator[Input]:
 def _matching(pattern: str, into: str) -> Iterator[Input]:
     fixed, rest = _split(pattern.split(os.sep))
     base = os.path.abspath(os.sep.join(fixed) + os.sep if fixed else ".")
-    ours = None if urls.is_url(into) else os.path.abspath(into) + os.sep
+    outputs = None if urls.is_url(into) else os.path.abspath(into) + os.sep
     found = sorted(glob.iglob(os.sep.join(rest), root_dir=base, recursive=True))
     _check_found(found, pattern)
     paths = [os.path.abspath(os.path.join(base, each)) for each in found]
-    paths = [path for path in paths if ours is None or not (path + os.sep).startswith(ours)]
+    if outputs is not None:
+        paths = [path for path in paths if not (path + os.sep).startswith(outputs)]
     _check_left(paths, pattern, into)
     for path in paths:
         name = plain(os.path.relpath(path, base).replace(os.sep, "/"), pattern)
@@ -101,13 +99,17 @@ def _remote(source: str, into: str) -> Iterator[Input]:
     place, query, parameters = source.partition("?")
     fixed, rest = _split(place.split("/"))
     if len(fixed) < 3:
-        raise UsageError("the pattern does not say where to look", where=urls.shown(source))
+        raise UsageError(
+            "the pattern has no fixed part to look below",
+            where=urls.shown(source),
+            hint="name the host or bucket without wildcards",
+        )
     base = "/".join(fixed) + query + parameters
     entries = listing.matching(base, "/".join(rest))
     _check_found(entries, urls.shown(source))
     found = [(urls.beside(base, each.name), each) for each in entries]
-    ours = urls.without_query(into).rstrip("/") + "/"
-    found = [(url, each) for url, each in found if not urls.without_query(url).startswith(ours)]
+    outputs = urls.without_query(into).rstrip("/") + "/"
+    found = [(url, each) for url, each in found if not urls.without_query(url).startswith(outputs)]
     _check_left(found, urls.shown(source), into)
     for url, each in found:
         yield Input(url, plain(each.name, urls.shown(source)), each.mark, each.is_folder)
@@ -125,21 +127,19 @@ def _named(url: str) -> Input:
 
 
 def _split(parts: list[str]) -> tuple[list[str], list[str]]:
-    """The parts of a path before the first with a wildcard, and the others."""
+    """Split the parts of a path before the first one with a wildcard."""
     at = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     return parts[:at], parts[at:]
 
 
 def plain(name: str, source: str) -> str:
-    """`name`, if it stays below a folder that it is joined to: an object's key may hold ``..``.
-    Raises PathError."""
+    """Return `name` if it stays below a folder that it is joined to. Raises PathError.
+
+    An object's key may contain ``..``.
+    """
     for part in name.split("/"):
-        if (
-            part in ("", ".", "..")
-            or "\0" in part
-            or os.sep in part
-            or (os.name == "nt" and ":" in part)
-        ):
+        drive = os.name == "nt" and ":" in part
+        if part in ("", ".", "..") or "\0" in part or os.sep in part or drive:
             raise PathError(f"{name!r} cannot be the name of an output", where=source)
     return name
 

@@ -1,5 +1,4 @@
-"""What a batch does: an input, the name of its output, and a digest that tells whether it has been
-done."""
+"""Jobs of a batch: an input, the name of its output, and a digest to recognize finished ones."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 from ckptkit import __version__, formats
 from ckptkit.core.errors import CkptkitError, UsageError
@@ -28,11 +28,11 @@ class Job:
 def plan(
     inputs: Iterable[Input], recipe: object, *, format: str | None = None, shards: bool = False
 ) -> list[Job]:
-    """The jobs for `inputs`. `recipe` is plain data (JSON) that says all that their outputs depend
-    on.
+    """Return the jobs for `inputs`.
 
-    `format` is that of the outputs, None for one that each input decides; `shards`, that each is a
-    folder of them. Raises UsageError for an unknown format, and where two inputs would become one
+    `recipe` is plain data (JSON) that contains all that their outputs depend on. `format` is that
+    of the outputs, None for one that depends on each input; `shards` means that each output is a
+    folder of shards. Raises UsageError for an unknown format, and where two inputs would become one
     output.
     """
     given = formats.for_writing("", format, shards=shards) if format is not None else None
@@ -42,13 +42,12 @@ def plan(
 
 
 def _digest(each: Input, recipe: object) -> str:
-    said = [__version__, recipe, urls.shown(each.path), each.mark]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    facts = [__version__, recipe, urls.shown(each.path), each.mark]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _output(each: Input, given: Format | None, shards: bool) -> str:
-    """The input's name, its suffix changed to that of the output's format where that is known and
-    another."""
+    """Return the input's name with the suffix of the output's format, where known and different."""
     chosen = given if given is not None or shards or not each.is_folder else _kept(each)
     if chosen is None and not shards:
         return each.name
@@ -59,12 +58,11 @@ def _output(each: Input, given: Format | None, shards: bool) -> str:
 
 
 def _kept(each: Input) -> Format | None:
-    """The format in which a folder is written when nobody says which; None where that is not
-    known."""
+    """Return the format in which a folder is written by default; None where that is not known."""
     try:
         read = formats.identify(Probe(formats.open_place(each.path)))
         return formats.for_writing(each.name, keep=read.name)
-    except CkptkitError:  # which reading it will say again
+    except CkptkitError:  # reported again when it is read
         return None
 
 
@@ -76,14 +74,13 @@ def _stem(name: str) -> str:
 
 @cache
 def _suffixes() -> Sequence[str]:
-    """Those of all formats that can be written, the longest first."""
-    return sorted(
-        (suffix for each in formats.writable() for suffix in each.suffixes), key=len, reverse=True
-    )
+    """Return the suffixes of all formats that can be written, the longest first."""
+    suffixes = chain.from_iterable(each.suffixes for each in formats.writable())
+    return sorted(suffixes, key=len, reverse=True)
 
 
 def _check(jobs: Iterable[Job]) -> None:
-    """Refuse two inputs for one output, and an output that would lie in another."""
+    """Refuse two inputs for one output, and an output that would be inside another."""
     by_output: dict[str, Job] = {}
     for job in jobs:
         if (other := by_output.setdefault(job.output, job)) is not job:
@@ -100,6 +97,7 @@ def _collision(first: Job, second: Job) -> UsageError:
     names = f"{urls.shown(first.input.path)} and {urls.shown(second.input.path)}"
     where = first.output if first.output == second.output else f"{first.output} and {second.output}"
     return UsageError(
-        f"the outputs of {names} would be in each other's way, as {where}",
-        hint="a pattern keeps the folders below its fixed part: 'runs/**/*.pth'; or run them as two batches",
+        f"the outputs of {names} would collide, as {where}",
+        hint="a pattern keeps the folders below its fixed part: 'runs/**/*.pth'; "
+        "or run them as two batches",
     )

@@ -1,5 +1,4 @@
-"""The list of jobs that are done, kept in the folder of their outputs, so that a batch can go on
-where it was ended.
+"""The list of finished jobs, kept in the folder of their outputs, to resume a batch.
 
 ``.ckptkit-batch.jsonl``: a JSON object per line, ``{"output": NAME, "job": DIGEST, "made": [SIZE,
 VERSION]}``; of two for one output the later counts. On this machine lines are appended, so that a
@@ -28,11 +27,11 @@ NAME = ".ckptkit-batch.jsonl"
 PAUSE = 30.0  # seconds between two uploads of the manifest
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 LARGEST = 256 << 20  # bytes of a manifest
-SHARE = 20  # and at least that many times what one takes
+SHARE = 20  # the pause is at least this many times the duration of an upload
 
 
 class Record(NamedTuple):
-    """A job that is done: its digest, and the mark of the output as it was made."""
+    """A finished job: its digest, and the mark of the output as it was made."""
 
     output: str
     job: str
@@ -40,19 +39,18 @@ class Record(NamedTuple):
 
 
 class Manifest(Protocol):
-    """What is done, by output; `add` keeps more."""
+    """The finished jobs by output; `add` records more."""
 
     done: dict[str, Record]
 
     def add(self, records: Iterable[Record]) -> None: ...
     def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
-        """The marks that outputs have now, without those that are not there."""
+        """Return the marks that outputs have now, without those that do not exist."""
 
 
 @contextmanager
 def opened(into: str, *, reading: bool = False) -> Iterator[Manifest]:
-    """The manifest of the folder or URL `into`, which is made where it is missing, unless it is
-    only for `reading`.
+    """Yield the manifest of the folder or URL `into`, created where missing unless `reading`.
 
     Raises UsageError where another batch writes there, OutputError where it cannot be written.
     """
@@ -130,7 +128,7 @@ def _text(records: Iterable[Record]) -> bytes:
 
 
 def _parse(data: bytes) -> dict[str, Record]:
-    """What whole lines say; a line that is torn, or somebody else's, says nothing."""
+    """Return the records of whole lines; torn lines and those of other programs are skipped."""
     found: dict[str, Record] = {}
     for line in data.split(b"\n"):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -139,8 +137,8 @@ def _parse(data: bytes) -> dict[str, Record]:
     return found
 
 
-def _record(said: dict[str, object]) -> Record:
-    output, job, made = said["output"], said["job"], said["made"]
+def _record(line: dict[str, object]) -> Record:
+    output, job, made = line["output"], line["job"], line["made"]
     if (
         not isinstance(output, str)
         or not isinstance(job, str)
@@ -152,8 +150,10 @@ def _record(said: dict[str, object]) -> Record:
 
 
 def _read(path: str) -> bytes:
-    """The bytes of a manifest, none where there is none. Raises OutputError for what is no file, or
-    too large."""
+    """Return the bytes of a manifest, empty if there is none.
+
+    Raises OutputError if it is not a regular file, or too large.
+    """
     try:
         with closing(LocalFile(path, follow=False)) as file:
             if file.size > LARGEST:
@@ -171,7 +171,7 @@ def _read(path: str) -> bytes:
 
 @contextmanager
 def _locked(path: str) -> Iterator[int]:
-    """A descriptor to append lines with, ours alone; what is torn at its end is cut off."""
+    """Yield a descriptor for appending, under an exclusive lock; cut off a torn last line."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _CAREFUL, 0o666)
@@ -197,9 +197,10 @@ def _lock(fd: int, path: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        why = "another batch is writing there"
         raise UsageError(
-            why, where=os.path.dirname(path), hint="wait for it, or name another --into"
+            "another batch is writing there",
+            where=os.path.dirname(path),
+            hint="wait for it, or name another --into",
         ) from error
     except OSError:  # a file system without locks
         pass

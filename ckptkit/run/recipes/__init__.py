@@ -4,7 +4,7 @@ A recipe is a YAML or TOML file:
 
     about: One sentence.
     steps:                          # in this order
-      - extract: [ema, model]       # the first of these entries that is there
+      - extract: [ema, model]       # the first of these entries that exists
       - strip: module.
       - cast: {"*": bfloat16, "*norm*": float32}
       - rules: ["a.{l}.w{p:1|3} [o i] -> b.{l} [(p o) i]"]      # the notation of ckptkit.rules
@@ -13,7 +13,7 @@ A recipe is a YAML or TOML file:
     args: {heads: 32}               # defaults of --arg
     output: {format: safetensors, shard_size: 5GB}      # unless the command line says otherwise
 
-`STEPS` is what a step may be. Those in this folder go by their names (``lightning``).
+`STEPS` lists the possible steps. Recipes in this folder are found by name (``lightning``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """The recipes that come with ckptkit."""
+    """Return the names of the built-in recipes."""
     return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in _SUFFIXES)
 
 
@@ -91,12 +91,14 @@ def load(name: str, asked: Asked | None = None) -> Recipe:
 
 
 def _parsed(path: Path) -> Any:
-    """The plain values in a file. Raises UsageError."""
+    """Return the plain values in a file. Raises UsageError."""
     where = os.fspath(path)
     try:
         with closing(LocalFile(path)) as source:
             if source.size > _BYTES:
-                raise UsageError(f"is larger than {_BYTES:,} bytes: it is no recipe", where=where)
+                raise UsageError(
+                    f"is larger than {_BYTES:,} bytes: too large for a recipe", where=where
+                )
             data = source.read(0, source.size)
     except InputError as error:
         raise UsageError(error.message, where=where, hint=error.hint) from error
@@ -124,13 +126,13 @@ def _from_yaml(data: bytes) -> Any:
 
 
 def _line(text: str) -> str:
-    """At most a line of a text, which may come from the file."""
+    """Return at most a line of a text, which may come from the file."""
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def _shown(value: Any) -> str:
-    """At most a line of a value."""
+    """Return at most a line of a value."""
     try:
         return _line(reprlib.repr(value))
     except ValueError:  # an integer of thousands of digits
@@ -190,7 +192,7 @@ def _check_arguments(known: list[Said], asked: Asked, defaults: dict[str, str | 
 
 
 class _WrongError(ValueError):
-    """What is wrong with a recipe."""
+    """A recipe is malformed; the message names the place."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -210,7 +212,7 @@ def _said(said: list[Any]) -> Iterator[Said]:
             )
         if not isinstance(each, dict) or len(each) != 1:
             raise _WrongError(
-                f"step {number} is not one word and what it is given",
+                f"step {number} is not one word with its argument",
                 hint="e.g. `- strip: module.`",
             )
         ((word, given),) = each.items()
@@ -228,7 +230,7 @@ def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int])
             known = [*STEPS, "rules", "expect"]
             close = nearest(_shown(word).strip("'"), known) or known
             raise _WrongError(
-                f"step {number}: {_shown(word)} is no step",
+                f"step {number}: {_shown(word)} is not a step",
                 hint=f"did you mean {', '.join(close)}?",
             )
         return STEPS[word](said.given)
@@ -269,12 +271,12 @@ def _sizes(given: Any) -> dict[str, str | int]:
     return {str(word): size for word, size in given.items()}
 
 
-# What a step is given
+# The arguments of a step
 
 
 def _text(given: Any) -> str:
     if not isinstance(given, str) or not given:
-        raise _WrongError(f"{_shown(given)} is no text")
+        raise _WrongError(f"{_shown(given)} is not text")
     return given
 
 
@@ -284,18 +286,16 @@ def _texts(given: Any) -> list[str]:
 
 def _table(given: Any, known: set[str]) -> dict[str, Any]:
     if not isinstance(given, dict) or not given.keys() <= known:
-        odd = (
-            sorted(map(_shown, given.keys() - known))
-            if isinstance(given, dict)
-            else [_shown(given)]
-        )
+        odd = [_shown(given)]
+        if isinstance(given, dict):
+            odd = sorted(map(_shown, given.keys() - known))
         raise _WrongError(f"{', '.join(odd)[:200]}: it may have {', '.join(sorted(known))}")
     return given
 
 
 def _mapping(given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is no table of texts")
+        raise _WrongError(f"{_shown(given)} is not a table of texts")
     return {
         _text(key): value if isinstance(value, str) else _text(value)
         for key, value in given.items()
@@ -303,11 +303,11 @@ def _mapping(given: Any) -> dict[str, str]:
 
 
 def _plain(step: Step) -> Callable[[Any], Step]:
-    """A step that is given nothing but ``true``."""
+    """Make the parser of a step whose only argument is ``true``."""
 
     def made(given: Any) -> Step:
         if given is not True:
-            raise _WrongError(f"{_shown(given)} is not true, which is all that it can be")
+            raise _WrongError(f"{_shown(given)} is not true, the only possible value")
         return step
 
     return made
@@ -334,15 +334,17 @@ def _extract(given: Any) -> Step:
 
 
 def _select(given: Any) -> Step:
-    said = _table(given, {"keep", "drop"})
-    keep, drop = _texts(said.get("keep", [])), _texts(said.get("drop", []))
+    globs = _table(given, {"keep", "drop"})
+    keep, drop = _texts(globs.get("keep", [])), _texts(globs.get("drop", []))
 
     def step(ck: Checkpoint) -> Checkpoint:
-        """What a recipe drops need not be there: not every checkpoint of a kind has it."""
-        there = [
-            glob for glob in drop if any(fnmatchcase(name, glob) for name in ck.required.nodes)
-        ]
-        return keys.select(ck, keep, there) if keep or there else ck
+        """Select the tensors.
+
+        A recipe's drop patterns need not match: not every checkpoint of a kind has them.
+        """
+        names = ck.required.nodes
+        matching = [glob for glob in drop if any(fnmatchcase(name, glob) for name in names)]
+        return keys.select(ck, keep, matching) if keep or matching else ck
 
     return step
 
@@ -358,11 +360,9 @@ def _add(given: Any) -> Step:
 
 
 def _rename(given: Any) -> Step:
-    said = _table(given, {"map", "sub"})
-    mapping, substitutions = (
-        _mapping(said.get("map", {})),
-        list(_mapping(said.get("sub", {})).items()),
-    )
+    tables = _table(given, {"map", "sub"})
+    mapping = _mapping(tables.get("map", {}))
+    substitutions = list(_mapping(tables.get("sub", {})).items())
     return lambda ck: keys.rename(ck, mapping, substitutions)
 
 
@@ -423,7 +423,7 @@ def _drop_entry(given: Any) -> Step:
 
 
 STEPS: dict[str, Callable[[Any], Step]] = {
-    "extract": _extract,  # a dotted path, or several: the first that is there
+    "extract": _extract,  # a dotted path, or several: the first that exists
     "weights": _plain(structure.bare),
     "ema": _plain(combine.ema),
     "select": _select,  # keep, drop: globs; those of drop need not match

@@ -1,4 +1,4 @@
-"""YAML as recipes need it: plain values, each written once."""
+"""A YAML loader for recipes: plain values, each written once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _DIGITS = 40  # characters of a number
 
 
 class PlainLoader(yaml.SafeLoader):
-    """A SafeLoader without aliases, which make a few bytes into any number of values, and without
-    huge numbers."""
+    """A SafeLoader without aliases and without huge numbers.
+
+    Aliases could expand a few bytes into any number of values.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
