@@ -13,41 +13,55 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 
-@click.command("convert")
+@click.command("convert", cls=options.Writer)
 @options.edit
 @click.option(
-    "--dequantize", is_flag=True, help="Make float32 of quantized weights, packed ones too."
+    "--dequantize", is_flag=True, help="Convert quantized weights to float32, packed ones too."
 )
-@click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
-@click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option(
-    "--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable)."
+    "--keep",
+    metavar="GLOB",
+    multiple=True,
+    help="Keep only weights whose names match (repeatable).",
 )
-@click.option("--add", metavar="P", help="Put this before each key.")
+@click.option(
+    "--drop",
+    metavar="GLOB",
+    multiple=True,
+    help="Leave out weights whose names match (repeatable).",
+)
+@click.option(
+    "--strip", metavar="P", multiple=True, help="Remove this prefix from the keys (repeatable)."
+)
+@click.option("--add", metavar="P", help="Add this prefix to each key.")
 @options.mapping
 @options.substitutions
 @click.option(
-    "--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats."
+    "--cast",
+    metavar="[GLOB=]DTYPE",
+    multiple=True,
+    callback=options.casts,
+    help="Cast floating-point weights to DTYPE, all or those whose names match (repeatable).",
 )
-@click.option("--to", "device", metavar="DEVICE", help="Retag everything for this device.")
+@click.option("--to", "device", metavar="DEVICE", help="Change all device tags to DEVICE.")
 @click.option(
     "--device-map",
     "devices",
     metavar="A=B",
     multiple=True,
     callback=options.pairs,
-    help="Retag A as B.",
+    help="Change the device tag A to B (repeatable).",
 )
-@click.option("--compact", is_flag=True, help="Leave out what storages hold beyond their tensors.")
+@click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")
 @options.key
 def command(edit: options.Edit, key: str | None, **transforms: Any) -> None:
-    """Convert to another format, changed on the way.
+    """Convert to another format, and transform on the way.
 
-    Any format that can be read becomes any that can be written.
+    Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
+    format; `ckptkit formats` lists them.
 
-    The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
-    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, cast, to and
-    device-map, compact.
+    Transforms are applied in this order, whatever the order of the options: dequantize, keep and
+    drop (by names in SRC), strip, add, map and sub, cast, to and device-map, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
@@ -69,12 +83,12 @@ def _steps(
     devices: dict[str, str],
     compact: bool,
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
-    """The transforms that are asked for, in the documented order."""
+    """Yield the requested transforms, in the documented order."""
     from ckptkit.transforms import devices as places
     from ckptkit.transforms import elements, keys
 
     if device is not None and devices:
-        raise click.UsageError("say either --to DEVICE or --device-map A=B")
+        raise click.UsageError("give either --to DEVICE or --device-map A=B")
     if dequantize:
         from ckptkit.transforms import quantized
 

@@ -12,11 +12,11 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         from ckptkit.run import recipes
 
         known = [(name, recipes.load(name).about) for name in recipes.names()]
-        render.emit(*render.table(("recipe", "what it makes"), known))
+        render.emit(*render.table(("recipe", "description"), known))
         ctx.exit()
 
 
-@click.command("run")
+@click.command("run", cls=options.Writer)
 @click.argument("recipe", metavar="RECIPE")
 @options.edit
 @click.option(
@@ -25,14 +25,14 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     is_eager=True,
     expose_value=False,
     callback=_list,
-    help="Say which there are.",
+    help="List the built-in recipes and exit.",
 )
 @options.key
 def command(recipe: str, edit: options.Edit, key: str | None) -> None:
-    """Carry out the steps of a recipe, as one plan.
+    """Apply the steps of a recipe in one pass.
 
-    RECIPE is a YAML or TOML file, or the name of one that comes with ckptkit. Its steps apply in the order in which
-    it has them. What it says of the output holds where no option says something else.
+    RECIPE is a YAML or TOML file, or the name of a built-in recipe (--list). Steps apply in the
+    order of the recipe. Options on the command line override the output options of the recipe.
 
     \b
     Example: ckptkit run lightning epoch=9.ckpt net.pth

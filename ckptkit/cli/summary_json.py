@@ -1,4 +1,4 @@
-"""The facts of `inspect` as JSON values; the schema stands in the reference."""
+"""The facts of `inspect` as JSON values; `ckptkit help json` documents the schema."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ckptkit.core.tree import join
 def file(
     summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None
 ) -> dict[str, Any]:
-    """FILE of the schema, its lists as iterators; with the SHA-256 of each row where they are
-    given."""
+    """Return FILE of the schema, its lists as iterators; with the SHA-256 of each row if given."""
     totals = summary.totals
     tensors: Iterator[dict[str, Any]] = map(tensor, rows)
     if digests is not None:
@@ -44,7 +43,7 @@ def file(
 
 
 def tensor(row: Row) -> dict[str, Any]:
-    """TENSOR of the schema."""
+    """Return TENSOR of the schema."""
     name, path, leaf, storage, nbytes, _ = row
     return {
         "name": name,

@@ -161,7 +161,7 @@ def test_network_of_lightning_among_other_parts(
     net().load_state_dict(load(paste(found["attribute"]))["state_dict"])
     done = ckptkit("doctor", tmp_path / "run.ckpt", "--fix", tmp_path / "fixed.pth")
     assert done.exit_code == 1 and "loads" not in done.stdout.splitlines()[-1]
-    assert "not mended" in done.stdout
+    assert "not fixed" in done.stdout
 
 
 def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit, tmp_path: Path) -> None:
@@ -856,7 +856,7 @@ def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
     (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
     result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
     assert result.exit_code == 1, result.stdout
-    assert "new.pth loads, without 1 entry that cannot be had back" in result.stdout
+    assert "new.pth loads, without 1 entry that cannot be recovered" in result.stdout
     assert "ckptkit strip-module" not in result.stdout  # which would meet the same damage
     assert "lost: module.last" in result.stderr
     assert load(tmp_path / "new.pth").keys() == {"first"}

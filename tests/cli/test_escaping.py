@@ -33,7 +33,8 @@ SILENT = {
     "env",
     "completion",
     "browse",
-}  # print nothing of a file; the last has a screen
+    "help",
+}  # print nothing of a file; browse has a screen
 
 
 class Given:
