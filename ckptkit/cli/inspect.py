@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
-    """Which tensors to show, and how."""
+    """The selection of tensors to show, and the form of the output."""
 
     globs: tuple[str, ...]
     sort: str

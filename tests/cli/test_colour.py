@@ -1,4 +1,4 @@
-"""Colour on terminals alone, and where nobody has said no."""
+"""Color is used on terminals only, and not if NO_COLOR is set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CALM = {name: value for name, value in ENVIRONMENT.items() if name not in ("NO_C
 
 
 def on_terminal(*words: object, **env: str) -> str:
-    """What a command shows on a terminal of 200 columns."""
+    """Return the output of a command on a terminal of 200 columns."""
     import pty
 
     ours, theirs = pty.openpty()

@@ -1,4 +1,4 @@
-"""What Tab offers: in this process, and in the shells that are installed."""
+"""Shell completion: in this process, and in the shells that are installed."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def test_an_unknown_entry_is_2(ckptkit: Ckptkit, run_pth: Path, out: Path) -> No
 def test_wrapping_for_a_format_of_weights_alone(
     ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
 ) -> None:
-    """The entry would not be there, and nobody would be told."""
+    """The entry would be lost without a message."""
     refused = ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model")
     assert refused.exit_code == 2
     assert "safetensors holds only weights" in refused.stderr

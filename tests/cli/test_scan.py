@@ -127,7 +127,7 @@ def test_sarif(ckptkit: Ckptkit, evil: Path, fine: Path, classes: Path) -> None:
 
 
 def check_sarif(log: dict[str, Any]) -> None:
-    """What the schema of SARIF 2.1.0 demands of the parts that are used here."""
+    """Check the parts of the SARIF 2.1.0 schema that are used here."""
     assert set(log) == {"$schema", "version", "runs"} and log["version"] == "2.1.0"
     for run in log["runs"]:
         assert set(run) <= {"tool", "columnKind", "results", "invocations"}

@@ -73,6 +73,6 @@ def test_dtypes(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 
 def test_very_long_names_are_not_compared(ckptkit: Ckptkit, run_pth: Path) -> None:
-    """That takes time with the square of their length."""
+    """The time grows with the square of their length."""
     done = ckptkit("inspect", run_pth, "--key", "m" * 1_000_000)
     assert done.exit_code == 2 and "the entries are: model" in done.stderr

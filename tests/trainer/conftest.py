@@ -49,11 +49,7 @@ def prepared() -> Iterator[Prepare]:
 
 
 class TwoReplicas(parallel.Replicated):
-    """What DataParallel does with two GPUs, on one CPU: it does not replicate there.
-
-    The batch is split along dim 0, each half goes through the (one) model, and the outputs are
-    joined, or not.
-    """
+    """A stand-in for DataParallel with two GPUs, on one CPU, where it does not replicate."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         outputs = [self.module(half) for half in inputs[0].chunk(2)]

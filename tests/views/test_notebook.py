@@ -1,4 +1,4 @@
-"""What a prompt and a notebook show of a Checkpoint and of a Diff."""
+"""The representation of a Checkpoint and of a Diff, at a prompt and in a notebook."""
 
 from __future__ import annotations
 

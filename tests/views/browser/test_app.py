@@ -26,7 +26,7 @@ __all__ = ["ckptkit"]
 
 
 class Screen:
-    """What is on the screen after some keys."""
+    """The content of the screen after some keys."""
 
     def __init__(self, app: Browser) -> None:
         self.root = app.names.root

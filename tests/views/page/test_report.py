@@ -23,7 +23,7 @@ from tests.views.page import made
 
 
 class Reader(HTMLParser):
-    """What a browser sees: the tags, and the text of scripts and styles."""
+    """A reader of HTML as a browser sees it: the tags, and the text of scripts and styles."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
