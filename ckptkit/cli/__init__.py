@@ -1,8 +1,8 @@
 """The command line: words and options only. A command parses, calls the library once, and prints.
 
-Commands are imported when they are run, and the library inside their bodies, so that none pays for
-another. Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4 output failed, 5 a bug, 130
-interrupted, 141 the reader of the pipe is gone.
+Commands are imported when they are run, and the library inside their bodies, so that no command
+pays for the imports of another. Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4
+output failed, 5 a bug, 130 interrupted, 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -28,34 +28,40 @@ from ckptkit.core.text import nearest
 # manual.
 GROUPS = {
     "Look": {
-        "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values", "show": "values",
-        "report": "pictures", "browse": "pictures",
+        "inspect": "json", "doctor": "diagnosis", "diff": "diagnosis", "stats": "values",
+        "show": "values", "report": "pictures", "browse": "pictures",
     },
     "Change": {
-        "strip-module": "commands", "add-module": "commands", "remap": "commands", "convert": "formats",
-        "rename": "diagnosis", "extract": "fidelity", "wrap": "fidelity", "run": "recipes",
-        "rules": "rules",
+        "strip-module": "commands", "add-module": "commands", "remap": "commands",
+        "convert": "formats", "rename": "diagnosis", "extract": "fidelity", "wrap": "fidelity",
+        "run": "recipes", "rules": "rules",
     },
     "Combine": {"average": "recipes", "merge": "recipes", "ema": "recipes"},
-    "Check": {"scan": "security", "verify": "integrity", "check": "rules", "digest": "integrity", "recover": "integrity"},
+    "Check": {
+        "scan": "security", "verify": "integrity", "check": "rules", "digest": "integrity",
+        "recover": "integrity",
+    },
     "Many files": {"batch": "many-files"},
-    "Other": {"train": "trainer", "completion": "shell", "formats": "formats", "env": "library", "help": "commands"},
+    "Other": {
+        "train": "trainer", "completion": "shell", "formats": "formats", "env": "library",
+        "help": "commands",
+    },
 }  # fmt: skip
 TOPICS = {name: topic for group in GROUPS.values() for name, topic in group.items()}
 COMMANDS = tuple(TOPICS)
-ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands with a room of their own
+ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
-# What people type who look for a command that has another name here.
+# Other names under which people look for a command.
 SYNONYMS = {
-    "cat": "show", "checksum": "digest", "compare": "diff", "fix": "doctor", "hash": "digest",
-    "info": "inspect", "list": "inspect", "ls": "inspect", "mean": "average", "plot": "report", "repair": "recover",
-    "view": "inspect",
+    "cat": "show", "checksum": "digest", "compare": "diff", "fix": "doctor",
+    "hash": "digest", "info": "inspect", "list": "inspect", "ls": "inspect", "mean": "average",
+    "plot": "report", "repair": "recover", "view": "inspect",
 }  # fmt: skip
 
 
 class CommandLine(click.Group):
-    """The group of all commands, and what becomes of their failures."""
+    """The group of all commands; it prints errors and chooses exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -69,7 +75,7 @@ class CommandLine(click.Group):
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
 
-            completing.teach(command)
+            completing.attach(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -89,15 +95,17 @@ class CommandLine(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the first word names; for another word, the nearest one."""
+        """Return the command that the first word names; raise UnknownCommand for any other word."""
         word = args[0]
         if word not in COMMANDS and not word.startswith("-") and not ctx.resilient_parsing:
             raise UnknownCommand(word, args, ctx)
         return super().resolve_command(ctx, args)
 
     def __call__(self) -> NoReturn:
-        """Run as a program of its own: a process that ends soon needs no garbage collector, and no
-        tidying up."""
+        """Run as the main program: no garbage collection, and no cleanup at exit.
+
+        Both would only cost time in a process that ends soon.
+        """
         gc.disable()
         _secure_streams()
         _interruptible()
@@ -114,7 +122,7 @@ class CommandLine(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> NoReturn:
-        """Run, print what went wrong, and exit with the code that says so."""
+        """Run a command, print its error if it fails, and exit with the matching code."""
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra) or 0
             _flush()
@@ -138,7 +146,7 @@ class CommandLine(click.Group):
 
 
 class UnknownCommand(click.UsageError):
-    """`word` is no command; ``hint`` is what may have been meant."""
+    """`word` is not a command; ``hint`` suggests similar ones."""
 
     def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
         from shlex import join
@@ -150,7 +158,7 @@ class UnknownCommand(click.UsageError):
             else [name for name in COMMANDS if name.startswith(word)]
         )
         near = near or nearest(word, COMMANDS)
-        self.hint = f"`{ctx.command_path} --help` explains"
+        self.hint = f"see `{ctx.command_path} --help`"
         if near:
             self.hint = f"did you mean {', '.join(near)}? {self.hint}"
         elif os.path.exists(word):
@@ -161,15 +169,18 @@ class UnknownCommand(click.UsageError):
     "ckptkit",
     cls=CommandLine,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.option(
-    "--traceback", is_flag=True, envvar="CKPTKIT_TRACEBACK", help="Show where an error comes from."
+    "--traceback",
+    is_flag=True,
+    envvar="CKPTKIT_TRACEBACK",
+    help="Show the Python traceback of an error.",
 )
 @click.version_option(__version__, prog_name="ckptkit")
 @click.pass_context
 def main(ctx: click.Context, traceback: bool) -> int:
-    """Read, change and convert PyTorch checkpoints, without running them, without a GPU.
+    """Inspect, change and convert PyTorch checkpoints, without running them and without a GPU.
 
     \b
     Example: ckptkit inspect run.pth
@@ -182,19 +193,21 @@ def main(ctx: click.Context, traceback: bool) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process here: taking hundreds of thousands of objects apart would cost a tenth of the
-    time."""
+    """End the process at once with os._exit.
+
+    Freeing hundreds of thousands of objects one by one would take a tenth of the run time.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
                 stream.flush()
         except OSError:
-            pass  # said already, where it was standard output
+            pass  # reported already, if it was standard output
     os._exit(code)
 
 
 def _failed(error: BaseException) -> int:
-    """Print what is wrong and what to type next; the exit code."""
+    """Print the error and its hint; return the exit code."""
     say = partial(render.warn, colour="red")
     if (
         isinstance(error, click.exceptions.UsageError)
@@ -206,7 +219,7 @@ def _failed(error: BaseException) -> int:
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "ckptkit"
-        say(error.format_message(), getattr(error, "hint", None) or f"`{command} --help` explains")
+        say(error.format_message(), getattr(error, "hint", None) or f"see `{command} --help`")
         return error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         say("interrupted")
@@ -222,9 +235,8 @@ def _failed(error: BaseException) -> int:
         if error.where == render.STDOUT:
             _mute()
         return error.exit_code
-    said = f"{type(error).__name__}: {error}"
     say(
-        f"a bug in ckptkit: {said}",
+        f"a bug in ckptkit: {type(error).__name__}: {error}",
         "`ckptkit --traceback COMMAND...` shows where it is; please report it",
     )
     return BUG
@@ -241,15 +253,19 @@ def _flush() -> None:
 
 
 def _mute() -> None:
-    """Send what is left for standard output nowhere: Python would try again to write it, and
-    complain."""
+    """Redirect standard output to the null device.
+
+    Python would otherwise try again to write what is left in the buffer, and print an error.
+    """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interruptible() -> None:
-    """Whatever asks us to end, and not the keyboard alone, leaves no half-written file. What is
-    ignored stays so."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that temporaries are removed.
+
+    Signals that are ignored stay ignored.
+    """
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -260,8 +276,7 @@ def _interruptible() -> None:
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Python drops what is raised while an object is taken apart: an interrupt comes again, a
-    millisecond later."""
+    """Deliver an interrupt again, a millisecond later, that Python dropped in a destructor."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:
@@ -269,8 +284,10 @@ def _again(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _secure_streams() -> None:
-    """No file that we open may become standard output or error; no character that we print may be a
-    failure."""
+    """Keep descriptors 0 to 2 occupied, and make standard output accept any character.
+
+    A file opened later can then never become standard output or error.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -7,20 +7,22 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("add-module")
+@click.command("add-module", cls=options.Writer)
 @options.edit
 @click.option(
     "--prefix",
     metavar="P",
     default="module.",
     show_default=True,
-    help="What to put before each key.",
+    help="Prefix to add to each key.",
 )
 @options.keys
 def command(edit: options.Edit, prefix: str, keys: tuple[str, ...]) -> None:
-    """Put module. before the keys.
+    """Add the prefix 'module.' to the keys.
 
-    That is how DataParallel expects them.
+    DataParallel and DistributedDataParallel expect it.
+
+    The reverse of strip-module.
 
     \b
     Example: ckptkit add-module plain.pth run.pth

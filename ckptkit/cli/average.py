@@ -7,7 +7,7 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("average")
+@click.command("average", cls=options.Writer)
 @options.edit_many
 @click.option(
     "--weight",
@@ -15,7 +15,7 @@ from ckptkit.cli import options
     metavar="W",
     type=float,
     multiple=True,
-    help="One for each SRC, in their order.",
+    help="Weight of each SRC, in order (repeatable). Default: equal weights.",
 )
 @options.key
 def command(
@@ -23,8 +23,9 @@ def command(
 ) -> None:
     """Write the mean of the weights of several checkpoints.
 
-    Elements are added up as float64 and rounded once. Integer and bool buffers, such as the number of batches, are
-    those of the last SRC, and so are dtypes and order. Names and shapes must be the same.
+    Elements are summed in float64 and rounded once. Integer and bool buffers (such as
+    num_batches_tracked), dtypes and order are those of the last SRC. Names and shapes must be the
+    same in all.
 
     \b
     Example: ckptkit average epoch8.pth epoch9.pth epoch10.pth mean.pth

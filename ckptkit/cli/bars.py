@@ -1,4 +1,4 @@
-"""A histogram in a row of characters, and in a block of them."""
+"""Histograms as text: one row of characters, or one bar per line."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def bars(counts: Sequence[int]) -> str:
-    """One character for each count, as high as it is in relation to the largest; none where they
-    cannot be shown."""
+    """Return one block character per count, scaled to the largest; '' if they cannot be encoded."""
     if not counts or not _are_shown():
         return ""
     largest = max(counts) or 1
     return "".join(_EIGHTHS[-(-8 * count // largest)] for count in counts)
 
 
-def lying(counts: Sequence[int], width: int) -> Iterator[str]:
-    """A bar of at most `width` characters for each count."""
+def horizontal_bars(counts: Sequence[int], width: int) -> Iterator[str]:
+    """Yield a horizontal bar of at most `width` characters for each count."""
     largest = max(counts, default=0) or 1
     shown = _are_shown()
     for count in counts:
@@ -30,8 +29,7 @@ def lying(counts: Sequence[int], width: int) -> Iterator[str]:
 
 
 def shades(rows: Sequence[Sequence[float]]) -> Iterator[str]:
-    """One character for each number, from the smallest to the largest of all; ``?`` for what is not
-    finite."""
+    """Yield each row as characters, scaled over all rows; ``?`` for a number that is not finite."""
     finite = [value for row in rows for value in row if isfinite(value)]
     low, high = min(finite, default=0), max(finite, default=0)
     scale = _EIGHTHS[1:] if _are_shown() else ".:-=+*#@"

@@ -1,4 +1,4 @@
-"""ckptkit batch: each command that writes, over many files."""
+"""ckptkit batch: every command that writes, applied to many files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ HOW = {
 
 
 class Commands(click.Group):
-    """Every command that writes, with SRC... and --into instead of SRC and DST."""
+    """The commands that write, with SRC... and --into instead of SRC and DST."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -64,7 +64,7 @@ class Commands(click.Group):
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
 
-            completing.teach(found)
+            completing.attach(found)
         return found
 
 
@@ -72,9 +72,10 @@ class Commands(click.Group):
 def command() -> None:
     """Run a command over many files.
 
-    COMMAND is one that writes, with its options. SRC are files, folders that are checkpoints, or quoted patterns,
-    also behind URLs; each gets its output in the folder --into, which may be a URL: below it lie the same folders as
-    below the fixed part of the pattern. What is done already is skipped; after a failure the others go on.
+    COMMAND is any command that writes one checkpoint, with its options. SRC are files, checkpoint
+    folders or quoted patterns, local or behind URLs. Each output goes to the folder or URL --into,
+    under the same subfolders as below the fixed part of the pattern. Outputs that are already done
+    are skipped; a failure does not stop the others.
 
     \b
     Example: ckptkit batch strip-module --into plain 'runs/**/*.pth'
@@ -91,12 +92,12 @@ def _original(name: str) -> click.Command:
 
 
 def _many(original: click.Command) -> click.Command:
-    """The same command over many inputs."""
+    """Return the same command for many inputs."""
     name = original.name
     assert name is not None
     sources = click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True)
     into = click.Option(
-        ["--into"], metavar="DIR", required=True, help="Folder or URL for the outputs."
+        ["--into"], metavar="DIR", required=True, help="Folder or URL to write the outputs to."
     )
     kept = [
         _worded(each) for each in original.params if each.name not in ("src", "dst", "in_place")
@@ -112,7 +113,7 @@ def _many(original: click.Command) -> click.Command:
 
 
 def _worded(parameter: click.Parameter) -> click.Parameter:
-    """An option with its help as it reads for many files."""
+    """Return a copy of an option whose help speaks of many outputs."""
     found = copy(parameter)
     if isinstance(found, click.Option) and found.help:
         found.help = found.help.replace("DST", "an output").replace(options.SCHEMA, SCHEMA)
@@ -121,7 +122,7 @@ def _worded(parameter: click.Parameter) -> click.Parameter:
 
 @dataclass(frozen=True)
 class _One(options.Edit):
-    """An edit whose report goes into `reports` and not to the terminal."""
+    """An Edit whose report is appended to `reports` instead of printed."""
 
     watched: ClassVar[bool] = False
     reports: list[Conversion] = field(default_factory=list)
@@ -133,8 +134,7 @@ class _One(options.Edit):
 
 @dataclass(frozen=True)
 class _Checked(options.Edit):
-    """An edit that does nothing: the command looks at its options, and puts what it makes of them
-    into `found`."""
+    """An Edit that writes nothing and appends itself to `found`, to check a command's options."""
 
     found: list[options.Edit] = field(default_factory=list)
 
@@ -144,7 +144,7 @@ class _Checked(options.Edit):
 
 @dataclass(frozen=True)
 class _Work:
-    """A command with its options, for any SRC and DST; workers get it pickled."""
+    """A command with its options, for any SRC and DST; pickled for the workers."""
 
     name: str
     given: dict[str, Any]
@@ -156,15 +156,17 @@ class _Work:
         return edit.reports[0]
 
     def check(self, source: str) -> options.Edit:
-        """What the command makes of its options. Raises UsageError for those that no input could do
-        with."""
+        """Return the Edit that the command makes of its options.
+
+        Raises UsageError for options that are wrong for every input.
+        """
         given = _Checked(**self._common(source, source))
         with suppress(InputError):  # of the input, which its own job will say
             self._call(given)
         return given.found[0] if given.found else given
 
     def _common(self, source: str, destination: str) -> dict[str, Any]:
-        """The fields of an Edit."""
+        """Return the fields of an Edit for one input."""
         alone = {
             "src": source,
             "dst": destination,
@@ -186,8 +188,10 @@ class _Work:
 
     @property
     def recipe(self) -> list[object]:
-        """All that an output depends on besides its input: options, and what is in the file of a
-        recipe."""
+        """Return everything that an output depends on besides its input.
+
+        That is the options, and the content of a recipe file.
+        """
         said: list[object] = [
             self.name,
             sorted(each for each in self.given.items() if each[0] not in HOW),
@@ -237,7 +241,7 @@ def _results(
 
 
 class _Report:
-    """What became of the jobs, and the one answer at the end."""
+    """The outcome of all jobs, and the report printed at the end."""
 
     def __init__(self, name: str, into: str, given: dict[str, Any]) -> None:
         self._name = name
@@ -269,7 +273,7 @@ class _Report:
             render.warn(line)
 
     def end(self, jobs: Sequence[Job]) -> int:
-        """Print it; the exit code."""
+        """Print the report; return the exit code."""
         failed = [self._failed[job.output] for job in jobs if job.output in self._failed]
         if self._given["as_json"]:
             render.emit_json(self._json(jobs))
@@ -309,7 +313,7 @@ class _Report:
 _SAID = (
     ("planned", "would write"),
     ("done", "wrote"),
-    ("found", "found there as it should be"),
+    ("found", "already there and correct"),
     ("skipped", "done before"),
     ("failed", "failed"),
 )

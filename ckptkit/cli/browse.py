@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @click.argument("file", metavar="FILE")
 @options.key
 def command(file: str, key: str | None) -> int:
-    """Look around in a checkpoint, in the terminal.
+    """Browse a checkpoint in the terminal.
 
-    A tree of everything in it, with search, totals, values and what keeps it from loading. Reads headers only; values
-    when they are asked for, by range, from a remote file too. The key c leaves and prints the command that shows the
-    same as the screen did.
+    Shows everything in the file, with totals, values, and what keeps it from loading. Reads headers
+    only, and values when you ask for them, by range, also from a URL. The key c quits and prints
+    the command that shows the same as the screen.
 
     \b
     Example: ckptkit browse run.pth
@@ -34,12 +34,12 @@ def command(file: str, key: str | None) -> int:
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
         raise UsageError(
             "browse needs a terminal",
-            hint="`ckptkit inspect --tree` prints the same to read elsewhere",
+            hint="`ckptkit inspect --tree` prints the same as text",
         )
     try:
         from ckptkit.views.browser.app import Browser
     except ImportError as error:
-        raise UsageError("browse is made with textual", hint="pip install textual") from error
+        raise UsageError("browse needs textual", hint="pip install textual") from error
     from ckptkit.api import open_checkpoint
     from ckptkit.views.browser.contents import Contents
 

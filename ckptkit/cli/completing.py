@@ -1,9 +1,8 @@
-"""What Tab completes beyond commands and options: files, and what is in the file that was typed
-before.
+"""Shell completion of values: files, and the names inside the file typed before.
 
-Only headers of local files are read, for two seconds at most, and whatever goes wrong completes to
-nothing. A name with a character that a shell could act on is not offered: nobody shall run by Tab
-and Enter what a file says.
+Only headers of local files are read, for two seconds at most, and any error completes to nothing. A
+name with a character that a shell could act on is not offered, so that a file cannot make a user
+run a command with Tab and Enter.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Candidates = Iterable[tuple[str, str | None]]  # and what is said beside each
 
 
 class Completed(click.types.StringParamType):
-    """A text that `complete` completes."""
+    """A value type whose completions are computed by `complete`."""
 
     def __init__(self, complete: Completer) -> None:
         self.complete = complete
@@ -48,8 +47,8 @@ class Completed(click.types.StringParamType):
             return []
 
 
-def teach(command: click.Command) -> None:
-    """Make the parameters of a command complete what their names and metavars say that they are."""
+def attach(command: click.Command) -> None:
+    """Attach completions to the parameters of a command, by their names and metavars."""
     for parameter in command.params:
         completer = completer_of(parameter)
         if completer is not None:
@@ -57,8 +56,10 @@ def teach(command: click.Command) -> None:
 
 
 def completer_of(parameter: click.Parameter) -> Completer | None:
-    """What completes a parameter, None for a text of one's own and for what click knows: numbers,
-    choices."""
+    """Return the completion function of a parameter.
+
+    None for free text, and for what click completes itself (numbers, choices).
+    """
     if type(parameter.type) is not click.types.StringParamType or parameter.name in _FREE:
         return None
     kind = (parameter.metavar or "").strip("[].")
@@ -109,14 +110,14 @@ def _devices(_: click.Context, __: click.Parameter, incomplete: str) -> list[Com
 
 
 def _tags(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """``cuda:1=``, of the devices in the file."""
+    """Yield ``cuda:1=`` for each device in the file."""
     with _opened(ctx, parameter) as checkpoint:
         devices = {tensor.device: None for tensor in checkpoint.weights.values()}
         return _matching(((f"{device}=", None) for device in devices), incomplete)
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The names of the weights."""
+    """Yield the names of the weights."""
     from ckptkit.core.text import shape
 
     with _opened(ctx, parameter) as checkpoint:
@@ -129,7 +130,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> l
 def _entries(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """The paths of mappings and lists, two levels of them."""
+    """Yield the paths of mappings and lists, down to two levels."""
     from ckptkit.core.tree import children, key_text
 
     def below(node: object, before: str, levels: int) -> Iterator[tuple[str, str | None]]:
@@ -148,7 +149,7 @@ def _entries(
 def _prefixes(
     ctx: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """What at least half of the names begin with, up to a dot."""
+    """Yield the dotted prefixes that at least half of the names share."""
     with _opened(ctx, parameter) as checkpoint:
         names = list(checkpoint.weights)
     counts: Counter[str] = Counter()
@@ -160,7 +161,7 @@ def _prefixes(
 
 
 def _matching(candidates: Candidates, incomplete: str) -> list[CompletionItem]:
-    """Those that begin like `incomplete`; of too many, where they part."""
+    """Return the candidates that start with `incomplete`; if too many, their next components."""
     found = {
         name: said for name, said in candidates if name.startswith(incomplete) and _harmless(name)
     }
@@ -178,7 +179,7 @@ def _up_to_dot(name: str, start: int) -> str:
 
 @contextmanager
 def _opened(ctx: click.Context, parameter: click.Parameter) -> Iterator[Checkpoint]:
-    """The file that stands before `parameter` on the command line."""
+    """Open the file given before `parameter` on the command line."""
     from ckptkit.api import open_checkpoint
 
     second = parameter.name in ("key_b", "name_b")
@@ -199,7 +200,7 @@ def _key(given: dict[str, object]) -> str | None:
 
 @contextmanager
 def _deadline() -> Iterator[None]:
-    """An interrupt after so many `SECONDS`, where the program has said that an alarm is one."""
+    """Raise an interrupt after `SECONDS`, if the program handles SIGALRM that way."""
     heard = (
         hasattr(signal, "SIGALRM")
         and signal.getsignal(signal.SIGALRM) is signal.default_int_handler

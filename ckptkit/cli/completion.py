@@ -12,11 +12,11 @@ VARIABLE = "_CKPTKIT_COMPLETE"  # as click calls it
 @click.command("completion")
 @click.argument("shell", metavar="SHELL", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    """Print the script that completes in a shell.
+    """Print the completion script of a shell.
 
-    SHELL is bash (4.4 or later), zsh or fish. Commands, options and files are completed, and names of tensors and
-    entries from the header of the file that stands before them. For one session: eval "$(ckptkit completion bash)", or
-    ckptkit completion fish | source.
+    SHELL is bash (4.4 or later), zsh or fish. Completes commands, options and files, and the names
+    of tensors and entries from the header of the file on the command line. For the current session
+    only: eval "$(ckptkit completion bash)", or ckptkit completion fish | source.
 
     \b
     Example: ckptkit completion bash > ~/.local/share/bash-completion/completions/ckptkit

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 @click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
 @click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option(
-    "--strip", metavar="P", multiple=True, help="Remove this leading prefix (repeatable)."
+    "--keep",
+    metavar="GLOB",
+    multiple=True,
+    help="Keep only weights whose names match (repeatable).",
 )
 @click.option("--add", metavar="P", help="Put this before each key.")
 @click.option(
@@ -36,7 +39,11 @@ if TYPE_CHECKING:
 @options.mapping
 @options.substitutions
 @click.option(
-    "--cast", metavar="[GLOB=]DTYPE", multiple=True, callback=options.casts, help="Cast the floats."
+    "--cast",
+    metavar="[GLOB=]DTYPE",
+    multiple=True,
+    callback=options.casts,
+    help="Cast floating-point weights to DTYPE, all or those whose names match (repeatable).",
 )
 @click.option(
     "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
@@ -48,9 +55,9 @@ if TYPE_CHECKING:
     metavar="A=B",
     multiple=True,
     callback=options.pairs,
-    help="Retag A as B.",
+    help="Change the device tag A to B (repeatable).",
 )
-@click.option("--compact", is_flag=True, help="Leave out what storages hold beyond their tensors.")
+@click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")
 @options.key
 def command(
     edit: options.Edit,
@@ -63,7 +70,8 @@ def command(
 ) -> None:
     """Convert to another format, changed on the way.
 
-    Any format that can be read becomes any that can be written.
+    Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
+    format; `ckptkit formats` lists them.
 
     The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
     order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to
@@ -111,7 +119,7 @@ def _steps(
     devices: dict[str, str],
     compact: bool,
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
-    """The transforms that are asked for, in the documented order."""
+    """Yield the requested transforms, in the documented order."""
     from ckptkit.transforms import devices as places
     from ckptkit.transforms import elements, keys
 

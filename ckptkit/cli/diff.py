@@ -21,7 +21,10 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
 @click.option(
-    "--model", "spec", metavar="MODEL", help="Compare with package.module:Class or file.py:Class."
+    "--model",
+    "spec",
+    metavar="MODEL",
+    help="Compare A with this model: package.module:Class or file.py:Class.",
 )
 @click.option(
     "--arg",
@@ -29,18 +32,18 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     metavar="NAME=JSON",
     multiple=True,
     callback=options.arguments,
-    help="What to build it with.",
+    help="Keyword argument for the model's constructor (repeatable).",
 )
-@click.option("--values", is_flag=True, help="Compare the elements too, byte for byte.")
+@click.option("--values", is_flag=True, help="Compare elements too, byte for byte.")
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
-    help="Compare the elements up to this absolute difference.",
+    help="Compare elements with this absolute tolerance.",
 )
 @click.option(
     "--rtol",
     type=click.FloatRange(min=0),
-    help="Compare the elements up to this relative difference.",
+    help="Compare elements with this relative tolerance.",
 )
 @options.stored
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
@@ -51,18 +54,20 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     "--write-map",
     "write_map",
     metavar="FILE",
-    help="Write the renamed keys down, for `rename --map`.",
+    help="Write the renamed keys as JSON, for `rename --map`.",
 )
-@click.option("--force", is_flag=True, help="Replace the FILE of --write-map if it exists.")
+@click.option("--force", is_flag=True, help="Replace FILE of --write-map if it exists.")
 @click.option(
-    "--key-b", metavar="PATH", help="The same for B, where it is another; '' is the whole file."
+    "--key-b",
+    metavar="PATH",
+    help="Like --key, for B ('' selects the whole file). Default: as --key.",
 )
 def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
-    """Compare two checkpoints, or one and a model.
+    """Compare two checkpoints, or a checkpoint and a model.
 
-    Compares keys, dtypes and shapes, values on request; exit code 1 if they differ.
-    "missing" is in B or the model and not in A. The model's code is imported and run. Keys that look renamed are
-    paired, with how sure that is: by their longest common suffix, by shape and order, by similar names.
+    Compares keys, dtypes and shapes, and values on request. Exit code 1 if they differ. "missing"
+    keys are in B or the model and not in A; "unexpected" keys only in A. Keys that look renamed are
+    paired, each with a confidence. With --model, the model's code is imported and run.
 
     \b
     Example: ckptkit diff run.pth other.safetensors --values
@@ -76,14 +81,14 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
 
         render.write(f"{line}\n" for line in diff_text.lines(found))
     if write_map is not None and not found.renamed:
-        render.warn("no key looks renamed: no map was written")
+        render.warn("no key looks renamed: wrote no map")
     elif write_map is not None:
         _write_map(found, write_map, force, urls.shown(asked["a"]))
     return 0 if found.equal else DIFFERENT
 
 
 def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
-    """The names of the renamed keys as JSON, old to new, and what to do with them."""
+    """Write the renamed keys as JSON, old name to new, and print the command that uses the file."""
     from json import dumps
 
     from ckptkit.analysis.advice import rename
@@ -93,7 +98,7 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"
     publish(Plan((OutputFile("", (data,)),)), path, force=force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
-    look = f", {guesses:,} of them guesses to look at" if guesses else ""
+    look = f", {guesses:,} of them guesses to check" if guesses else ""
     render.warn(
         f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", rename(name, path)
     )
@@ -124,7 +129,7 @@ def _compare(
         ours, theirs = (each.weights for each in sides)
         return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=urls.shown(a))
     if values or atol is not None or rtol is not None:
-        raise click.UsageError("a model that was just built has no values to compare with")
+        raise click.UsageError("--values, --atol and --rtol cannot be used with --model")
     from ckptkit.loading.building import model_from, model_shapes
 
     assert spec is not None

@@ -1,5 +1,4 @@
-"""The differences for people: renamed, missing, too much, mismatched, changed; a line that sums up;
-the advice."""
+"""Text output of diff: tables of keys by kind of difference, a summary, hints."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def lines(found: Diff) -> Iterator[str]:
 
 
 def _pairs(title: str, pairs: Sequence[Renamed]) -> Iterator[str]:
-    """A table of two names for the same, or two lines for each where a terminal has no room for
-    that."""
+    """Yield a table of name pairs, or two lines per pair where the terminal is too narrow."""
     if not pairs:
         return
     rows = fold_pairs(
@@ -83,14 +81,15 @@ def _shapes(a: Kind, b: Kind) -> Iterable[str]:
 
 
 def _silent(silent: Silent | None, mismatched: int) -> Iterator[str]:
-    """What a lenient load would not tell."""
+    """Yield what load_state_dict(strict=False) would not report."""
     if silent is None or not (silent.skipped or silent.kept):
         return
     skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")
     left_out, untouched = plural(silent.parameters, "parameter"), f"{silent.kept_parameters:,}"
     yield (
-        f"strict=False would say nothing of this: {skipped} of the file ({left_out}) would be left out, {kept} of the "
-        f"model ({untouched} of {plural(silent.all_parameters, 'parameter')}) would keep their initial values"
+        f"strict=False would not report this: {skipped} of the file ({left_out}) would be left "
+        f"out, {kept} of the model ({untouched} of {plural(silent.all_parameters, 'parameter')}) "
+        "would keep their initial values"
     )
     if mismatched:
         yield f"strict=False would still refuse {plural(mismatched, 'key')} of another shape"

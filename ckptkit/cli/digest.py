@@ -22,17 +22,21 @@ DIFFERENT = 1
 
 @click.command("digest", cls=options.WithDequantize)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--manifest", metavar="OUT", help="Write the list to a file instead.")
+@click.option("--manifest", metavar="OUT", help="Write the manifest to OUT instead of printing it.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with such a list.")
+@click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with this manifest.")
 @click.option(
-    "--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name."
+    "--keys",
+    "globs",
+    metavar="GLOB",
+    multiple=True,
+    help="Only tensors whose names match (repeatable).",
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="All tensors, by their paths, and not the weights alone.",
+    help="All tensors of the file, by their paths, not only the weights.",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="With --check: print what differs only.")
@@ -50,20 +54,20 @@ def command(
     dequantize: str | None,
     key: str | None,
 ) -> int:
-    """Say what the tensors of checkpoints weigh.
+    """Print SHA-256 digests of tensors; compare with a manifest.
 
-    Prints the SHA-256 of each tensor's dtype, shape and elements, and one of all of them, which are equal wherever the
-    tensors are, in whatever format. --check compares them with a list that was printed before, exit code 1 if they
-    differ.
+    Prints the SHA-256 of each tensor's dtype, shape and elements, and one digest of all of them.
+    Equal tensors have equal digests in every format. --check compares FILE with a manifest printed
+    before; exit code 1 if they differ.
 
     \b
     Example: ckptkit digest run.pth > run.manifest
              ckptkit digest --check run.manifest run.safetensors
     """
     if len(files) > 1 and (manifest is not None or expected is not None):
-        raise click.UsageError("a manifest is of one FILE")
+        raise click.UsageError("--manifest and --check take one FILE")
     if manifest is not None and (expected is not None or as_json):
-        raise click.UsageError("--manifest goes with neither --check nor --json")
+        raise click.UsageError("--manifest cannot be combined with --check or --json")
     matches = render.matcher(globs) if globs else None
     failures: list[CkptkitError] = []
     found = _each(files, key, everything, matches, failures, dequantize)
@@ -88,8 +92,10 @@ def _each(
     failures: list[CkptkitError],
     dequantize: str | None,
 ) -> Iterator[tuple[str, str, Digests]]:
-    """Path, format and digests of each file. One file alone raises what is wrong, of several the
-    others go on."""
+    """Yield path, format and digests of each file.
+
+    A single file raises its error; of several, the error is printed and the others go on.
+    """
     from ckptkit.analysis.digests import digest
     from ckptkit.api import open_checkpoint
     from ckptkit.cli.progress import Progress
@@ -112,7 +118,7 @@ def _each(
         for name, why in found.without.items():
             render.warn(f"{urls.shown(file)}: left out: {name}: {why}")
         if not found.tensors and matches is not None:
-            render.warn(f"{urls.shown(file)}: no name of a tensor matches --keys")
+            render.warn(f"{urls.shown(file)}: no tensor name matches --keys")
         yield checkpoint.name or "", checkpoint.format, found
 
 
@@ -133,7 +139,7 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
 
 
 def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
-    """The manifest, its first line with the path where that is asked for."""
+    """Yield the lines of the manifest, the first one with `path` if given."""
     from ckptkit.analysis import manifest
 
     first, *others = manifest.lines(digests.ids, render.escape)
@@ -149,7 +155,8 @@ def _write(digests: Digests, path: str, force: bool) -> None:
     publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)
     render.emit(
         render.escape(
-            f"wrote {urls.shown(path)}: {render.plural(len(digests.ids), 'tensor')}, {digests.whole}"
+            f"wrote {urls.shown(path)}: {render.plural(len(digests.ids), 'tensor')}, "
+            f"{digests.whole}"
         )
     )
 
@@ -172,7 +179,8 @@ def _compare(
         render.write(f"  {render.escape(said(each))}\n" for each in found)
     elif not quiet:
         render.emit(
-            f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} as in the manifest"
+            f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} "
+            "as in the manifest"
         )
     return DIFFERENT if found else 0
 
@@ -192,7 +200,7 @@ def _comparison(
 
 
 def _facts(path: str, format: str, digests: Digests) -> dict[str, Any]:
-    """FILE of the schema, its list of tensors as an iterator."""
+    """Return FILE of the JSON schema, its tensors as an iterator."""
     from ckptkit.analysis.values import number
 
     return {

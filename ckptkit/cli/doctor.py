@@ -26,7 +26,7 @@ FOUND = 1
     "--model",
     "spec",
     metavar="MODEL",
-    help="See whether it fits package.module:Class or file.py:Class.",
+    help="Check that FILE fits this model: package.module:Class or file.py:Class.",
 )
 @click.option(
     "--arg",
@@ -34,13 +34,13 @@ FOUND = 1
     metavar="NAME=JSON",
     multiple=True,
     callback=options.arguments,
-    help="What to build it with.",
+    help="Keyword argument for the model's constructor (repeatable).",
 )
 @click.option(
     "--fix",
     "destination",
     metavar="DST",
-    help="Write a checkpoint in which all that can be mended is.",
+    help="Write a repaired copy to DST.",
 )
 @click.option("--force", is_flag=True, help="Replace DST if it exists.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
@@ -48,11 +48,14 @@ FOUND = 1
 def command(
     file: str, spec: str | None, args: dict[str, object], key: str | None, as_json: bool, **fix: Any
 ) -> int:
-    """Say why a checkpoint does not load, and what to type.
+    """Explain why a checkpoint does not load, and how to fix it.
 
-    Names every cause that applies, what it means, and the command that mends it. --fix does all that can be done in one
-    go. With --model also what keeps it from fitting that model, whose code is imported and run.
-    Exit code 0 if there is nothing, 1 if there is, 3 if FILE cannot be read.
+    Names every cause, what it means, and the command that fixes it. --fix applies all possible
+    fixes in one pass. With --model, also finds what keeps the file from fitting that model; the
+    model's code is imported and run.
+
+    Exit code 0 if nothing is found, 1 if something is (or remains after --fix), 3 if FILE cannot be
+    read.
 
     \b
     Example: ckptkit doctor run.pth
@@ -62,7 +65,7 @@ def command(
 
     _check_destination(file, fix["destination"])
     if args and spec is None:
-        raise click.UsageError("--arg goes with --model")
+        raise click.UsageError("--arg needs --model")
     model, words = _model(spec, args), _words(spec, args)
     found = examine(
         file, model=model, key=key, options=(*words, *(() if key is None else ("--key", key)))
@@ -79,7 +82,7 @@ def command(
 
 
 def _check_destination(file: str, destination: str | None) -> None:
-    """Raise UsageError where --fix would write over the file that is looked at."""
+    """Raise UsageError if --fix would overwrite the file that is diagnosed."""
     import os
 
     from ckptkit.analysis.advice import fixed
@@ -88,7 +91,7 @@ def _check_destination(file: str, destination: str | None) -> None:
     if destination is None or not all(map(os.path.exists, filter(None, paths))):
         return
     if os.path.samefile(file, destination):
-        what = "is the file that is looked at, and --fix writes another one"
+        what = "is FILE itself; --fix writes a new file"
         raise UsageError(what, where=destination, hint=f"--fix {shlex.quote(fixed(file))}")
 
 
@@ -99,7 +102,7 @@ def _model(spec: str | None, args: dict[str, object]) -> Any:
 
 
 def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:
-    """What says the model on the command line."""
+    """Return the options that name the model on the command line."""
     if spec is None:
         return ()
     from json import dumps

@@ -1,5 +1,4 @@
-"""A diagnosis for people, escaped: each cause with its number, what it means, the command on a line
-of its own."""
+"""Text output of doctor: numbered causes, each with its explanation and command."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 def lines(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
 ) -> Iterator[str]:
-    """What was found; what was `done` about it, and what is `left`."""
+    """Yield the causes found, what was `done` about them, and the causes `left`."""
     yield _heading(found)
     yield from _causes(found)
     if done is not None:
@@ -30,10 +29,10 @@ def lines(
         yield from _done(found, done, left)
     elif destination is not None and found.causes:
         yield ""
-        yield "--fix can do nothing about this: nothing was written"
+        yield "--fix cannot fix any of this: nothing was written"
     elif len(found.causes) > 1 and found.fix is not None:
         yield ""
-        yield "all that can be mended at once:"
+        yield "to fix everything that can be fixed:"
         words = (
             "ckptkit",
             "doctor",
@@ -71,7 +70,7 @@ def _causes(found: Diagnosis) -> Iterator[str]:
         text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
         yield from (f"   {escape(line)}" for line in text)
         if cause.command in said:
-            yield f"     (the command of {said[cause.command]})"
+            yield f"     (same command as {said[cause.command]})"
         elif cause.command is not None:
             said[cause.command] = number
             yield f"     {escape(cause.command)}"
@@ -87,11 +86,13 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
         yield f"what remains in {escape(done.path)}: {plural(len(left.causes), 'cause')}"
         yield from _causes(left)
     elif found.lost:
-        yield f"{escape(done.path)} loads, without {plural(len(found.lost), 'entry')} that cannot be had back"
+        lost = plural(len(found.lost), "entry")
+        yield f"{escape(done.path)} loads, without {lost} that cannot be recovered"
     elif found.unmended:
         causes = [
             str(number) for number, each in enumerate(found.causes, 1) if each in found.unmended
         ]
-        yield f"this is not mended by it: {', '.join(causes)} above"
+        yield f"not fixed: {', '.join(causes)} above"
     else:
-        yield f"nothing remains: {escape(done.path)} loads{' into the model' if left.options else ''}"
+        into = " into the model" if left.options else ""
+        yield f"nothing remains: {escape(done.path)} loads{into}"

@@ -7,13 +7,14 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("ema")
+@click.command("ema", cls=options.Writer)
 @options.edit
 def command(edit: options.Edit) -> None:
-    """Take out the averaged weights that training kept.
+    """Extract the averaged (EMA) weights that training kept.
 
-    They stand beside those that were trained, and are found under the names that training loops use (state_dict_ema,
-    model_ema, ema, shadow_params...). A list of tensors gets the names of the weights beside it.
+    They are found under the names that training loops use (state_dict_ema, model_ema, ema,
+    shadow_params...). A list of tensors without names gets the names of the trained weights in the
+    same file.
 
     \b
     Example: ckptkit ema last.pth ema.safetensors

@@ -13,7 +13,7 @@ from ckptkit.cli import render
 @click.command("env")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """Show versions, and the devices of this machine.
+    """Show versions of libraries and the devices of this machine.
 
     \b
     Example: ckptkit env

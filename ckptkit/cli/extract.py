@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from ckptkit.formats.format import Asked
 
 
-@click.command("extract")
+@click.command("extract", cls=options.Writer)
 @options.edit
 @options.asked
 @click.option(
-    "--key", metavar="PATH", required=True, help="Where the entry is: keys joined by dots."
+    "--key", metavar="PATH", required=True, help="Path of the entry: its keys, joined by dots."
 )
 def command(edit: options.Edit, asked: Asked | None, key: str) -> None:
     """Write one entry as a checkpoint of its own.
 
-    wrap is the way back.
+    The reverse of wrap.
 
     \b
     Example: ckptkit extract run.pth model.pth --key model

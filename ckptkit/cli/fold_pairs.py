@@ -1,5 +1,4 @@
-"""Pairs of names that differ only in an index become one: ``layers.{0..3}.w`` and
-``blocks.{1..4}.w``."""
+"""Fold pairs of names that differ only in an index: ``layers.{0..3}.w`` and ``blocks.{1..4}.w``."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class FoldedPair(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """The other name of a pair: its texts between indices, and how far each index is from the first
-    name's."""
+    """The second name of a pair: texts between indices, and index differences to the first."""
 
     texts: tuple[str, ...]
     steps: tuple[int, ...]
@@ -31,8 +29,7 @@ class _Other(NamedTuple):
 
 
 def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[FoldedPair]:
-    """Fewer pairs of labels, each with what must be equal: the indices of one label go along with
-    the other's."""
+    """Fold pairs (name, other name, value) whose values are equal and whose indices run in step."""
     items = (Item(label, _other(label, other, columns), 0) for label, other, columns in pairs)
     return [
         FoldedPair(row.label, _label(row.label, row.columns), row.columns.columns, row.rows)
@@ -49,7 +46,7 @@ def _other(label: str, other: str, columns: Hashable) -> _Other:
 
 
 def _label(label: str, other: _Other) -> str:
-    """The other label, with the ranges that the first one has after folding."""
+    """Return the second label, with the index ranges that folding gave the first."""
     pieces = [other.texts[0]]
     for ranges, step, text in zip(
         _ranges(label, other.first), other.steps, other.texts[1:], strict=False

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @click.command("formats")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """List what can be read and written.
+    """List the formats that can be read and written.
 
     \b
     Example: ckptkit formats

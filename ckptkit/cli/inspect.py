@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
-    """Which tensors to show, and how."""
+    """The selection of tensors to show, and the form of the output."""
 
     globs: tuple[str, ...]
     sort: str
@@ -36,14 +36,20 @@ class Wanted(NamedTuple):
 @click.command("inspect")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
-@click.option("--digest", is_flag=True, help="With --json: read every tensor and add its SHA-256.")
+@click.option(
+    "--digest", is_flag=True, help="With --json: read all tensors and add the SHA-256 of each."
+)
 @click.option(
     "--tree",
     is_flag=True,
-    help="Every value at its place, with bars for parameters, instead of tables.",
+    help="Print a tree of all values, with bars for parameters, instead of tables.",
 )
 @click.option(
-    "--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path."
+    "--keys",
+    "globs",
+    metavar="GLOB",
+    multiple=True,
+    help="Only tensors whose names or paths match (repeatable).",
 )
 @click.option(
     "--sort",
@@ -56,7 +62,7 @@ class Wanted(NamedTuple):
 @click.option(
     "--textconv",
     is_flag=True,
-    help="One line for each tensor and value, with digests: for git diff.",
+    help="Print one line per tensor and value, with digests, for git diff.",
 )
 @options.key
 @options.asked
@@ -68,10 +74,10 @@ def command(
     asked: Asked | None,
     **wanted: Any,
 ) -> int:
-    """Show what is in checkpoints.
+    """Show what checkpoints contain: tensors, values and objects.
 
-    Lists tensors, values and objects with their places and devices. Reads headers only and runs nothing.
-    Of several files, those that cannot be read are reported and the others shown.
+    Reads headers only and runs nothing. Of several files, those that cannot be read are reported
+    and the others shown.
 
     \b
     Example: ckptkit inspect run.pth
@@ -79,12 +85,12 @@ def command(
              git config diff.ckptkit.textconv 'ckptkit inspect --textconv'
     """
     if textconv and (as_json or len(files) > 1):
-        raise click.UsageError("--textconv is of one FILE, and no JSON")
+        raise click.UsageError("--textconv takes one FILE, and not --json")
     if textconv:
         return _textconv(files[0], key)
     want = Wanted(**wanted)
     if want.digest and not as_json:
-        raise click.UsageError("--digest goes with --json")
+        raise click.UsageError("--digest needs --json")
     failures: list[CkptkitError] = []
     if as_json:
         render.emit_json(
@@ -193,14 +199,14 @@ def _tree(checkpoint: Checkpoint, summary: Summary, rows: list[Row], want: Wante
 
 def _unmatched(want: Wanted, rows: list[Row]) -> tuple[str, ...]:
     return (
-        (f"no name or path of a tensor matches --keys {', '.join(want.globs)}",)
+        (f"no tensor name or path matches --keys {', '.join(want.globs)}",)
         if want.globs and not rows
         else ()
     )
 
 
 def _wider(want: Wanted, rows: list[Row], summary: Summary) -> Iterator[str]:
-    """Where nothing matches: what the globs match inside of names."""
+    """Return a hint with wider globs that match inside names, where nothing matched."""
     for glob in want.globs if not rows else ():
         from shlex import quote
 

@@ -7,18 +7,18 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("merge")
+@click.command("merge", cls=options.Writer)
 @options.edit_many
 @click.option(
     "--last-wins",
     is_flag=True,
-    help="Of a name that several have, take the last instead of refusing.",
+    help="On duplicate names, keep the last instead of failing.",
 )
 @options.key
 def command(edit: options.Edit, sources: tuple[str, ...], last_wins: bool, key: str | None) -> None:
-    """Write the weights of several checkpoints as one state_dict.
+    """Merge the weights of several checkpoints into one.
 
-    For models that were saved in parts: an encoder and a decoder, the stages of a pipeline.
+    For models saved in parts: an encoder and a decoder, or the stages of a pipeline.
 
     \b
     Example: ckptkit merge stage0.pt stage1.pt model.safetensors

@@ -1,4 +1,4 @@
-"""Options that several commands share, and `Edit`: what all commands that write have in common."""
+"""Options shared by several commands, and `Edit`: what all commands that write have in common."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ SCHEMA = "ckptkit.edit/1"
 SHOWN = 20  # lines of what was lost
 
 key = click.option(
-    "--key", metavar="PATH", help="The entry that holds the weights, where several could be meant."
+    "--key",
+    metavar="PATH",
+    help="Path of the weights in the file, if several entries could be meant.",
 )
 keys = click.option(
     "--key",
     "keys",
     metavar="PATH",
     multiple=True,
-    help="Edit the mapping at this path instead (repeatable).",
+    help="Edit the mapping at this path instead of the weights (repeatable).",
 )
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Where from, where to, and how: the arguments of every command that writes."""
+    """Source, destination and options of a command that writes."""
 
     watched: ClassVar[bool] = True  # whether a person may see a bar
 
@@ -67,7 +69,7 @@ class Edit:
 
     def __post_init__(self) -> None:
         if self.in_place and self.dst is not None:
-            raise click.UsageError("--in-place changes SRC: there is no DST then")
+            raise click.UsageError("--in-place edits SRC: leave out DST")
         if not self.in_place and self.dst is None:
             raise click.UsageError("Missing argument 'DST' (or --in-place)")
 
@@ -138,7 +140,7 @@ class Edit:
         return checkpoint.alone() if self.part_only else checkpoint.whole()
 
     def with_defaults(self, said: Mapping[str, Any]) -> Edit:
-        """This, where it does not say otherwise, with what a recipe says of the output."""
+        """Return this Edit, with a recipe's output options where the user gave none."""
         size = bytes_of(said["shard_size"]) if "shard_size" in said else None
         return replace(
             self,
@@ -151,14 +153,14 @@ class Edit:
 
     @contextmanager
     def pool(self) -> Iterator[Pool | None]:
-        """Who copies, where it is not this process alone."""
+        """Open the pool of workers, or yield None to work in this process."""
         if self.dry_run or (self.workers is None and self.scheduler is None):
             yield None
             return
         from ckptkit.run import workers
 
         if urls.is_url(self.dst):
-            render.warn("a URL is one ordered stream: --workers and --scheduler do nothing for it")
+            render.warn("--workers and --scheduler have no effect on an output at a URL")
             yield None
             return
         with workers.opened(self.workers, self.scheduler) as pool:
@@ -260,54 +262,57 @@ _UNITS = {
 
 
 def size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Callback of --shard-size."""
+    """Parse the value of --shard-size (click callback)."""
     return None if text is None else bytes_of(text)
 
 
 def bytes_of(text: str) -> int:
-    """Bytes; ``5GB`` are 5 * 10**9, ``5GiB`` 5 * 2**30."""
+    """Parse a size in bytes; ``5GB`` is 5 * 10**9, ``5GiB`` is 5 * 2**30."""
     from fractions import Fraction  # and with it decimal
 
     found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
     size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
     if not size:
-        raise click.BadParameter(f"{text!r} is no size: say 5GB, 500MB, 2GiB or a number of bytes")
+        raise click.BadParameter(
+            f"{text!r} is not a size: use 5GB, 500MB, 2GiB or a number of bytes"
+        )
     return size
 
 
 _EDIT = (
     click.argument("src", metavar="SRC"),
     click.argument("dst", metavar="DST", required=False),
-    click.option("--in-place", is_flag=True, help="Change SRC itself instead of writing DST."),
+    click.option("--in-place", is_flag=True, help="Edit SRC itself instead of writing DST."),
     click.option("--force", is_flag=True, help="Replace DST if it exists."),
-    click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
+    click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
     click.option(
         "--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."
     ),
     click.option("--quiet", "-q", is_flag=True, help="Print errors only."),
     click.option(
-        "--verify", is_flag=True, help="Read everything back and compare before DST appears."
+        "--verify", is_flag=True, help="Read everything back and compare it before DST appears."
     ),
     click.option(
-        "--durable", is_flag=True, help="Wait until DST is on the disk, not only in its cache."
+        "--durable", is_flag=True, help="Flush DST to the disk (fsync) before reporting success."
     ),
     click.option(
         "--allow-expand",
         is_flag=True,
-        help="Write views out even if DST becomes many times larger.",
+        help="Write views out as whole tensors, even if DST becomes many times larger.",
     ),
     click.option("--format", metavar="NAME", help="Format of DST; see `ckptkit formats`."),
     click.option(
         "--objects",
         type=click.Choice(["keep", "drop", "error"]),
         default="keep",
-        help="Values that only their own code could make.",
+        help="What to do with pickled Python objects that are not tensors or plain values.",
     ),
     click.option(
         "--ties",
         type=click.Choice(["alias", "duplicate"]),
         default="alias",
-        help="Tensors with the same bytes, in a format without views.",
+        help="How to write tied tensors in formats without views: as an alias in the "
+        "metadata, or twice.",
     ),
     click.option(
         "--part-only",
@@ -318,7 +323,7 @@ _EDIT = (
         "--shard-size",
         metavar="SIZE",
         callback=size,
-        help="Write DST as a folder of files of up to 5GB, say.",
+        help="Split DST into a folder of shards of at most SIZE (e.g. 5GB).",
     ),
     click.option(
         "--ranks",
@@ -332,7 +337,7 @@ _EDIT = (
     click.option(
         "--scheduler",
         metavar="URL",
-        help="Share it among the workers of a Dask cluster: tcp://HOST:8786.",
+        help="Use the workers of a Dask cluster (tcp://HOST:8786).",
     ),
     click.option(
         "--like",
@@ -343,7 +348,8 @@ _EDIT = (
         "--all",
         "everything",
         is_flag=True,
-        help="Keep everything, also in a format made for weights alone.",
+        help="Keep everything (optimizer, values), also in formats that normally hold only "
+        "weights.",
     ),
 )
 
@@ -360,7 +366,33 @@ dequantize = click.option(
 )
 
 
-class WithDequantize(click.Command):
+_OUTPUT = "force format objects ties shard_size ranks part_only like everything allow_expand in_place into"
+_RUNNING = "dry_run as_json quiet verify durable workers scheduler"
+_SECTIONS = {
+    **dict.fromkeys(_OUTPUT.split(), "Output"),
+    **dict.fromkeys(_RUNNING.split(), "How it runs"),
+}
+
+
+class Writer(click.Command):
+    """A command that writes: its help lists its own options first, then those of `Edit`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {
+            "Options": [],
+            "Output": [],
+            "How it runs": [],
+        }
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None and isinstance(parameter, click.Option):
+                sections[_SECTIONS.get(parameter.name or "", "Options")].append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class WithDequantize(Writer):
     """A command whose --dequantize may be followed by an argument that is not its dtype."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -378,7 +410,7 @@ def _dequantize_said(args: Sequence[str]) -> Iterator[str]:
 
 
 def edit(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command SRC, DST and every option of `Edit`; it gets them as its argument `edit`."""
+    """Add SRC, DST and the options of `Edit` to a command, as its argument `edit`."""
 
     @wraps(command)
     def with_edit(**given: Any) -> Any:
@@ -389,13 +421,15 @@ def edit(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command SRC..., DST and the options of `Edit`; it gets them as its arguments `edit`
-    and `sources`."""
+    """Add SRC..., DST and the options of `Edit` to a command.
+
+    It gets them as its arguments `edit` and `sources`.
+    """
 
     @wraps(command)
     def with_edit(sources: tuple[str, ...], dst: str, **given: Any) -> Any:
         if len(sources) < 2:
-            raise click.UsageError("name two SRC or more, and DST")
+            raise click.UsageError("give two or more SRC, and DST")
         common = {each.name: given.pop(each.name) for each in fields(Edit) if each.name in given}
         edit = Edit(src=sources[-1], dst=dst, in_place=False, **common)
         return command(edit=edit, sources=sources, **given)
@@ -450,7 +484,7 @@ _ASKED = (
 
 
 def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Callback for repeatable options of the form A=B."""
+    """Parse repeatable options of the form A=B (click callback)."""
     found = {}
     for text in given:
         left, equals, right = text.partition("=")
@@ -463,7 +497,7 @@ def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) 
 def arguments(
     _: click.Context, parameter: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, object]:
-    """Callback of --arg: name to the value that the JSON text says."""
+    """Parse --arg NAME=JSON into a dict of name to value (click callback)."""
     import json
 
     found: dict[str, object] = {}
@@ -481,17 +515,17 @@ def arguments(
 
 
 def casts(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Callback of --cast: glob to dtype; a dtype alone is for every name."""
+    """Parse --cast into glob to dtype; a dtype alone applies to every name (click callback)."""
     return {glob or "*": dtype for glob, _, dtype in (text.rpartition("=") for text in given)}
 
 
 def only(names: tuple[str, ...]) -> str | None:
-    """The entry that counts as the weights where just one is named."""
+    """Return the single name given, which selects the weights; None for none or several."""
     return names[0] if len(names) == 1 else None
 
 
 def _mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[str, str]:
-    """Callback of --map: the names that a JSON file maps to others."""
+    """Read the JSON file of --map, a mapping of names to names (click callback)."""
     if path is None:
         return {}
     import json
@@ -511,8 +545,10 @@ def _mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[st
 def _substitutions(
     _: click.Context, parameter: click.Parameter, given: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """Callback of --sub: split at the last equals sign, which a replacement needs less often than
-    an expression."""
+    """Parse --sub (click callback).
+
+    Splits at the last equals sign, since expressions contain one more often than replacements.
+    """
     found = []
     for text in given:
         pattern, equals, replacement = text.rpartition("=")
@@ -523,7 +559,11 @@ def _substitutions(
 
 
 mapping = click.option(
-    "--map", "mapping", metavar="FILE", callback=_mapping, help="A JSON object: old name to new."
+    "--map",
+    "mapping",
+    metavar="FILE",
+    callback=_mapping,
+    help="JSON file that maps old names to new ones.",
 )
 substitutions = click.option(
     "--sub",
@@ -531,5 +571,5 @@ substitutions = click.option(
     metavar="REGEX=REPLACEMENT",
     multiple=True,
     callback=_substitutions,
-    help="Replace what matches, as re.sub does (repeatable).",
+    help="Replace matches in names, as re.sub does (repeatable).",
 )

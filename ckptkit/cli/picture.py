@@ -1,4 +1,4 @@
-"""Tensors as pictures, drawn by matplotlib."""
+"""Tensors as PNG images, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 
 def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, force: bool) -> None:
-    """One PNG file of all, side by side, on one scale around zero; of a dimension with more than
-    `most` indices, every so many-th. Raises UsageError without matplotlib, OutputError like
-    `publish`."""
+    """Write one PNG of all tensors, side by side, on one scale centered at zero.
+
+    Of a dimension with more than `most` indices, every n-th is drawn. Raises UsageError without
+    matplotlib, and OutputError as `publish` does.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("--png draws with matplotlib", hint="pip install matplotlib") from error
+        raise UsageError("--png needs matplotlib", hint="pip install matplotlib") from error
     from ckptkit.analysis.slices import show
     from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish.write import publish

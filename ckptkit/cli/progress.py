@@ -1,4 +1,4 @@
-"""A bar on standard error: on a terminal only, and only for what takes longer than a second."""
+"""A progress bar on standard error: only on a terminal, and only after one second."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ PATIENCE = 1.0  # seconds
 
 
 class Progress:
-    """``with Progress("copying", total) as progress: progress(nbytes)`` for every part that is
-    done.
+    """``with Progress("copying", total) as progress: progress(nbytes)`` after each part.
 
-    A total that is known only later may be given with the parts.
+    A total that is only known later may be passed with the parts.
     """
 
     def __init__(self, title: str, total: int | None = None, *, shown: bool = True) -> None:

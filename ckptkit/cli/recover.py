@@ -7,19 +7,20 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("recover")
+@click.command("recover", cls=options.Writer)
 @click.option(
     "--unverified",
     is_flag=True,
-    help="Also keep tensors that nothing proves to be whole: they may be garbage.",
+    help="Also keep tensors that cannot be proven intact; they may be garbage.",
 )
 @options.edit
 def command(edit: options.Edit, unverified: bool) -> None:
-    """Save what is whole of a cut or damaged file.
+    """Save the intact tensors of a cut or damaged file.
 
-    Tensors that are whole go to DST, the others are named. Where the file has checksums (torch.save), bytes without
-    theirs are lost. safetensors and old torch files have none: if the length of such a file is wrong, its tensors may
-    be shifted, and are kept with --unverified only. Damage that leaves the length as it was cannot be seen in them.
+    Tensors that are proven intact go to DST; the others are listed with the reason. Where the file
+    has checksums (torch.save), data that fails its checksum is lost. safetensors and files of torch
+    before 1.6 have none: if the length of such a file is wrong, its tensors may be shifted, and
+    only --unverified keeps them. Damage that does not change the length cannot be detected in them.
 
     \b
     Example: ckptkit recover cut.pth what-is-left.pth

@@ -7,7 +7,7 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("rename")
+@click.command("rename", cls=options.Writer)
 @options.edit
 @options.mapping
 @options.substitutions
@@ -18,9 +18,10 @@ def command(
     substitutions: list[tuple[str, str]],
     key: str | None,
 ) -> None:
-    """Give the weights other names.
+    """Rename keys, by a table or by regular expressions.
 
-    A name in the table gets exactly its new name; the expressions apply to all others, in the order given.
+    A name in the table of --map gets exactly its new name; --sub expressions apply to all other
+    names, in the order given.
 
     \b
     Example: ckptkit rename run.pth new.pth --map names.json
@@ -28,7 +29,7 @@ def command(
     """
     if not mapping and not substitutions:
         raise click.UsageError(
-            "no name is to change: say --map FILE, with names in it, or --sub REGEX=REPLACEMENT"
+            "nothing to rename: give --map FILE (not empty) or --sub REGEX=REPLACEMENT"
         )
     from ckptkit.transforms.keys import rename
 

@@ -1,5 +1,4 @@
-"""From facts to text: escaping, sizes, tables, JSON. Everything that is printed goes through
-here."""
+"""Text output: escaping, sizes, tables, JSON. Everything that is printed goes through here."""
 
 from __future__ import annotations
 
@@ -20,16 +19,16 @@ from ckptkit.core.text import size as size
 STDOUT = "standard output"
 COLOURS = {"red": 31, "green": 32, "yellow": 33, "cyan": 36}
 LABELS = {
-    "different:": "red", "equal:": "green", "hint:": "cyan", "mismatched": "red", "missing": "red", "note:": "cyan",
-    "unexpected": "yellow", "warning:": "yellow",
+    "different:": "red", "equal:": "green", "hint:": "cyan", "mismatched": "red",
+    "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
-STREAMED = 2_000  # rows from which on a table is written as plain columns, without looking at all of it twice
-NARROWEST = 16  # characters that are left of a name on a terminal, however narrow
-BATCH = 1_000  # rows that are put into text at once
+STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
+NARROWEST = 16  # characters of a name that are always shown on a terminal
+BATCH = 1_000  # rows that are formatted at once
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a name matches one of the globs; ``*`` matches dots too."""
+    """Return a test whether a name matches one of the globs; ``*`` matches dots too."""
     from fnmatch import translate
 
     match = re.compile("|".join(map(translate, globs))).match
@@ -37,7 +36,7 @@ def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
 
 
 def emit(*lines: str) -> None:
-    """Print lines on standard output. Raises OutputError where that is closed or full."""
+    """Print lines on standard output. Raises OutputError if it is closed or full."""
     write(f"{line}\n" for line in lines)
 
 
@@ -58,8 +57,10 @@ def stdout_failed(error: OSError) -> OutputError:
 
 
 def warn(line: str, hint: str | None = None, colour: str = "yellow") -> None:
-    """Print a line on standard error, marked as ours, and what to type next below it; nothing where
-    that is closed."""
+    """Print a line on standard error, with the prefix ckptkit, and a hint below it.
+
+    Does nothing if standard error is closed.
+    """
     if sys.stderr is None:
         return
     marks = [("ckptkit:", line, colour), *([("hint:", hint, "cyan")] if hint else [])]
@@ -76,18 +77,18 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def has_colour(stream: TextIO | None) -> bool:
-    """Whether a person looks at it who has nothing against colour (https://no-color.org)."""
+    """Return whether output goes to a terminal that allows color (https://no-color.org)."""
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return wanted and is_terminal(stream) and (os.name != "nt" or "WT_SESSION" in os.environ)
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """`text`, escaped already, in a colour where `stream` (standard output) shows any."""
+    """Return `text`, already escaped, in a color if `stream` (standard output) shows colors."""
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if has_colour(stream or sys.stdout) else text
 
 
 def labelled(line: str) -> str:
-    """`line`, escaped already, its first word painted if it is one that says how things stand."""
+    """Return `line`, already escaped, with its first word in color if it is a status word."""
     word = line.split(" ", 1)[0]
     return paint(word, LABELS[word], sys.stdout) + line[len(word) :] if word in LABELS else line
 
@@ -95,10 +96,9 @@ def labelled(line: str) -> str:
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Lines of a table without rules. `right` are the headers of columns that are aligned to the
-    right.
+    """Format a table without rules; columns named in `right` are right-aligned.
 
-    On a terminal the first column gives way so that a row fits on a line; elsewhere nothing is cut.
+    On a terminal, the first column is shortened so that a row fits; elsewhere nothing is cut.
     """
     align = ["right" if header in right else "left" for header in headers]
     rows = _fitted(headers, rows)
@@ -123,10 +123,9 @@ def _columns(
 
 
 def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-    """`rows` with the first cells shortened in the middle to what the terminal has left for them.
+    """Shorten the first cells, in the middle, to the width that the terminal leaves.
 
-    Where that would make two of them equal, lines that the terminal wraps are better than names
-    that say nothing.
+    If that would make two of them equal, rows are left to wrap instead.
     """
     if not rows or not is_terminal(sys.stdout):
         return rows
@@ -141,7 +140,7 @@ def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[S
 
 
 def shortened(text: str, room: int) -> str:
-    """`text` in at most `room` characters, its middle left out."""
+    """Return `text` in at most `room` characters, cut in the middle."""
     if len(text) <= room:
         return text
     head = (room - 3) // 2
@@ -149,14 +148,16 @@ def shortened(text: str, room: int) -> str:
 
 
 def json_number(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: they become the words. Everything else stays."""
+    """Replace NaN and infinities by their names, since JSON has neither; return all else as is."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """JSON text of `value`, in pieces; an iterator becomes a list that is never whole in memory."""
+    """Yield the JSON text of `value` in pieces; iterators become lists without being held in
+    memory.
+    """
     from json import dumps
 
     if isinstance(value, dict):
@@ -174,7 +175,7 @@ def json_pieces(value: Any) -> Iterator[str]:
 
 
 def _json_items(items: Iterator[Any]) -> Iterator[str]:
-    """Items that hold iterators come one by one, plain ones are encoded a batch at a time."""
+    """Yield the items of a container: plain ones in batches, those with iterators singly."""
     from json import dumps
 
     before = ""

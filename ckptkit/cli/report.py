@@ -28,22 +28,22 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
     "-o",
     metavar="OUT",
     required=True,
-    help="A page (.html) or a picture (.svg, .png, .pdf).",
+    help="Output file: a page (.html) or a picture (.svg, .png, .pdf).",
 )
 @click.option(
     "--values",
     is_flag=True,
-    help="Read all tensors: statistics and histograms, and which values differ.",
+    help="Read all tensors: add statistics and histograms, and compare values.",
 )
 @click.option(
     "--by",
     type=click.Choice(["parameters", "bytes"]),
-    help="Of a picture: what the areas are. Default: parameters.",
+    help="Scale the areas of the picture by parameters (default) or bytes.",
 )
 @click.option(
     "--title",
     metavar="TEXT",
-    help="Of a picture: what stands above it; the name of FILE by default.",
+    help="Title of the picture. Default: the name of FILE.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option(
@@ -53,7 +53,9 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 @options.stored
 @options.key
 @click.option(
-    "--key-b", metavar="PATH", help="The same for OTHER, where it is another; '' is the whole file."
+    "--key-b",
+    metavar="PATH",
+    help="Like --key, for OTHER ('' selects the whole file). Default: as --key.",
 )
 def command(
     file: str,
@@ -71,9 +73,13 @@ def command(
 ) -> int:
     """Make a page or a picture of a checkpoint.
 
-    The page shows where parameters and bytes are, every tensor in a table to search and sort, dtypes, devices, waste,
-    and what keeps it from loading; of two files, how they differ. It is one file that loads nothing, and works offline.
-    Reads headers only, unless --values. The picture is the treemap alone, for papers and model cards (matplotlib).
+    The page (.html) shows where parameters and bytes are, a searchable and sortable table of all
+    tensors, dtypes, devices, unused storage, and what keeps the file from loading; with OTHER, how
+    the two differ. It is one self-contained file that works offline. Reads headers only, unless
+    --values is given.
+
+    The picture (.svg, .png, .pdf) is the treemap alone, for papers and model cards; it needs
+    matplotlib.
 
     \b
     Example: ckptkit report run.pth -o run.html
@@ -98,34 +104,29 @@ def command(
             data, count = _picture(found[0], kind[1:], by or "parameters", title)
     _publish(data, output, force=force)
     if as_json:
-        facts = {
-            "source": [urls.shown(name) for name in (file, other) if name is not None],
-            "destination": output,
-        }
-        render.emit_json({"schema": SCHEMA, **facts, "tensors": count, "size": len(data)})
+        sources = [urls.shown(name) for name in (file, other) if name is not None]
+        facts = {"source": sources, "destination": output, "tensors": count, "size": len(data)}
+        render.emit_json({"schema": SCHEMA, **facts})
     elif not quiet:
-        render.emit(
-            render.escape(
-                f"wrote {output}: {render.plural(count, 'tensor')}, {render.size(len(data))}"
-            )
-        )
+        tensors = render.plural(count, "tensor")
+        render.emit(render.escape(f"wrote {output}: {tensors}, {render.size(len(data))}"))
     return 0
 
 
 def _kind(output: str, *, plain: bool, styled: bool) -> str:
-    """The suffix, which says what to make. `plain`: one file, no values; `styled`: as only a
-    picture can be."""
+    """Return the suffix of OUT, which chooses what to make; raise UsageError for other options.
+
+    `plain`: one file and no --values; `styled`: with options that only pictures have.
+    """
     suffix = os.path.splitext(output)[1].lower()
     if suffix not in (*PAGES, *PICTURES):
         raise click.UsageError(
-            f"{output}: the suffix says what to make: {', '.join((*PAGES[:1], *PICTURES))}"
+            f"{output}: the suffix chooses what to make: {', '.join((*PAGES[:1], *PICTURES))}"
         )
     if suffix in PICTURES and not plain:
-        raise click.UsageError(
-            "a picture is of one file, and of its headers: OTHER and --values are for pages"
-        )
+        raise click.UsageError("OTHER and --values need a page (.html)")
     if suffix in PAGES and styled:
-        raise click.UsageError("--by and --title are for pictures")
+        raise click.UsageError("--by and --title need a picture (.svg, .png, .pdf)")
     return suffix
 
 

@@ -25,7 +25,7 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.command("run")
+@click.command("run", cls=options.Writer)
 @click.argument("recipe", metavar="RECIPE")
 @options.edit
 @click.option(
@@ -34,7 +34,7 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     is_eager=True,
     expose_value=False,
     callback=_list,
-    help="Say which there are.",
+    help="List the built-in recipes and exit.",
 )
 @click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
 @rule_options.with_sizes
@@ -49,8 +49,8 @@ def command(
 ) -> None:
     """Carry out the steps of a recipe, as one plan.
 
-    RECIPE is a YAML or TOML file, or the name of one that comes with ckptkit. Its steps apply in the order in which
-    it has them. What it says of the output holds where no option says something else.
+    RECIPE is a YAML or TOML file, or the name of a built-in recipe (--list). Steps apply in the
+    order of the recipe. Options on the command line override the output options of the recipe.
 
     \b
     Example: ckptkit run lightning epoch=9.ckpt net.pth

@@ -25,11 +25,18 @@ FOUND = 1
     "--trust",
     metavar="GLOB",
     multiple=True,
-    help="Names that may be called: transformers.* (repeatable).",
+    help="Trust globals whose names match, such as 'transformers.*' (repeatable).",
 )
-@click.option("--strict", is_flag=True, help="Exit code 1 for whatever weights_only does not load.")
 @click.option(
-    "--workers", metavar="N", type=click.IntRange(1, 64), help="Processes that share the work."
+    "--strict",
+    is_flag=True,
+    help="Exit code 1 for everything that torch.load(weights_only=True) refuses.",
+)
+@click.option(
+    "--workers",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    help="Number of worker processes. Default: one per core, if there are many files.",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
@@ -43,10 +50,10 @@ def command(
     as_sarif: bool,
     quiet: bool,
 ) -> int:
-    """Say what loading files would run, without running it.
+    """Report what loading files would run, without running it.
 
-    Looks at every pickle in files and folders, also where no reader looks.
-    Exit code 1 if one would run code or if that cannot be told; with --strict, if weights_only does not load it.
+    Examines every pickle in files and folders, also in places that loaders ignore. Exit code 1 if a
+    pickle would run code or cannot be judged; with --strict, also if weights_only=True refuses it.
 
     \b
     Example: ckptkit scan run.pth
@@ -58,7 +65,7 @@ def command(
     from ckptkit.scan.verdict import counts
 
     if as_json and as_sarif:
-        raise click.UsageError("--json and --sarif are two formats: choose one")
+        raise click.UsageError("give either --json or --sarif")
     outcome = Outcome(strict)
     results = outcome.watch(scan_all(files, trust=trust, workers=workers))
     if as_json:
@@ -75,7 +82,7 @@ def command(
 
 
 class Outcome:
-    """What came of all files."""
+    """The verdicts on all files, counted."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -86,7 +93,7 @@ class Outcome:
         return self.verdicts.total() + self.failed
 
     def watch(self, results: Iterable[FileVerdict | Failure]) -> Iterator[FileVerdict | Failure]:
-        """The results as they come; what could not be read is said at once on standard error."""
+        """Yield the results as they come; print files that could not be read on standard error."""
         from ckptkit.scan.verdict import FileVerdict, counts
 
         for each in results:
@@ -111,7 +118,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """A finding says more than a file that could not be read."""
+        """Return the exit code; findings take precedence over unreadable files."""
         if not len(self):
             raise InputError("there are no files to scan")
         return FOUND if self.found else InputError.exit_code if self.failed else 0

@@ -10,7 +10,7 @@ from ckptkit.scan.verdict import LABELS, FileVerdict, PickleVerdict
 
 
 def file(result: FileVerdict | Failure) -> dict[str, Any]:
-    """One file; of one that could not be read, why."""
+    """Return the JSON object of one file, or the error if it could not be read."""
     if isinstance(result, Failure):
         return {
             "path": result.path,

@@ -1,5 +1,4 @@
-"""Findings as SARIF 2.1.0 (OASIS), which code hosts and dashboards read: one result for each
-reason."""
+"""Findings as SARIF 2.1.0 (OASIS), for code hosts and dashboards: one result for each reason."""
 
 from __future__ import annotations
 
@@ -33,16 +32,17 @@ _IDS = {
 }
 _LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "note", HARMLESS: "note"}
 _MEANING = {
-    CODE: "Loading the file with pickle calls something with arguments of the file's choosing.",
-    UNKNOWN: "It is malformed, two readers could differ, or a step is not proved harmless.",
-    CLASSES: "torch.load(weights_only=True) refuses the file: it makes objects of classes that it does not know.",
+    CODE: "Loading the file with pickle calls code with arguments that the file chooses.",
+    UNKNOWN: "It is malformed, ambiguous, or contains a step that is not proven harmless.",
+    CLASSES: "torch.load(weights_only=True) refuses the file: it makes objects of unknown classes.",
     HARMLESS: "The file makes plain values, but torch.load(weights_only=True) does not read it.",
 }
 
 
 def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
-    """The whole log. Its results are written while files are scanned; what could not be read stands
-    at the end."""
+    """Return the whole log; results are written while files are scanned, unreadable files at the
+    end.
+    """
     failures: list[Failure] = []
     run = {
         "tool": {
@@ -99,7 +99,7 @@ def _result(path: str, finding: Finding) -> dict[str, Any]:
 
 
 def _uri(path: str) -> str:
-    """A path as a URI reference."""
+    """Return a path as a URI reference."""
     if is_url(path):
         return quote(path, safe="/:?&=%@*~,+")
     given = quote(os.fsencode(path).replace(os.sep.encode(), b"/"))

@@ -1,4 +1,4 @@
-"""Verdicts as text for people."""
+"""Verdicts as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 8  # names, calls and reasons of one pickle, pickles of one file
 
 
 def lines(result: FileVerdict | Failure) -> Iterator[str]:
-    """The verdict on a file, and below it what it rests on. Failures have been said already."""
+    """Yield the verdict on a file, and its reasons below it; errors are printed elsewhere."""
     if isinstance(result, Failure):
         return
     yield f"{result.path}: {LABELS[result.verdict]}"
@@ -40,19 +40,20 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:
-    """The same lines, escaped, the first in the colour of its verdict."""
+    """Yield the same lines, escaped, the first in the color of its verdict."""
     for number, line in enumerate(map(escape, lines(result))):
         colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
         yield line if colour is None else paint(line, colour)
 
 
 def _pickle(pickle: PickleVerdict) -> Iterator[str]:
-    """What there is to say about one pickle; nothing about one that is safe."""
+    """Yield the reasons of one pickle; nothing for a safe one."""
     place = _place(pickle.found.where)
-    hidden = " (in a byte string, which nothing here loads)" if pickle.found.nested else ""
+    hidden = " (in a byte string that nothing loads)" if pickle.found.nested else ""
     for call in pickle.runs[:SHOWN]:
         times = f", {call.times:,} times" if call.times > 1 else ""
-        yield f"{place}calls {call.name}{call.args}{times}: {call.opcode} at byte {call.offset:,}{hidden}"
+        call_text = f"{call.name}{call.args}{times}"
+        yield f"{place}calls {call_text}: {call.opcode} at byte {call.offset:,}{hidden}"
     if len(pickle.runs) > SHOWN:
         yield f"{place}calls {len(pickle.runs) - SHOWN:,} more, which --json lists"
     if pickle.verdict in (CODE, UNKNOWN):
@@ -60,7 +61,7 @@ def _pickle(pickle: PickleVerdict) -> Iterator[str]:
     if pickle.verdict == CLASSES:
         yield f"{place}needs {', '.join(_some([str(name) for name in pickle.needs]))}"
     if pickle.verdict in (CLASSES, HARMLESS) and pickle.refused is not None:
-        yield f"weights_only is no option: {pickle.refused}"
+        yield f"weights_only cannot be used: {pickle.refused}"
     yield from pickle.versions
 
 

@@ -29,7 +29,7 @@ PICTURE = 1 << 11  # rows and columns of a picture, at most
 
 
 class Shown(NamedTuple):
-    """A tensor of a file, and what is chosen of it."""
+    """A tensor of a file, and the selected part of it."""
 
     path: str
     name: str
@@ -43,7 +43,7 @@ class Shown(NamedTuple):
         return select(self.tensor, self.picks)
 
     def corner(self, rows: int, columns: int) -> tuple[Picks, list[list[Any]]]:
-        """The indices of a table of it, and its cells."""
+        """Return the row and column indices of the displayed corner, and its cells."""
         from ckptkit import compute
         from ckptkit.analysis.slices import plane, select
 
@@ -59,22 +59,27 @@ class Shown(NamedTuple):
 @click.argument("file", metavar="FILE")
 @click.argument("name", metavar="NAME")
 @click.argument("index", metavar="[SLICE]", default="")
-@click.option("--with", "other", metavar="FILE", help="Show the same of another file beside it.")
 @click.option(
-    "--name-b", metavar="NAME", help="The tensor of the other file, where its name is another."
+    "--with", "other", metavar="FILE", help="Show the same tensor of another file side by side."
+)
+@click.option(
+    "--name-b", metavar="NAME", help="Name of the tensor in the other file, if different."
 )
 @click.option(
     "--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of the grid."
 )
 @click.option(
-    "--columns", type=click.IntRange(min=1), help="Columns of the grid; as many as fit by default."
+    "--columns", type=click.IntRange(min=1), help="Columns of the grid. Default: as many as fit."
 )
 @click.option(
-    "--stats", "counted", is_flag=True, help="Read all of a large tensor for the summary."
+    "--stats",
+    "counted",
+    is_flag=True,
+    help="Compute statistics of the whole part, even if it is large.",
 )
-@click.option("--heat", is_flag=True, help="One character for each number, as high as it is large.")
-@click.option("--png", metavar="FILE", help="Draw it as a picture, with matplotlib.")
-@click.option("--force", is_flag=True, help="Replace the FILE of --png if it exists.")
+@click.option("--heat", is_flag=True, help="Print a heat map, one character per element.")
+@click.option("--png", metavar="FILE", help="Write a picture to FILE (PNG; needs matplotlib).")
+@click.option("--force", is_flag=True, help="Replace FILE of --png if it exists.")
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @options.stored
 @options.key
@@ -94,11 +99,11 @@ def command(
     stored: bool,
     key: str | None,
 ) -> int:
-    """Show the values of one tensor.
+    """Show the values and statistics of one tensor.
 
-    A corner of it as a grid, a line of statistics, a histogram. SLICE chooses a part as in Python: '[0, :, 3:7]'. Only
-    the bytes of what is shown are read, however large the tensor is, and from a remote file too; the statistics are
-    those of the whole part if that has at most a million elements, or with --stats.
+    SLICE selects a part as in Python: '[0, :, 3:7]'. Only the bytes of that part are read, however
+    large the tensor is, also from a URL. Statistics cover the whole part if it has at most a
+    million elements, or with --stats.
 
     \b
     Example: ckptkit show run.pth conv1.weight
@@ -153,7 +158,7 @@ def _instead(name: str, rows: list[Any]) -> str | None:
 
 
 def _grids(shown: list[Shown], rows: int, columns: int | None) -> Iterator[str]:
-    """A heading for each, and one table for all, side by side."""
+    """Yield a heading for each tensor, and one table of all, side by side."""
     from ckptkit.analysis.slices import show
 
     columns = _columns(len(shown)) if columns is None else columns
@@ -175,8 +180,10 @@ def _columns(tables: int) -> int:
 
 
 def _table(corners: list[tuple[Picks, list[list[Any]]]]) -> Iterator[str]:
-    """The cells under the indices of their columns, behind those of their rows. A cell that is not
-    as in the first table has a star."""
+    """Yield the cells with row and column indices.
+
+    A cell that differs from the first table has a star.
+    """
     many = [[pick for pick in picks if not pick.single] for picks, _ in corners]
     if not all(cells for _, cells in corners):
         yield "no elements"
@@ -222,7 +229,7 @@ def _cell(value: Any) -> str:
 
 
 def _heat(shown: list[Shown]) -> Iterator[str]:
-    """Each plane as characters, scaled from its smallest number to its largest."""
+    """Yield each plane as characters, scaled from its smallest number to its largest."""
     from ckptkit.analysis.slices import show, spread
     from ckptkit.cli.bars import shades
 
@@ -235,7 +242,7 @@ def _heat(shown: list[Shown]) -> Iterator[str]:
 
 
 def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tally, bool]:
-    """The statistics, and whether they are of the whole part."""
+    """Return the statistics, and whether they cover the whole part."""
     from ckptkit import compute
     from ckptkit.analysis.slices import plane, select
 
@@ -248,7 +255,7 @@ def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tall
 
 
 def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
-    from ckptkit.cli.bars import lying
+    from ckptkit.cli.bars import horizontal_bars
 
     for each in shown:
         tally, whole = _counted(each, rows, columns or _columns(len(shown)), counted)
@@ -261,7 +268,7 @@ def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool
         yield render.escape(f"{title}{tally.count:,} values{of}: ") + ", ".join((*named, *odd))
         histogram = tally.histogram.at_most(16)
         for edge, count, bar in zip(
-            histogram.edges, histogram.counts, lying(histogram.counts, 40), strict=False
+            histogram.edges, histogram.counts, horizontal_bars(histogram.counts, 40), strict=False
         ):
             yield f"{short(edge):>{CELL}}  {bar} {count:,}"
     if len(shown) > 1:
@@ -297,7 +304,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
         raise UsageError(
             f"{part.numel:,} values are too many to list",
             where=shown.path,
-            hint="choose some, as in '[0, :, 3:7]'",
+            hint="select a part, as in '[0, :, 3:7]'",
         )
     tally, _ = _counted(shown, ROWS, ROWS, True)
     return {
@@ -314,7 +321,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Nested lists of JSON numbers; a complex one is a pair."""
+    """Return nested lists of JSON numbers; a complex number is a pair."""
     if isinstance(value, list):
         return [_listed(each) for each in value]
     if isinstance(value, complex):

@@ -55,25 +55,29 @@ COLUMNS = (
 @click.command("stats")
 @click.argument("file", metavar="FILE")
 @click.option(
-    "--keys", "globs", metavar="GLOB", multiple=True, help="Only tensors with such a name or path."
+    "--keys",
+    "globs",
+    metavar="GLOB",
+    multiple=True,
+    help="Only tensors whose names or paths match (repeatable).",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="Every tensor of the file, not only the weights."
+    "--all", "everything", is_flag=True, help="All tensors of the file, not only the weights."
 )
 @click.option(
     "--depth",
     type=click.IntRange(min=1),
     metavar="N",
-    help="One row for names that begin alike, N deep.",
+    help="Group names by their first N components.",
 )
 @click.option(
-    "--fold", is_flag=True, help="One row for the names that differ in an index: layers.*.weight."
+    "--fold", is_flag=True, help="Group names that differ only in an index: layers.*.weight."
 )
 @click.option(
     "--sort",
     type=click.Choice(["file", "name", *NUMBERS]),
     default="file",
-    help="Numbers: largest first.",
+    help="Order of the rows; by numbers, largest first.",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
@@ -91,10 +95,10 @@ def command(
     stored: bool,
     key: str | None,
 ) -> int:
-    """Show statistics of the values.
+    """Show statistics of tensor values, per tensor or per group.
 
-    Mean, standard deviation, smallest and largest, norm, zeros, NaN, infinities and a histogram, of each tensor or of
-    many together. NaN and infinities are counted and left out of all else. Reads every tensor once, without torch.
+    Mean, standard deviation, minimum, maximum, norm, zeros, NaN, infinities and a histogram. NaN
+    and infinities are counted and excluded from all else. Reads every tensor once, without torch.
 
     \b
     Example: ckptkit stats run.pth
@@ -121,8 +125,10 @@ def command(
 
 
 def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbytes: int) -> None:
-    """Read, and print: a table when all is known, other forms as they come; no bar goes between
-    their lines."""
+    """Read and print: the table when everything is known, JSON and CSV row by row.
+
+    No progress bar is drawn between their lines.
+    """
     with Progress("reading", nbytes) as progress:
         quiet = form != "text" and render.is_terminal(sys.stdout)
         rows = _arranged(found, found.rows() if quiet else found.rows(progress), sort)
@@ -137,7 +143,7 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
 
 
 def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) -> list[summary.Row]:
-    """The weights, or all tensors where there are none; of these, those that match."""
+    """Return the weights, or all tensors where there are none, that match the globs."""
     from ckptkit.analysis.summary import summarize
 
     rows = summarize(checkpoint).rows
@@ -151,7 +157,7 @@ def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) ->
 
 
 def _arranged(found: Statistics, rows: Iterator[Row], sort: str) -> Iterator[Row]:
-    """The rows to show, one by one where nothing else is asked for."""
+    """Yield the rows to show, in file order one by one if no other order is requested."""
     if found.grouped:
         for _ in rows:
             pass
@@ -171,8 +177,10 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def facts_of(tally: Tally, kind: str) -> dict[str, Any]:
-    """The numbers of the schema, None where there is none; complex ones have no smallest and no
-    largest."""
+    """Return the statistics of the JSON schema.
+
+    None where there is no value; complex numbers have no minimum and no maximum.
+    """
     there, ordered = tally.finite > 0, kind != "complex"
     return {
         "count": tally.count,
@@ -190,7 +198,7 @@ def facts_of(tally: Tally, kind: str) -> dict[str, Any]:
 
 
 def _facts(checkpoint: Checkpoint, found: Statistics, rows: Iterator[Row]) -> dict[str, Any]:
-    """The JSON object; what is known at the end only comes at the end."""
+    """Return the JSON object; totals come last, since they are only known then."""
     return {
         "schema": SCHEMA,
         "path": checkpoint.name,
@@ -241,14 +249,14 @@ def _plain(value: Any) -> Any:
 
 
 def _cell(name: str) -> str:
-    """A name that no spreadsheet takes for a formula."""
+    """Return a name that no spreadsheet takes for a formula."""
     return (
         f"'{render.escape(name)}" if name.startswith(("=", "+", "-", "@")) else render.escape(name)
     )
 
 
 def _csv(rows: Iterable[Row]) -> Iterator[str]:
-    """Lines of a table for other programs; a complex mean as Python writes it."""
+    """Yield CSV lines; a complex mean is written as in Python."""
     import csv
     import io
 
@@ -291,7 +299,7 @@ def _cells(row: Row, label: str) -> list[str]:
 
 
 def short(value: Any) -> str:
-    """A number in three digits."""
+    """Format a number with three digits."""
     if value is None:
         return ""
     if isinstance(value, complex):
@@ -300,18 +308,19 @@ def short(value: Any) -> str:
 
 
 def _said(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
-    """What to say about it besides, and what to do."""
+    """Yield remarks (NaN, skipped tensors) and hints."""
     names = [row.label for row in found.odd]
     if names:
         yield (
-            f"NaN or infinite values in {render.plural(len(names), 'tensor')}: {some(names, SHOWN)}",
+            f"NaN or infinite values in {render.plural(len(names), 'tensor')}: "
+            f"{some(names, SHOWN)}",
             None,
         )
     if found.skipped:
         names = [f"{each.name} ({each.why})" for each in found.skipped]
         quantized = any(each.dtype.startswith("q") for each in found.skipped)
         hint = (
-            "`ckptkit convert --dequantize` makes numbers of quantized weights"
+            "`ckptkit convert --dequantize` converts quantized weights to float32"
             if quantized
             else None
         )
@@ -320,4 +329,4 @@ def _said(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str 
             hint,
         )
     if globs and not found.totals and not found.skipped:
-        yield f"no name or path of a tensor matches --keys {', '.join(globs)}", None
+        yield f"no tensor name or path matches --keys {', '.join(globs)}", None

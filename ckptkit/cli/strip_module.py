@@ -7,20 +7,21 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("strip-module")
+@click.command("strip-module", cls=options.Writer)
 @options.edit
 @click.option(
     "--prefix",
     "prefixes",
     metavar="P",
     multiple=True,
-    help="Strip this instead of 'module.' (repeatable).",
+    help="Prefix to remove instead of 'module.' (repeatable).",
 )
 @options.keys
 def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]) -> None:
-    """Remove the leading module. from the keys.
+    """Remove the leading 'module.' from the keys.
 
-    DataParallel and DistributedDataParallel put it there. Only a leading prefix is taken, once; _metadata follows.
+    DataParallel and DistributedDataParallel add it. Only a leading prefix is removed, once, and
+    _metadata is renamed with it.
 
     \b
     Example: ckptkit strip-module run.pth plain.pth

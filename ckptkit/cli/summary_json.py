@@ -1,4 +1,4 @@
-"""The facts of `inspect` as JSON values; the schema stands in the reference."""
+"""The facts of `inspect` as JSON values; `ckptkit help json` documents the schema."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 def file(
     summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None
 ) -> dict[str, Any]:
-    """FILE of the schema, its lists as iterators; with the SHA-256 of each row where they are
-    given."""
+    """Return FILE of the schema, its lists as iterators; with the SHA-256 of each row if given."""
     totals = summary.totals
     tensors: Iterator[dict[str, Any]] = map(tensor, rows)
     if digests is not None:

@@ -1,5 +1,4 @@
-"""The facts of `inspect` for people: a heading, a folded table of the tensors, and what else there
-is."""
+"""Text output of `inspect`: a heading, a folded table of tensors, values and objects."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ LONG = 200  # characters of a value; likewise
 
 
 def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterator[str]:
-    """Everything but warnings and advice; of a pickled module, its weights only."""
+    """Yield everything except warnings and hints; of a pickled module, its weights only."""
     yield escape(_heading(summary))
     if summary.about:
         yield escape(summary.about)
@@ -69,7 +68,7 @@ def _heading(summary: Summary) -> str:
 
 
 def _shared(rows: Iterable[Row]) -> set[int | None]:
-    """The storages that hold several of the tensors."""
+    """Return the storages that hold several of the tensors."""
     held = Counter(row.storage for row in rows)
     return {storage for storage, count in held.items() if count > 1 and storage is not None}
 
@@ -82,7 +81,7 @@ def _item(row: Row, shared: set[int | None]) -> Item:
 
 
 def _remark(row: Row, shared: set[int | None]) -> str:
-    """What is not plain about a tensor."""
+    """Return a remark on a tensor that is not plain, strided and alone in its storage."""
     tensor = row.tensor
     storage = tensor.storage
     if row.local is not None:
@@ -168,7 +167,7 @@ def _block(title: str, rows: list[Folded], text: Callable[[Hashable], str]) -> I
 
 
 def _values(values: list[Value]) -> Iterator[Item]:
-    """Values near the root first; those of one list in one row, as ``betas.{0..1}``."""
+    """Yield values, those near the root first; a list is one row, as ``betas.{0..1}``."""
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
         same = list(group)
@@ -196,8 +195,7 @@ def _object(columns: Hashable) -> str:
 
 
 def value_text(kind: str, value: Plain, longest: int) -> str:
-    """A value as Python would write it, escaped, and cut where it is longer than `longest`
-    characters."""
+    """Return a value as Python would write it, escaped and cut at `longest` characters."""
     text = cut(str(value), longest)
     return f"'{text}'" if kind == "str" else text
 

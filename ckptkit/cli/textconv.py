@@ -1,8 +1,7 @@
-"""A checkpoint as text for `git diff`: a line for each tensor, value and object, with no path and
-no total.
+"""A checkpoint as text for `git diff`: one line per tensor, value and object.
 
-One change in the file is one line in the difference. git hands over a temporary file and stops at a
-failure: what cannot be read is text too, with the digest of its bytes.
+Without path and totals, so that one change in the file is one line in the diff. git passes a
+temporary file and stops at a failure: a file that cannot be read becomes text too, with its digest.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SMALL = 1_024  # bytes of a text file that is shown as it is: a Git LFS pointer
 
 
 def lines(path: str, key: str | None) -> Iterator[str]:
-    """What is in the file at `path`, escaped. Reads every tensor."""
+    """Yield the lines for the file at `path`, escaped. Reads every tensor."""
     from ckptkit.api import open_checkpoint
 
     try:
@@ -56,7 +55,7 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _value(value: Plain) -> str:
-    """A value, and of a long one its beginning and its digest."""
+    """Return a value, or the beginning and digest of a long one."""
     text = repr(value)
     if len(text) <= LONG:
         return text

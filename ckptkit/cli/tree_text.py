@@ -1,5 +1,7 @@
-"""The tree of `inspect --tree`: every value at its place, names taken apart at their dots, and bars
-that show who has which share of the parameters."""
+"""The tree of `inspect --tree`: every value at its place, and bars of the parameters.
+
+Names are split at their dots.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 from ckptkit.analysis.shares import Share, parts
 from ckptkit.analysis.values import plain
-from ckptkit.cli.bars import lying
+from ckptkit.cli.bars import horizontal_bars
 from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, shortened
 from ckptkit.cli.summary_text import LONG, value_text
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
@@ -24,8 +26,7 @@ ALIGNED = 100  # characters of a line that numbers are aligned behind where ther
 
 @dataclass(eq=False)
 class Entry:
-    """A line: a value, or what several names have in common (``layers.``), and how many parameters
-    are below it."""
+    """A line: a value or a common prefix of names (``layers.``), with the parameters below it."""
 
     label: str
     text: str = ""
@@ -42,14 +43,14 @@ class Entry:
         return entry
 
     def group(self, label: str) -> Entry:
-        """What the names in here have in common that begin with `label`."""
+        """Return the entry of the names that start with `label`, added if new."""
         found = self.groups.get(label)
         if found is None:
             found = self.groups[label] = self.add(Entry(label, is_group=True))
         return found
 
     def count(self, parameters: int) -> None:
-        """One more tensor, here and above."""
+        """Count one more tensor, here and in all parents."""
         entry: Entry | None = self
         while entry is not None:
             entry.tensors += 1
@@ -63,8 +64,11 @@ def tree(
     chosen: Callable[[Share], bool] | None = None,
     sort: str = "file",
 ) -> Iterator[str]:
-    """The lines. `shares` are those of all tensors in the tree; of these, and of what holds them,
-    those that are `chosen` are shown, without the values beside them."""
+    """Yield the lines of the tree.
+
+    `shares` are those of all tensors; those that are `chosen` are shown, with their parents and
+    without sibling values.
+    """
     top = _grown(root, iter(shares), chosen)
     rows = list(_rows(top, sort, chosen is not None))
     total = top.parameters if chosen is None else sum(share.parameters for share in shares)
@@ -72,7 +76,7 @@ def tree(
     bar = BAR if width is None or width >= WIDE else SHORT_BAR if width >= MEDIUM else 0
     digits = len(f"{total:,}")
     room = _room(rows, width, bar + digits + 12 if bar else digits + 10)
-    bars = lying([total, *(entry.parameters for entry, _ in rows)], bar)
+    bars = horizontal_bars([total, *(entry.parameters for entry, _ in rows)], bar)
     next(bars)
     for (entry, line), drawn in zip(rows, bars, strict=True):
         numbers = _numbers(entry.parameters, total, digits) if entry.parameters else ""
@@ -82,13 +86,13 @@ def tree(
 
 
 def _numbers(parameters: int, total: int, digits: int) -> str:
-    """``   4,096    1.5%``"""
+    """Format parameters and share: `` 4,096 1.5%``"""
     share = parameters / total
     return f"{parameters:>{digits},}  {f'{share:.1%}' if share >= 0.0005 else '<0.1%':>6}"
 
 
 def _width() -> int | None:
-    """Characters of the terminal, None where there is none."""
+    """Return the width of the terminal, None if there is none."""
     if not is_terminal(sys.stdout):
         return None
     from shutil import get_terminal_size
@@ -97,13 +101,13 @@ def _width() -> int | None:
 
 
 def _room(rows: list[tuple[Entry, str]], width: int | None, others: int) -> int:
-    """Characters for what stands before the numbers."""
+    """Return the characters left for labels, before the numbers."""
     longest = max((len(line) for entry, line in rows if entry.parameters), default=0)
     return min(longest, ALIGNED if width is None else max(NARROWEST, width - others - 1))
 
 
 def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
-    """The entries in order, and their lines. A group of one name is no line of its own."""
+    """Yield the entries in order, with their lines. A group of one name gets no line of its own."""
     orders: dict[str, Callable[[Entry], Any]] = {
         "size": lambda e: -e.parameters,
         "name": lambda e: e.label,
@@ -129,7 +133,7 @@ def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
 
 
 def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] | None) -> Entry:
-    """Every node; values and tensors are not entered."""
+    """Build the entries of all nodes, without descending into values and tensors."""
     shown = 1 << 62
     above: list[tuple[Entry, Node]] = []  # the entry of each level, and the node
     for path, node in walk(root):
@@ -153,7 +157,7 @@ def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] 
 
 
 def _placed(above: tuple[Entry, Node], key: Node, text: str) -> Entry:
-    """A new entry in that above it: names with dots go into groups."""
+    """Return a new entry below a parent; names with dots go into groups."""
     parent, holder = above
     if not isinstance(key, str) or "." not in key or not isinstance(holder, (dict, Pairs)):
         return parent.add(Entry(escape(key_text(key)), text))

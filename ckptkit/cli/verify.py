@@ -25,19 +25,19 @@ NAMED = 3  # tensors of a finding
 
 @click.command("verify")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--values", is_flag=True, help="Find NaN and infinite elements too.")
+@click.option("--values", is_flag=True, help="Also find NaN and infinite elements.")
 @click.option(
-    "--manifest", metavar="FILE", help="Compare the weights with what `ckptkit digest` wrote."
+    "--manifest", metavar="FILE", help="Compare the weights with a manifest of `ckptkit digest`."
 )
 @click.option(
     "--keys",
     "globs",
     metavar="GLOB",
     multiple=True,
-    help="With --manifest: only tensors with such a name.",
+    help="With --manifest: only tensors whose names match (repeatable).",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
-@click.option("--quiet", "-q", is_flag=True, help="Print what is wrong only.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
 def command(
     files: tuple[str, ...],
@@ -48,10 +48,11 @@ def command(
     quiet: bool,
     key: str | None,
 ) -> int:
-    """Say whether checkpoints are whole.
+    """Check that checkpoints are complete and undamaged.
 
-    Reads each to its last byte and checks its structure, its lengths, every checksum that it has, and that its files
-    do not contradict each other. Exit code 1 if something is wrong, 3 if a file cannot be read at all.
+    Reads each file to its last byte and checks structure, lengths, all checksums it has, and that
+    the files of a folder agree with each other. Exit code 1 if something is wrong, 3 if a file
+    cannot be read at all.
 
     \b
     Example: ckptkit verify run.pth model/
@@ -60,9 +61,9 @@ def command(
     from ckptkit.analysis.digests import read_manifest
 
     if manifest is not None and len(files) > 1:
-        raise click.UsageError("--manifest is of one FILE")
+        raise click.UsageError("--manifest takes one FILE")
     if globs and manifest is None:
-        raise click.UsageError("--keys goes with --manifest")
+        raise click.UsageError("--keys needs --manifest")
     expected = None if manifest is None else read_manifest(manifest)
     failures: list[CkptkitError] = []
     shown = _Shown(as_json, quiet, len(files) == 1)
@@ -83,7 +84,7 @@ def _verdicts(
     failures: list[CkptkitError],
     alone: bool,
 ) -> Iterator[Verdict | CkptkitError]:
-    """What is found in each file, or why it cannot be read. One file `alone` raises that."""
+    """Yield the verdict on each file, or its error. A single file (`alone`) raises its error."""
     from ckptkit.analysis.verify import verify
     from ckptkit.cli.progress import Progress
 
@@ -111,7 +112,7 @@ def _verdicts(
 
 
 class _Shown:
-    """What is printed."""
+    """The findings to print."""
 
     def __init__(self, as_json: bool, quiet: bool, alone: bool) -> None:
         self.as_json, self.quiet, self.alone = as_json, quiet, alone
@@ -154,8 +155,7 @@ class _Shown:
 
 
 def lines(verdict: Verdict) -> Iterator[str]:
-    """One line that says that all is well, or what is not; then findings, notes and what to type
-    next."""
+    """Yield one line if all is well; else the findings, notes and hints."""
     notes = verdict.notes
     if verdict.ok:
         looked = render.plural(verdict.tensors, "tensor")
@@ -179,7 +179,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
 
 
 def said(finding: Finding) -> str:
-    """One finding: the file in a folder, what is wrong, and the tensors that it hits."""
+    """Format one finding: the file in a folder, what is wrong, and the affected tensors."""
     names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""
     return f"{place}{finding.what}" + (f" ({names})" if names else "")
@@ -193,7 +193,9 @@ def _hints(verdict: Verdict) -> Iterable[str]:
     if verdict.recoverable:
         unverified = verdict.recoverable == UNVERIFIED
         saves = (
-            "to save what is there, which may be garbage" if unverified else "to save what is whole"
+            "to save what is there, possibly garbage"
+            if unverified
+            else "to save the intact tensors"
         )
         return (f"{again}; {saves}: {recover(verdict.path, unverified)}",)
     return dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint) or (again,)

@@ -9,25 +9,25 @@ import click
 from ckptkit.cli import options
 
 
-@click.command("wrap")
+@click.command("wrap", cls=options.Writer)
 @options.edit
-@click.option("--key", metavar="NAME", required=True, help="The key of the mapping around it.")
+@click.option("--key", metavar="NAME", required=True, help="Key to put the checkpoint under.")
 @click.option(
     "--set",
     "beside",
     metavar="NAME=JSON",
     multiple=True,
     callback=options.arguments,
-    help="A value to put beside it (repeatable).",
+    help="Add this entry beside it (repeatable).",
 )
 def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
-    """Put a checkpoint under a key.
+    """Put a checkpoint under a key of a new mapping.
 
-    DST is {NAME: everything}, with what --set says beside it; extract is the way back.
+    DST is {NAME: everything}, plus the values of --set. The reverse of extract.
 
     \b
     Example: ckptkit wrap plain.pth run.pth --key state_dict
-             ckptkit wrap plain.pth run.ckpt --key state_dict --set 'pytorch-lightning_version="2.0.0"'
+             ckptkit wrap net.pth run.ckpt --key state_dict --set 'pytorch-lightning_version="2.6"'
     """
     from ckptkit import formats
     from ckptkit.core.errors import UsageError
@@ -41,7 +41,7 @@ def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
     if chosen.everything in ("never", "asked") and not edit.everything:
         hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
         raise UsageError(
-            f"{chosen.name} holds weights alone, and no entry around them",
+            f"{chosen.name} holds only weights, without an entry around them",
             where=edit.dst,
             hint=hint,
         )

@@ -1,5 +1,7 @@
-"""Start the trainer as a module: ``torchrun -m ckptkit.trainer OUT``. The same as ``ckptkit
-train``."""
+"""Run the trainer as a module: ``torchrun -m ckptkit.trainer OUT``.
+
+The same as ``ckptkit train``.
+"""
 
 from ckptkit.trainer.command import main
 

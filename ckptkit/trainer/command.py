@@ -48,53 +48,65 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 
 @click.command("train")
 @click.argument("out", type=click.Path(path_type=Path), required=False)
-@choice("--model", MODELS, "What to train.")
+@choice("--model", MODELS, "Model to train.")
 @click.option(
-    "--data", default=Config.data, show_default=True, metavar="DATA", help=f"What on: {DATA}."
+    "--data", default=Config.data, show_default=True, metavar="DATA", help=f"Data set: {DATA}."
 )
-@number("--width", "A factor on the channels of the model.", strictly=True)
+@number("--width", "Factor on the number of channels.", strictly=True)
 @click.option(
     "--devices",
     default="",
+    show_default=False,
     metavar="A,B",
     callback=_devices,
-    help="The one that holds the model first.",
+    help="Devices, comma-separated; the model is held by the first. Default: all GPUs, or the CPU.",
 )
-@choice("--parallel", PARALLEL, "How to use several; ddp and fsdp under torchrun.")
-@number("--epochs", "Times through the data, those of --resume included.", 1)
-@number("--batch-size", "Images in a batch.", 1)
-@number("--accumulate", "Batches before each step.", 1)
-@number("--segments", "Parts of an mlp or generator that are recomputed, 0: none.")
-@flag("--memory-efficient", "Recompute the bottlenecks of a densenet.")
-@number("--clip-norm", "The largest norm of the gradients, 0: any.")
+@choice(
+    "--parallel", PARALLEL, "Parallelism over several devices; ddp and fsdp run under torchrun."
+)
+@number("--epochs", "Number of epochs in total, those before --resume included.", 1)
+@number("--batch-size", "Images per batch.", 1)
+@number("--accumulate", "Batches whose gradients are accumulated for each step.", 1)
+@number(
+    "--segments", "Segments of an mlp or generator to recompute in the backward pass (0: none)."
+)
+@flag("--memory-efficient", "Recompute the bottlenecks of a densenet in the backward pass.")
+@number("--clip-norm", "Clip the norm of the gradients to this value (0: no clipping).")
 @click.option(
     "--lr",
     type=click.FloatRange(0, min_open=True),
-    help="Learning rate.  [default: what suits the model]",
+    help="Learning rate. Default: depends on the model.",
 )
 @number("--momentum", "Momentum of SGD.")
-@number("--lr-step", "Epochs between two changes of the learning rate, 0: none.")
-@number("--lr-gamma", "The factor of such a change.", strictly=True)
+@number("--lr-step", "Epochs between changes of the learning rate (0: no change).")
+@number("--lr-gamma", "Factor of each change of the learning rate.", strictly=True)
 @flag("--amp", "Compute in bfloat16 where that is safe.")
-@number("--seed", "Of every random number.")
-@flag("--deterministic", "Refuse algorithms that are not.")
-@choice("--save-form", FORMS, "State_dict alone; with its epoch; or all that --resume needs.")
-@flag("--keep-module-prefix", "Save what the wrapper calls it: module.*")
-@number("--save-every", "Also save each so many epochs, as OUT with .epochN, 0: not.")
-@click.option(
-    "--resume", type=FILE, metavar="FILE", help="Go on from a checkpoint of --save-form full."
+@number("--seed", "Seed of all random number generators.")
+@flag("--deterministic", "Refuse nondeterministic algorithms.")
+@choice(
+    "--save-form",
+    FORMS,
+    "Contents: the state_dict, with its epoch, or everything that --resume needs.",
 )
-@click.option("--metrics", type=FILE, metavar="FILE", help="Write them as JSON lines.")
-@click.option("--plot", type=FILE, metavar="FILE", help="Draw loss and accuracy (PNG).")
+@flag("--keep-module-prefix", "Keep the prefix 'module.' of the wrapper in the keys.")
+@number("--save-every", "Also save every N epochs, as OUT with .epochN (0: only at the end).")
 @click.option(
-    "--memory-report", type=FILE, metavar="FILE", help="Write what each step needs as JSON lines."
+    "--resume", type=FILE, metavar="FILE", help="Resume from a checkpoint of --save-form full."
 )
-@flag("--trace-shapes", "Show how batches are split.")
+@click.option("--metrics", type=FILE, metavar="FILE", help="Write metrics as JSON lines.")
+@click.option("--plot", type=FILE, metavar="FILE", help="Write a plot of loss and accuracy (PNG).")
 @click.option(
-    "--evaluate", type=FILE, metavar="FILE", help="Train nothing: print the accuracy of FILE."
+    "--memory-report",
+    type=FILE,
+    metavar="FILE",
+    help="Write the memory use of each step as JSON lines.",
 )
-@flag("--force", "Replace OUT if it is there.")
-@flag("--quiet", "Print no line per epoch.")
+@flag("--trace-shapes", "Print how batches are split over devices.")
+@click.option(
+    "--evaluate", type=FILE, metavar="FILE", help="Do not train; print the accuracy of FILE."
+)
+@flag("--force", "Replace OUT if it exists.")
+@flag("--quiet", "Do not print a line per epoch.")
 def command(
     out: Path | None,
     resume: Path | None,
@@ -107,10 +119,10 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Train a small model and save it to OUT.
+    """Train a small reference model and save it to OUT.
 
-    It is how the checkpoints of these tests and examples come to be. Under torchrun: torchrun --nproc-per-node 2 -m
-    ckptkit.trainer OUT --parallel ddp
+    It makes the checkpoints of the tests and examples. For DDP and FSDP, run under torchrun:
+    torchrun --nproc-per-node 2 -m ckptkit.trainer OUT --parallel ddp
 
     \b
     Example: ckptkit train run.pth
@@ -140,7 +152,7 @@ def _say(line: str) -> None:
 
 
 def _silent(line: str) -> None:
-    """What --quiet makes of a line."""
+    """Print nothing (--quiet)."""
 
 
 def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
@@ -150,7 +162,7 @@ def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
 
 
 def main() -> NoReturn:
-    """Run as a program of its own, with the messages and exit codes of ``ckptkit train``."""
+    """Run as the main program, with the messages and exit codes of ``ckptkit train``."""
     try:
         command.main(prog_name="python -m ckptkit.trainer", standalone_mode=False)
     except click.ClickException as error:

@@ -1,5 +1,4 @@
-"""What decides the weights that a training run ends with, and the errors of requests that cannot be
-met."""
+"""The configuration of a training run, and errors for requests that cannot be met."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ DATA = "digits, random or cifar10:DIR"
 
 
 class RequestError(CkptkitError):
-    """Options that do not go together, or that this machine cannot follow."""
+    """Options that exclude each other, or that this machine does not support."""
 
     exit_code = 2
 
 
 class SavingError(CkptkitError):
-    """A checkpoint could not be written; what was there before still is."""
+    """A checkpoint could not be written; the previous one is intact."""
 
     exit_code = 4
 
@@ -41,10 +40,11 @@ class Config:
     """One training run. Equal configs on the CPU give files of equal bytes.
 
     ``width`` is a factor on the channels of the model. Gradients are accumulated over
-    ``accumulate`` batches of ``batch_size`` images before each step. ``segments`` is how many parts
-    of the model keep only their input for the backward pass, 0 for none. A ``clip_norm`` of 0 clips
-    nothing, an ``lr_step`` of 0 keeps the learning rate, a ``save_every`` of 0 saves at the end
-    only. No ``lr`` means: what suits the model; no ``devices``: those that there are, or the CPU.
+    ``accumulate`` batches of ``batch_size`` images before each step. ``segments`` is the number of
+    parts of the model that keep only their input for the backward pass, 0 for none. A ``clip_norm``
+    of 0 clips nothing, an ``lr_step`` of 0 keeps the learning rate, a ``save_every`` of 0 saves
+    only at the end. Without ``lr``, a rate that suits the model; without ``devices``, the available
+    GPUs, or the CPU.
     """
 
     model: str = "cnn"
@@ -86,17 +86,17 @@ class Config:
 
     @property
     def rate(self) -> float:
-        """The learning rate to begin with."""
+        """Return the initial learning rate."""
         return LR[self.model] if self.lr is None else self.lr
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values only, for the checkpoint."""
+        """Return plain values only, for the checkpoint."""
         return {**asdict(self), "devices": list(self.devices), "lr": self.rate}
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a run reads and writes beside its checkpoint; None: not at all."""
+    """Files that a run reads and writes beside its checkpoint; None for none."""
 
     resume: Path | None = None
     metrics: Path | None = None
@@ -105,5 +105,5 @@ class Files:
 
     @property
     def written(self) -> list[Path]:
-        """Those that the run writes."""
+        """Return the files that the run writes."""
         return [path for path in (self.metrics, self.plot, self.memory_report) if path]

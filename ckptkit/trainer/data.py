@@ -1,9 +1,9 @@
-"""What the models learn from.
+"""Data sets.
 
 ``digits`` are the 1,797 handwritten digits that scikit-learn bundles (E. Alpaydin and C. Kaynak,
 UCI, CC BY 4.0), enlarged from 8 x 8 to 32 x 32 pixels so that they fit every model. ``cifar10:DIR``
 is the folder of CIFAR-10's python version. ``random`` is noise with random labels: nothing to
-learn, but a size for every experiment.
+learn, but an input of any size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Labelled = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs [n, ...] and targets [n, ...] of the two sets, and the number of classes."""
+    """Inputs [n, ...] and targets [n, ...] of training and test set, and the number of classes."""
 
     train: Labelled
     test: Labelled
@@ -38,13 +38,15 @@ class Data:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one input."""
+        """Return the shape of one input."""
         return tuple(self.train[0].shape[1:])
 
 
 def load(config: Config, task: Task) -> Data:
-    """The data of a config, as `task` wants it. Raises CkptkitError if it is not there or not what
-    it should be."""
+    """Load the data of a config, prepared for `task`.
+
+    Raises CkptkitError if it is missing or invalid.
+    """
     kind, _, folder = config.data.partition(":")
     if config.data == "digits":
         train, test = _digits()
@@ -104,12 +106,15 @@ def _advice(folder: Path) -> str:
         return f"--data cifar10:{inner}"
     if (folder / "train").is_file() and (folder / "meta").is_file():
         return "that is CIFAR-100, which has other labels"
-    return f"unpack cifar-10-python.tar.gz; the folder that holds {TRAIN_FILES[0]} to {TEST_FILE} is the one"
+    files = f"{TRAIN_FILES[0]} to {TEST_FILE}"
+    return f"unpack cifar-10-python.tar.gz, and name the folder that holds {files}"
 
 
 def _batch(path: Path) -> Labelled:
-    """Images [n, 3, 32, 32] of 0 to 1 and labels [n]. The pickle is read, not run: Python 2 wrote
-    it."""
+    """Return images [n, 3, 32, 32] from 0 to 1 and labels [n].
+
+    The pickle, written by Python 2, is read symbolically, not run.
+    """
     tree: Any = ckptkit.load(path, whole=True)
     entries = {_text(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
     try:
@@ -132,7 +137,7 @@ def _batch(path: Path) -> Labelled:
 
 
 def cut(tensor: Tensor, size: int) -> list[Tensor]:
-    """Along dim 0 into parts of `size`, the last one smaller."""
+    """Split along dim 0 into parts of `size`, the last one smaller."""
     return [tensor[start : start + size] for start in range(0, len(tensor), size)]
 
 

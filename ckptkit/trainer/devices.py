@@ -1,4 +1,4 @@
-"""Which devices a run is for."""
+"""The devices of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from ckptkit.trainer.config import Config, RequestError
 
 
 def available() -> list[str]:
-    """The devices of this machine, as far as CUDA_VISIBLE_DEVICES shows them."""
+    """Return the devices of this machine that CUDA_VISIBLE_DEVICES does not hide."""
     gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
     return ["cpu", *gpus, *["mps"] * torch.backends.mps.is_available()]
 
 
 def choose(config: Config) -> tuple[torch.device, ...]:
-    """The devices of a config, the one that holds the model first. Raises RequestError if one is
-    not there."""
+    """Return the devices of a config, the one that holds the model first.
+
+    Raises RequestError if one does not exist.
+    """
     there = available()
     if not config.devices:
         gpus = [name for name in there if name.startswith("cuda")]

@@ -1,4 +1,4 @@
-"""What a run tells on its way: a line per epoch, metrics as JSON lines, a picture."""
+"""The log of a run: a line per epoch, metrics as JSON lines, a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.trainer.run import Run
 
 
 class Log:
-    """``with Log(run, files, say) as log: log.epoch(...)``; the picture is drawn at the end."""
+    """``with Log(run, files, say) as log: log.epoch(...)``; the plot is drawn at the end."""
 
     def __init__(self, run: Run, files: Files, say: Callable[[str], None]) -> None:
         self.run, self.files, self.say = run, files, say
@@ -44,7 +44,7 @@ class Log:
     def epoch(
         self, loss: float, test_loss: float, accuracy: float, rate: float, seconds: float
     ) -> None:
-        """An epoch is over, with these results."""
+        """Log the results of a finished epoch."""
         self.accuracy = accuracy
         number, last = self.run.epoch, self.run.config.epochs
         row = {
@@ -64,7 +64,7 @@ class Log:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Losses and accuracy over the epochs, as PNG."""
+    """Draw losses and accuracy over the epochs, as PNG."""
     figure = _figure()
     left = figure.subplots()
     right = left.twinx()
@@ -86,5 +86,5 @@ def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RequestError("--plot draws with matplotlib", hint="pip install matplotlib") from error
+        raise RequestError("--plot needs matplotlib", hint="pip install matplotlib") from error
     return Figure(figsize=(7, 4), layout="constrained")

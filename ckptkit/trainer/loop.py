@@ -30,10 +30,10 @@ def train(
     say: Say = print,
     bar: Bar = lambda steps, title: steps,
 ) -> float:
-    """Train, save `out`, and give the accuracy on the test set.
+    """Train, save to `out`, and return the accuracy on the test set.
 
-    `say` prints a line, `bar` shows the progress of what it hands on. Raises CkptkitError for what
-    cannot be done.
+    `say` prints a line; `bar` wraps an iterable and shows its progress. Raises CkptkitError if the
+    config cannot be run.
     """
     files = files or Files()
     with parallel.group(config) as group:
@@ -63,8 +63,10 @@ def train(
 
 
 def evaluate(config: Config, file: Path, say: Say = print) -> float:
-    """Say and give the accuracy of the weights in `file` on the test set of the config, on its
-    devices."""
+    """Print and return the accuracy of the weights in `file` on the test set of the config.
+
+    Runs on the devices of the config.
+    """
     with parallel.group(config) as group:
         run = prepare(config, group)
         saving.fit(run, file)
@@ -89,10 +91,10 @@ def _epoch(run: Run, log: Log, tracker: memory.Tracker, bar: Bar) -> None:
 
 
 def train_epoch(run: Run, tracker: memory.Tracker, bar: Bar = lambda steps, title: steps) -> float:
-    """Once through the training set; the mean loss.
+    """Train one epoch; return the mean loss.
 
-    A step is taken for every ``accumulate`` batches. The losses of its parts are weighted by their
-    sizes, so that the gradient is that of one big batch, the last and smaller ones included.
+    A step is taken every ``accumulate`` batches. Losses of the parts are weighted by their sizes,
+    so that the gradient is that of one large batch, also for a last, smaller one.
     """
     config, group = run.config, run.group
     inputs, targets = run.data.train
@@ -122,8 +124,10 @@ def train_epoch(run: Run, tracker: memory.Tracker, bar: Bar = lambda steps, titl
 
 @torch.no_grad()
 def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
-    """The mean loss and the accuracy on the test set. Every process computes them: there is nothing
-    to exchange."""
+    """Return the mean loss and the accuracy on the test set.
+
+    Every process computes them itself, without communication.
+    """
     inputs, targets = run.data.test
     run.wrapped.eval()
     loss, right = 0.0, 0.0
@@ -137,7 +141,7 @@ def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
 
 
 def check_output(out: Path, files: Files, parallel: str, force: bool) -> None:
-    """Refuse before the work what would be refused after it."""
+    """Raise an error for an output that could not be written, before training starts."""
     for path in (out, *files.written):
         if not path.parent.is_dir():
             raise RequestError(
@@ -156,4 +160,4 @@ def _numbered(out: Path, epoch: int) -> Path:
 
 
 def _silent(line: str) -> None:
-    """What the other processes have to say."""
+    """Print nothing; used by all processes except the first."""

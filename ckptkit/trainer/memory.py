@@ -1,15 +1,15 @@
-"""Where the memory goes: parameters, gradients, optimizer, activations, peak; and what
-checkpointing saves of it.
+"""Memory reports: parameters, gradients, optimizer, activations, peak; savings of checkpointing.
 
-On the CPU activations are the bytes that autograd keeps for the backward pass, counted by
-saved-tensor hooks, each storage once, parameters not; the peak is the sum of all. On a GPU the peak
-is the allocator's, for each device, and activations are what it leaves when parameters, gradients
-and optimizer are taken off.
+On the CPU, activations are the bytes that autograd keeps for the backward pass, counted by
+saved-tensor hooks, each storage once, without parameters; the peak is the sum of all. On a GPU the
+peak is that of the allocator, for each device, and activations are the peak minus parameters,
+gradients and optimizer.
 
-The article behind :data:`ARTICLE` measured 72 linear layers with 16 inputs of 1000: 1717, 1283, 1043 and 959 MB. The
-activations of these weigh 5 MB in all, so they are not what was saved. Its `checkpoint_sequential` (the reentrant kind)
-got an input that needs no gradient, so every segment but the last got no gradients, and Adam no state for them:
-:func:`broken_tape` counts that and comes within 4 % of each figure. Here all segments have their gradients.
+The article behind :data:`ARTICLE` measured 72 linear layers with 16 inputs of 1000: 1717, 1283,
+1043 and 959 MB. Their activations take 5 MB in all, so they are not what was saved. Its
+`checkpoint_sequential` (the reentrant kind) got an input that needs no gradient, so every segment
+but the last got no gradients, and Adam kept no state for them: :func:`broken_tape` computes that
+and comes within 4 % of each figure. Here all segments have their gradients.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ MB = 1 << 20
 
 
 class Saved:
-    """Bytes that autograd keeps now, and at most so far: ``with Saved(model) as saved:
-    model(inputs)``."""
+    """Count the bytes that autograd keeps, now and at the peak.
+
+    ``with Saved(model) as saved: model(inputs)``
+    """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.now = self.peak = 0
@@ -54,7 +56,7 @@ class Saved:
         self._hooks.__exit__()
 
     def hold(self, tensor: Tensor, count: int) -> None:
-        """`tensor` is kept once more (1) or once less (-1)."""
+        """Count `tensor` as kept once more (1) or once less (-1)."""
         place = _place(tensor)
         if place in self._parameters:
             return
@@ -65,7 +67,7 @@ class Saved:
 
 
 class _Held:
-    """A tensor, for as long as autograd wants it."""
+    """A reference to a tensor that lives as long as autograd keeps it."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self.saved, self.tensor = saved, tensor
@@ -80,7 +82,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that is here."""
+    """Return the local part of a sharded tensor."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
@@ -90,8 +92,10 @@ def _bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 class Tracker:
-    """``with tracker.step():`` around each step; the facts go to a file as JSON lines. Without a
-    file: nothing."""
+    """Write memory facts as JSON lines: ``with tracker.step():`` around each step.
+
+    Does nothing without a file.
+    """
 
     def __init__(self, run: Run, path: Path | None) -> None:
         self.run, self.count = run, 0
@@ -121,7 +125,7 @@ class Tracker:
 
 
 def facts(run: Run, activations: int, peaks: dict[str, int]) -> dict[str, Any]:
-    """Bytes on the first device, before the gradients are dropped."""
+    """Return bytes on the first device, before the gradients are freed."""
     kept = {
         "parameters": _bytes((*run.model.parameters(), *run.model.buffers())),
         "gradients": _bytes(each.grad for each in run.model.parameters()),
@@ -137,7 +141,7 @@ def facts(run: Run, activations: int, peaks: dict[str, int]) -> dict[str, Any]:
 
 @contextmanager
 def tracker(run: Run, files: Files) -> Iterator[Tracker]:
-    """A tracker that writes the memory report, if one is wanted."""
+    """Return a tracker that writes the memory report, if requested."""
     made = Tracker(run, files.memory_report if run.group.rank == 0 else None)
     try:
         yield made
@@ -146,17 +150,17 @@ def tracker(run: Run, files: Files) -> Iterator[Tracker]:
 
 
 def tables(run: Run) -> list[str]:
-    """Lines that compare ways to save memory, as far as the config is about one."""
+    """Yield lines that compare ways to save memory, as far as they concern the config."""
     if run.config.model == "mlp":
         return segments_table(segments(run.config.width, run.group.device))
     return loss_table(run) if run.config.parallel.startswith("dp") else []
 
 
 def segments(width: float = 1.0, device: torch.device | None = None) -> dict[int, int]:
-    """Number of segments -> bytes of activations of the 72 layers in one step of the article's
-    batch.
+    """Measure the bytes of activations for each number of segments.
 
-    On a GPU the allocator's peak above what was there before the step, gradients included.
+    Of the 72 layers, in one step of the article's batch. On a GPU this is the peak of the allocator
+    above its value before the step, gradients included.
     """
     device = device or torch.device("cpu")
     model = Mlp((UNITS,), ARTICLE_CLASSES, width).to(device)
@@ -178,10 +182,10 @@ def _activations(model: Mlp, inputs: Tensor, number: int) -> int:
 
 
 def broken_tape(number: int) -> float:
-    """MB that the article's program used, if only the last of its segments got gradients and Adam's
-    two averages.
+    """Return the MB that the article's program used, if only its last segment was trained.
 
-    What its first figure has beyond the model (the CUDA context) is taken for all.
+    Only that segment then has gradients and Adam's two averages. The excess of its first figure
+    over the model (the CUDA context) is assumed for all.
     """
     layers = [UNITS * (UNITS + 1)] * (LAYERS - 1) + [(UNITS + 1) * ARTICLE_CLASSES]
     last = LAYERS - (number - 1) * (LAYERS // number) if number else LAYERS
@@ -189,8 +193,7 @@ def broken_tape(number: int) -> float:
 
 
 def segments_table(measured: dict[int, int]) -> list[str]:
-    """A line for each number of segments: measured, as a share; the article's figure; what explains
-    that."""
+    """Yield a line per number of segments: measured, the article's figure, its explanation."""
     lines = ["segments  activations  share  article  share  without the gradients it lost"]
     for number, nbytes in measured.items():
         there = ARTICLE[number]
@@ -202,10 +205,10 @@ def segments_table(measured: dict[int, int]) -> list[str]:
 
 
 def loss_table(run: Run) -> list[str]:
-    """Bytes on the first device for outputs and loss of one batch, joined or balanced over the
-    devices.
+    """Yield bytes on the first device for outputs and loss of one batch.
 
-    Without several GPUs the split is simulated: two halves on one device, of which one is counted.
+    Gathered on one device, or balanced over all. Without several GPUs the split is simulated: two
+    halves on one device, of which one is counted.
     """
     inputs, targets = (part[: run.config.batch_size] for part in run.data.train)
     run.model.eval()
@@ -222,7 +225,7 @@ def loss_table(run: Run) -> list[str]:
 
 
 def _kept(run: Run, outputs: list[Tensor], targets: Tensor) -> int:
-    """Bytes of outputs, of their gradients, and of what the loss keeps."""
+    """Return the bytes of outputs, their gradients, and what the loss keeps."""
     leaves = [output.clone().requires_grad_() for output in outputs]
     loss: Callable[[list[Tensor], Tensor], Tensor] = split_loss(run.task.loss)
     with Saved() as saved:

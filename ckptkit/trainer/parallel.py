@@ -1,10 +1,10 @@
-"""Several devices: the processes of a run, and what is put around a model.
+"""Several devices: the processes of a run, and the wrappers of a model.
 
 DataParallel copies the model from the first device to the others for every batch, splits the batch
-along dim 0 and joins the outputs on the first device, where the loss is computed: that one needs
-more memory than the others. Balanced, the outputs stay where they are, each device computes its
-loss, and only these numbers meet. Both give the same gradients. On the CPU, and with one GPU,
-nothing is split; the keys get their ``module.`` all the same.
+along dim 0 and gathers the outputs on the first device, where the loss is computed: that device
+needs more memory than the others. Balanced, the outputs stay on their devices, each device computes
+its loss, and only the losses are gathered. Both give the same gradients. On the CPU, and with one
+GPU, nothing is split; the keys still get their ``module.`` prefix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Group:
-    """This process among those of the run. Its devices: the one that holds the model first."""
+    """This process among those of the run. The first of its devices holds the model."""
 
     devices: tuple[torch.device, ...]
     rank: int = 0
@@ -39,7 +39,7 @@ class Group:
         return self.devices[0]
 
     def mean(self, value: float) -> float:
-        """Of all processes."""
+        """Return the mean of a value over all processes."""
         if self.world == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -49,7 +49,7 @@ class Group:
 
 @contextmanager
 def group(config: Config) -> Iterator[Group]:
-    """The processes that torchrun has started, or this one alone."""
+    """Join the processes that torchrun started, or use this process alone."""
     devices = choose(config)
     if config.parallel not in ("ddp", "fsdp"):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -68,7 +68,7 @@ def group(config: Config) -> Iterator[Group]:
 
 
 def _join(device: torch.device, devices: int) -> None:
-    """nccl where every process has its own GPU, gloo elsewhere."""
+    """Join the process group: nccl if every process has its own GPU, else gloo."""
     own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices
     backend = "nccl" if own_gpu else "gloo"
     if device.type == "cuda":
@@ -80,7 +80,7 @@ def _join(device: torch.device, devices: int) -> None:
 
 
 def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
-    """The model, ready to be called with a batch for all devices."""
+    """Return the model wrapped for all devices, ready to be called with a batch."""
     if config.parallel in ("dp", "dp-balanced"):
         return Replicated(model, group.devices, balanced=config.parallel == "dp-balanced")
     if config.parallel == "ddp":
@@ -103,10 +103,9 @@ def _sharded(model: nn.Module, group: Group) -> nn.Module:
 
 
 class Replicated(nn.DataParallel[nn.Module]):
-    """torch's DataParallel, which here also keeps to the CPU where there are GPUs.
+    """torch's DataParallel, which here also uses the CPU on machines with GPUs.
 
-    Balanced and in training, it gives the outputs of the replicas as a list instead of joining
-    them.
+    Balanced and in training, it returns the outputs of the replicas as a list, not gathered.
     """
 
     def __init__(
@@ -126,10 +125,9 @@ class Replicated(nn.DataParallel[nn.Module]):
 
 
 def split_loss(loss: Loss) -> Callable[[Tensor | list[Tensor], Tensor], Tensor]:
-    """`loss`, a mean over a batch, which is computed where the outputs are if these are several.
+    """Return `loss`, a mean over a batch, computed where each of several outputs is.
 
-    Kernels of different devices run at the same time without further ado, as they are only queued
-    here.
+    Kernels on different devices run concurrently, since they are only queued here.
     """
 
     def where_they_are(outputs: Tensor | list[Tensor], targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where chance comes from: seeded, recorded, put back."""
+"""Random number generators: seed, save and restore their states."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ckptkit.trainer.config import Config
 
 
 def seed(config: Config) -> None:
-    """Seed Python, numpy, torch and every GPU alike; with ``deterministic`` refuse algorithms that
-    are not."""
+    """Seed Python, numpy, torch and all GPUs.
+
+    With ``deterministic``, torch refuses nondeterministic algorithms.
+    """
     random.seed(config.seed)
     numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)  # GPUs included
@@ -25,7 +27,7 @@ def seed(config: Config) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Of all generators, in plain values and tensors."""
+    """Return the states of all generators, as plain values and tensors."""
     numpys: Any = numpy.random.get_state(legacy=False)
     key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
     return {
@@ -37,7 +39,7 @@ def state() -> dict[str, Any]:
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Put back what :func:`state` gave. GPUs that are not here are left out."""
+    """Restore the states that :func:`state` returned; missing GPUs are ignored."""
     numpys = saved["numpy"]
     random.setstate(saved["python"])
     numpy.random.set_state(

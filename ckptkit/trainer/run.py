@@ -19,8 +19,10 @@ from ckptkit.trainer.tasks import Task
 
 @dataclass
 class Run:
-    """A model on its way. ``model`` is what ``wrapped``, called with a batch, holds; ``epoch``
-    counts finished ones."""
+    """The state of a training run.
+
+    ``wrapped`` is called with batches and contains ``model``; ``epoch`` counts finished epochs.
+    """
 
     config: Config
     group: parallel.Group
@@ -35,7 +37,7 @@ class Run:
 
 
 def prepare(config: Config, group: parallel.Group) -> Run:
-    """Seed, load the data, build the model and wrap it: a run before its first epoch."""
+    """Seed, load the data, build and wrap the model: a run before its first epoch."""
     task = TASKS[config.model]
     loaded = data.load(config, task)
     randomness.seed(config)
@@ -48,6 +50,8 @@ def prepare(config: Config, group: parallel.Group) -> Run:
 
 
 def autocast(run: Run) -> torch.autocast:
-    """bfloat16 where the config says so: it has the range of float32, so that no loss need be
-    scaled."""
+    """Use bfloat16 if the config asks for it.
+
+    It has the range of float32, so that no loss scaling is needed.
+    """
     return torch.autocast(run.group.device.type, torch.bfloat16, enabled=run.config.amp)

@@ -1,9 +1,9 @@
-"""Checkpoints: what is in them, how they are written, how a run goes on from one.
+"""Checkpoints: their contents, how they are written, and how a run resumes from one.
 
-``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``; ``full`` has the
-optimizer, the scheduler, the generators of random numbers, the arguments and the versions too: all
-that it takes to go on as if nothing had happened. Sharded models leave a folder of
-``torch.distributed.checkpoint``, others a file of ``torch.save``.
+``bare`` is the state_dict; ``wrapped`` is ``{"model": state_dict, "epoch": n}``; ``full`` adds the
+optimizer, the scheduler, the states of the random number generators, the arguments and the
+versions: everything that an exact resume needs. Sharded models are saved as a folder of
+``torch.distributed.checkpoint``, others as a file of ``torch.save``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ NEEDED = ("optimizer", "scheduler", "epoch", "rng")
 
 
 def save(run: Run, path: Path) -> None:
-    """Write the checkpoint in the form of the config; the first process does, of a sharded model
-    all."""
+    """Write the checkpoint in the form of the config.
+
+    The first process writes; of a sharded model, all processes do.
+    """
     if run.config.parallel == "fsdp":
         _save_shards(run, path)
     elif run.group.rank == 0:
@@ -59,7 +61,7 @@ def _contents(run: Run, weights: dict[str, Any], optimizer: dict[str, Any]) -> d
 
 
 def versions() -> dict[str, str | None]:
-    """Of what made a checkpoint; nothing about the machine."""
+    """Return the versions that made a checkpoint; nothing about the machine."""
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
     return {
         "ckptkit": ckptkit.__version__,
@@ -72,7 +74,10 @@ def versions() -> dict[str, str | None]:
 
 
 def _save_file(contents: dict[str, Any], path: Path) -> None:
-    """Whole or not at all. Given an open file, torch does not write the file's name into it."""
+    """Write a file atomically.
+
+    torch gets an open file, so that the file's name is not written into it.
+    """
     part = path.with_name(f".{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -93,8 +98,10 @@ def _save_shards(run: Run, path: Path) -> None:
 
 
 def resume(run: Run, path: Path) -> None:
-    """Go on from a full checkpoint. Raises CkptkitError if it is not one, or not one of this
-    model."""
+    """Resume from a full checkpoint.
+
+    Raises CkptkitError if it is not one, or not one of this model.
+    """
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     missing = [name for name in NEEDED if not isinstance(tree, dict) or name not in tree]
     if missing:
@@ -117,8 +124,10 @@ def resume(run: Run, path: Path) -> None:
 
 
 def fit(run: Run, path: Path) -> None:
-    """Load the weights of a file, with or without ``module.``. Raises CkptkitError that says what
-    would fit."""
+    """Load the weights of a file, with or without ``module.``.
+
+    Raises CkptkitError with the options that would fit.
+    """
     if run.config.parallel == "fsdp":
         raise RequestError("--parallel fsdp cannot load a file", hint="--parallel none or ddp can")
     report = ckptkit.load_into(run.wrapped, path, strict=False)
@@ -153,7 +162,7 @@ def _what_fits(run: Run, path: Path) -> str:
 
 
 def _candidates(config: Config) -> list[tuple[str, Config, tuple[int, ...]]]:
-    """What else may have been meant: another model, other data."""
+    """Return alternative configs, other models and data, to suggest in an error."""
     plain = replace(config, segments=0, memory_efficient=False)
     shapes = {"digits": (1, 32, 32), "random": (3, 32, 32), "cifar10:DIR": (3, 32, 32)}
     return [

@@ -1,4 +1,4 @@
-"""How a batch is split: what a model sees of it, and what comes back."""
+"""Trace shapes: how a batch is split, and how outputs are gathered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.trainer.run import Run
 
 @contextmanager
 def trace(run: Run, say: Callable[[str], None], wanted: bool = True) -> Iterator[None]:
-    """Say the shapes in the model and outside of it, each combination once."""
+    """Print the shapes inside and outside the model, each combination once."""
     hooks = []
     if wanted:
         said: set[str] = set()

@@ -1,5 +1,4 @@
-"""What a model is trained for: which images and targets it sees, its loss, and what counts as
-right."""
+"""Training tasks: inputs and targets, the loss, and the measure of accuracy."""
 
 from __future__ import annotations
 
@@ -36,35 +35,39 @@ def _is_best(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def _as_lines(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Neighbouring images side by side: [n / 4, channels, height, 4 * width]; what is left over is
-    dropped."""
+    """Concatenate neighboring images to lines: [n / 4, channels, height, 4 * width].
+
+    Left-over images are dropped.
+    """
     lines = len(images) // LINE
     images = images[: lines * LINE].view(lines, LINE, *images.shape[1:])
     return images.permute(0, 2, 3, 1, 4).flatten(3), labels[: lines * LINE].view(lines, LINE)
 
 
 def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
-    """Scores [batch, time, 1 + classes], the blank first; ``ctc_loss`` alone wants the time in
-    front."""
+    """Return the CTC loss of scores [batch, time, 1 + classes], the blank first.
+
+    Only ``ctc_loss`` wants the time in dim 0.
+    """
     steps = scores.float().log_softmax(2).transpose(0, 1)
     times, lengths = (torch.full((len(texts),), n) for n in (len(steps), texts.shape[1]))
     return ctc_loss(steps, texts + 1, times, lengths, zero_infinity=True)
 
 
 def _reads(scores: Tensor, texts: Tensor) -> Tensor:
-    """Whether the best path, without repetitions and blanks, is the whole line."""
+    """Return 1 for each line whose best path, without repetitions and blanks, equals the text."""
     best = scores.argmax(2).cpu()
     read = [[symbol - 1 for symbol in row.unique_consecutive().tolist() if symbol] for row in best]
     return torch.tensor([float(a == b) for a, b in zip(read, texts.tolist(), strict=True)])
 
 
 def _as_paintings(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The images themselves, from -1 to 1, are the targets."""
+    """Return the images themselves, scaled to -1 to 1, as inputs and targets."""
     return images * 2 - 1, images * 2 - 1
 
 
 def _same_side(paintings: Tensor, targets: Tensor) -> Tensor:
-    """The share of elements on the right side of grey."""
+    """Return the share of elements with the right sign."""
     return ((paintings > 0) == (targets > 0)).float().flatten(1).mean(1)
 
 

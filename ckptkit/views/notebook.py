@@ -1,7 +1,7 @@
-"""HTML for notebooks: the words of the terminal in tables that fold away. No script, no colour,
-nothing fetched.
+"""HTML for notebooks: the texts of the terminal in folded tables.
 
-Whatever comes from a file is escaped twice: for the eye as on the terminal, and for HTML.
+No script, no color, nothing is fetched. Strings from a file are escaped twice: as on the terminal,
+and for HTML.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LONG = 80  # characters of a value
 
 
 def text(said: str) -> str:
-    """What may stand in HTML, also between quotes."""
+    """Return text escaped for HTML, also for use in attributes."""
     return escape_html(escape(said))
 
 
 def page(heading: str, parts: Iterable[str]) -> str:
-    """A heading and what stands below it, already HTML."""
+    """Return a heading and the HTML below it."""
     return f"<div><strong>{text(heading)}</strong>{''.join(parts)}</div>"
 
 
@@ -41,7 +41,7 @@ def line(said: str) -> str:
 def table(
     title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], opened: bool = True
 ) -> str:
-    """A table below its title, which opens and closes it; the first of very many rows."""
+    """Return a table below a title that folds it; only the first rows of a very long one."""
     cells = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[:ROWS])
     head = "".join(f'<th style="text-align:left">{text(each)}</th>' for each in headers)
     more = line(and_more(len(rows) - ROWS).strip()) if len(rows) > ROWS else ""
@@ -56,7 +56,7 @@ def _cell(said: str) -> str:
 
 
 def folded(names: Iterable[str]) -> list[tuple[str]]:
-    """Rows of names, those that differ in an index alone as one."""
+    """Fold rows whose names differ only in an index."""
     return [(row.label,) for row in fold(Item(name, (), 0) for name in names)]
 
 
@@ -66,7 +66,7 @@ def html(value: object) -> str:
 
 
 def checkpoint(ck: Checkpoint) -> str:
-    """The weights, folded as on the terminal, and the entries of the root beside them."""
+    """Return the weights, folded as on the terminal, and the other entries of the root."""
     try:
         weights = ck.selection
     except CkptkitError:  # the heading says it
@@ -75,7 +75,7 @@ def checkpoint(ck: Checkpoint) -> str:
 
 
 def diff(found: Diff) -> str:
-    """Tables of renamed, missing, unexpected, mismatched and changed keys."""
+    """Return tables of renamed, missing, unexpected, mismatched and changed keys."""
     pairs = (*found.renamed, *found.reshaped)
     old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
     missing = [name for name in found.missing if name not in new]
@@ -126,7 +126,7 @@ def _weights(tensors: dict[str, Tensor]) -> str:
 
 
 def _said(node: Node) -> str:
-    """A short value as it is, anything else by what it is."""
+    """Return a short value as it is, anything else as its type."""
     if isinstance(node, Tensor):
         return f"tensor, {node.dtype} {shape(node.shape)}"
     if isinstance(node, str):

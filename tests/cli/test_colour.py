@@ -1,4 +1,4 @@
-"""Colour on terminals alone, and where nobody has said no."""
+"""Color is used on terminals only, and not if NO_COLOR is set."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_what_is_left_out_is_said(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "left out: ghost" in done.stderr
     assert (
-        "no name of a tensor matches"
+        "no tensor name matches"
         in ckptkit("digest", "--keys", "nothing", tmp_path / "a.pth").stderr
     )
 

@@ -153,7 +153,7 @@ def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
 def test_network_of_lightning_among_other_parts(
     diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path
 ) -> None:
-    """What --fix leaves is not said to load."""
+    """A file with causes that --fix leaves is not reported to load."""
     state = {f"model.{name}": tensor for name, tensor in net().state_dict().items()}
     state["criterion.weight"] = torch.ones(3)
     torch.save({"state_dict": state, "pytorch-lightning_version": "2.5.0"}, tmp_path / "run.ckpt")
@@ -161,7 +161,7 @@ def test_network_of_lightning_among_other_parts(
     net().load_state_dict(load(paste(found["attribute"]))["state_dict"])
     done = ckptkit("doctor", tmp_path / "run.ckpt", "--fix", tmp_path / "fixed.pth")
     assert done.exit_code == 1 and "loads" not in done.stdout.splitlines()[-1]
-    assert "not mended" in done.stdout
+    assert "not fixed" in done.stdout
 
 
 def test_the_file_itself_is_no_place_for_what_is_mended(ckptkit: Ckptkit, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def most(folder: Path, prefix: str = "", **options: int) -> tuple[nn.Module, Pat
 def test_most_keys_have_another_beginning(
     diagnose: Diagnose, paste: Paste, ckptkit: Ckptkit, tmp_path: Path, prefix: str
 ) -> None:
-    """What is right already stays so, whichever of the commands is typed."""
+    """Keys that match already stay unchanged, with each of the commands."""
     model, path = most(tmp_path, prefix)
     options = ("--model", f"{tmp_path / 'nets.py'}:Net")
     found = diagnose(path, *options)
@@ -493,7 +493,7 @@ def test_optimizer_of_the_weights_themselves(diagnose: Diagnose, tmp_path: Path)
 
 
 class Arguments:
-    """As transformers pickles them, in training_args.bin."""
+    """An object as transformers pickles it in training_args.bin."""
 
     lr = 0.1
 
@@ -602,7 +602,7 @@ def test_slices_of_graphs_are_no_weights(diagnose: Diagnose, tmp_path: Path) -> 
 
 
 def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """As skorch pickles its nets."""
+    """skorch pickles its nets in this way."""
     inner = io.BytesIO()
     torch.save(net().state_dict(), inner)
     value = {"history": [1, 2], "raw": inner.getvalue(), "odd": b"\x80\x04.", "long": bytes(10_000)}
@@ -856,7 +856,7 @@ def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
     (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
     result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
     assert result.exit_code == 1, result.stdout
-    assert "new.pth loads, without 1 entry that cannot be had back" in result.stdout
+    assert "new.pth loads, without 1 entry that cannot be recovered" in result.stdout
     assert "ckptkit strip-module" not in result.stdout  # which would meet the same damage
     assert "lost: module.last" in result.stderr
     assert load(tmp_path / "new.pth").keys() == {"first"}

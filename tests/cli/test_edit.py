@@ -327,10 +327,10 @@ def test_an_unknown_entry_is_2(ckptkit: Ckptkit, run_pth: Path, out: Path) -> No
 def test_wrapping_for_a_format_of_weights_alone(
     ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
 ) -> None:
-    """The entry would not be there, and nobody would be told."""
+    """The entry would be lost without a message."""
     refused = ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model")
     assert refused.exit_code == 2
-    assert "safetensors holds weights alone, and no entry around them" in refused.stderr
+    assert "safetensors holds only weights" in refused.stderr
     assert "--all keeps it" in refused.stderr
     assert (
         ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model", "--all").exit_code
@@ -348,4 +348,4 @@ def test_in_place_on_a_link_says_what_stays(
 
 def test_one_file_has_no_mean(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
     refused = ckptkit("average", run_pth, tmp_path / "out.pth")
-    assert (refused.exit_code, "name two SRC or more" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "give two or more SRC" in refused.stderr) == (2, True)

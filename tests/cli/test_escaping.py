@@ -34,7 +34,8 @@ SILENT = {
     "env",
     "completion",
     "browse",
-}  # print nothing of a file; the last has a screen
+    "help",
+}  # print nothing of a file; browse has a screen
 
 
 class Given:
@@ -101,7 +102,7 @@ CALLS: dict[str, list[list[str]]] = {
     ],
     "strip-module": [["G", "O"], ["F", "O", "--key", "model"], ["F", "O", "--dry-run"], ["S", "OS"], ["F", "F"]],
     "add-module": [["G", "O"], ["G", "O", "--prefix", "\x1b[2J"]],
-    "remap": [["F", "O", "--to", "cpu"], ["F", "O", "--map", "\x1b[2J=cpu"]],
+    "remap": [["G", "O", "--to", "cpu"], ["F", "O", "--to", "cpu"], ["F", "O", "--map", "\x1b[2J=cpu"]],
     "diff": [
         *(["F", "G", "--key", "model", "--key-b", ""], ["G", "S"], ["G", "S", "--values"], ["G", "--model", "\x1b[2J"]),
         ["G", "S", "--write-map", "O"],
@@ -118,7 +119,7 @@ CALLS: dict[str, list[list[str]]] = {
     "merge": [["G", "S", "O"], ["G", "G", "O"]],
     "ema": [["F", "O"]],
     "run": [["R", "G", "O"], ["\x1b[2J", "G", "O"]],
-    "recover": [["F", "O"], ["C", "O"]],
+    "recover": [["G", "O"], ["F", "O"], ["C", "O"]],
     "doctor": [["F"], ["G"], ["S"], ["C"]],
     "scan": [["F"], ["F", "--strict"], ["G", "S", "C"], ["F", "--sarif"]],
     "stats": [["G"], ["F", "--key", "model"], ["S", "--csv"], ["G", "--fold"], ["G", "--depth", "1"]],
@@ -138,7 +139,7 @@ OURS = 98  # a colour that no file asks for
 
 
 def unpainted(text: str) -> str:
-    """Without the colours that are ours."""
+    """Remove the colors that ckptkit adds."""
     return re.sub(rf"\x1b\[{OURS}m(.*?)\x1b\[0m", r"\1", text)
 
 
@@ -207,7 +208,7 @@ def test_CL_01_a_page_shows_names_as_text(
 def test_CL_02_no_cell_is_a_formula(
     ckptkit: Ckptkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a spreadsheet would compute when it opens the file."""
+    """A spreadsheet would compute a formula when it opens the file."""
     given = Given(tmp_path, monkeypatch)
     torch.save({name: torch.ones(1) for name in NAMES}, tmp_path / "bare.pth")
     text = ckptkit("stats", "--csv", tmp_path / "bare.pth").stdout

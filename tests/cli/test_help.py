@@ -47,7 +47,7 @@ def test_it_has_a_sentence_an_example_and_words_for_every_option(words: list[str
 def test_its_examples_parse(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as that goes without their files; a redirection belongs to the shell."""
+    """Parse each example, without its files; redirections belong to the shell."""
     monkeypatch.chdir(tmp_path)
     for line in examples(found(words)):
         if not line.startswith("ckptkit "):

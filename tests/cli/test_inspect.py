@@ -154,7 +154,7 @@ def test_keys_and_sort(as_json: Json, tmp_path: Path) -> None:
 
 def test_keys_that_nothing_has_are_named(ckptkit: Ckptkit, run_pth: Path) -> None:
     assert (
-        "no name or path of a tensor matches --keys x*, y"
+        "no tensor name or path matches --keys x*, y"
         in ckptkit("inspect", "--keys", "x*", "--keys", "y", run_pth).stdout
     )
     assert "matches" not in ckptkit("inspect", "--keys", "*0.weight", "--keys", "y", run_pth).stdout

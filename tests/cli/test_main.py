@@ -85,7 +85,7 @@ def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
     assert result.stdout == ""
     first, second = result.stderr.splitlines()
     assert first.startswith("ckptkit: ")
-    assert second.startswith("hint: `ckptkit")
+    assert second.startswith("hint: see `ckptkit")
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,9 @@ def test_usage(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:
         ((file,), "--output"),
         ((file, "-o", "x.jpg"), ".html, .svg, .png, .pdf"),
         ((file, "-o", "html"), ".html"),
-        ((file, file, "-o", "x.svg"), "a picture is of one file"),
-        ((file, "--values", "-o", "x.svg"), "a picture is of one file"),
-        ((file, "--by", "bytes", "-o", "x.html"), "for pictures"),
+        ((file, file, "-o", "x.svg"), "need a page"),
+        ((file, "--values", "-o", "x.svg"), "need a page"),
+        ((file, "--by", "bytes", "-o", "x.html"), "need a picture"),
         ((file, "--key", "nothing", "-o", tmp_path / "x.html"), "nothing"),
     ):
         result = ckptkit("report", *words)

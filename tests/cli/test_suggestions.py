@@ -25,7 +25,7 @@ def test_commands(ckptkit: Ckptkit, word: str, meant: str) -> None:
     assert done.exit_code == 2
     assert (
         done.stderr
-        == f"ckptkit: No such command '{word}'.\nhint: did you mean {meant}? `ckptkit --help` explains\n"
+        == f"ckptkit: No such command '{word}'.\nhint: did you mean {meant}? see `ckptkit --help`\n"
     )
 
 
@@ -37,8 +37,7 @@ def test_a_file_instead_of_a_command(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 def test_nothing_is_near(ckptkit: Ckptkit) -> None:
     assert (
-        ckptkit("xyzzy").stderr
-        == "ckptkit: No such command 'xyzzy'.\nhint: `ckptkit --help` explains\n"
+        ckptkit("xyzzy").stderr == "ckptkit: No such command 'xyzzy'.\nhint: see `ckptkit --help`\n"
     )
 
 
@@ -74,6 +73,6 @@ def test_dtypes(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 
 def test_very_long_names_are_not_compared(ckptkit: Ckptkit, run_pth: Path) -> None:
-    """That takes time with the square of their length."""
+    """The time grows with the square of their length."""
     done = ckptkit("inspect", run_pth, "--key", "m" * 1_000_000)
     assert done.exit_code == 2 and "the entries are: model" in done.stderr

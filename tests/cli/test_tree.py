@@ -79,7 +79,7 @@ def test_keys(ckptkit: Ckptkit, file: Path) -> None:
 
 def test_no_such_key(ckptkit: Ckptkit, file: Path) -> None:
     result = ckptkit("inspect", "--tree", "--keys", "nothing", file)
-    assert "no name or path of a tensor matches" in result.stdout and "dict of" not in result.stdout
+    assert "no tensor name or path matches" in result.stdout and "dict of" not in result.stdout
 
 
 def test_sort(ckptkit: Ckptkit, file: Path) -> None:

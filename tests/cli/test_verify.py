@@ -52,7 +52,10 @@ def test_findings_with_their_tensors_and_what_to_type(ckptkit: Ckptkit, damaged:
     assert first.startswith(f"{damaged}: record 'net/data/0' is damaged: its CRC-32 is ")
     assert first.endswith(" (w)")
     command = f"ckptkit recover {damaged} {damaged.with_name('damaged-recovered.pth')}"
-    assert hint == f"hint: fetch it again from where it came from; to save what is whole: {command}"
+    assert (
+        hint
+        == f"hint: fetch it again from where it came from; to save the intact tensors: {command}"
+    )
     assert ckptkit(*command.split()[1:]).exit_code == 0
 
 

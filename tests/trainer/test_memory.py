@@ -82,7 +82,7 @@ def test_S08_memory_does_not_grow_over_epochs(prepared: Prepare) -> None:
 
 
 def test_S08_a_sum_of_losses_that_are_tensors_would_grow(prepared: Prepare) -> None:
-    """What the test above would see."""
+    """The test above would detect this."""
     run = prepared(batch_size=128)
     inputs, targets = run.data.train
     total: Tensor | float = 0.0

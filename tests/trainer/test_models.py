@@ -75,7 +75,7 @@ def test_S05_the_first_layer_of_the_mlp_gets_a_gradient_worth_the_name() -> None
 
 
 def test_S06_the_reentrant_kind_loses_gradients_and_ours_does_not() -> None:
-    """What the dummy layers and arguments of old were for."""
+    """The reason for dummy layers and arguments in older code."""
     model, inputs = Mlp((50,), 10, width=0.05), torch.randn(4, 50)
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
         scores = checkpoint_sequential(model.layers, 2, inputs, use_reentrant=True)  # type: ignore[no-untyped-call]

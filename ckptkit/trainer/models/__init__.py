@@ -24,7 +24,7 @@ __all__ = ["TASKS", "Cnn", "Crnn", "DenseNet", "Generator", "Mlp", "build"]
 
 
 def build(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The model of a config, for inputs of `shape` (without the batch)."""
+    """Build the model of a config, for inputs of `shape` (without the batch)."""
     width = config.width
     if config.model == "cnn":
         return Cnn(shape, classes, width)

@@ -30,5 +30,5 @@ class Cnn(nn.Module):
 
 
 def _left(size: int) -> int:
-    """What two unpadded convolutions of 5 and two halvings leave of `size` pixels."""
+    """Return the size left of `size` pixels by two unpadded 5 x 5 convolutions and two halvings."""
     return ((size - 4) // 2 - 4) // 2

@@ -1,8 +1,8 @@
-"""Convolutions that make a line of text a sequence, a recurrent net that reads it.
+"""Convolutions that make a sequence of a line of text, and a recurrent net that reads it.
 
-The batch stays in dim 0 from the first layer to the scores, because DataParallel splits and joins
-there. (A model that permutes to [time, batch, ...] for its recurrent part and returns that has its
-times joined: of two halves [65, 16, n] comes [130, 16, n].)
+The batch stays in dim 0 from the first layer to the scores, because DataParallel splits and
+concatenates there. (A model that permutes to [time, batch, ...] for its recurrent part and returns
+that gets its time steps concatenated: two halves of [65, 16, n] become [130, 16, n].)
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from ckptkit.trainer.models.scale import scaled
 
 
 class Crnn(nn.Module):
-    """Lines [batch, channels, height, width] to scores [batch, width / 4, 1 + classes], the blank
-    first."""
+    """Lines [batch, channels, height, width] to scores [batch, width / 4, 1 + classes].
+
+    The blank comes first.
+    """
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: float = 1.0) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A small DenseNet whose bottlenecks can be computed twice instead of kept.
+"""A small DenseNet whose bottlenecks can be recomputed instead of kept.
 
-Every layer of a block sees what all before it made, joined: kept for the backward pass, that is
-quadratic in the number of layers. With ``memory_efficient`` joining, norm, ReLU and the 1 x 1
-convolution are run again instead. Running them again must not count the batch twice in the running
-statistics of the norm: :func:`_recompute` sees to that, so that both ways give the same gradients
-and the same checkpoint.
+Each layer of a block gets the concatenated outputs of all layers before it; kept for the backward
+pass, these take memory quadratic in the number of layers. With ``memory_efficient``, concatenation,
+norm, ReLU and the 1 x 1 convolution are computed again in the backward pass. The second computation
+must not update the running statistics of the norm a second time: :func:`_recompute` prevents that,
+so that both ways give the same gradients and the same checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOTTLENECK = 4  # channels between the convolutions, as a multiple of the growth
 
 
 class DenseLayer(nn.Module):
-    """What came before, as a list of [batch, channels, height, width], to `growth` new channels."""
+    """Earlier outputs, a list of [batch, channels, height, width], to `growth` new channels."""
 
     def __init__(self, inputs: int, growth: int, dropout: float, memory_efficient: bool) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DenseLayer(nn.Module):
 
 @contextmanager
 def _recompute(norm: nn.BatchNorm2d) -> Iterator[None]:
-    """The same computation, without another step of the running statistics."""
+    """Compute the same again, without updating the running statistics."""
     momentum, counted = norm.momentum, norm.num_batches_tracked
     norm.momentum, norm.num_batches_tracked = 0.0, None
     try:

@@ -1,4 +1,4 @@
-"""An image to an image of the same size: down, through residual blocks, up again."""
+"""An image to an image of the same size: downsampling, residual blocks, upsampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS = 4
 
 
 class Residual(nn.Module):
-    """Features plus what two convolutions make of them: [batch, channels, height, width], twice."""
+    """Features [batch, channels, height, width] plus two convolutions of them."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -29,12 +29,11 @@ class Residual(nn.Module):
 
 
 class Generator(nn.Module):
-    """Images [batch, channels, height, width] from -1 to 1, sides multiples of 4, to images of that
-    shape.
+    """Images [batch, channels, height, width] from -1 to 1 to images of that shape.
 
-    With ``segments`` the first and last part keep only their input for the backward pass, and so do
-    the segments of the residual blocks in between. The images need no gradient for that, and get
-    none.
+    Sides are multiples of 4. With ``segments`` the first and last part keep only their input for
+    the backward pass, and so do the segments of the residual blocks in between. The images need no
+    gradient for that, and get none.
     """
 
     def __init__(self, shape: tuple[int, ...], width: float = 1.0, segments: int = 0) -> None:

@@ -1,8 +1,8 @@
-"""72 linear layers of 1000: deep enough for what a backward pass keeps to be worth saving.
+"""72 linear layers of 1000 units: deep enough to make saving activations worthwhile.
 
-Nothing stands between the layers, so that the model is a linear classifier of absurd depth. With
-torch's own initialisation each layer shrinks its input to 1/sqrt(3) and no gradient arrives at the
-first one; as an identity each hands on what it gets, and the model trains.
+There is nothing between the layers, so the model is a very deep linear classifier. With torch's own
+initialization each layer shrinks its input to 1/sqrt(3) and no gradient reaches the first one;
+initialized as an identity, each passes its input on, and the model trains.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ LAYERS, UNITS = 72, 1000
 class Mlp(nn.Module):
     """Inputs [batch, ...] to scores [batch, classes].
 
-    With ``segments`` the layers are run in that many parts, which keep their inputs only and are
-    run again for the backward pass (the last part excepted, whose turn comes at once).
+    With ``segments`` the layers are run in that many parts, which keep only their inputs and are
+    run again in the backward pass (except the last part, whose backward pass comes first).
     """
 
     def __init__(

@@ -2,5 +2,5 @@
 
 
 def scaled(channels: int, width: float) -> int:
-    """`channels` times `width`, at least 1."""
+    """Return `channels` times `width`, at least 1."""
     return max(1, round(channels * width))

@@ -1,5 +1,5 @@
-"""A checkpoint in a terminal, to look around in: headers alone, until somebody asks for values.
+"""The terminal browser: headers only, until values are requested.
 
-``contents`` is what there is to see, and the command that shows the same; ``panels`` puts it into
-words; ``app`` is the program, with textual.
+``contents`` is the data, with the command that shows the same; ``panels`` formats it; ``app`` is
+the program, made with textual.
 """

@@ -1,4 +1,4 @@
-"""The program: a tree, what is beside it, and the command that shows the same."""
+"""The program: a tree, the panels beside it, and the command that shows the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AT_ONCE = 500  # lines that are put below a node; the rest follows on request
 
 
 class More(NamedTuple):
-    """What has not been put below a node yet."""
+    """A node that stands for children not added yet."""
 
     branches: list[Branch]
 
@@ -34,10 +34,9 @@ Data = Branch | Listed | More
 
 
 class Browser(App[str]):
-    """Returns the command that shows what was on the screen, if it was left with that key.
+    """The browser; its result is the command that shows the screen, if left with that key.
 
-    ``diagnose`` finds what keeps the file from loading; it is called in a thread, when somebody
-    wants to know.
+    ``diagnose`` finds what keeps the file from loading; it runs in a thread, on request.
     """
 
     CSS_PATH = "app.tcss"
@@ -124,7 +123,7 @@ class Browser(App[str]):
             self._open(root)
 
     def _open(self, root: TreeNode[Data]) -> None:
-        """Open all that is below a node."""
+        """Expand all nodes below a node."""
         waiting = [root]
         while waiting:
             node = waiting.pop()
@@ -217,7 +216,7 @@ class Browser(App[str]):
         self.call_from_thread(self._late, command, text)
 
     def _late(self, command: str, text: Text) -> None:
-        """What was found meanwhile, if it is still asked for."""
+        """Show a result that a thread found, if it is still wanted."""
         if command == self.command:
             self._say(text, command)
 
@@ -247,7 +246,7 @@ class Browser(App[str]):
         self.call_from_thread(self._late, command, text)
 
     def _columns(self) -> int:
-        """Columns of numbers that fit."""
+        """Return the number of columns that fit."""
         return max(1, (self.query_one("#panel").size.width - 8) // panels.CELL)
 
     def action_search(self) -> None:
@@ -277,7 +276,7 @@ class Browser(App[str]):
         self.names.focus()
 
     def action_leave(self) -> None:
-        """Out of the entry, or of the search."""
+        """Leave the input field or the search."""
         if self.entry.has_focus and self.entry.has_class("slice"):
             self.entry.display = False
         elif self.entry.display or self.words:

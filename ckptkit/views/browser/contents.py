@@ -1,5 +1,4 @@
-"""What there is to see in a checkpoint: the tree of its tensors, what else is in it, and parts of
-values."""
+"""The data of the browser: the tree of tensors, other entries, and parts of values."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ SPECIAL = "[]*?"
 
 
 class Listed(NamedTuple):
-    """What is in a checkpoint besides tensors, by name: values, objects, metadata."""
+    """Entries that are not tensors, by name: values, objects, metadata."""
 
     title: str
     rows: list[tuple[str, str]]
@@ -34,7 +33,7 @@ class Listed(NamedTuple):
 
 @dataclass
 class Contents:
-    """A checkpoint as it was opened: `path` and `key` as they were typed."""
+    """An open checkpoint, with `path` and `key` as the user typed them."""
 
     checkpoint: Checkpoint
     path: str
@@ -50,7 +49,7 @@ class Contents:
         self.tree = grown(self.shares)
 
     def search(self, words: str) -> Branch:
-        """The tree of the tensors whose place, shape, dtype or device has all these words."""
+        """Return the tree of tensors whose path, shape, dtype or device has all these words."""
         wanted = words.lower().split()
         return (
             self.tree
@@ -59,19 +58,19 @@ class Contents:
         )
 
     def listed(self) -> Iterator[Listed]:
-        """What is there besides tensors."""
+        """Return the entries that are not tensors."""
         summary = self.summary
         yield Listed("values", [(join(v.path) or "(root)", repr(v.value)) for v in summary.values])
         yield Listed("objects", [(join(o.path) or "(root)", o.global_) for o in summary.objects])
         yield Listed("metadata", list(summary.metadata.items()))
 
     def command(self, name: str, *words: str) -> str:
-        """A command on this file, ready to paste."""
+        """Return a command on this file, ready to paste."""
         key = () if self.key is None else ("--key", self.key)
         return shlex.join(("ckptkit", name, *key, *argument(self.path), *words))
 
     def shows(self, branch: Branch, index: str = "") -> str:
-        """The command that shows a branch, or a part of a tensor."""
+        """Return the command that shows a branch, or a part of a tensor."""
         if branch is self.tree:
             return self.command("inspect")
         if branch.share is not None and not branch.children:
@@ -79,12 +78,12 @@ class Contents:
         return self.command("inspect", "--tree", "--keys", f"{escaped(branch.path)}.*")
 
     def finds(self, words: str) -> str:
-        """The command that lists what a search found, as far as it is about names."""
+        """Return the command that lists the tensors of a search, as far as it concerns names."""
         return self.command("inspect", "--keys", f"*{'*'.join(map(escaped, words.split()))}*")
 
 
 def escaped(name: str) -> str:
-    """A glob that stands for that name alone."""
+    """Return a glob that matches only this name."""
     return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
 
 
@@ -95,8 +94,10 @@ def _has(share: Share, words: Sequence[str]) -> bool:
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
-    """What is right below a branch, in order; what is the only thing inside another stands for
-    it."""
+    """Return the children of a branch, in order.
+
+    A branch with a single child is replaced by that child.
+    """
     found = [joined(child) for child in branch.children.values()]
     if sort == "size":
         found.sort(key=lambda each: -getattr(each, measure))
@@ -107,8 +108,7 @@ def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
 
 @dataclass(frozen=True)
 class Values:
-    """A corner of what was chosen of a tensor, and statistics of all of it; None where it is too
-    large for them."""
+    """A corner of the selected part, and statistics of all of it; None if it is too large."""
 
     picks: Picks
     corner: Picks
@@ -117,10 +117,9 @@ class Values:
 
 
 def values(share: Share, index: str = "", columns: int = 8) -> Values:
-    """A corner of up to so many columns: reads its bytes, and those of all that is chosen if that
-    is not much.
+    """Read a corner of at most so many columns, and the whole part for statistics if small.
 
-    Raises what reading raises, and UsageError for an `index` that makes no sense.
+    Raises read errors, and UsageError for an `index` that does not fit the tensor.
     """
     tensor = share.row.tensor
     picks = parse(index, tensor.shape)

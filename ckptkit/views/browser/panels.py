@@ -1,5 +1,4 @@
-"""What stands beside the tree, as styled text. All strings of a file are escaped, and none is
-markup."""
+"""The panels beside the tree, as styled text. Strings of a file are escaped and never markup."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
 
 
 def bar(part: float, width: int) -> str:
-    """A bar of at most so many characters."""
+    """Return a bar of at most so many characters."""
     whole, eighths = divmod(round(8 * width * min(1.0, part)), 8)
     return "█" * whole + EIGHTHS[eighths].strip()
 
@@ -34,7 +33,7 @@ def amount(branch: Branch, measure: str) -> str:
 
 
 def label(branch: Branch, above: str, total: int, measure: str) -> Text:
-    """A line of the tree: the name from `above` on, and the share."""
+    """Return the label of a tree node: its name below `above`, and its share."""
     name = branch.path[len(above) :].lstrip(".") or branch.label or "(empty)"
     made = Text(escape(name), no_wrap=True)
     if branch.share is not None and not branch.children:
@@ -62,7 +61,7 @@ def heading(contents: Contents) -> Text:
 
 
 def overview(contents: Contents) -> Text:
-    """Totals, and what they are made of."""
+    """Return totals, and their parts."""
     summary, totals = contents.summary, contents.summary.totals
     optimizer = sum(share.nbytes for share in contents.shares if share.role == OPTIMIZER)
     facts = [
@@ -113,7 +112,7 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Text:
 
 
 def group(branch: Branch, contents: Contents) -> Text:
-    """What several names have in common."""
+    """Return the panel of a branch."""
     whole = contents.tree
     made = Text().append(f"{escape(branch.path)}\n\n", "bold")
     made.append_text(
@@ -142,7 +141,10 @@ def _of(part: int, whole: int) -> str:
 
 
 def tensor(branch: Branch, contents: Contents, seen: Values | str | None) -> Text:
-    """A tensor, and its values: None where nobody asked for them, a text where there are none."""
+    """Return the panel of a tensor, with its values.
+
+    `seen` is None if values were not requested, a text if they cannot be shown.
+    """
     share = branch.share
     assert share is not None
     leaf, storage = share.row.tensor, share.row.tensor.storage
@@ -223,14 +225,14 @@ def _statistics(seen: Values) -> Text:
 
 
 def cell(value: Any) -> str:
-    """A number in three digits."""
+    """Format a number with three digits."""
     if isinstance(value, complex):
         return f"{value.real:.2g}{value.imag:+.2g}j"
     return str(value) if isinstance(value, (bool, int)) else f"{value:.3g}"
 
 
 def diagnosis(causes: Sequence[Cause]) -> Text:
-    """What keeps it from loading, and what to type."""
+    """Return what keeps the file from loading, with the commands that fix it."""
     if not causes:
         return Text("nothing found that keeps it from loading\n", "green")
     made = Text()

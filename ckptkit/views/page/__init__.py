@@ -1,8 +1,7 @@
-"""Facts -> pictures: a page for browsers, a treemap for papers. What a picture shows is in
-:mod:`ckptkit.reports`.
+"""Facts as pictures: a page for browsers, a treemap for papers.
 
-``seen`` is a checkpoint that was looked at, ``facts`` gathers what the page tells about it, as JSON
-values, with ``columns`` of the tensors and the ``differences`` of two files; ``report`` makes the
-page, of them and of the files in ``static``. ``treemap`` lays rectangles out, and ``drawing`` draws
-them with matplotlib.
+The facts come from :mod:`ckptkit.analysis`. ``seen`` is a checkpoint that has been read, ``facts``
+collects what the page shows, as JSON values, with ``columns`` of the tensors and the
+``differences`` of two files; ``report`` makes the page from them and the files in ``static``.
+``treemap`` lays out rectangles, and ``drawing`` draws them with matplotlib.
 """

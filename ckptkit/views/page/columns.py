@@ -1,7 +1,7 @@
-"""The tensors of a page in columns: 100,000 of them are a few megabytes of JSON.
+"""The tensors of a page in columns: 100,000 of them take a few megabytes of JSON.
 
-Every string of a file is escaped as on a terminal: no character of it is invisible or turns the
-line around.
+All strings of a file are escaped as on a terminal: no invisible characters, no change of text
+direction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Table(Generic[T]):
-    """Values that come often, by number."""
+    """Numbers for values that occur often."""
 
     def __init__(self) -> None:
         self.numbers: dict[T, int] = {}
@@ -34,7 +34,7 @@ class Table(Generic[T]):
 
 
 class Columns:
-    """The tensors. What few of them have is a mapping from their numbers."""
+    """All tensors, column by column; rare properties are mappings from tensor number to value."""
 
     def __init__(self, valued: bool) -> None:
         self.valued = valued
@@ -53,13 +53,13 @@ class Columns:
         self.stats: dict[int, dict[str, Any]] = {}
 
     def add(self, seen: Seen) -> None:
-        """All tensors of a file."""
+        """Add all tensors of a file."""
         held = Counter(row.storage for row in seen.summary.rows)
         for number, share in enumerate(seen.shares):
             self.add_one(share, seen.tallies.get(number), held)
 
     def add_one(self, share: Share, tally: Tally | None, held: Counter[int | None]) -> int:
-        """Another tensor; its number. `held` is how many tensors each storage holds."""
+        """Add one tensor; return its number. `held` counts the tensors of each storage."""
         number, row, cells = len(self.labels), share.row, self.cells
         self.labels.append(escape(share.label))
         if share.place != share.label:
@@ -100,7 +100,7 @@ class Columns:
 
 
 def _remark(share: Share, held: Counter[int | None]) -> str:
-    """What is not plain about a tensor."""
+    """Return a remark on a tensor that is not plain, strided and alone in its storage."""
     tensor, said = share.row.tensor, []
     if tensor.layout != "strided":
         said.append(tensor.layout)
@@ -118,7 +118,7 @@ def _remark(share: Share, held: Counter[int | None]) -> str:
 
 
 def numbers(tally: Tally) -> dict[str, Any]:
-    """Statistics in six digits; JSON knows no infinities, and a browser no complex numbers."""
+    """Return statistics with six digits, without infinities (no JSON) and complex numbers."""
     histogram = tally.histogram.at_most(BINS)
     edges = histogram.edges
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""How two files differ, for the page: a state for each tensor, and what the other side has."""
+"""The differences of two files, for the page: a state per tensor, and the other side's value."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNC
 
 
 def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any]:
-    """The states of the tensors in `columns`, which has those of `a` and gets what `a` lacks; what
-    is beside them."""
+    """Return the states of the tensors in `columns`, and the tensors of the other file.
+
+    `columns` holds the tensors of `a`; tensors that only `b` has are added to it.
+    """
     states = _states(diff)
     paired = {pair.new for pair in (*diff.renamed, *diff.reshaped)}
     found = [
@@ -55,7 +57,7 @@ def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any
 
 
 def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float | None]:
-    """By how much values differ at most; None where they are no numbers, or that is none."""
+    """Return the largest difference of values; None where it is not a number."""
 
     def one(pair: tuple[int, int]) -> float | None:
         ours, theirs = a.shares[pair[0]].row.tensor, b.shares[pair[1]].row.tensor
@@ -84,7 +86,7 @@ def _states(diff: Diff) -> dict[str, str]:
 def _others(
     diff: Diff, b: Seen, theirs: dict[str, int], largest: Iterable[float | None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the other file has in the place of a tensor, by its name."""
+    """Return the other file's counterpart of each tensor, by name."""
     for name, _, kind in diff.mismatched:
         yield name, {"dtype": kind.dtype, "shape": shape(kind.shape)}
     for pair in (*diff.renamed, *diff.reshaped):

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 800.0, 450.0  # points of the map: 1/100 inch
-# Tableau's ten, which colour-blind people tell apart, and grey for what is left.
+# Tableau's ten colors, which color-blind people can tell apart, and gray for the rest.
 PALETTE = (
-    "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#86bcb6",
+    "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759",
+    "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#86bcb6",
 )  # fmt: skip
 GREY, GROUP, EDGE = "#8a939d", "#eceef1", "#c9ced4"
 FONT, NARROW = 8.0, 0.87  # points; what a character takes of the map for each point
@@ -26,18 +27,16 @@ LEGEND = 6
 
 
 def treemap(root: Branch, kind: str, measure: str, title: str) -> bytes:
-    """A picture as SVG, PNG or PDF, the same bytes for the same tree. `measure` is ``parameters``
-    or ``bytes``.
+    """Draw the treemap as SVG, PNG or PDF; the same tree gives the same bytes.
 
-    Raises UsageError without matplotlib, and if there is nothing to show.
+    `measure` is ``parameters`` or ``bytes``. Raises UsageError without matplotlib, and if there is
+    nothing to show.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError(
-            "pictures are drawn with matplotlib", hint="pip install matplotlib"
-        ) from error
+        raise UsageError("pictures need matplotlib", hint="pip install matplotlib") from error
     attribute = "parameters" if measure == "parameters" else "nbytes"
     if not getattr(root, attribute):
         raise UsageError(f"there are no {measure} to draw")
@@ -106,7 +105,7 @@ def _legend(axes: Axes, colours: dict[str, str], kinds: Counter[str], measure: s
 
 
 def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
-    """Colours for the kinds of tensors that have most, and what each kind has."""
+    """Return colors for the most common kinds of tensors, and the amount of each kind."""
     kinds: Counter[str] = Counter()
     waiting = [root]
     while waiting:
@@ -121,7 +120,7 @@ def _colours(root: Branch, measure: str) -> tuple[dict[str, str], Counter[str]]:
 
 
 def _kind(branch: Branch) -> str:
-    """``layers.*.weight``, of the first tensor of a branch."""
+    """Return the kind of a branch's first tensor, as ``layers.*.weight``."""
     while branch.share is None and branch.children:
         branch = next(iter(branch.children.values()))
     return family(branch.path if branch.share is None else branch.share.place)
@@ -139,7 +138,7 @@ def _fitted(text: str, room: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text without what matplotlib takes for formulas."""
+    """Return text without characters that matplotlib takes for formulas."""
     return escape(text).replace("$", r"\$")
 
 

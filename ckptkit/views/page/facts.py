@@ -1,4 +1,4 @@
-"""What the page tells, as JSON values. Every string of a file is escaped as on a terminal."""
+"""The facts that the page shows, as JSON values. Strings of a file are escaped as on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = 400  # characters of a value
 
 
 def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str, Any]:
-    """Everything, of one file or of two and how they differ."""
+    """Return all facts about one file, or about two and their differences."""
     columns = Columns(bool(a.tallies))
     columns.add(a)
     files = [_file(each) for each in (a, b) if each is not None]
@@ -66,8 +66,7 @@ def _file(seen: Seen) -> dict[str, Any]:
 
 
 def _others(summary: Summary) -> dict[str, Any]:
-    """What there is besides tensors, as far as it goes on a page; of a pickled module, not its
-    attributes."""
+    """Return values and objects, up to a limit; of a pickled module, without its attributes."""
     values = [each for each in summary.values if not summary.in_module(each.path)]
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     texts: dict[str, Sequence[tuple[str, str]]] = {

@@ -1,8 +1,8 @@
-"""One self-contained page: the facts as JSON, and the script that shows them. It loads nothing, and
-works offline.
+"""One self-contained HTML page: the facts as JSON, and the script that shows them.
 
-The policy in its head allows that script and that style alone, by their digests: whatever a file
-calls its tensors, no other code runs. The script makes text of text, never markup.
+It loads nothing and works offline. The content security policy in its head allows only that script
+and that style, by their digests, so that no other code runs whatever a file calls its tensors. The
+script creates text nodes, never markup.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _UNSAFE = re.compile("[<>&\u2028\u2029]")
 
 
 def page(facts: dict[str, Any]) -> bytes:
-    """The page that tells `facts`, UTF-8."""
+    """Return the page that shows `facts`, encoded as UTF-8."""
     style, script = static("report.css"), "(() => {\n" + "\n".join(map(static, SCRIPTS)) + "})();\n"
     names = " and ".join(file["name"] for file in facts["files"])
     given = {
         "title": html(names),
-        "policy": f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'",
+        "policy": f"default-src 'none'; script-src {_digest(script)}; "
+        f"style-src {_digest(style)}; base-uri 'none'",
         "style": style,
         "script": script,
         "data": embedded(facts),
@@ -44,13 +45,13 @@ def page(facts: dict[str, Any]) -> bytes:
 
 
 def embedded(value: Any) -> str:
-    """JSON that may stand in a ``<script>``: without any character that means something to HTML."""
+    """Return JSON for use inside ``<script>``, without characters that have a meaning in HTML."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def static(name: str) -> str:
-    """A file of the package."""
+    """Return the text of a file in the folder ``static``."""
     return (Path(__file__).parent / "static" / name).read_text(encoding="utf-8")
 
 

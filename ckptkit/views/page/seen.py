@@ -1,4 +1,4 @@
-"""A checkpoint that was looked at, on the way to a page."""
+"""A checkpoint that has been read, ready for a page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """A checkpoint, what is in it, and the statistics of its tensors by their number, where they
-    were read."""
+    """A checkpoint, its summary, and the statistics of its tensors by number, if computed."""
 
     checkpoint: Checkpoint
     summary: Summary
@@ -26,7 +25,7 @@ class Seen:
 
 
 def look(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> Seen:
-    """Headers only; with `progress`, which gets bytes, every tensor is read."""
+    """Read the headers; with `progress`, which gets byte counts, also read every tensor."""
     summary = summarize(checkpoint)
     tallies = {}
     if progress is not None:

@@ -1,5 +1,4 @@
-"""Where the tiles of a treemap are. Geometry alone: the areas are in proportion, and nobody draws
-here."""
+"""The layout of a treemap: rectangles whose areas are in proportion. Nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ class Box(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A branch, or `rest` of them: how many are too small to be seen. ``label`` are the names on
-    the way to it."""
+    """A rectangle for a branch, or for the `rest` smallest ones together.
+
+    ``label`` joins the names on the way to it.
+    """
 
     branch: Branch
     label: str
@@ -38,9 +39,11 @@ class Piece(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is not for tiles: the border around what is inside one, and what its name takes at the
-    top; what is smaller than `least` has nothing inside, and together with its like one tile, if
-    its area is below `dust`."""
+    """Space that tiles do not fill, and sizes below which they are merged.
+
+    `border` is the margin around the tiles inside another, `top` the height of its label. A tile
+    smaller than `least` has no tiles inside, and those of an area below `dust` are merged into one.
+    """
 
     border: float
     top: float
@@ -49,8 +52,10 @@ class Frame(NamedTuple):
 
 
 def squarified(values: Sequence[float], box: Box) -> list[Box]:
-    """Boxes that fill `box` in proportion to `values`, which are positive and fall: as square as
-    can be, by the algorithm of Bruls, Huizing and van Wijk (2000)."""
+    """Return boxes that fill `box` in proportion to `values`, as square as possible.
+
+    The values are positive and in descending order. Algorithm: Bruls, Huizing and van Wijk (2000).
+    """
     found: list[Box] = []
     x, y, width, height = box
     rest, start = float(sum(values)), 0
@@ -76,7 +81,7 @@ def squarified(values: Sequence[float], box: Box) -> list[Box]:
 
 
 def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
-    """Where the next row ends: as long as its worst tile becomes no longer than it was."""
+    """Return the end of the next row: values are added while its worst aspect ratio improves."""
     end, amount, worst = start, 0.0, float("inf")
     while end < len(values):
         both, square = (amount + values[end]) * scale, side * side
@@ -91,8 +96,7 @@ def _row(values: Sequence[float], start: int, side: float, scale: float) -> int:
 
 
 def tiles(root: Branch, measure: str, box: Box, frame: Frame) -> Iterator[Tile]:
-    """The tiles of what is below `root`, each before those inside it. `measure` is ``parameters``
-    or ``nbytes``."""
+    """Yield the tiles below `root`, parents first. `measure` is ``parameters`` or ``nbytes``."""
     waiting = [(root, box, 0)]
     while waiting:
         branch, inside, depth = waiting.pop()
@@ -107,7 +111,7 @@ def tiles(root: Branch, measure: str, box: Box, frame: Frame) -> Iterator[Tile]:
 
 
 def _inner(piece: Piece, box: Box, frame: Frame) -> Box | None:
-    """Where tiles go inside one, None if there are none, or no room."""
+    """Return the box for tiles inside a tile, or None if there are none or no room."""
     if (
         piece.rest
         or piece.own
@@ -124,7 +128,7 @@ def _inner(piece: Piece, box: Box, frame: Frame) -> Box | None:
 
 
 def _pieces(parent: Branch, measure: str, area: float, dust: float) -> list[Piece]:
-    """What is below a branch, largest first; what would be too small to be seen together."""
+    """Return the parts of a branch, largest first; those too small to see are merged."""
     found = [Piece(*_named(child), getattr(child, measure)) for child in parent.children.values()]
     own = getattr(parent, measure) - sum(piece.value for piece in found)
     if parent.share is not None and own > 0:

@@ -1,5 +1,5 @@
 "use strict";
-// The treemap on the page: its colours, and the way in and out.
+// The treemap on the page: colors and zooming.
 
 const extra = () => {
   const unused = files[0].totals.unused_nbytes;
@@ -15,7 +15,7 @@ const colourings = {
 };
 if (diff) colourings.difference = { text: state, fixed: STATE };
 
-// The colours of tiles: those of what has most, and grey for the rest.
+// The colors of tiles: one for each of the largest groups, gray for the rest.
 function paint() {
   const { text, fixed } = colourings[view.colour];
   const sums = new Map();

@@ -35,7 +35,7 @@ function add(node, tensors, i) {
   if (node.first < 0) node.first = i;
 }
 
-// What stands in the place of a node that has but one child, and the names on the way.
+// The descendant that replaces a node with a single child, and the names on the way.
 function only(node) {
   let label = node.label;
   while (node.row < 0 && node.children.size === 1) {
