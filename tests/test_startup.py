@@ -59,7 +59,7 @@ MOST = {
     "--help": 50,
     "formats --json": 100,
     "inspect --json PTH": 60,
-    "inspect PTH": 60,
+    "inspect PTH": 62,
     "inspect --json SAFETENSORS": 70,
     "strip-module --dry-run PTH out.pth": 70,
     "strip-module PTH out.pth": 70,

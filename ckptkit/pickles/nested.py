@@ -1,19 +1,43 @@
 """Refuses to write byte strings and texts that are files of their own, with calls in them.
 
-Whoever gets them may load them, and `scan` reports them. The tracer is imported where there are
-any.
+Whoever gets them may load them, and `scan` reports them. The search for what is inside needs every
+format, which are above: `ckptkit.api` hands it down. Without it, whatever may be a file is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tree import Blob
+from ckptkit.pickles.streams import Program, Remark, Traced
+
+Look = Callable[[ByteSource], Iterable[Traced | Remark | Program]]
+
+# How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz,
+# numpy.
+_HEADS = (
+    *(bytes((0x80, protocol)) for protocol in range(2, 6)),
+    *(b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x93NUMPY"),
+)
+# All opcodes: a pickle without a protocol may begin with any of them.
+OPCODES = frozenset((*b"().012BCFGIJKLMNPQRSTUVX]abcdeghijlopqrstu}", *range(0x80, 0x99)))
+
+
+def looks_like_a_file(head: bytes) -> bool:
+    """Return whether bytes that begin so may be a pickle, or a file that has pickles inside."""
+    return head.startswith(_HEADS) or looks_like_a_pickle(head)
+
+
+def looks_like_a_pickle(head: bytes) -> bool:
+    """Return whether bytes that begin so may be a pickle: of protocol 0 and 1 it has no
+    signature."""
+    return len(head) > 2 and head[0] in OPCODES
 
 
 def check_text(text: str) -> None:
-    """Refuse a text that is a pickle, which Python 2 had as a byte string. Raises
-    UnsafeGlobalError."""
+    """Refuse a text that is a pickle, a byte string of Python 2. Raises UnsafeGlobalError."""
     if text[-1:] == "." or text[:1] == "\x80":
         try:
             check_bytes(text.encode("latin-1"))
@@ -29,18 +53,28 @@ def check_blob(blob: Blob) -> None:
 
 def check_bytes(data: bytes | bytearray | ByteSource) -> None:
     """Refuse bytes that are a file with calls in it. Raises UnsafeGlobalError."""
-    from ckptkit.scan.trace_symbols import looks_like_a_file
-
     source = data if isinstance(data, ByteSource) else Memory(bytes(data))
-    if not looks_like_a_file(source.read(0, min(8, source.size))):
-        return
-    from ckptkit.pickles.streams import Program, Traced
-    from ckptkit.scan.find import inside
+    if looks_like_a_file(source.read(0, min(8, source.size))) and not _is_proved(source):
+        raise UnsafeGlobalError(
+            "the file holds a byte string that is a file of its own, with calls that are not in the allowlist",
+            hint="`ckptkit scan` says what is in it; `ckptkit extract` takes another part of the file",
+        )
 
-    for seen in inside(source):
+
+def _is_proved(source: ByteSource) -> bool:
+    if _search is None:
+        return False
+    for seen in _search(source):
         unproved = isinstance(seen, Traced) and not seen.trace.is_proved
         if unproved or (isinstance(seen, Program) and seen.files):
-            raise UnsafeGlobalError(
-                "the file holds a byte string that is a file of its own, with calls that are not in the allowlist",
-                hint="`ckptkit scan` says what is in it; `ckptkit extract` takes another part of the file",
-            )
+            return False
+    return True
+
+
+_search: Look | None = None
+
+
+def look_with(search: Look) -> None:
+    """Take the search for pickles in a byte string from the room that has it."""
+    global _search
+    _search = search

@@ -9,7 +9,14 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
 from ckptkit.pickles.allowlist import rows as table
-from ckptkit.pickles.allowlist.calls import Judged, fits_word, judge_call, judge_step, target_of
+from ckptkit.pickles.allowlist.calls import (
+    Judged,
+    by_sorts,
+    fits_word,
+    judge_call,
+    judge_step,
+    target_of,
+)
 from ckptkit.pickles.allowlist.names import (
     ACCEPTED,
     ALLOCATES,
@@ -27,11 +34,12 @@ from ckptkit.pickles.allowlist.names import (
     out_of_place,
     refused_by_weights_only,
 )
+from ckptkit.pickles.allowlist.numpy_types import NumpyType, named
 from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
 
 __all__ = [
     "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN",
-    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "check_fields", "check_name", "check_object",
+    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "by_sorts", "check_fields", "check_name", "check_object",
     "describe", "is_foreign", "is_guarded", "is_harmful", "is_known", "judge_call",
     "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
 ]  # fmt: skip
@@ -49,7 +57,7 @@ class TreeView:
     def sort(self, value: Node) -> int:
         """Return the sort of a node."""
         if isinstance(value, Object):
-            return _result(value)
+            return _judged(value).sort
         for kind in type(value).__mro__:
             if kind in _SORTS:
                 return _SORTS[kind]
@@ -75,6 +83,24 @@ class TreeView:
                     waiting.append(child)
         return mask
 
+    def numpy(self, value: Node) -> NumpyType | None:
+        """Return the element type that a built dtype stands for."""
+        if not isinstance(value, Object) or [step for step, _ in value.steps] != ["build"]:
+            return None
+        return _judged(value).type
+
+    def pairs(self, value: Node) -> list[tuple[Node, Node]] | None:
+        """Return the items of a dict."""
+        return list(value.items()) if isinstance(value, dict) else None
+
+    def count(self, value: Node) -> int | None:
+        """Return the length of a list."""
+        return len(value) if isinstance(value, list) else None
+
+    def is_bytes(self, value: Node) -> bool:
+        """Return whether it is a byte string, or the text that Python 2 had for one."""
+        return bool(self.sort(value) & (table.BYTES | table.TEXT))
+
 
 _SORTS: dict[type, int] = {
     type(None): table.NONE, bool: table.FLAG, int: table.INT, float: table.FLOAT, complex: table.FLOAT,
@@ -85,18 +111,40 @@ _SORTS: dict[type, int] = {
 _TREE = TreeView()
 
 
-def _result(node: Object) -> int:
+def _judged(node: Object) -> Judged:
+    """Return the sort of an object, and its element type if it is a dtype. Its arguments are judged
+    elsewhere."""
     made = node.callable
-    row = ROWS.get((made.module, made.name)) if isinstance(made, Global) else None
+    name = (made.module, made.name) if isinstance(made, Global) else None
+    row = ROWS.get(name) if name is not None else None
+    if row is not None and (row.state in _STATEFUL or row.gives == table.TENSOR):
+        return _with_steps(node, row)
     if row is not None:
-        return row.gives
-    if isinstance(made, Global):
-        name = (made.module, made.name)
-        if name in table.ENUMS:
-            return table.INERT
-        if name in table.FROM_TYPE:
-            return table.TENSOR
-    return table.OBJECT
+        return Judged(ACCEPTED, row.gives)
+    if name in table.ENUMS:
+        return Judged(CLASS, table.INERT)
+    return Judged(CLASS, table.DRESSED if name in table.FROM_TYPE else table.OBJECT)
+
+
+_STATEFUL = ("dtype_state", "array_state", "masked_state")
+_DEEP = 32  # dtypes inside dtypes
+_open: list[Object] = []  # dtypes that are being looked into
+
+
+def _with_steps(node: Object, row: table.Row) -> Judged:
+    """Return what the steps make of an object whose sort they decide."""
+    unknown = Judged(UNSURE, table.BAG)
+    if len(_open) >= _DEEP or any(each is node for each in _open):
+        return unknown
+    text = node.args[0] if isinstance(node.args, tuple) and node.args else None
+    judged = Judged(ACCEPTED, row.gives, named(text) if row.state == "dtype_state" else None)
+    _open.append(node)
+    try:
+        for step, value in node.steps[:2]:
+            judged = judge_step(_TREE, node.callable, step, value, judged)
+    finally:
+        _open.pop()
+    return judged if len(node.steps) < 2 else unknown
 
 
 def _held(node: Node) -> Iterable[Node]:
@@ -116,8 +164,9 @@ def judge_object(node: Object) -> tuple[str, str]:
     worst, said = judged.kind, f"calls {describe(node.callable)}"
     target, built = target_of(node.callable, node.args), False
     for step, value in node.steps:
-        kind = HARMFUL if built else judge_step(_TREE, target, step, value, judged.sort)
-        built = built or step == "build"
+        after = judge_step(_TREE, target, step, value, judged)
+        kind = HARMFUL if built else after.kind
+        judged, built = after, built or step == "build"
         if LEVELS.index(kind) > LEVELS.index(worst):
             worst, said = kind, f"changes what {describe(node.callable)} made ({step})"
     return worst, said

@@ -9,12 +9,14 @@ from ckptkit.core.bytesource import ByteSource, Memory
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global
 from ckptkit.pickles import trust
+from ckptkit.pickles.nested import looks_like_a_file
 from ckptkit.pickles.streams import Nested
-from ckptkit.scan.trace_symbols import Result, Sign, SignView, brief, looks_like_a_file
+from ckptkit.scan.trace_symbols import Result, Sign, SignView, brief
 from ckptkit.scan.trace_window import Stop, Window
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20
+MEMO = 1000  # calls whose judgment is remembered
 _LATIN1 = ("latin1", "latin-1")
 _LITERAL_STEPS = {"list": "append", "dict": "set", "set": "add"}
 
@@ -42,6 +44,7 @@ class Notes:
         self.doubts: list[str] = []
         self.refused: str | None = None
         self.view = SignView()
+        self.judged: dict[tuple[Global, bool, tuple[int, ...]], trust.Judged] = {}
 
     def doubt(self, said: str) -> None:
         if len(self.doubts) < DOUBTS:
@@ -75,14 +78,31 @@ class Notes:
         """Note a call; the sign of its result."""
         if isinstance(made, Global):
             self.called[id(made)] = self.called.get(id(made), 0) + 1
-        judged = trust.judge_call(self.view, made, args, new=new, kwargs=kwargs)
+        judged = self._judged(made, args, new, kwargs)
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
         self.note(trust.describe(made), judged.kind, shown)
         if judged.kind != trust.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a value")
         if judged.kind == trust.LOADS and not self._loads(args[0]):
             self.doubt("loads a file that only running it would tell")
-        return self._result(made, args, judged.sort, new)
+        return self._result(made, args, judged, new)
+
+    def _judged(self, made: Any, args: Any, new: bool, kwargs: Any) -> trust.Judged:
+        """Judge a call, once for all calls of a name with arguments of the same sorts."""
+        sorts = None
+        if (
+            made.__class__ is Global
+            and args.__class__ is tuple
+            and kwargs is None
+            and trust.by_sorts(made)
+        ):
+            sorts = self.view.flat(args)
+        known = None if sorts is None else self.judged.get((made, new, sorts))
+        if known is None:
+            known = trust.judge_call(self.view, made, args, new=new, kwargs=kwargs)
+            if sorts is not None and len(self.judged) < MEMO:
+                self.judged[made, new, sorts] = known
+        return known
 
     def step(self, step: str, value: Any) -> None:
         """Note what changes the value on top of the stack, unless what it is allows that."""
@@ -90,15 +110,16 @@ class Notes:
         if isinstance(target, Global):
             self.note(f"{target} (changed)", trust.HARMFUL, value)
         elif not isinstance(target, Result):
-            if not (isinstance(target, Sign) and _LITERAL_STEPS.get(target.kind) == step):
+            literal = isinstance(target, Sign) and _LITERAL_STEPS.get(target.kind) == step
+            if not literal or target.fixed:
                 self.note("(what is no object)", trust.UNSURE, value)
         elif target.built:  # an attribute may stand in the place of the method that this calls
             self.note(f"{trust.describe(target.callable)} (changed again)", trust.HARMFUL, value)
         else:
-            kind = trust.judge_step(self.view, target.callable, step, value, target.sort)
-            if kind not in trust.WRITTEN:
-                self.note(f"{trust.describe(target.callable)} (changed)", kind, value)
-            target.built = step == "build"
+            judged = trust.judge_step(self.view, target.callable, step, value, target.judged)
+            if judged.kind not in trust.WRITTEN:
+                self.note(f"{trust.describe(target.callable)} (changed)", judged.kind, value)
+            target.judged, target.sort, target.built = judged, judged.sort, step == "build"
 
     def note(self, name: str, kind: str, args: Any) -> None:
         key = (name, self.opcode, kind)
@@ -109,11 +130,11 @@ class Notes:
         else:
             known[2] += 1
 
-    def _result(self, made: Any, args: Any, sort: int, new: bool) -> Any:
+    def _result(self, made: Any, args: Any, judged: trust.Judged, new: bool) -> Any:
         """Return the kind of a result: encoded text, a nested class, else the call of it."""
         name = str(made)
         if not isinstance(args, tuple):
-            return Result(made, sort, new=new)
+            return Result(made, judged, new=new)
         if (
             name == "_codecs.encode"
             and len(args) == 2
@@ -129,7 +150,7 @@ class Notes:
         if (
             name in ("builtins.bytes", "builtins.bytearray")
             and len(args) == 1
-            and sort == self.view.sort(args[0])
+            and judged.sort == self.view.sort(args[0])
         ):
             return args[0]
         if (
@@ -139,7 +160,7 @@ class Notes:
             and isinstance(args[1], str)
         ):
             return self.named(Global(args[0].module, f"{args[0].name}.{args[1]}"))
-        return Result(trust.target_of(made, args), sort, new=new)
+        return Result(trust.target_of(made, args), judged, new=new)
 
     def keep(self, data: bytes | ByteSource) -> None:
         """Report a byte string that may be a file of its own."""

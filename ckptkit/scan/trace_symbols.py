@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from codecs import escape_decode
-from pickletools import opcodes
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global, Object
+from ckptkit.pickles.allowlist.calls import Judged
+from ckptkit.pickles.allowlist.numpy_types import NumpyType
 from ckptkit.pickles.allowlist.rows import (
     BYTES,
     DICT,
@@ -40,35 +41,19 @@ WEIGHTS_ONLY_OPCODES = frozenset((
 ))  # fmt: skip
 
 SHOWN = 120  # characters of the arguments of a call
-SOME = 8  # items that a sign remembers, to be shown
+SOME = 8  # items that are shown
+KEPT = 1 << 12  # items that a sign remembers
 DEEP = 4  # levels that are shown
-
-# How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz,
-# numpy.
-_HEADS = (
-    b"\x80\x02",
-    b"\x80\x03",
-    b"\x80\x04",
-    b"\x80\x05",
-    b"PK\3\4",
-    b"\x1f\x8b",
-    b"BZh",
-    b"\xfd7zXZ",
-    b"\x93NUMPY",
-)
-_OPCODES = frozenset(
-    ord(each.code) for each in opcodes
-)  # a pickle without a protocol may begin with any of them
 
 
 class Sign:
     """A value of which only the kind is known: a container, with first items, or other.
 
     ``sort`` is what the allowlist calls it, ``held`` are the sorts of what it holds, ``parts`` the
-    containers in it.
+    containers in it, ``count`` is its length. Nothing may change one that is ``fixed``.
     """
 
-    __slots__ = ("data", "held", "kind", "parts", "some", "sort")
+    __slots__ = ("count", "data", "fixed", "held", "kind", "parts", "some", "sort")
 
     def __init__(self, kind: str, data: ByteSource | None = None) -> None:
         self.kind = kind
@@ -77,9 +62,13 @@ class Sign:
         self.sort = _SIGNS.get(kind, UNKNOWN_SORT) if data is None else BYTES
         self.held = 0
         self.parts: list[Any] = []
+        self.count = 0
+        self.fixed = False
 
     def add(self, values: list[Any]) -> None:
-        self.some += values[: SOME - len(self.some)]
+        self.count += len(values)
+        if len(self.some) < KEPT:
+            self.some += values[: KEPT - len(self.some)]
         for value in values:
             self.held |= VIEW.sort(value)
             if isinstance(value, (tuple, Sign)):
@@ -87,16 +76,15 @@ class Sign:
 
 
 class Result(Object):
-    """The result of a call: which call, the sort of its result, and whether its state was set.
+    """What a call gives: which call, how that was judged, and whether its state was set. Without
+    its arguments."""
 
-    Without its arguments.
-    """
+    __slots__ = ("built", "judged", "sort")
 
-    __slots__ = ("built", "sort")
-
-    def __init__(self, made: Any, sort: int, *, new: bool = False) -> None:
+    def __init__(self, made: Any, judged: Judged, *, new: bool = False) -> None:
         super().__init__(made, (), new=new)
-        self.sort = sort
+        self.judged = judged
+        self.sort = judged.sort
         self.built = False
 
 
@@ -105,6 +93,7 @@ _SORTS: dict[type, int] = {
     type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
     Global: NAME,
 }  # fmt: skip
+_BITS = UNKNOWN_SORT.bit_length()
 LOOKED_AT = 5_000_000  # values in containers that a trace looks at again, all in all
 
 
@@ -113,6 +102,18 @@ class SignView:
 
     def __init__(self) -> None:
         self.left = LOOKED_AT
+
+    def flat(self, values: tuple[Any, ...]) -> tuple[int, ...] | None:
+        """Return the sorts of values and of what tuples among them hold, None where that goes
+        deeper."""
+        sorts = []
+        for value in values:
+            sort = self.sort(value)
+            held = _sorts(value) if sort == TUPLE and value.__class__ is tuple else sort & LITERALS
+            if held & LITERALS:
+                return None
+            sorts.append(sort | held << _BITS)
+        return tuple(sorts)
 
     def sort(self, value: Any) -> int:
         """Return the sort of a sign."""
@@ -135,10 +136,38 @@ class SignView:
             self.left -= 1 if parts is None else 1 + len(parts)
             if parts is None or self.left < 0:  # what a call has filled
                 return VALUES | UNKNOWN_SORT
-            mask |= sign.held if isinstance(sign, Sign) else sum({self.sort(each) for each in sign})
+            mask |= sign.held if isinstance(sign, Sign) else _sorts(sign)
             if every:
                 waiting += [each for each in parts if self.sort(each) & LITERALS]
         return mask
+
+    def numpy(self, value: Any) -> NumpyType | None:
+        """Return the element type that a built dtype stands for."""
+        return value.judged.type if isinstance(value, Result) and value.built else None
+
+    def pairs(self, value: Any) -> list[tuple[Any, Any]] | None:
+        """Return the items of a dict, None if too many. Nothing may change it from now on."""
+        if not isinstance(value, Sign) or value.sort != DICT:
+            return None
+        if value.count > len(value.some) or value.count % 2:
+            return None
+        value.fixed = True
+        return list(zip(value.some[0::2], value.some[1::2], strict=True))
+
+    def count(self, value: Any) -> int | None:
+        """Return the length of a list."""
+        return value.count if isinstance(value, Sign) and value.sort == LIST else None
+
+    def is_bytes(self, value: Any) -> bool:
+        """Return whether it is a byte string, or the text that Python 2 had for one."""
+        return bool(self.sort(value) & (BYTES | TEXT))
+
+
+def _sorts(values: tuple[Any, ...]) -> int:
+    mask = 0
+    for value in values:
+        mask |= VIEW.sort(value)
+    return mask
 
 
 VIEW = SignView()  # for the sorts alone
@@ -175,19 +204,6 @@ def class_of(pid: Any) -> Global | None:
     return made if made is not None and pid[0] in ("module", made) else None
 
 
-def looks_like_a_file(head: bytes) -> bool:
-    """Return whether bytes that begin so may be a file that has pickles inside, or a pickle."""
-    return head.startswith(_HEADS) or looks_like_a_pickle(head)
-
-
-def looks_like_a_pickle(head: bytes) -> bool:
-    """Return whether bytes that begin so may be a pickle.
-
-    Those of protocol 0 and 1 have no signature.
-    """
-    return len(head) > 2 and head[0] in _OPCODES
-
-
 def brief(args: Any) -> str:
     """Return arguments, shortened.
 
@@ -199,7 +215,7 @@ def brief(args: Any) -> str:
 
 def _pieces(sign: Any, depth: int) -> list[str]:
     if isinstance(sign, (tuple, Sign)):
-        inside = sign[:SOME] if isinstance(sign, tuple) else sign.some
+        inside = (sign if isinstance(sign, tuple) else sign.some)[:SOME]
         left, right = (
             _BRACKETS.get(sign.kind, (f"<{sign.kind}", ">"))
             if isinstance(sign, Sign)

@@ -140,7 +140,7 @@ class Catalog(NamedTuple):
 
 
 _NO_CALLS = {"KEPT", "CLASSES", "LISTED", "FILLED", "ARGUMENTS"}  # in the names of variables
-_ABOUT_TRUST = ("ckptkit.trust", "ckptkit.allowlist")
+_ABOUT_TRUST = ("ckptkit.pickles.trust", "ckptkit.pickles.allowlist")
 
 
 def table_rows() -> tuple[set[Name], set[Name]]:
@@ -150,7 +150,7 @@ def table_rows() -> tuple[set[Name], set[Name]]:
     """
     found: set[Name] = set()
     calls: set[Name] = set()
-    for name in ("ckptkit.trust", "ckptkit.allowlist"):
+    for name in ("ckptkit.pickles.trust", "ckptkit.pickles.allowlist"):
         _module(name)
     for name in sorted(name for name in sys.modules if name.startswith(_ABOUT_TRUST)):
         for variable, value in vars(sys.modules[name]).items():
@@ -158,7 +158,7 @@ def table_rows() -> tuple[set[Name], set[Name]]:
                 rows = set(_harvest(value, 0))
                 found |= rows
                 calls |= set() if _NO_CALLS & set(variable.strip("_").split("_")) else rows
-    kept = vars(sys.modules["ckptkit.trust"])
+    kept = vars(sys.modules["ckptkit.pickles.trust"])
     found |= {("builtins", name) for name in kept.get("_KEPT", ())}
     for module in kept.get("_KEPT_MODULES", ()):
         names = vars(_module(module) or ModuleType(""))

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from tests.fuzz.composing import seeds
-from tests.fuzz.compositions import Node, call, changed, const, mapping, named, read, size, write
+from tests.fuzz.compositions import (
+    NONE,
+    Node,
+    call,
+    changed,
+    const,
+    mapping,
+    named,
+    read,
+    size,
+    write,
+)
 
 COMMAND = const("touch canary")
 FIRE = named("usercode", "fire")
@@ -99,11 +110,6 @@ BAD = {
     "write": call(named(SCRIPT, "__loader__.set_data"), const("canary"), const(b"x")),
     "evaluates": ("new", None, (named("sympy", "sin"), const("1+1"))),
 }  # fmt: skip
-GOOD = {
-    "pointers-that-are-none": objects(63, list_of(const(1))),
-    "namespace": duck(keys=const(1)),
-}
-# What scan did not report when this was written: as soon as it does, these go to BAD.
 USER = named("usercode", "Net")
 
 
@@ -113,14 +119,71 @@ def owned(**attributes: Node) -> Node:
     return changed(("new", None, (USER,)), "build", mapping(*pairs))
 
 
-OPEN = {
+def array(dtype: Node, shape: Node, *data: Node) -> Node:
+    """An array, with a state unless there is no data."""
+    rebuilt = named("numpy._core.multiarray", "_reconstruct")
+    made = call(rebuilt, named("numpy", "ndarray"), shape, const(b"b"))
+    state = tuple_of(const(1), tuple_of(const(1)), dtype, const(False), *data)
+    return changed(made, "build", state) if data else made
+
+
+def record(field: Node, flags: int) -> Node:
+    """The dtype of a record of eight bytes with one field."""
+    plain = call(named("numpy", "dtype"), const("V8"), const(False), const(True))
+    fields = mapping(const("a"), field)
+    numbers = map(const, (8, 1, flags))
+    parts = (const(3), const("|"), const(None), tuple_of(const("a")), fields, *numbers)
+    return changed(plain, "build", tuple_of(*parts))
+
+
+UTILS, NOTHING = "torch._utils", call(named("collections", "OrderedDict"))
+TEXT_TYPE = call(named("numpy", "dtype"), const("V8"), const(False), const(True))
+STORED = ("binpersid", None, (tuple_of(const("storage"), named("torch", "FloatStorage"),
+                                       const("0"), const("cpu"), const(0)),))  # fmt: skip
+PARAMETER = call(named(UTILS, "_rebuild_parameter_with_state"),
+                 call(named("torch", "Tensor")), const(False), NOTHING,
+                 mapping(const("to"), FIRE))  # fmt: skip
+FOUND = {
     "pointers": objects(0, const(b"A" * 8)),
+    "pointers-in-a-record": array(
+        record(tuple_of(call(named("numpy", "dtype"), const("O8")), const(0)), 0),
+        tuple_of(const(0)), const(b"A" * 8)),
+    "shape": array(NONE, tuple_of(const(2**63 - 1))),
     "owned-detach": call(named("torch.nn.parameter", "Parameter"), owned(detach=FIRE)),
-    "owned-to": call(named("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
+    "owned-to": call(named(UTILS, "_rebuild_device_tensor_from_cpu_tensor"),
                      owned(to=FIRE), named("torch", "float32"), const("cpu"), const(False)),
+    "dressed-to": call(named(UTILS, "_rebuild_device_tensor_from_cpu_tensor"),
+                       PARAMETER, named("torch", "float32"), const("cpu"), const(False)),
     "owned-keys": call(named("copyreg", "__newobj_ex__"), USER, tuple_of(), owned(keys=FIRE)),
     "forward-reference": call(named("operator", "getitem"), named("typing", "List"), const("1+1")),
+    "fraction": call(named("fractions", "Fraction"), const("1e999999999")),
+    "class-by-slot": changed(call(named("argparse", "Namespace")), "build", tuple_of(
+        const(None), mapping(const("__class__"), named("usercode", "Caller")))),
+    "mapping-items": call(
+        named(UTILS, "_rebuild_parameter_with_state"), call(named("torch", "Tensor")),
+        const(False), NOTHING, changed(changed(NOTHING, "setitem", const("a"), const(1)),
+                                       "build", mapping(const("items"), FIRE))),
 }  # fmt: skip
+# What is seen by nothing but scan: torch refuses the rest of the arguments, or reads what lies
+# behind.
+SILENT = {
+    "newobj-ex-keys": ("newex", None, (USER, tuple_of(), owned(keys=FIRE))),  # as Python's own pickle
+    "beyond-the-element": array(
+        record(tuple_of(call(named("numpy", "dtype"), const("i8")), const(1 << 20)), 16),
+        tuple_of(const(0)), const(b"A" * 8)),
+    "built-after-use": tuple_of(("put", None, (TEXT_TYPE,)), array(
+        TEXT_TYPE, tuple_of(const(0)), const(b"A" * 8))),
+    "sizes": call(named("numpy._core.multiarray", "scalar"), changed(
+        TEXT_TYPE, "build", tuple_of(*map(const, (3, "<", None, None, None, -1, 0)))), const(b"A" * 8)),
+    "quantizer": call(named(UTILS, "_rebuild_qtensor"), STORED, const(0), tuple_of(), tuple_of(),
+                      tuple_of(named("torch", "per_tensor_affine"), const(0.1),
+                               owned(__torch_function__=FIRE)), const(False), const(None)),
+}  # fmt: skip
+BAD |= FOUND
+GOOD = {
+    "pointers-that-are-none": objects(63, list_of(const(1))),
+    "namespace": duck(keys=const(1)),
+}
 OLD = pytest.mark.skipif(sys.version_info < (3, 11), reason="operator.call")
 
 
@@ -145,19 +208,13 @@ def tried(cases: dict[str, Node], folder: Path) -> dict[str, dict[str, Any]]:
 
 @OLD
 def test_sandbox_sees_what_bad_pickles_do_and_scan_reports_them(tmp_path: Path) -> None:
-    told = tried(BAD | GOOD | OPEN, tmp_path)
-    assert [name for name in BAD | OPEN if not told[name]["events"]] == []
-    assert [name for name in BAD if told[name]["clean"]] == []
+    told = tried(BAD | GOOD | SILENT, tmp_path)
+    assert [name for name in BAD if not told[name]["events"]] == []
+    assert [name for name in BAD | SILENT if told[name]["clean"]] == []
     assert [name for name in GOOD if told[name]["events"] or not told[name]["clean"]] == []
 
 
-@pytest.mark.xfail(strict=True, reason="findings of the hunt that scan does not report yet")
-def test_scan_reports_what_the_hunt_found(tmp_path: Path) -> None:
-    told = tried(OPEN, tmp_path)
-    assert [name for name in OPEN if told[name]["clean"]] == []
-
-
-@pytest.mark.xfail(strict=False, reason="the findings above: some seeds meet one of them")
+@OLD
 def test_a_thousand_compositions_are_what_scan_says() -> None:
     done = hunt("--count", "1000", "--seed", "1")
     assert done.returncode == 0, done.stdout[-8_000:] + done.stderr[-2_000:]

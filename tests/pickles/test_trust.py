@@ -119,6 +119,7 @@ SIZE = (2,)
 STORAGE = TypedStorage(Storage(Range(Memory(bytes(8)), 0, 8)), BY_NAME["float32"])
 TENSOR = Tensor(STORAGE.storage, BY_NAME["float32"], SIZE, (1,))
 DTYPE = call("numpy.dtype", "f8", False, True)
+DTYPE.steps = [("build", (3, "<", None, None, None, -1, -1, 0))]
 PLAIN_CALLS: dict[str, tuple[Node, ...]] = {
     "collections.OrderedDict": ([["a", TENSOR]],),
     "collections.Counter": ({"a": 1},),

@@ -7,10 +7,14 @@ whose state is plain or inert, or not known. The tracer asks for each opcode of 
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from typing import NamedTuple, Protocol
 
 from ckptkit.core.tree import Global, Node, Object
+from ckptkit.pickles.allowlist import numpy_types
 from ckptkit.pickles.allowlist import rows as table
 from ckptkit.pickles.allowlist.classes import CLASSES, FILLED, OPTIMIZERS
 from ckptkit.pickles.allowlist.names import (
@@ -28,6 +32,7 @@ from ckptkit.pickles.allowlist.names import (
     class_kind,
     top_of,
 )
+from ckptkit.pickles.allowlist.numpy_types import NumpyType, NumpyView
 from ckptkit.pickles.allowlist.rows import KINDS as WORDS
 from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY, Kind, Name, Row
 
@@ -35,7 +40,7 @@ _LATIN1 = ("latin1", "latin-1")
 _SIZED = ("bytearray", "bytes", "list", "tuple", "set", "frozenset", "deque", "Counter")
 
 
-class View(Protocol):
+class View(NumpyView, Protocol):
     """What a machine knows of its values."""
 
     def sort(self, value: Node) -> int:
@@ -46,10 +51,11 @@ class View(Protocol):
 
 
 class Judged(NamedTuple):
-    """A call: its kind, and the sort of what it makes."""
+    """A call or a step: its kind, the sort of what it makes, and the type where that is a dtype."""
 
     kind: str
     sort: int
+    type: NumpyType | None = None
 
 
 def judge_call(
@@ -63,35 +69,72 @@ def judge_call(
     if special is not None:
         return special(view, name, args)
     row = ROWS.get(name)
-    if row is None or (new and not row.new and not _is_storage(row)):
-        return _outside(view, made, args, new)
-    if _fills_memory(view, name, args) or (
-        row.gives == table.TENSOR and row.takes == ((),) and args
-    ):
+    if row is None or (new and not row.new):
+        return _outside(view, made, args, new, kwargs)
+    if _fills_memory(view, name, args) or (name in table.SIZED and args):
         return Judged(ALLOCATES, row.gives)
-    if not any(_takes(view, signature, args) for signature in row.takes) or not _is_empty(kwargs):
+    if not any(_takes(view, row, each, args) for each in row.takes) or not _is_empty(kwargs):
         return Judged(UNSURE, row.gives)
-    return Judged(ACCEPTED if name in WEIGHTS_ONLY else _class_argument(row, args), row.gives)
+    kind = ACCEPTED if name in WEIGHTS_ONLY else _class_argument(row, args)
+    return Judged(kind, row.gives, numpy_types.named(args[0]) if name == _DTYPE else None)
+
+
+_DTYPE: Name = ("numpy", "dtype")
+
+
+@lru_cache(maxsize=4096)
+def by_sorts(made: Global) -> bool:
+    """Return whether the sorts of the arguments, and of what they hold, decide how a call is
+    judged."""
+    row = ROWS.get((made.module, made.name))
+    if row is None or made.name in _SIZED or (made.module, made.name) in _SPECIAL:
+        return False
+    return all(
+        each in WORDS
+        for signature in row.takes
+        for word in signature
+        for each in _alternatives(word.lstrip("?*"))
+    )
 
 
 def _is_empty(kwargs: Node) -> bool:
     return kwargs is None or (isinstance(kwargs, dict) and not kwargs)
 
 
-def _is_storage(row: Row) -> bool:
-    return row.takes == ((),) and row.gives == table.TENSOR
+def _is_handed(view: View, value: Node) -> bool:
+    """Return whether nothing in a value answers in the file's words when somebody looks inside."""
+    sort = view.sort(value)
+    if sort & table.ASKED:
+        return False
+    return not sort & table.LITERALS or not view.inside(value, True) & table.ASKED
 
 
-def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool) -> Judged:
+def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs: Node) -> Judged:
     """Judge a call of what has no row: a class through ``__new__``, an enumeration, anything
     else."""
     if (made.module, made.name) in table.ENUMS and not new:
         plain = len(args) == 1 and view.sort(args[0]) & table.SCALARS
         return Judged(CLASS if plain else UNSURE, table.INERT)
     kind = class_kind(made) if new else _function_kind(made)
-    if kind == CLASS and any(view.sort(each) == table.UNKNOWN_SORT for each in args):
-        kind = UNSURE
+    if kind == CLASS:
+        listed = (made.module, made.name) in CLASSES
+        known = all(map(partial(_is_handed if listed else _is_value, view), args))
+        kind = CLASS if known and _are_keywords(view, kwargs) else UNSURE
     return Judged(kind, table.OBJECT)
+
+
+def _is_value(view: View, value: Node) -> bool:
+    return view.sort(value) != table.UNKNOWN_SORT
+
+
+def _are_keywords(view: View, kwargs: Node) -> bool:
+    """Return whether it is a dict of texts: anything else would be asked for its keys."""
+    if kwargs is None:
+        return True
+    pairs = view.pairs(kwargs) if view.sort(kwargs) == table.DICT else None
+    return pairs is not None and all(
+        isinstance(key, str) and _is_value(view, value) for key, value in pairs
+    )
 
 
 def _function_kind(made: Global) -> str:
@@ -106,22 +149,46 @@ def _class_argument(row: Row, args: tuple[Node, ...]) -> str:
     return HARMLESS if (args[0].module, args[0].name) in ROWS else CLASS
 
 
-def _takes(view: View, signature: tuple[str, ...], args: tuple[Node, ...]) -> bool:
+class _Signature(NamedTuple):
+    needed: int
+    words: tuple[str, ...]
+    rest: str | None
+
+
+@cache
+def _signature(words: tuple[str, ...]) -> _Signature:
+    """Return the words of a row, without their marks."""
+    rest = words[-1][1:] if words and words[-1].startswith("*") else None
+    fixed = words if rest is None else words[:-1]
+    needed = sum(not word.startswith("?") for word in fixed)
+    return _Signature(needed, tuple(word.lstrip("?") for word in fixed), rest)
+
+
+def _takes(view: View, row: Row, signature: tuple[str, ...], args: tuple[Node, ...]) -> bool:
     """Return whether arguments are what the words of a signature stand for."""
-    words = list(signature)
-    rest = words.pop()[1:] if words and words[-1].startswith("*") else None
-    needed = sum(not word.startswith("?") for word in words)
+    needed, words, rest = _signature(signature)
     if len(args) < needed or (len(args) > len(words) and rest is None):
         return False
-    words += [rest or ""] * (len(args) - len(words))
-    return all(
-        fits_word(view, word.lstrip("?"), arg) for word, arg in zip(words, args, strict=False)
-    )
+    words += (rest or "",) * (len(args) - len(words))
+    for word, arg in zip(words, args, strict=False):
+        if not fits_word(view, word, arg):
+            return False
+        if not row.keeps and word not in _STATES and not _is_handed(view, arg):
+            return False
+    return True
+
+
+_STATES = ("attributes", "fields")  # what they hold is only kept
+
+
+@cache
+def _alternatives(words: str) -> tuple[str, ...]:
+    return tuple(words.split("/"))
 
 
 def fits_word(view: View, words: str, value: Node) -> bool:
     """Return whether a value is one of those that words of the allowlist stand for."""
-    return any(_is_one(view, word, value) for word in words.split("/"))
+    return any(_is_one(view, word, value) for word in _alternatives(words))
 
 
 def _is_one(view: View, word: str, value: Node) -> bool:
@@ -146,12 +213,91 @@ def _is_factory(view: View, value: Node) -> bool:
     return value is None or bool(view.sort(value) & (table.NAME | table.BAG))
 
 
+def _keys(view: View, state: Node) -> list[str] | None:
+    """Return the names of the attributes that a state sets, None if these are not known."""
+    if state is None:
+        return []
+    if isinstance(state, tuple):
+        parts = [_keys(view, each) for each in state if not isinstance(each, tuple)]
+        return None if len(state) != 2 or len(parts) != 2 else _joined(parts)
+    pairs = view.pairs(state) if view.sort(state) == table.DICT else None
+    if pairs is None or not all(isinstance(key, str) for key, _ in pairs):
+        return None
+    return [key for key, _ in pairs]
+
+
+def _joined(parts: list[list[str] | None]) -> list[str] | None:
+    return None if None in parts else [key for part in parts for key in part or ()]
+
+
+def _is_fields(view: View, state: Node) -> bool:
+    """Return whether it sets attributes of ordinary names, as a literal."""
+    keys = _keys(view, state)
+    return keys is not None and not any(map(_is_special, keys))
+
+
+def _is_attributes(view: View, state: Node) -> bool:
+    """Return whether it sets attributes of a tensor that its rebuilding does not call."""
+    keys = _keys(view, state) if view.sort(state) != table.MAPPING else []
+    return keys is not None and not any(_is_special(key) or key in _CALLED for key in keys)
+
+
+def _is_mapping_fields(view: View, state: Node) -> bool:
+    keys = _keys(view, state)
+    return keys is not None and not any(
+        _is_special(key) or hasattr(OrderedDict, key) for key in keys
+    )
+
+
+def _is_special(key: str) -> bool:
+    return key.startswith("__") and key.endswith("__")
+
+
+_CALLED = ("as_subclass", "clone", "data", "detach", "requires_grad_", "to")  # of a tensor
+
+
+def _is_partial_state(view: View, state: Node) -> bool:
+    """Return whether it is (function, arguments, keywords, attributes) as partial writes it."""
+    if not isinstance(state, tuple) or len(state) != 4 or not isinstance(state[1], tuple):
+        return False
+    named = view.sort(state[0]) & (table.NAME | table.BAG)
+    return bool(named) and all(view.sort(each) & (table.NONE | table.DICT) for each in state[2:])
+
+
+def _is_quantizer(view: View, value: Node) -> bool:
+    """Return whether it is (scheme, number or tensor...) of a quantized tensor."""
+    known = isinstance(value, tuple) and value and isinstance(value[0], Global)
+    numbers = table.FLOAT | table.INT | table.TENSOR
+    return bool(known) and all(view.sort(each) & numbers for each in value[1:])
+
+
+_DECIMAL = re.compile(
+    r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
+)
+_FRACTION = re.compile(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?")
+
+
+def _is_text(pattern: re.Pattern[str]) -> Callable[[View, Node], bool]:
+    return lambda view, value: isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
 _PREDICATES: dict[str, Callable[[View, Node], bool]] = {
+    "attributes": _is_attributes,
+    "byte": lambda view, value: value in ("b", b"b") if isinstance(value, (str, bytes)) else False,
     "class": lambda view, value: isinstance(value, Global) and _is_tensor_class(value),
+    "decimal": _is_text(_DECIMAL),
+    "empty": lambda view, value: isinstance(value, tuple) and [type(each) for each in value] == [int]
+    and value == (0,),
     "factory": _is_factory,
+    "fields": _is_fields,
+    "fraction": _is_text(_FRACTION),
     "latin1": lambda view, value: isinstance(value, str) and value in _LATIN1,
+    "mapping_fields": _is_mapping_fields,
     "optional_int": lambda view, value: bool(view.sort(value) & (table.NONE | table.INT)),
-}
+    "partial_state": _is_partial_state,
+    "quantizer": _is_quantizer,
+    "type_text": lambda view, value: numpy_types.named(value) is not None,
+}  # fmt: skip
 
 
 def _is_tensor_class(value: Global) -> bool:
@@ -175,13 +321,14 @@ def _from_type(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
     if not made or not 3 <= len(args) <= 4 or not isinstance(args[2], tuple):
         return Judged(HARMFUL, table.UNKNOWN_SORT)
     inner = judge_call(view, called, args[2])
-    known = isinstance(args[1], Global) and _is_tensor_class(args[1]) and inner.sort == table.TENSOR
-    known = known and fits_word(view, "fields", args[3] if len(args) > 3 else None)
+    known = isinstance(args[1], Global) and _is_tensor_class(args[1])
+    known = known and bool(inner.sort & (table.TENSOR | table.DRESSED))
+    known = known and fits_word(view, "attributes", args[3] if len(args) > 3 else None)
     own = ACCEPTED if name in WEIGHTS_ONLY else HARMLESS
     kinds = [own, inner.kind, CLASS if known and (args[1].module, args[1].name) in CLASSES else own]
     if not known:
         kinds.append(UNSURE)
-    return Judged(max(kinds, key=LEVELS.index), table.TENSOR)
+    return Judged(max(kinds, key=LEVELS.index), table.DRESSED)
 
 
 def _new_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
@@ -199,7 +346,10 @@ def _reconstruct(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
     if len(args) != 3 or not _is_plain_base(args[1]):
         return Judged(HARMFUL, table.UNKNOWN_SORT)
     judged = judge_call(view, args[0], (), new=True)
-    return judged if fits_word(view, "scalar/literal", args[2]) else Judged(UNSURE, judged.sort)
+    known = fits_word(view, "scalar/literal", args[2])
+    if args[1].name not in ("list", "tuple"):  # which only keep what they are given
+        known = known and _is_handed(view, args[2])
+    return judged if known else Judged(UNSURE, judged.sort)
 
 
 def _is_plain_base(base: Node) -> bool:
@@ -239,19 +389,57 @@ _SPECIAL: dict[Name, _Special] = {
 # Steps after a call
 
 
-def judge_step(view: View, made: Node, step: str, value: Node, sort: int) -> str:
-    """Judge what follows a call of `made` that gave a value of this sort: build, append, set or
-    add."""
-    if not isinstance(made, Global) or sort == table.UNKNOWN_SORT:
-        return UNSURE
+def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -> Judged:
+    """Judge what follows a call of `made`, judged before: build, append, set or add."""
+    if not isinstance(made, Global) or before.sort == table.UNKNOWN_SORT:
+        return before._replace(kind=UNSURE)
     row = ROWS.get((made.module, made.name))
-    if row is None and sort == table.OBJECT:
-        return _object_step(view, made, step, value)
     if row is None:
-        return _special_step(view, made, step, value)
-    if step == "build":
-        return ACCEPTED if row.state and fits_word(view, row.state, value) else UNSURE
-    return ACCEPTED if step in row.fill else UNSURE
+        outside = _object_step if before.sort == table.OBJECT else _special_step
+        return before._replace(kind=outside(view, made, step, value))
+    if step != "build":
+        return before._replace(kind=ACCEPTED if step in row.fill else UNSURE)
+    return _built(view, row, value, before)
+
+
+def _built(view: View, row: Row, state: Node, before: Judged) -> Judged:
+    """Judge the state of what a row has made."""
+    if row.state == "dtype_state":
+        type_ = numpy_types.built(view, before.type, state)
+        if type_ is None or not _is_handed(view, state):
+            return before._replace(kind=UNSURE)
+        return Judged(ACCEPTED, table.INERT if type_.objects else table.NUMPY_DTYPE, type_)
+    if row.state in ("array_state", "masked_state"):
+        return (
+            before._replace(kind=UNSURE, sort=table.BAG)
+            if ((sort := _array_sort(view, row.state, state)) is None)
+            else Judged(ACCEPTED, sort)
+        )
+    known = bool(row.state) and fits_word(view, row.state, state)
+    if row.gives != table.BAG and row.state not in _KEPT:
+        known = known and _is_handed(view, state)
+    dressed = row.gives == table.TENSOR and row.state == "attributes" and state is not None
+    return before._replace(
+        kind=ACCEPTED if known else UNSURE, sort=table.DRESSED if dressed else before.sort
+    )
+
+
+_KEPT = (*_STATES, "mapping_fields")
+
+
+def _array_sort(view: View, word: str, state: Node) -> int | None:
+    """Return the sort of an array with this state; None if numpy would not write it."""
+    masked = word == "masked_state"
+    if masked and not (isinstance(state, tuple) and len(state) == 7 and _is_mask(view, state)):
+        return None
+    type_ = numpy_types.array(view, state[:5] if masked else state)
+    if type_ is None or (masked and type_.objects):
+        return None
+    return table.BAG if type_.objects else table.ARRAY
+
+
+def _is_mask(view: View, state: tuple[Node, ...]) -> bool:
+    return view.is_bytes(state[5]) and bool(view.sort(state[6]) & (table.SCALARS | table.ARRAY))
 
 
 def _object_step(view: View, made: Global, step: str, value: Node) -> str:
@@ -268,7 +456,7 @@ def _special_step(view: View, made: Global, step: str, value: Node) -> str:
     """Judge a step of what one of the special calls made: a tensor that gets attributes, an
     object."""
     if (made.module, made.name) in table.FROM_TYPE and step == "build":
-        return CLASS if fits_word(view, "fields", value) else UNSURE
+        return CLASS if fits_word(view, "attributes", value) else UNSURE
     return UNSURE
 
 

@@ -1,11 +1,12 @@
 """Which classes a checkpoint may hold as objects or by name, and which functions by name. Data
 only.
 
-An object of these classes is made through ``__new__`` and given its state. What their own
-``__setstate__``, ``__setattr__`` and ``__hash__`` do with plain values, tensors and objects of this
-list was read in torch 2.13 and in the releases of the other packages of 2026: they set attributes.
-Left out for what they do: datapipes and their wrappers (unpickle, iterate), DistributedDataParallel
-(talks to the process group), graph modules (compile), iterators of loaders.
+An object of these classes is made through ``__new__`` and given its state; then code of its package
+runs (``__setstate__``, ``__setattr__``, ``__hash__``), which nothing here reads. Most of it was
+looked at in torch 2.13 and in releases of 2026, and sets attributes; not every class, and no other
+release. The hunt (``tests/fuzz/soundness.py``) makes objects of those that are installed. Left out
+for what they do: datapipes and their wrappers (unpickle, iterate), DistributedDataParallel (talks
+to the process group), graph modules (compile), iterators of loaders.
 """
 
 from __future__ import annotations
@@ -295,6 +296,7 @@ _LISTED = {
     "torch.masked.maskedtensor.core": "MaskedTensor",
     "torch.nested._internal.nested_tensor": "NestedTensor",
     "torch._dynamo.decorators": "_DimRange",
+    "torch.testing._internal.two_tensor": "TwoTensor",
     "torchao.dtypes.affine_quantized_tensor": "AffineQuantizedTensor",
     "torchao.dtypes.floatx.float8_layout": "Float8AQTTensorImpl Float8Layout",
     "torchao.dtypes.nf4tensor": "NF4Tensor",

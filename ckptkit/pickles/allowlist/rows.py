@@ -27,12 +27,16 @@ BAG = (
     1 << 19
 )  # made by a row, and has attributes or calls of the file's choosing: SimpleNamespace, partial
 OBJECT = 1 << 20  # of a class outside the table
-UNKNOWN_SORT = 1 << 21
+DRESSED = 1 << 21  # a tensor that has attributes of the file's choosing
+UNKNOWN_SORT = 1 << 22
 
 SCALARS = NONE | FLAG | INT | FLOAT | TEXT | BYTES
 LITERALS = LIST | TUPLE | DICT | SET
-INERTS = STORAGE | TENSOR | ARRAY | NUMPY_DTYPE | SIZE | MAPPING | TIME | INERT
+INERTS = STORAGE | TENSOR | DRESSED | ARRAY | NUMPY_DTYPE | SIZE | MAPPING | TIME | INERT
 VALUES = UNKNOWN_SORT - 1  # all but what is not known
+ASKED = (
+    BAG | OBJECT | UNKNOWN_SORT
+)  # may answer in the file's words: nothing that looks inside takes them
 
 
 class Kind(NamedTuple):
@@ -48,27 +52,26 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "any": (Kind(VALUES),),
     "array": (Kind(ARRAY),),
     "bag": (Kind(BAG),),
+    "bare": (Kind(TENSOR),),
     "bytes": (Kind(BYTES),),
     "dict": (Kind(DICT),),
-    "fields": (
-        Kind(NONE | DICT),
-        Kind(MAPPING),
-        Kind(TUPLE, NONE | DICT),
-    ),  # what BUILD sets as attributes
     "flag": (Kind(FLAG | INT),),
     "float": (Kind(FLOAT | INT),),
-    "generator": (Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY | INERT, every=True),),
+    "generator": (
+        Kind(INERT),
+        Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY | INERT, every=True),
+    ),
     "hooks": (Kind(NONE | DICT | MAPPING),),
     "inert": (Kind(INERT),),
     "int": (Kind(INT),),
     "list": (Kind(LIST),),
     "literal": (Kind(LITERALS),),
     "name": (Kind(NAME),),
+    "kinds": (Kind(NAME | INERT | NONE), Kind(TUPLE | LIST, NAME | INERT | NONE | TUPLE | LIST)),
     "names": (Kind(TUPLE, NAME | INERT),),
     "none": (Kind(NONE),),
     "npdtype": (Kind(NUMPY_DTYPE),),
-    "npstate": (Kind(TUPLE, SCALARS | TUPLE | DICT | NUMPY_DTYPE),),
-    "optimizer": (Kind(DICT, SCALARS | LITERALS | TENSOR | INERT, every=True),),
+    "optimizer": (Kind(DICT, SCALARS | LITERALS | TENSOR | DRESSED | INERT, every=True),),
     "pairs": (Kind(DICT), Kind(LIST | TUPLE, LIST | TUPLE)),
     "plain": (Kind(SCALARS | LITERALS, SCALARS | LITERALS | ARRAY, every=True),),
     "scalar": (Kind(SCALARS),),
@@ -77,9 +80,13 @@ KINDS: dict[str, tuple[Kind, ...]] = {
         Kind(SCALARS | LITERALS | INERTS),
     ),  # of a class outside the table: anything but another object
     "storage": (Kind(STORAGE),),
-    "tensor": (Kind(TENSOR | OBJECT),),
+    "tensor": (Kind(TENSOR | DRESSED),),
+    "tensor_state": (
+        Kind(TUPLE, SCALARS | TUPLE | LIST | SIZE | STORAGE | TENSOR | DICT | MAPPING),
+    ),
     "tensors": (Kind(TUPLE, TENSOR | SIZE | TUPLE | FLAG | INT | NONE),),
     "text": (Kind(TEXT),),
+    "texts": (Kind(SCALARS), Kind(TUPLE, SCALARS)),
     "time": (Kind(SCALARS | TIME),),
     "tuple": (Kind(TUPLE),),
 }
@@ -90,7 +97,8 @@ class Row(NamedTuple):
 
     ``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result.
     ``new``: it may be made through ``__new__`` too. ``state`` is the word for what BUILD may set,
-    "" for nothing; ``fill`` are the other steps that may follow: append, set, add.
+    "" for nothing; ``fill`` are the other steps that may follow: append, set, add. ``keeps``: what
+    its arguments hold is only kept; all others take nothing of the sorts ASKED, at no depth.
     """
 
     takes: tuple[tuple[str, ...], ...]
@@ -98,9 +106,11 @@ class Row(NamedTuple):
     state: str
     fill: tuple[str, ...]
     new: bool
+    keeps: bool
 
 
 ROWS: dict[Name, Row] = {}
+SIZED: set[Name] = set()  # classes whose arguments are the size of what they allocate
 
 
 def _row(
@@ -112,10 +122,11 @@ def _row(
     state: str = "",
     fill: str = "",
     new: bool = False,
+    keeps: bool = False,
 ) -> None:
     signatures = tuple(tuple(each.split()) for each in takes.split("|"))
     for name in names.split():
-        ROWS[module, name] = Row(signatures, gives, state, tuple(fill.split()), new)
+        ROWS[module, name] = Row(signatures, gives, state, tuple(fill.split()), new, keeps)
 
 
 def _names(listed: dict[str, str]) -> frozenset[Name]:
@@ -162,11 +173,11 @@ WEIGHTS_ONLY = _names({
 _row("_codecs", "encode", "text latin1", BYTES)
 _row("builtins", "bytes bytearray", "|bytes|text latin1", BYTES)
 _row("builtins", "complex", "float float", FLOAT)
-_row("builtins", "set", "|literal", SET, fill="add")
-_row("builtins", "frozenset", "|literal", SET)
-_row("builtins", "tuple", "|literal", TUPLE)
-_row("builtins", "list", "|literal", LIST, fill="append")
-_row("builtins", "dict", "|pairs", DICT, fill="set")
+_row("builtins", "set", "|literal", SET, fill="add", keeps=True)
+_row("builtins", "frozenset", "|literal", SET, keeps=True)
+_row("builtins", "tuple", "|literal", TUPLE, keeps=True)
+_row("builtins", "list", "|literal", LIST, fill="append", keeps=True)
+_row("builtins", "dict", "|pairs", DICT, fill="set", keeps=True)
 _row("builtins", "slice", "scalar ?scalar ?scalar")
 _row("builtins", "range", "int ?int ?int")
 _row("builtins", "object", "")
@@ -175,16 +186,18 @@ _row("builtins", "ArithmeticError AttributeError Exception IndexError KeyError R
      "ValueError", "*scalar", BAG, state="dict")  # fmt: skip
 _row("argparse", "Namespace", "", BAG, state="fields", new=True)
 _row("types", "SimpleNamespace", "", BAG, state="fields", new=True)
-_row("collections", "OrderedDict", "|pairs", MAPPING, state="fields", fill="set")
-_row("collections", "Counter", "|dict|literal", MAPPING, fill="set")
-_row("collections", "defaultdict", "?factory ?pairs", INERT, fill="set")
-_row("collections", "deque", "?literal ?optional_int", fill="append")
+_row(
+    "collections", "OrderedDict", "|pairs", MAPPING, state="mapping_fields", fill="set", keeps=True
+)
+_row("collections", "Counter", "|dict|literal", MAPPING, fill="set", keeps=True)
+_row("collections", "defaultdict", "?factory ?pairs", INERT, fill="set", keeps=True)
+_row("collections", "deque", "?literal ?optional_int", fill="append", keeps=True)
 _row("collections", "ChainMap", "", BAG, state="fields", new=True)
 _row("datetime", "date datetime time timedelta timezone", "*time", TIME)
 _row("zoneinfo", "ZoneInfo._unpickle", "text flag", TIME)
-_row("decimal", "Decimal", "?scalar")
-_row("fractions", "Fraction", "text|int ?int")
-_row("functools", "partial", "name *any", BAG, state="tuple")
+_row("decimal", "Decimal", "decimal")
+_row("fractions", "Fraction", "fraction|int ?int")
+_row("functools", "partial", "name *any", BAG, state="partial_state", keeps=True)
 _row("itertools", "count", "?int ?int")
 _row("random", "Random", "?scalar", state="plain")
 _row("re", "_compile", "text int|bytes int")
@@ -193,23 +206,23 @@ _row("uuid", "SafeUUID", "int")
 for _module in ("pathlib", "pathlib._local"):
     _row(_module, "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath", "*text")
 for _module in ("operator", "_operator"):
-    _row(_module, "getitem", "generic any")
+    _row(_module, "getitem", "generic kinds|literal_type texts")
 _row("functools", "reduce", "or names")  # int | None
 
 # numpy and pandas
 
 for _module in ("numpy.core", "numpy._core"):
-    _row(f"{_module}.multiarray", "_reconstruct", "ndarray shape text/bytes", ARRAY, state="tuple")
-    _row(f"{_module}.multiarray", "scalar", "npdtype bytes/text/array")
+    _row(f"{_module}.multiarray", "_reconstruct", "ndarray empty byte", ARRAY, state="array_state")
+    _row(f"{_module}.multiarray", "scalar", "npdtype bytes/text")
     _row(f"{_module}.numeric", "_frombuffer", "bytes npdtype shape text ?tuple/none", ARRAY)
-_row("numpy", "dtype", "text ?flag ?flag", NUMPY_DTYPE, state="npstate")
-_row("numpy.ma.core", "_mareconstruct", "masked ndarray shape text/bytes", ARRAY, state="tuple")
+_row("numpy", "dtype", "type_text ?flag ?flag", state="dtype_state")
+_row("numpy.ma.core", "_mareconstruct", "masked ndarray empty byte", ARRAY, state="masked_state")
 _row("numpy.random._pickle", "__bit_generator_ctor", "?text/bit_generator", state="generator")
 _row(
     "numpy.random._pickle",
     "__generator_ctor __randomstate_ctor",
     "?text/inert ?bit_generator_ctor",
-    state="any",
+    state="generator",
 )
 _row("numpy.random", "__RandomState_ctor", "?text/inert ?bit_generator_ctor", state="generator")
 _row(
@@ -231,7 +244,7 @@ for _module, _kind in (("pandas", "Period"), ("pandas._libs.tslibs.period", "Per
     _row(_module, _kind, "none inert int")
 for _module, _kind in (("pandas", "Interval"), ("pandas._libs.interval", "Interval")):
     _row(_module, _kind, "time time text")
-_row("tensordict._reductions", "_make_td", "tensordict dict", OBJECT)
+_row("tensordict._reductions", "_make_td", "tensordict dict", OBJECT, keeps=True)
 
 # torch
 
@@ -239,7 +252,12 @@ for _module, _kinds in (("torch", f"{_STORAGES} {_TENSOR_CLASSES} Tensor"),
                         ("torch.cuda", f"{_CUDA_STORAGES} {_TENSOR_CLASSES}"),
                         ("torch.sparse", _SPARSE_CLASSES), ("torch.cuda.sparse", _SPARSE_CLASSES),
                         ("torch.storage", "TypedStorage UntypedStorage")):  # fmt: skip
-    _row(_module, _kinds, "", TENSOR, state="tuple")
+    for _kind in _kinds.split():
+        if _kind.endswith("Storage"):
+            _row(_module, _kind, "", INERT, new=True)
+        else:
+            _row(_module, _kind, "", TENSOR, state="tensor_state", new=True)
+    SIZED.update((_module, _kind) for _kind in _kinds.split())
 _row("torch", "Size", "|shape", SIZE)
 _row("torch", "device", "text ?int")
 _row("torch.serialization", "_get_layout", "text")
@@ -251,11 +269,11 @@ _row(
     "storage int shape shape flag hooks name ?dict/none",
     TENSOR,
 )
-_row("torch._utils", "_rebuild_parameter", "tensor flag hooks", TENSOR, state="fields")
-_row("torch._utils", "_rebuild_parameter_with_state", "tensor flag hooks fields", TENSOR)
-_row("torch._utils", "_rebuild_qtensor", "storage int shape shape tuple flag hooks", TENSOR)
+_row("torch._utils", "_rebuild_parameter", "tensor flag hooks", TENSOR, state="attributes")
+_row("torch._utils", "_rebuild_parameter_with_state", "tensor flag hooks attributes", TENSOR)
+_row("torch._utils", "_rebuild_qtensor", "storage int shape shape quantizer flag hooks", TENSOR)
 _row("torch._utils", "_rebuild_sparse_tensor _rebuild_sparse_csr_tensor", "inert tensors", TENSOR)
-_row("torch._utils", "_rebuild_nested_tensor", "*tensor", TENSOR)
+_row("torch._utils", "_rebuild_nested_tensor", "*bare", TENSOR)
 _row("torch._utils", "_rebuild_meta_tensor_no_storage", "name shape shape flag", TENSOR)
 _row("torch._utils", "_rebuild_wrapper_subclass",
      "class name shape shape/none int/none inert inert/text flag", TENSOR)  # fmt: skip
@@ -265,14 +283,12 @@ _row(
     "array name text/inert flag",
     TENSOR,
 )
-_row(
-    "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "tensor name text/inert flag", TENSOR
-)
+_row("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "bare name text/inert flag", TENSOR)
 _row("torch.nested._internal.nested_tensor", "_rebuild_njt", "dict", TENSOR)
 _row("torch.nn.parameter", "Parameter Buffer", "?tensor ?flag ?none",
-     TENSOR, state="tuple", new=True)  # fmt: skip
+     TENSOR, state="tensor_state", new=True)  # fmt: skip
 _row("torch.nn.parameter", "UninitializedParameter UninitializedBuffer", "flag", TENSOR)
-_row("torch.autograd.variable", "Variable", "?tensor", TENSOR, state="tuple", new=True)
+_row("torch.autograd.variable", "Variable", "?tensor", TENSOR, state="tensor_state", new=True)
 _row("torch.nn.backends.thnn", "_get_thnn_function_backend", "")
 _row("torch.torch_version", "TorchVersion", "text", BAG, state="fields", new=True)
 _row(
@@ -315,11 +331,12 @@ ARGUMENTS: dict[str, frozenset[Name]] = {
     }),
     "bit_generator_ctor": _names({"numpy.random._pickle": "__bit_generator_ctor"}),
     "or": _names({"operator": "or_", "_operator": "or_"}),
+    "literal_type": _names({"typing": "Literal"}),
     "seed_sequence": _names({"numpy.random.bit_generator": "SeedSequence"}),
     "tensordict": _names({"tensordict._td": "TensorDict", "tensordict.tensordict": "TensorDict"}),
     "generic": _names({
         "builtins": "dict frozenset list set tuple type",
-        "typing": "Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Literal Mapping Optional "
+        "typing": "Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Mapping Optional "
         "OrderedDict Sequence Set Tuple Type Union",
     }),
 }  # fmt: skip
