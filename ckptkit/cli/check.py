@@ -19,7 +19,8 @@ FINDINGS = 1
 @click.argument("file", metavar="FILE")
 @click.option(
     "--expect", "lines", metavar="'NAME CONDITION'", multiple=True,
-    help="Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME (repeatable).",
+    help="Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME "
+    "(repeatable).",
 )  # fmt: skip
 @click.option("--like", metavar="OTHER", help="Expect the names and shapes of OTHER.")
 @click.option(

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     "rules",
     metavar="'LEFT -> RIGHT'",
     multiple=True,
-    help="Make tensors of tensors; what no rule takes is kept (repeatable; see `ckptkit help rules`).",
+    help="Make tensors of tensors; what no rule takes is kept (repeatable; see `ckptkit help "
+    "rules`).",
 )
 @rule_options.with_sizes
 @options.mapping
@@ -73,9 +74,8 @@ def command(
     Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
     format; `ckptkit formats` lists them.
 
-    The suffix of DST or --format says which; see `ckptkit formats`. Transforms apply in this order, whatever the
-    order of the options: dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to
-    and device-map, compact.
+    Transforms apply in this order, whatever the order of the options: dequantize, keep and drop
+    (by names in SRC), strip, add, map and sub, rule, cast, quantize, to and device-map, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
@@ -121,7 +121,7 @@ def _steps(
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the requested transforms, in the documented order."""
     from ckptkit.transforms import devices as places
-    from ckptkit.transforms import elements, keys
+    from ckptkit.transforms import elements
 
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device-map A=B")
@@ -129,14 +129,7 @@ def _steps(
         from ckptkit.transforms import quantized
 
         yield lambda ck: quantized.dequantize(ck, dequantize or None)
-    if keep or drop:
-        yield lambda ck: keys.select(ck, keep, drop)
-    if strip:
-        yield lambda ck: keys.strip_prefix(ck, *strip)
-    if add is not None:
-        yield lambda ck: keys.add_prefix(ck, add)
-    if mapping or substitutions:
-        yield lambda ck: keys.rename(ck, mapping, substitutions)
+    yield from _names(keep, drop, strip, add, mapping, substitutions)
     if rules is not None:
         yield rules
     if cast:
@@ -149,3 +142,24 @@ def _steps(
         yield lambda ck: places.remap(ck, device or devices)
     if compact:
         yield elements.compact
+
+
+def _names(
+    keep: tuple[str, ...],
+    drop: tuple[str, ...],
+    strip: tuple[str, ...],
+    add: str | None,
+    mapping: dict[str, str],
+    substitutions: list[tuple[str, str]],
+) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+    """Yield the requested transforms of names."""
+    from ckptkit.transforms import keys
+
+    if keep or drop:
+        yield lambda ck: keys.select(ck, keep, drop)
+    if strip:
+        yield lambda ck: keys.strip_prefix(ck, *strip)
+    if add is not None:
+        yield lambda ck: keys.add_prefix(ck, add)
+    if mapping or substitutions:
+        yield lambda ck: keys.rename(ck, mapping, substitutions)

@@ -342,7 +342,8 @@ _EDIT = (
     click.option(
         "--like",
         metavar="OTHER",
-        help="Write only what has the names and shapes of OTHER: a checkpoint, its index, or package.module:Class.",
+        help="Write only what has the names and shapes of OTHER: a checkpoint, its index, or "
+        "package.module:Class.",
     ),
     click.option(
         "--all",
@@ -362,12 +363,13 @@ dequantize = click.option(
     metavar="[DTYPE]",
     is_flag=False,
     flag_value="",
-    help="Make floats of quantized weights: bfloat16, float16 or float32, by default that of the model.",
+    help="Make floats of quantized weights: bfloat16, float16 or float32, by default that of "
+    "the model.",
 )
 
 
-_OUTPUT = "force format objects ties shard_size ranks part_only like everything allow_expand in_place into"
-_RUNNING = "dry_run as_json quiet verify durable workers scheduler"
+_OUTPUT = "force format objects ties shard_size ranks part_only like everything"
+_OUTPUT += " allow_expand in_place into"_RUNNING = "dry_run as_json quiet verify durable workers scheduler"
 _SECTIONS = {
     **dict.fromkeys(_OUTPUT.split(), "Output"),
     **dict.fromkeys(_RUNNING.split(), "How it runs"),

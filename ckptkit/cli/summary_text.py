@@ -34,7 +34,8 @@ def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterat
         total = sum(row.name is not None for row in rows)
         said = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         yield escape(
-            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({said}); --stored shows their parts"
+            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({said}); --stored shows "
+            "their parts"
         )
     shared = _shared(rows)
     weights = [row for row in rows if row.name is not None]

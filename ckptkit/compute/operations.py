@@ -19,17 +19,26 @@ chunks    itemsize, shape, boxes          row-major elements of an array: each i
                                           in exactly one box; itemsize as for gather
 conj      dtype                           complex elements with the imaginary part negated
 neg       dtype                           elements negated
-cast      source, target                  elements of dtype `source` converted to dtype `target`, as torch does it:
-                                          by `floats` from one floating-point type to another, else by torch
-dequant   dtype, scale, zero_point        quantised elements of `dtype` as float32, as torch does it
-          dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and a zero point for each
-                                          channel, in dtypes `scales` and `zeros`; a channel is `inner` elements
-mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its own dtype
+cast      source, target                  elements of dtype `source` converted to dtype `target`,
+                                          as torch does it: by `floats` from one floating-point
+                                          type to another, else by torch
+dequant   dtype, scale, zero_point        quantized elements of `dtype` as float32, as torch does it
+          dtype, scales, zeros, inner     with three inputs: the second and third hold a scale and
+                                          a zero point for each channel, in dtypes `scales` and
+                                          `zeros`; a channel is `inner` elements
+mean      target, (dtype, weight)...      weighted mean of the elements of all inputs, each of its
+                                          own dtype
 sum       target, (dtype, weight)...      weighted sum of them
-========  ==============================  ============================================================
+blocks    a `Blocks`                      elements of a quantized weight, whose codes, scales and
+                                          zero points are the inputs
+                                          (:mod:`ckptkit.compute.dequantizing`)
+quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix of floating-point
+          columns                         elements (:mod:`ckptkit.compute.quantizing`)
+========  ==============================  ========================================================
+
 dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
-``concat``, ``chunks``, ``dequant``, ``mean`` and ``blocks`` has one input, and is a pure function
-of its inputs, its parameters and the range of the output that is asked for.
+``concat``, ``chunks``, ``dequant``, ``mean``, ``sum`` and ``blocks`` has one input, and is a pure
+function of its inputs, its parameters and the range of the output that is asked for.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
 _CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
 # Arguments that count parallel ranks, and what those are called.
 _SIZES = {
-    "tensor_model_parallel_size": "TP", "model_parallel_size": "TP", "pipeline_model_parallel_size": "PP",
+    "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
     "pipe_parallel_size": "PP", "expert_model_parallel_size": "EP",
 }  # fmt: skip
 
@@ -139,7 +140,10 @@ def _rows(cut: list[tuple[Path, Piece]], rank: int | None) -> str:
     if len(said) == 1:
         return f"{said.pop()} of each tensor"
     place, piece = max(cut, key=lambda each: piece_elements(each[1]))
-    return f"a part of each of {len(cut):,} tensors, e.g. {extent(piece, rank) or 'none'} of {join(place)}"
+    return (
+        f"a part of each of {len(cut):,} tensors, e.g. {extent(piece, rank) or 'none'} of "
+        f"{join(place)}"
+    )
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:

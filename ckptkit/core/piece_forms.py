@@ -3,7 +3,8 @@
 Both are made by ``_rebuild_wrapper_subclass`` with the dtype and shape of the whole as arguments;
 their state differs:
 
-    DTensor          {"_local_tensor": tensor, "_spec": DTensorSpec(mesh, placements, shard_order...)}
+    DTensor          {"_local_tensor": tensor,
+                      "_spec": DTensorSpec(mesh, placements, shard_order...)}
     ShardedTensor    (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag)
 
 A mesh is a tensor of ranks (until torch 2.9), or a layout over a row of ranks (2.10 and later):
@@ -125,7 +126,8 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     order = spec.get("shard_order")
     return MeshPiece(
         whole.dtype, whole.shape, _rank(spec["mesh"], mesh), mesh.ranks, len(mesh.ranks),
-        tensor, mesh, placements, None if order is None else dict(map(_order, order)), "shard_order" in spec,
+        tensor, mesh, placements, None if order is None else dict(map(_order, order)),
+        "shard_order" in spec,
     )  # fmt: skip
 
 

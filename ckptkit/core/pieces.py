@@ -117,14 +117,16 @@ class MeshPiece(Piece):
         if any(each.kind == PARTIAL for each in self.placements):
             raise UnsupportedError(
                 "holds a Partial placement: the value is a sum over ranks that was not carried out",
-                hint="redistribute it in the training script before saving (parameters never have it)",
+                hint="redistribute it in the training script before saving (parameters never "
+                "have it)",
             )
         coordinates = self.mesh.coordinates(held)
         runs = [self._runs(dim, coordinates) for dim in range(len(self.shape))]
         derived = tuple(sum(b - a for a, b in each) for each in runs)
         if derived != self.tensor.shape:
             raise CorruptError(
-                f"rank {held:,} holds {self.tensor.shape} of {self.shape}, its placements say {derived}"
+                f"rank {held:,} holds {self.tensor.shape} of {self.shape}, its placements say "
+                f"{derived}"
             )
         return list(_boxes(runs, self.tensor)) if self.tensor.numel else []
 

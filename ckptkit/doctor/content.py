@@ -30,7 +30,8 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 def causes(facts: Facts) -> list[Cause]:
     """Return all causes that apply, those of the container first."""
     looks = (
-        container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices, _optimizer, _slices,
+        container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices,
+        _optimizer, _slices,
         _inner,
     )  # fmt: skip
     return [cause for look in looks for cause in look(facts)]

@@ -26,7 +26,8 @@ class Facts:
     names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
     shards without one, ``no_version`` that it lacks a record which torch requires; ``with_model``:
     prefixes are looked at beside the model; ``for_here``: titles may speak of this machine.
-    ``quantized`` is what is quantized in the weights, and ``method`` what the configuration says of it.
+    ``quantized`` is what is quantized in the weights, ``method`` what the configuration says of
+    it.
     """
 
     path: str

@@ -56,8 +56,10 @@ def check_bytes(data: bytes | bytearray | ByteSource) -> None:
     source = data if isinstance(data, ByteSource) else Memory(bytes(data))
     if looks_like_a_file(source.read(0, min(8, source.size))) and not _is_proved(source):
         raise UnsafeGlobalError(
-            "the file holds a byte string that is a file of its own, with calls that are not in the allowlist",
-            hint="`ckptkit scan` says what is in it; `ckptkit extract` takes another part of the file",
+            "the file holds a byte string that is a file of its own, with calls that are not "
+            "in the allowlist",
+            hint="`ckptkit scan` says what is in it; `ckptkit extract` takes another part of "
+            "the file",
         )
 
 

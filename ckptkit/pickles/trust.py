@@ -39,7 +39,8 @@ from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
 
 __all__ = [
     "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN",
-    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "by_sorts", "check_fields", "check_name", "check_object",
+    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "by_sorts", "check_fields", "check_name",
+    "check_object",
     "describe", "is_foreign", "is_guarded", "is_harmful", "is_known", "judge_call",
     "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
 ]  # fmt: skip
@@ -103,9 +104,12 @@ class TreeView:
 
 
 _SORTS: dict[type, int] = {
-    type(None): table.NONE, bool: table.FLAG, int: table.INT, float: table.FLOAT, complex: table.FLOAT,
-    str: table.TEXT, bytes: table.BYTES, bytearray: table.BYTES, ByteString: table.BYTES, Blob: table.BYTES,
-    list: table.LIST, tuple: table.TUPLE, dict: table.DICT, OrderedDict: table.MAPPING, Pairs: table.DICT,
+    type(None): table.NONE, bool: table.FLAG, int: table.INT, float: table.FLOAT,
+    complex: table.FLOAT,
+    str: table.TEXT, bytes: table.BYTES, bytearray: table.BYTES, ByteString: table.BYTES,
+    Blob: table.BYTES,
+    list: table.LIST, tuple: table.TUPLE, dict: table.DICT, OrderedDict: table.MAPPING,
+    Pairs: table.DICT,
     SetNode: table.SET, Global: table.NAME, Tensor: table.TENSOR, TypedStorage: table.STORAGE,
 }  # fmt: skip
 _TREE = TreeView()

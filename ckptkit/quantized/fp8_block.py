@@ -56,7 +56,8 @@ def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
     if len(shape) < 2 or scale.shape != g.blocks_of(shape, height, width):
         return g.refused(
             group,
-            f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)} in blocks of {height}x{width}",
+            f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)} in blocks of "
+            f"{height}x{width}",
         )
     numbers = Numbers(1, dtype, g.grid_of(shape, height, width))
     layout = g.flat(shape, 8, (numbers,), table=weight.dtype.name)

@@ -60,7 +60,8 @@ def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
         (_, first), (ck, second), *_ = known.values()
         raise _mixed(
             ck,
-            f"weights are quantized as {first.family} in one of them, as {second.family} in another",
+            f"weights are quantized as {first.family} in one of them, as {second.family} in "
+            "another",
         )
 
 
@@ -93,7 +94,8 @@ def _stem(group: Group, stem: str, names: Mapping[str, str]) -> str:
         new = names.get(member)
         if new is not None and not new.endswith(rest):
             raise UsageError(
-                f"{member!r} is a part of {group.name!r} ({group.family}) and cannot be called {new!r}",
+                f"{member!r} is a part of {group.name!r} ({group.family}) and cannot be called "
+                f"{new!r}",
                 hint="rename modules as wholes, or dequantize first",
             )
         if new is not None:
@@ -140,7 +142,8 @@ def torn(found: Quantization, kept: set[str]) -> list[str]:
     ]
     return (
         [
-            f"kept in part only, and of no use so: {plural(len(names), 'quantized weight')}: {quoted(names)}"
+            f"kept in part only, and of no use so: {plural(len(names), 'quantized weight')}: "
+            f"{quoted(names)}"
         ]
         if names
         else []

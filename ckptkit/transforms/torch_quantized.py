@@ -60,7 +60,10 @@ def _notes(
     for dtype, number in Counter(dtype for dtype, _ in new).items():
         yield f"dequantized {plural(number, 'tensor')}: {dtype} -> {target}"
     if layers:
-        yield f"unpacked {plural(len(layers), 'layer')}: {quoted([layer.name or '(root)' for layer in layers])}"
+        yield (
+            f"unpacked {plural(len(layers), 'layer')}: "
+            f"{quoted([layer.name or '(root)' for layer in layers])}"
+        )
         if weights is not None and weights.is_module:
             yield f"the module ({weights.node.global_}) is now its plain state_dict"
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (rules are one line each)
 """Recipes for the pairs in the vectors, and the pairs themselves."""
 
 from __future__ import annotations

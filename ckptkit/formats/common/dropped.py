@@ -114,7 +114,8 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
     if names:
         more = and_more(len(names) - 1)
         raise UnsupportedError(
-            f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or ShardedTensor",
+            f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or "
+            "ShardedTensor",
             hint="name the folder with the files of all ranks: ckptkit convert DIR out.safetensors",
         )
 

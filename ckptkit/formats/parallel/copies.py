@@ -67,8 +67,10 @@ class Copies:
             self.passed.append(copy.name)
             return
         raise CorruptError(
-            f"{copy.name[:_SHOWN]!r} should be the same in {copy.files[0]} and {copy.files[1]}, and {_how(copy)}",
-            hint="the files are of two saves, or the processes drifted apart; `--copies first` takes the first of each",
+            f"{copy.name[:_SHOWN]!r} should be the same in {copy.files[0]} and "
+            f"{copy.files[1]}, and {_how(copy)}",
+            hint="the files are of two saves, or the processes drifted apart; `--copies first` "
+            "takes the first of each",
         )
 
     def said(self) -> Iterator[str]:

@@ -1,7 +1,9 @@
 """DeepSpeed with tensor parallelism, and its pipeline layers.
 
-    <tag>/mp_rank_<TT>_model_states.pt                  module: the state_dict of one tensor rank (None beside layers)
-    <tag>/layer_<LL>-model_<TT>-model_states.pt         the state_dict of one pipeline layer, of one tensor rank
+    <tag>/mp_rank_<TT>_model_states.pt              module: the state_dict of one tensor rank
+                                                    (None beside layers)
+    <tag>/layer_<LL>-model_<TT>-model_states.pt     the state_dict of one pipeline layer, of one
+                                                    tensor rank
 
 How a tensor was cut is said by ``universal_checkpoint_info``, where Megatron-DeepSpeed or AutoTP
 wrote it, or known for gpt-neox. Layers stand under their number: ``2.input_layernorm.weight``.
@@ -96,8 +98,11 @@ class _Reading:
         }
         what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
         return Checkpoint(
-            {"module": merged.tensors, **kept}, format, self.top, globals=tuple(self.reader.globals),
-            warnings=(*merged.warnings, *warnings, *self.joiner.copies.said(), *self.reader.warnings),
+            {"module": merged.tensors, **kept}, format, self.top,
+            globals=tuple(self.reader.globals),
+            warnings=(
+                *merged.warnings, *warnings, *self.joiner.copies.said(), *self.reader.warnings,
+            ),
             about=f"DeepSpeed: {what}", key="module",
         )  # fmt: skip
 

@@ -2,8 +2,8 @@
 names or shapes.
 
     use_orig_params=True    a 1-D piece of each parameter on each rank, empty where it holds none
-    False                   one entry for each FSDP unit: the parameters of the unit one after another, in pieces of
-                            ceil(elements / ranks), the last ones filled up
+    False                   one entry for each FSDP unit: the parameters of the unit one after
+                            another, in pieces of ceil(elements / ranks), the last ones filled up
 
 Names and shapes are those of the model's rank files, in their order. Where the units begin and end
 is not said: the root comes first, then the modules that were wrapped, whose sizes must fit in one
@@ -134,7 +134,8 @@ def _units(shapes: dict[str, Shape], held: Sequence[dict[int, State]]) -> list[U
     if len(found) != 1:
         why = "no way" if not found else "several ways"
         raise UnknownError(
-            f"{why} to lay {len(shapes):,} parameters into the {count:,} flat pieces of its state that fits their sizes"
+            f"{why} to lay {len(shapes):,} parameters into the {count:,} flat pieces of its "
+            "state that fits their sizes"
         )
     return found[0]
 

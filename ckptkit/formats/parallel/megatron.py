@@ -165,7 +165,8 @@ def _check_arguments(roots: Mapping[str, Mapping[Node, Node]], sizes: Mapping[st
         for key in ("iteration", "checkpoint_version"):
             if repr(root.get(key)) != repr(first.get(key)):
                 raise CorruptError(
-                    f"{key} is {_text(root.get(key))} in {other}, {_text(first.get(key))} in {name}",
+                    f"{key} is {_text(root.get(key))} in {other}, {_text(first.get(key))} in "
+                    f"{name}",
                     hint="the files are of two saves",
                 )
 
@@ -265,7 +266,8 @@ def _fused(arguments: Arguments) -> Verb:
     head = arguments.head
     if head is None:
         raise UnsupportedError(
-            f"is of checkpoint_version {arguments.version:g}, and its arguments do not say how wide a head is"
+            f"is of checkpoint_version {arguments.version:g}, and its arguments do not say how "
+            "wide a head is"
         )
     return Heads("hd3" if arguments.version >= 1 else "3hd", head)
 

@@ -1,7 +1,8 @@
 """Files of ranks: FSDP, FSDP with tensor parallelism, tensor parallelism with DTensor; verl,
 accelerate, hand-made.
 
-    model_world_size_<W>_rank_<R>.pt      verl; beside it optim_..., extra_state_..., fsdp_config.json, huggingface/
+    model_world_size_<W>_rank_<R>.pt      verl; beside it optim_..., extra_state_...,
+                                          fsdp_config.json, huggingface/
     pytorch_model_fsdp_<i>_rank<R>.bin    accelerate; beside it optimizer_<i>_rank<R>.bin
     <anything>_<R>.pt                     others
 
@@ -10,7 +11,8 @@ the pickles of DTensor and ShardedTensor. Names are a check. The whole is one tr
 saved:
 
     one group of files                    what it holds
-    several                               {"model": ..., "optimizer": ..., "extra_state": that of the first rank}
+    several                               {"model": ..., "optimizer": ...,
+                                           "extra_state": that of the first rank}
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ class _Reading:
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
             if rank != number and by_name:
                 raise CorruptError(
-                    f"{name} was written by rank {rank:,}: files were renamed, or are of several saves",
+                    f"{name} was written by rank {rank:,}: files were renamed, or are of "
+                    "several saves",
                     hint="give each file the number of the rank that wrote it, or fetch them again",
                 )
             found.append(Ranked(rank, name, root))
@@ -236,7 +239,8 @@ def _check_ranks(group: Group, ranked: Sequence[Ranked], known: Known) -> World:
             count = max(count, piece.world, len(every))
     if group.world is not None and group.world != count:
         raise CorruptError(
-            f"{group.first} is named as one of {group.world:,} ranks, and its tensors are laid on {count:,}",
+            f"{group.first} is named as one of {group.world:,} ranks, and its tensors are laid "
+            f"on {count:,}",
             hint="files were renamed, or are of several saves",
         )
     check("ranks", count, "ranks")
@@ -257,7 +261,8 @@ def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> Corr
     are = "is" if len(missing) == 1 else "are"
     return CorruptError(
         f"{what} {some} of {world.size:,} {are} missing: there is no {listed(names)}",
-        hint="every process wrote its own file: fetch what is missing from where the rest came from",
+        hint="every process wrote its own file: fetch what is missing from where the rest came "
+        "from",
     )
 
 

@@ -36,10 +36,14 @@ def read(probe: Probe, format: str) -> Checkpoint:
     """Raises UnsupportedError, always."""
     if any(map(VLLM.fullmatch, probe.names)):
         raise UnsupportedError(
-            "is a sharded state of vLLM: its tensors are fused, and cut for its ranks in ways that no file says",
-            hint="convert the model that it was made of; vLLM alone loads this (load_format='sharded_state')",
+            "is a sharded state of vLLM: its tensors are fused, and cut for its ranks in ways "
+            "that no file says",
+            hint="convert the model that it was made of; vLLM alone loads this "
+            "(load_format='sharded_state')",
         )
     raise UnsupportedError(
-        "is a checkpoint of Megatron-LM in zarr, a folder for each tensor, which was removed from Megatron-LM",
-        hint="load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
+        "is a checkpoint of Megatron-LM in zarr, a folder for each tensor, which was removed "
+        "from Megatron-LM",
+        hint="load it with the Megatron-LM that wrote it, and save it with --ckpt-format "
+        "torch_dist",
     )

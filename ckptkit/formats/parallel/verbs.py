@@ -204,7 +204,8 @@ def _alike(name: str, parts: Parts, dim: int) -> Tensor:
         same = tensor.dtype == first.dtype and len(tensor.shape) == len(first.shape)
         if not same or _with(tensor.shape, dim, 0) != _with(first.shape, dim, 0):
             raise CorruptError(
-                f"{name!r} is {first.dtype} {first.shape} in {file}, {tensor.dtype} {tensor.shape} in {place}",
+                f"{name!r} is {first.dtype} {first.shape} in {file}, {tensor.dtype} "
+                f"{tensor.shape} in {place}",
                 hint="the files are not of one save",
             )
     return first
