@@ -369,7 +369,8 @@ dequantize = click.option(
 
 
 _OUTPUT = "force format objects ties shard_size ranks part_only like everything"
-_OUTPUT += " allow_expand in_place into"_RUNNING = "dry_run as_json quiet verify durable workers scheduler"
+_OUTPUT += " allow_expand in_place into"
+_RUNNING = "dry_run as_json quiet verify durable workers scheduler"
 _SECTIONS = {
     **dict.fromkeys(_OUTPUT.split(), "Output"),
     **dict.fromkeys(_RUNNING.split(), "How it runs"),
