@@ -19,21 +19,28 @@ if TYPE_CHECKING:
 @options.edit
 @options.asked
 @options.dequantize
-@click.option("--keep", metavar="GLOB", multiple=True, help="Keep only such weights (repeatable).")
-@click.option("--drop", metavar="GLOB", multiple=True, help="Leave such weights out (repeatable).")
 @click.option(
     "--keep",
     metavar="GLOB",
     multiple=True,
     help="Keep only weights whose names match (repeatable).",
 )
-@click.option("--add", metavar="P", help="Put this before each key.")
+@click.option(
+    "--drop",
+    metavar="GLOB",
+    multiple=True,
+    help="Leave out weights whose names match (repeatable).",
+)
+@click.option(
+    "--strip", metavar="P", multiple=True, help="Remove this prefix from the keys (repeatable)."
+)
+@click.option("--add", metavar="P", help="Add this prefix to each key.")
 @click.option(
     "--rule",
     "rules",
     metavar="'LEFT -> RIGHT'",
     multiple=True,
-    help="Make tensors of tensors; what no rule takes is kept (repeatable; see `ckptkit help "
+    help="Rearrange tensors by a rule; other tensors are kept (repeatable; see `ckptkit help "
     "rules`).",
 )
 @rule_options.with_sizes
@@ -49,7 +56,7 @@ if TYPE_CHECKING:
 @click.option(
     "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
 )
-@click.option("--to", "device", metavar="DEVICE", help="Retag everything for this device.")
+@click.option("--to", "device", metavar="DEVICE", help="Change all device tags to DEVICE.")
 @click.option(
     "--device-map",
     "devices",
@@ -69,7 +76,7 @@ def command(
     args: dict[str, int],
     **transforms: Any,
 ) -> None:
-    """Convert to another format, changed on the way.
+    """Convert to another format, and transform on the way.
 
     Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
     format; `ckptkit formats` lists them.

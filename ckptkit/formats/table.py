@@ -58,6 +58,16 @@ PT2 = Format(
     check=ZIP_CHECK,
     pickles=ZIP_PICKLES,
 )
+STABLE_BASELINES = Format(
+    "stable-baselines3",
+    "a model of Stable-Baselines3: policy.pth in a zip archive",
+    matches=Lazy("stable_baselines:matches"),
+    read=Lazy("stable_baselines:read"),
+    noun="a zip archive of Stable-Baselines3",
+    rewrite_as="torch-zip",
+    check=ZIP_CHECK,
+    pickles=ZIP_PICKLES,
+)
 TORCH_LEGACY = Format(
     "torch-legacy",
     "torch.save before 1.6: a stream of pickles and storages",
@@ -213,10 +223,9 @@ MEGATRON_PARTS = Format(
 NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
-    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, TORCH_LEGACY, SAFETENSORS, DCP, PARALLEL, DEEPSPEED,
-    SHARDED, SHARDED_BIN,
-    NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER, LLAMA_PARTS,
-    MEGATRON_PARTS,
+    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY, SAFETENSORS, DCP,
+    PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER,
+    LLAMA_PARTS, MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 TORCH_SUFFIXES = TORCH_ZIP.suffixes

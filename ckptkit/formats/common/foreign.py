@@ -259,11 +259,6 @@ def _zip(archive: ZipDirectory) -> InputError:
             hint="if you trust it, load it with torch.package.PackageImporter(FILE), which runs "
             "its code, and save the state_dict",
         )
-    if {"policy.pth", "_stable_baselines3_version"} <= set(names):
-        return FormatError(
-            "is a model of Stable-Baselines3, a zip archive of files",
-            hint="unpack it first: the weights are in policy.pth",
-        )
     if _is_unfinished(archive):
         return TruncatedError(
             "has no data.pkl: torch.save failed half-way and left an incomplete file",
