@@ -13,6 +13,7 @@ from ckptkit.pickles.allowlist.calls import (
     Judged,
     by_sorts,
     fits_word,
+    is_unfinished,
     judge_call,
     judge_step,
     target_of,
@@ -40,8 +41,8 @@ from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
 __all__ = [
     "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN",
     "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "by_sorts", "check_fields", "check_name",
-    "check_object",
-    "describe", "is_foreign", "is_guarded", "is_harmful", "is_known", "judge_call",
+    "check_object", "describe", "is_foreign", "is_guarded", "is_harmful", "is_known",
+    "is_unfinished", "judge_call",
     "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
 ]  # fmt: skip
 
@@ -167,6 +168,8 @@ def judge_object(node: Object) -> tuple[str, str]:
     judged = judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
     worst, said = judged.kind, f"calls {describe(node.callable)}"
     target, built = target_of(node.callable, node.args), False
+    if is_unfinished(target) and [step for step, _ in node.steps[:1]] != ["build"]:
+        return UNSURE, f"{said} without a state"
     for step, value in node.steps:
         after = judge_step(_TREE, target, step, value, judged)
         kind = HARMFUL if built else after.kind

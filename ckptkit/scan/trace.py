@@ -120,6 +120,7 @@ class Tracer(Notes):
 
     def stop(self) -> None:
         self.stack.pop()
+        self.finish(None)
         if self.frame_end is not None and self.window.offset != self.frame_end:
             self.doubt("ends inside a frame")
         raise Stop
@@ -266,6 +267,7 @@ class Tracer(Notes):
 
     def collected(self, kind: str) -> None:
         items = self.items()
+        self.fill(items)
         made = Sign(kind)
         made.add(items)
         self.stack.append(made)

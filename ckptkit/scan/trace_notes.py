@@ -9,6 +9,7 @@ from ckptkit.core.bytesource import ByteSource, Memory
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global
 from ckptkit.pickles import trust
+from ckptkit.pickles.allowlist.rows import SCALARS
 from ckptkit.pickles.nested import looks_like_a_file
 from ckptkit.pickles.streams import Nested
 from ckptkit.scan.trace_symbols import Result, Sign, SignView, brief
@@ -44,6 +45,7 @@ class Notes:
         self.doubts: list[str] = []
         self.refused: str | None = None
         self.view = SignView()
+        self.unfinished: Result | None = None  # what nothing may touch before its state is set
         self.judged: dict[tuple[Global, bool, tuple[int, ...]], trust.Judged] = {}
 
     def doubt(self, said: str) -> None:
@@ -78,6 +80,7 @@ class Notes:
         """Note a call; the sign of its result."""
         if isinstance(made, Global):
             self.called[id(made)] = self.called.get(id(made), 0) + 1
+        self.finish(None)
         judged = self._judged(made, args, new, kwargs)
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
         self.note(trust.describe(made), judged.kind, shown)
@@ -85,7 +88,30 @@ class Notes:
             self.refuse("calls a value")
         if judged.kind == trust.LOADS and not self._loads(args[0]):
             self.doubt("loads a file that only running it would tell")
-        return self._result(made, args, judged, new)
+        result = self._result(made, args, judged, new)
+        if isinstance(result, Result) and trust.is_unfinished(result.callable):
+            self.unfinished = result
+        return result
+
+    def finish(self, built: Any) -> None:
+        """Note an object whose memory is not set up and which something else comes before."""
+        if self.unfinished is not None and self.unfinished is not built:
+            made = trust.describe(self.unfinished.callable)
+            self.note(f"{made} (without its state)", trust.UNSURE, ())
+        self.unfinished = None
+
+    def fill(self, values: Any) -> None:
+        """Note an unfinished object before a literal that holds more than numbers and text."""
+        if self.unfinished is not None and not all(
+            self.view.sort(each) & SCALARS for each in values
+        ):
+            self.finish(None)
+
+    def _is_literal_step(self, target: Any, step: str, value: Any) -> bool:
+        if not isinstance(target, Sign) or _LITERAL_STEPS.get(target.kind) != step or target.fixed:
+            return False
+        self.fill(value)
+        return True
 
     def _judged(self, made: Any, args: Any, new: bool, kwargs: Any) -> trust.Judged:
         """Judge a call, once for all calls of a name with arguments of the same sorts."""
@@ -109,11 +135,13 @@ class Notes:
         target = self.stack[-1]
         if isinstance(target, Global):
             self.note(f"{target} (changed)", trust.HARMFUL, value)
-        elif not isinstance(target, Result):
-            literal = isinstance(target, Sign) and _LITERAL_STEPS.get(target.kind) == step
-            if not literal or target.fixed:
+            return
+        if not isinstance(target, Result):
+            if not self._is_literal_step(target, step, value):
                 self.note("(what is no object)", trust.UNSURE, value)
-        elif target.built:  # an attribute may stand in the place of the method that this calls
+            return
+        self.finish(target if step == "build" else None)
+        if target.built:  # an attribute may stand in the place of the method that this calls
             self.note(f"{trust.describe(target.callable)} (changed again)", trust.HARMFUL, value)
         else:
             judged = trust.judge_step(self.view, target.callable, step, value, target.judged)

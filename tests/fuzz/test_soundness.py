@@ -136,6 +136,11 @@ def record(field: Node, flags: int) -> Node:
     return changed(plain, "build", tuple_of(*parts))
 
 
+def made_by_cpp() -> Node:
+    """An object of a class of C++ whose memory is set up by the state that is missing here."""
+    return ("new", None, (named("torch.distributed.tensor.placement_types", "Partial"),))
+
+
 UTILS, NOTHING = "torch._utils", call(named("collections", "OrderedDict"))
 TEXT_TYPE = call(named("numpy", "dtype"), const("V8"), const(False), const(True))
 STORED = ("binpersid", None, (tuple_of(const("storage"), named("torch", "FloatStorage"),
@@ -175,6 +180,7 @@ SILENT = {
         TEXT_TYPE, tuple_of(const(0)), const(b"A" * 8))),
     "sizes": call(named("numpy._core.multiarray", "scalar"), changed(
         TEXT_TYPE, "build", tuple_of(*map(const, (3, "<", None, None, None, -1, 0)))), const(b"A" * 8)),
+    "no-state": mapping(made_by_cpp(), const(1)),
     "quantizer": call(named(UTILS, "_rebuild_qtensor"), STORED, const(0), tuple_of(), tuple_of(),
                       tuple_of(named("torch", "per_tensor_affine"), const(0.1),
                                owned(__torch_function__=FIRE)), const(False), const(None)),

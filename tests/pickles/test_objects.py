@@ -50,7 +50,7 @@ def test_entries_go_with_their_keys_and_items_leave_their_place() -> None:
 def test_the_first_few_are_named() -> None:
     _, notes = without_objects([1, *(Object(Global("mine", "Thing")) for _ in range(SHOWN + 1))])
     assert notes[0].count("mine.Thing") == SHOWN
-    assert notes[0].endswith(", ...")
+    assert notes[0].endswith(" and 1 more")
 
 
 def test_none_that_was_there_stays() -> None:

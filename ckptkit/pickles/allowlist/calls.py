@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.pickles.allowlist import numpy_types
 from ckptkit.pickles.allowlist import rows as table
-from ckptkit.pickles.allowlist.classes import CLASSES, FILLED, OPTIMIZERS
+from ckptkit.pickles.allowlist.classes import CLASSES, FILLED, OPTIMIZERS, UNFINISHED
 from ckptkit.pickles.allowlist.names import (
     ACCEPTED,
     ALLOCATES,
@@ -384,6 +384,11 @@ _SPECIAL: dict[Name, _Special] = {
     table.GETATTR: _getattr,
     table.LOAD: _load,
 }
+
+
+def is_unfinished(made: Node) -> bool:
+    """Return whether an object of this class may not be touched before its state is set."""
+    return isinstance(made, Global) and (made.module, made.name) in UNFINISHED
 
 
 # Steps after a call
