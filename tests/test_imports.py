@@ -41,7 +41,7 @@ def report(command):
         code = main()
     except SystemExit as exit:
         code = exit.code
-    heavy = sorted({"torch", "numpy", "safetensors", "pickle"} & set(sys.modules))
+    heavy = sorted({"torch", "numpy", "safetensors"} & set(sys.modules))
     return {"code": code or 0, "heavy": heavy, "unpicklers": len(unpicklers)}
 print(json.dumps([report(command) for command in json.load(sys.stdin)]), file=sys.stderr)
 """

@@ -55,22 +55,22 @@ def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], lis
 # For each command line, in which PTH and SAFETENSORS are files: how many modules of ckptkit it may
 # import.
 MOST = {
-    "--version": 10,
-    "--help": 50,
-    "formats --json": 100,
-    "inspect --json PTH": 60,
-    "inspect PTH": 62,
-    "inspect --json SAFETENSORS": 70,
-    "strip-module --dry-run PTH out.pth": 70,
-    "strip-module PTH out.pth": 70,
-    "remap PTH out.pth --to cpu": 70,
-    "extract PTH out.pth --key model": 70,
-    "rename SAFETENSORS out.safetensors --sub conv=c": 90,
-    "convert PTH out.safetensors": 80,
-    "convert SAFETENSORS out.pth": 90,
-    "convert PTH out.npz": 80,
-    "diff --json PTH PTH": 80,
-    "diff PTH PTH": 80,
+    "--version": 15,
+    "--help": 55,
+    "formats --json": 120,
+    "inspect --json PTH": 80,
+    "inspect PTH": 82,
+    "inspect --json SAFETENSORS": 90,
+    "strip-module --dry-run PTH out.pth": 90,
+    "strip-module PTH out.pth": 90,
+    "remap PTH out.pth --to cpu": 90,
+    "extract PTH out.pth --key model": 90,
+    "rename SAFETENSORS out.safetensors --sub conv=c": 110,
+    "convert PTH out.safetensors": 100,
+    "convert SAFETENSORS out.pth": 110,
+    "convert PTH out.npz": 100,
+    "diff --json PTH PTH": 100,
+    "diff PTH PTH": 100,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -93,19 +93,18 @@ def command(
         raise click.UsageError("--digest needs --json")
     failures: list[CkptkitError] = []
     if as_json:
-        render.emit_json(
-            {
-                "schema": SCHEMA,
-                "files": _each(files, key, asked, lambda ck: _facts(ck, want), failures),
-            }
-        )
+        found = _each(files, key, asked, lambda ck: _facts(ck, want), failures)
+        render.emit_json({"schema": SCHEMA, "files": found})
     else:
-        for number, lines in enumerate(
-            _each(files, key, asked, lambda ck: _lines(ck, want), failures)
-        ):
-            render.emit(*[""] * bool(number))
-            render.write(f"{line}\n" for line in lines)
+        _print(_each(files, key, asked, lambda ck: _lines(ck, want), failures))
     return InputError.exit_code if failures else 0
+
+
+def _print(files: Iterable[Iterable[str]]) -> None:
+    """Print the lines of each file, an empty line between files."""
+    for number, lines in enumerate(files):
+        render.emit(*[""] * bool(number))
+        render.write(f"{line}\n" for line in lines)
 
 
 def _textconv(file: str, key: str | None) -> int:

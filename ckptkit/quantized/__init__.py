@@ -1,11 +1,7 @@
 """Quantized checkpoints: which tensors are one weight, and how it follows from them.
 
-In: a Checkpoint. Out: `Quantization`, its groups of tensors, each with a layout for
-:mod:`ckptkit.compute` or a reason why it is not read. A family is one module here; it may look at
-names, dtypes, shapes, small tensors and the files beside the checkpoint, and never at codes. Uses:
-checkpoint, tensor, weights, bridge.
-
-The modules are imported when names of a checkpoint say that something may be quantized.
+In: a Checkpoint. Out: a `Quantization`: groups of tensors, each with a layout or the reason why it
+is not read. A family is one module here; it never looks at codes. Uses core and compute.
 """
 
 from __future__ import annotations

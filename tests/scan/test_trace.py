@@ -237,7 +237,6 @@ def test_PK_18_lengths_that_lie_allocate_nothing() -> None:
 
 
 def test_PK_20_floods_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.scan.trace.LIMITS", type(LIMITS)(trace_opcodes=10_000))
     monkeypatch.setattr("ckptkit.core.limits.LIMITS", type(LIMITS)(trace_opcodes=10_000))
     found = traced(b"N0" * 20_000)
     assert found.error is not None and "trace_opcodes" in found.error

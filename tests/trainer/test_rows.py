@@ -12,7 +12,7 @@ import ckptkit
 from ckptkit.cli import main
 from tests.conftest import ROOT
 
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "ckptkit/help/trainer.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (S\d\d) \| .* \| `(.*)` \|$", TEXT, re.MULTILINE)
 
 

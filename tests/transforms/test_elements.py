@@ -261,7 +261,7 @@ def test_cast_to_nonsense(bad: str) -> None:
 def test_cast_glob_that_matches_nothing() -> None:
     with pytest.raises(UsageError) as caught:
         cast(ck_of(weight=torch.ones(1)), {"wieght": "float16"})
-    assert caught.value.hint == "did you mean 'weight'?"
+    assert caught.value.hint == "did you mean weight?"
 
 
 # compact

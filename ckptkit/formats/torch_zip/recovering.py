@@ -116,7 +116,12 @@ class _Archive:
             tree.globals,
             (*tree.warnings, *self.warnings),
         )
-        return recovered(checkpoint, lambda storage: self.reasons.get(self._members[id(storage)]))
+        return recovered(checkpoint, self._reason)
+
+    def _reason(self, storage: Storage) -> str | None:
+        """Return why a storage is lost; None if it is not, or if its bytes are in the pickle."""
+        member = self._members.get(id(storage))
+        return None if member is None else self.reasons.get(member)
 
     # The pickle
 

@@ -120,7 +120,7 @@ def _from_yaml(data: bytes) -> Any:
     from ckptkit.run.recipes.plain_yaml import PlainLoader
 
     try:
-        return yaml.load(data, PlainLoader)
+        return PlainLoader(data).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
