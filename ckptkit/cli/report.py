@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -91,11 +91,8 @@ def command(
     )
     with ExitStack() as stack:
         keys = (key, key if key_b is None else key_b)
-        found = [
-            _opened(stack, name, each)
-            for name, each in zip((file, other), keys, strict=True)
-            if name is not None
-        ]
+        named = zip((file, other), keys, strict=True)
+        found = [_opened(stack, name, each) for name, each in named if name is not None]
         if not stored:
             found = _looked_through(found)
         if kind in PAGES:
@@ -103,14 +100,19 @@ def command(
         else:
             data, count = _picture(found[0], kind[1:], by or "parameters", title)
     _publish(data, output, force=force)
+    sources = [urls.shown(name) for name in (file, other) if name is not None]
+    facts = {"source": sources, "destination": output, "tensors": count, "size": len(data)}
+    _report(facts, as_json, quiet)
+    return 0
+
+
+def _report(facts: dict[str, Any], as_json: bool, quiet: bool) -> None:
+    """Print what was written."""
     if as_json:
-        sources = [urls.shown(name) for name in (file, other) if name is not None]
-        facts = {"source": sources, "destination": output, "tensors": count, "size": len(data)}
         render.emit_json({"schema": SCHEMA, **facts})
     elif not quiet:
-        tensors = render.plural(count, "tensor")
-        render.emit(render.escape(f"wrote {output}: {tensors}, {render.size(len(data))}"))
-    return 0
+        tensors, size = render.plural(facts["tensors"], "tensor"), render.size(facts["size"])
+        render.emit(render.escape(f"wrote {facts['destination']}: {tensors}, {size}"))
 
 
 def _kind(output: str, *, plain: bool, styled: bool) -> str:
