@@ -23,7 +23,15 @@ from tests.conftest import ENVIRONMENT
 from tests.scan.hostile_pickles import CASES
 
 LARGEST = 1 << 20
-SILENT = {"browse", "completion", "train", "formats", "env"}  # take no checkpoint, or a terminal
+SILENT = {
+    "browse",
+    "completion",
+    "train",
+    "formats",
+    "env",
+    "help",
+    "rules",
+}  # take no checkpoint, or a terminal
 OUT = ["F", "O.pth"]
 CALLS = {
     "inspect": ["F"], "strip-module": OUT, "add-module": OUT, "remap": [*OUT, "--to", "cpu"],
@@ -31,13 +39,13 @@ CALLS = {
     "extract": [*OUT, "--key", "a"], "wrap": [*OUT, "--key", "a"], "average": ["F", *OUT], "merge": ["F", *OUT],
     "ema": OUT, "run": ["F", *OUT], "recover": OUT, "doctor": ["F"], "scan": ["F"], "stats": ["F"],
     "show": ["F", "w", "--stats"], "report": ["F", "-o", "O.html", "--values"], "verify": ["F", "--values"],
-    "digest": ["F", "--all"], "batch": ["convert", "--format", "safetensors", "--into", "O", "F"],
+    "check": ["F", "--expect", "a exists"], "digest": ["F", "--all"], "batch": ["convert", "--format", "safetensors", "--into", "O", "F"],
 }  # fmt: skip
 
 DRIVER = """
 import json, os, resource, sys, time
 from ckptkit.cli import main
-import ckptkit.convert, ckptkit.formats, click
+import ckptkit.api, ckptkit.formats, click
 null = os.open(os.devnull, os.O_RDWR)
 for line in sys.stdin:
     words = json.loads(line)
