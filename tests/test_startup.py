@@ -55,22 +55,22 @@ def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], lis
 # For each command line, in which PTH and SAFETENSORS are files: how many modules of ckptkit it may
 # import.
 MOST = {
-    "--version": 15,
-    "--help": 55,
-    "formats --json": 120,
-    "inspect --json PTH": 80,
-    "inspect PTH": 82,
-    "inspect --json SAFETENSORS": 90,
-    "strip-module --dry-run PTH out.pth": 90,
-    "strip-module PTH out.pth": 90,
-    "remap PTH out.pth --to cpu": 90,
-    "extract PTH out.pth --key model": 90,
-    "rename SAFETENSORS out.safetensors --sub conv=c": 110,
-    "convert PTH out.safetensors": 100,
-    "convert SAFETENSORS out.pth": 110,
-    "convert PTH out.npz": 100,
-    "diff --json PTH PTH": 100,
-    "diff PTH PTH": 100,
+    "--version": 8,
+    "--help": 47,
+    "formats --json": 26,
+    "inspect --json PTH": 66,
+    "inspect PTH": 68,
+    "inspect --json SAFETENSORS": 77,
+    "strip-module --dry-run PTH out.pth": 73,
+    "strip-module PTH out.pth": 79,
+    "remap PTH out.pth --to cpu": 75,
+    "extract PTH out.pth --key model": 74,
+    "rename SAFETENSORS out.safetensors --sub conv=c": 91,
+    "convert PTH out.safetensors": 88,
+    "convert SAFETENSORS out.pth": 99,
+    "convert PTH out.npz": 87,
+    "diff --json PTH PTH": 79,
+    "diff PTH PTH": 82,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports
 
