@@ -15,7 +15,7 @@ from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Section
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
 from ckptkit.core.plan import crc32_combine
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats.format import Finding, Part
+from ckptkit.formats.format import CheckedPart, Finding
 
 PIECE = 64 << 20  # bytes of a part that one thread sums up
 DAMAGE = (
@@ -40,7 +40,9 @@ class _Piece(NamedTuple):
         return self.stop - self.start
 
 
-def summed(parts: list[Part], tell: Callable[[int], None]) -> Iterator[tuple[Part, str | None]]:
+def summed(
+    parts: list[CheckedPart], tell: Callable[[int], None]
+) -> Iterator[tuple[CheckedPart, str | None]]:
     """Yield each part, and what is wrong with it."""
     number, total, wrong = 0, 0, None
     for piece, sum in ordered(_sum, _pieces(parts), lambda piece: piece.nbytes):
@@ -56,13 +58,13 @@ def summed(parts: list[Part], tell: Callable[[int], None]) -> Iterator[tuple[Par
         yield parts[number], wrong or _mismatch(parts[number], total)
 
 
-def _mismatch(part: Part, seen: int) -> str | None:
+def _mismatch(part: CheckedPart, seen: int) -> str | None:
     if part.crc32 is None or seen == part.crc32:
         return None
     return f"{part.what} is damaged: its CRC-32 is {seen:08x}, not {part.crc32:08x}"
 
 
-def _pieces(parts: Iterable[Part]) -> Iterator[_Piece]:
+def _pieces(parts: Iterable[CheckedPart]) -> Iterator[_Piece]:
     for number, part in enumerate(parts):
         try:
             extent = part.record.locate()
@@ -111,7 +113,7 @@ def _ranges(extent: Extent) -> Iterator[Range]:
 
 
 def with_tensors(
-    damaged: list[tuple[Part, str]], tensors: list[tuple[str, Tensor]]
+    damaged: list[tuple[CheckedPart, str]], tensors: list[tuple[str, Tensor]]
 ) -> Iterator[Finding]:
     """Return findings about damaged parts, with the names of all tensors in them."""
     places = (

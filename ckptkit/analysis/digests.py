@@ -19,7 +19,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.opening import open_place
-from ckptkit.formats.format import Finding, Part
+from ckptkit.formats.format import CheckedPart, Finding
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
 Matches = Callable[[str], bool]
@@ -78,7 +78,7 @@ def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
     """Raise CorruptError unless every storage has its CRC-32, where that is known."""
     storages = {id(tensor.storage): (name, tensor.storage) for name, tensor in reversed(rows)}
     parts = [
-        Part(f"{name}: its storage", storage.record, storage.crc32)
+        CheckedPart(f"{name}: its storage", storage.record, storage.crc32)
         for name, storage in storages.values()
         if storage is not None and storage.crc32 is not None
     ]

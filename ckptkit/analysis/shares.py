@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.analysis.summary import Row, Summary
+from ckptkit.analysis.summary import Summary, TensorRow
 from ckptkit.core.tree import Node, Path, join, key_text, walk
 from ckptkit.core.weights import is_optimizer
 
@@ -25,7 +25,7 @@ class Share(NamedTuple):
     whole module is by their names.
     """
 
-    row: Row
+    row: TensorRow
     role: str
     place: str
     parameters: int

@@ -17,7 +17,7 @@ from itertools import groupby
 
 from ckptkit import compute
 from ckptkit.analysis import summary
-from ckptkit.compute import Part, Tally
+from ckptkit.compute import ElementRange, Tally
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
 
@@ -27,7 +27,7 @@ _INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 @dataclass(slots=True)
-class Row:
+class TensorStats:
     """A tensor, or `tensors` of one kind under one label (`shape` and `source` are None then)."""
 
     label: str
@@ -36,9 +36,9 @@ class Row:
     shape: Shape | None = None
     tensors: int = 1
     tally: Tally = field(default_factory=Tally)
-    source: summary.Row | None = None
+    source: summary.TensorRow | None = None
 
-    def add(self, other: Row) -> None:
+    def add(self, other: TensorStats) -> None:
         """Count the tensors of `other` too."""
         self.dtypes = tuple(dict.fromkeys((*self.dtypes, *other.dtypes)))
         self.tensors += other.tensors
@@ -72,14 +72,14 @@ class Statistics:
     """
 
     def __init__(
-        self, rows: Sequence[summary.Row], label: Callable[[str], str] | None = None
+        self, rows: Sequence[summary.TensorRow], label: Callable[[str], str] | None = None
     ) -> None:
         self.skipped: list[Skipped] = []
-        self.odd: list[Row] = []
+        self.odd: list[TensorStats] = []
         self._sources = rows
         self._label = label
-        self._groups: dict[tuple[str, str], Row] = {}
-        self._totals: dict[str, Row] = {}
+        self._groups: dict[tuple[str, str], TensorStats] = {}
+        self._totals: dict[str, TensorStats] = {}
         self._seen: set[tuple[str | None, Key]] = set()
 
     @property
@@ -88,16 +88,16 @@ class Statistics:
         return self._label is not None
 
     @property
-    def groups(self) -> list[Row]:
+    def groups(self) -> list[TensorStats]:
         """Tensors with a common label and kind, in order of the first of each."""
         return list(self._groups.values())
 
     @property
-    def totals(self) -> list[Row]:
+    def totals(self) -> list[TensorStats]:
         """All tensors, kind by kind; their label is empty."""
         return list(self._totals.values())
 
-    def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[Row]:
+    def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[TensorStats]:
         """Yield the statistics of each tensor, in order.
 
         `progress` gets bytes. Raises what reading raises.
@@ -118,17 +118,17 @@ class Statistics:
             else:
                 yield self._row(source, tally, key)
 
-    def _row(self, source: summary.Row, tally: Tally, key: Key) -> Row:
+    def _row(self, source: summary.TensorRow, tally: Tally, key: Key) -> TensorStats:
         name, dtype = _name(source), source.tensor.dtype
-        row = Row(name, dtype.kind, (dtype.name,), source.tensor.shape, 1, tally, source)
+        row = TensorStats(name, dtype.kind, (dtype.name,), source.tensor.shape, 1, tally, source)
         if tally.nan or tally.infinite:
             self.odd.append(row)
         if self._label is not None and self._is_new(label := self._label(name), key):
-            self._groups.setdefault((label, dtype.kind), Row(label, dtype.kind, (), None, 0)).add(
-                row
-            )
+            self._groups.setdefault(
+                (label, dtype.kind), TensorStats(label, dtype.kind, (), None, 0)
+            ).add(row)
         if self._is_new(None, key):
-            self._totals.setdefault(dtype.kind, Row("", dtype.kind, (), None, 0)).add(row)
+            self._totals.setdefault(dtype.kind, TensorStats("", dtype.kind, (), None, 0)).add(row)
         return row
 
     def _is_new(self, label: str | None, key: Key) -> bool:
@@ -137,7 +137,7 @@ class Statistics:
         return len(self._seen) > before
 
 
-def _name(row: summary.Row) -> str:
+def _name(row: summary.TensorRow) -> str:
     return row.place if row.name is None else row.name
 
 
@@ -157,11 +157,11 @@ def _place(number: int, tensor: Tensor) -> Key:
 
 
 def _tallies(
-    rows: list[tuple[int, summary.Row]], progress: Callable[[int], None]
+    rows: list[tuple[int, summary.TensorRow]], progress: Callable[[int], None]
 ) -> Iterator[Tally | str]:
     """Yield the statistics of each tensor, or why it has none."""
     found = compute.ordered(
-        _work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], Part) else 0
+        _work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], ElementRange) else 0
     )
     for _, same in groupby(found, key=lambda result: result[0]):
         whole = Tally()
@@ -175,10 +175,10 @@ def _tallies(
             yield whole
 
 
-Task = tuple[int, summary.Row, Part | str | None]
+Task = tuple[int, summary.TensorRow, ElementRange | str | None]
 
 
-def _tasks(rows: list[tuple[int, summary.Row]]) -> Iterator[Task]:
+def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
     """Yield the parts of each tensor; None for an empty one; a text for one that has no numbers."""
     for number, row in rows:
         try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptkit.quantized import Group
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """A tensor at its place. `storage` numbers the storages from 0 in order of the file, None where
     there is none.
 
@@ -121,11 +121,11 @@ class Summary:
     format: str
     size: int
     weights: Path | None
-    rows: list[Row] = field(repr=False)
+    rows: list[TensorRow] = field(repr=False)
     values: list[Value] = field(repr=False)
     objects: list[Opaque] = field(repr=False)
     globals: tuple[Global, ...]
-    metadata: Mapping[str, str]
+    extras: Mapping[str, str]
     warnings: tuple[str, ...]
     totals: Totals
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
@@ -178,7 +178,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         values=survey.values,
         objects=survey.objects,
         globals=checkpoint.globals,
-        metadata=checkpoint.metadata,
+        extras=checkpoint.extras,
         warnings=(*warnings, *survey.warnings(), *_unread(survey.parts)),
         totals=survey.totals(),
         others=() if weights is None else weights.others,
@@ -194,7 +194,7 @@ class _Survey:
         self.weights = weights
         self.parts = {} if weights is None else quantized.find(checkpoint).by_member
         self.logical = checkpoint.logical if isinstance(checkpoint.logical, dict) else {}
-        self.rows: list[Row] = []
+        self.rows: list[TensorRow] = []
         self.values: list[Value] = []
         self.objects: list[Opaque] = []
         self.inner: list[Inner] = []
@@ -241,11 +241,11 @@ class _Survey:
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         if self.logical and id(tensor) in self.logical:
             _, group = self.logical[id(tensor)]
-            self.rows.append(Row(name, path, tensor, None, group.nbytes, group=group))
+            self.rows.append(TensorRow(name, path, tensor, None, group.nbytes, group=group))
             return
         number = None if tensor.storage is None else self._number(tensor.storage)
         group = self.parts.get(name) if self.parts and name is not None else None
-        self.rows.append(Row(name, path, tensor, number, tensor.nbytes, group=group))
+        self.rows.append(TensorRow(name, path, tensor, number, tensor.nbytes, group=group))
 
     def _piece(self, path: Path, node: Object, name: str | None) -> bool:
         """Note what a file holds of a tensor of several ranks; whether it is one."""
@@ -263,7 +263,7 @@ class _Survey:
         numbers = [self._number(storage) for storage in storages]
         nbytes = sum(each.nbytes for each in piece.local())
         self.rows.append(
-            Row(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece)
+            TensorRow(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece)
         )
         return True
 

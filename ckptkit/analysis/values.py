@@ -6,7 +6,7 @@ from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Range
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import TypedStorage
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, Path, key_text
+from ckptkit.core.tree import ByteString, Global, Node, Object, Path, StoredBytes, key_text
 
 Plain = bool | int | float | str | None
 Key = str | int
@@ -42,7 +42,7 @@ def _odd(node: Node) -> tuple[str, Plain] | None:
         return "bytes", bytes_text(node)
     if isinstance(node, ByteString):
         return "str", str(node)
-    if isinstance(node, Blob):
+    if isinstance(node, StoredBytes):
         return "bytes", f"{node.extent.length:,} bytes"
     if isinstance(node, TypedStorage):
         return "storage", f"{node.elements:,} x {node.dtype or 'byte'} on {node.storage.device}"
@@ -51,7 +51,7 @@ def _odd(node: Node) -> tuple[str, Plain] | None:
 
 def inner_file(node: Node) -> tuple[str, int] | None:
     """The kind of file that a long byte string is, and its length; None for other bytes."""
-    if isinstance(node, Blob):
+    if isinstance(node, StoredBytes):
         size = node.extent.length
         head = (
             node.extent.source.read(node.extent.offset, min(size, _HEAD))

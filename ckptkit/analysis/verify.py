@@ -19,7 +19,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.opening import open_place, steady
-from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
 
 COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
 
@@ -130,12 +130,12 @@ class _Look:
             self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
             return None
 
-    def _parts(self, format: Format) -> Iterator[Part]:
+    def _parts(self, format: Format) -> Iterator[CheckedPart]:
         if format.check is None:
             return
         try:
             for each in format.check(self.probe):
-                if isinstance(each, Part):
+                if isinstance(each, CheckedPart):
                     yield each
                 else:
                     self.findings.append(each)
@@ -150,7 +150,7 @@ class _Look:
             else str(path).removeprefix(self.place.name.rstrip("/") + "/")
         )
 
-    def _summed(self, parts: list[Part]) -> Iterator[tuple[Part, str | None]]:
+    def _summed(self, parts: list[CheckedPart]) -> Iterator[tuple[CheckedPart, str | None]]:
         """Yield each part, and what is wrong with it."""
         total = sum(part.record.length for part in parts if part.crc32 is not None)
         for part, why in summed(parts, lambda count: self.tell(count, total)):

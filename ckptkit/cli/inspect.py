@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.summary import Row, Summary
+    from ckptkit.analysis.summary import Summary, TensorRow
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.formats.format import Asked
 
@@ -158,7 +158,7 @@ def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
     return summary_json.file(summary, rows, _digests(rows) if want.digest else None)
 
 
-def _digests(rows: list[Row]) -> list[str | None]:
+def _digests(rows: list[TensorRow]) -> list[str | None]:
     from ckptkit.analysis.tensor_digest import sha256_each
     from ckptkit.cli.progress import Progress
 
@@ -185,7 +185,9 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     return chain(shown, [""] * bool(said), (render.labelled(render.escape(each)) for each in said))
 
 
-def _tree(checkpoint: Checkpoint, summary: Summary, rows: list[Row], want: Wanted) -> Iterator[str]:
+def _tree(
+    checkpoint: Checkpoint, summary: Summary, rows: list[TensorRow], want: Wanted
+) -> Iterator[str]:
     from ckptkit.analysis.shares import shares
     from ckptkit.cli.tree_text import tree
 
@@ -196,7 +198,7 @@ def _tree(checkpoint: Checkpoint, summary: Summary, rows: list[Row], want: Wante
     return tree(checkpoint.root, found, lambda share: id(share.row) in chosen, want.sort)
 
 
-def _unmatched(want: Wanted, rows: list[Row]) -> tuple[str, ...]:
+def _unmatched(want: Wanted, rows: list[TensorRow]) -> tuple[str, ...]:
     return (
         (f"no tensor name or path matches --keys {', '.join(want.globs)}",)
         if want.globs and not rows
@@ -204,7 +206,7 @@ def _unmatched(want: Wanted, rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _wider(want: Wanted, rows: list[Row], summary: Summary) -> Iterator[str]:
+def _wider(want: Wanted, rows: list[TensorRow], summary: Summary) -> Iterator[str]:
     """Return a hint with wider globs that match inside names, where nothing matched."""
     for glob in want.globs if not rows else ():
         from shlex import quote
@@ -214,7 +216,7 @@ def _wider(want: Wanted, rows: list[Row], summary: Summary) -> Iterator[str]:
             yield f"{render.plural(count, 'tensor')} with --keys {quote(wide)}"
 
 
-def _rows(summary: Summary, want: Wanted) -> list[Row]:
+def _rows(summary: Summary, want: Wanted) -> list[TensorRow]:
     rows = summary.rows
     if want.globs:
         matches = render.matcher(want.globs)

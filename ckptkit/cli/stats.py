@@ -16,7 +16,7 @@ from ckptkit.core.text import some
 
 if TYPE_CHECKING:
     from ckptkit.analysis import summary
-    from ckptkit.analysis.stats import Row, Statistics
+    from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.compute import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
 
@@ -142,7 +142,9 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
         render.emit(*lines)
 
 
-def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) -> list[summary.Row]:
+def _chosen(
+    checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool
+) -> list[summary.TensorRow]:
     """Return the weights, or all tensors where there are none, that match the globs."""
     from ckptkit.analysis.summary import summarize
 
@@ -156,7 +158,7 @@ def _chosen(checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool) ->
     ]
 
 
-def _arranged(found: Statistics, rows: Iterator[Row], sort: str) -> Iterator[Row]:
+def _arranged(found: Statistics, rows: Iterator[TensorStats], sort: str) -> Iterator[TensorStats]:
     """Yield the rows to show, in file order one by one if no other order is requested."""
     if found.grouped:
         for _ in rows:
@@ -172,7 +174,7 @@ def _arranged(found: Statistics, rows: Iterator[Row], sort: str) -> Iterator[Row
         )
 
 
-def _numbers(row: Row) -> dict[str, Any]:
+def _numbers(row: TensorStats) -> dict[str, Any]:
     return facts_of(row.tally, row.kind)
 
 
@@ -197,7 +199,9 @@ def facts_of(tally: Tally, kind: str) -> dict[str, Any]:
     }
 
 
-def _facts(checkpoint: Checkpoint, found: Statistics, rows: Iterator[Row]) -> dict[str, Any]:
+def _facts(
+    checkpoint: Checkpoint, found: Statistics, rows: Iterator[TensorStats]
+) -> dict[str, Any]:
     """Return the JSON object; totals come last, since they are only known then."""
     return {
         "schema": SCHEMA,
@@ -217,7 +221,7 @@ def _skipped(found: Statistics) -> Iterator[dict[str, Any]]:
     yield from ({"name": each.name, "dtype": each.dtype, "why": each.why} for each in found.skipped)
 
 
-def _json(row: Row) -> dict[str, Any]:
+def _json(row: TensorStats) -> dict[str, Any]:
     from ckptkit.analysis.values import key_list
 
     source = row.source
@@ -255,7 +259,7 @@ def _cell(name: str) -> str:
     )
 
 
-def _csv(rows: Iterable[Row]) -> Iterator[str]:
+def _csv(rows: Iterable[TensorStats]) -> Iterator[str]:
     """Yield CSV lines; a complex mean is written as in Python."""
     import csv
     import io
@@ -273,7 +277,7 @@ def _csv(rows: Iterable[Row]) -> Iterator[str]:
     yield buffer.getvalue()
 
 
-def _lines(rows: Iterable[Row], found: Statistics) -> Iterator[str]:
+def _lines(rows: Iterable[TensorStats], found: Statistics) -> Iterator[str]:
     cells = [_cells(row, render.escape(row.label) or "(root)") for row in rows]
     if len(cells) > 1:
         cells += [
@@ -288,7 +292,7 @@ def _lines(rows: Iterable[Row], found: Statistics) -> Iterator[str]:
     )
 
 
-def _cells(row: Row, label: str) -> list[str]:
+def _cells(row: TensorStats, label: str) -> list[str]:
     numbers = _numbers(row)
     values = [short(numbers[name]) for name in ("mean", "std", "min", "max", "norm")]
     zeros = f"{numbers['sparsity']:.1%}" if numbers["zeros"] else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.analysis.summary import Opaque, Row, Summary, Value
+from ckptkit.analysis.summary import Opaque, Summary, TensorRow, Value
 from ckptkit.analysis.values import key_list, number
 from ckptkit.cli.render import json_number
 from ckptkit.core.tree import join
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def file(
-    summary: Summary, rows: Iterable[Row], digests: Sequence[str | None] | None = None
+    summary: Summary, rows: Iterable[TensorRow], digests: Sequence[str | None] | None = None
 ) -> dict[str, Any]:
     """Return FILE of the schema, its lists as iterators; with the SHA-256 of each row if given."""
     totals = summary.totals
@@ -34,7 +34,7 @@ def file(
         "values": map(value, summary.values),
         "objects": map(opaque, summary.objects),
         "globals": list(map(str, summary.globals)),
-        "metadata": dict(summary.metadata),
+        "metadata": dict(summary.extras),
         "warnings": list(summary.warnings),
         "totals": {
             "tensors": totals.tensors,
@@ -56,7 +56,7 @@ def _of_processes(summary: Summary) -> dict[str, Any]:
     return found
 
 
-def tensor(row: Row) -> dict[str, Any]:
+def tensor(row: TensorRow) -> dict[str, Any]:
     """TENSOR of the schema."""
     name, path, leaf, storage, nbytes = row[:5]
     piece, group = row.local, row.group

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.analysis.summary import Row, Summary, Value
+from ckptkit.analysis.summary import Summary, TensorRow, Value
 from ckptkit.analysis.values import Plain
 from ckptkit.cli.render import escape, plural, shape, size, table
 from ckptkit.core.fold import Folded, Item, fold, unfolded
@@ -21,7 +21,7 @@ LISTED = 8  # values of a list; likewise
 LONG = 200  # characters of a value; likewise
 
 
-def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterator[str]:
+def lines(summary: Summary, rows: list[TensorRow], *, flat: bool, sort: str) -> Iterator[str]:
     """Yield everything except warnings and hints; of a pickled module, its weights only."""
     yield escape(_heading(summary))
     if summary.about:
@@ -48,9 +48,7 @@ def lines(summary: Summary, rows: list[Row], *, flat: bool, sort: str) -> Iterat
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     yield from _block("values", fold(_values(values)), _value)
     yield from _block("objects", fold(Item(join(o.path), o.global_, 0) for o in objects), _object)
-    yield from _block(
-        "metadata", [Folded(k, v, 0, 1) for k, v in summary.metadata.items()], _object
-    )
+    yield from _block("metadata", [Folded(k, v, 0, 1) for k, v in summary.extras.items()], _object)
 
 
 def _heading(summary: Summary) -> str:
@@ -68,20 +66,20 @@ def _heading(summary: Summary) -> str:
     return f"{heading}: {', '.join(parts)}" if parts else f"{heading}: no tensors"
 
 
-def _shared(rows: Iterable[Row]) -> set[int | None]:
+def _shared(rows: Iterable[TensorRow]) -> set[int | None]:
     """Return the storages that hold several of the tensors."""
     held = Counter(row.storage for row in rows)
     return {storage for storage, count in held.items() if count > 1 and storage is not None}
 
 
-def _item(row: Row, shared: set[int | None]) -> Item:
+def _item(row: TensorRow, shared: set[int | None]) -> Item:
     tensor = row.tensor
     name = row.name if row.name is not None else row.place
     columns = (row.dtype, tensor.shape, row.device, _remark(row, shared))
     return Item(name, columns, row.nbytes)
 
 
-def _remark(row: Row, shared: set[int | None]) -> str:
+def _remark(row: TensorRow, shared: set[int | None]) -> str:
     """Return a remark on a tensor that is not plain, strided and alone in its storage."""
     tensor = row.tensor
     storage = tensor.storage

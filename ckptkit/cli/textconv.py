@@ -51,7 +51,7 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"{row.place}: {tensor.dtype} {shape(tensor.shape)} {tensor.device} {said}"
     yield from (f"{join(value.path)}: {_value(value.value)}" for value in summary.values)
     yield from (f"{join(each.path)}: an object of {each.global_}" for each in summary.objects)
-    yield from (f"metadata {name}: {_value(value)}" for name, value in summary.metadata.items())
+    yield from (f"metadata {name}: {_value(value)}" for name, value in summary.extras.items())
 
 
 def _value(value: Plain) -> str:

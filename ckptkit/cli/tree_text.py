@@ -25,33 +25,33 @@ ALIGNED = 100  # characters of a line that numbers are aligned behind where ther
 
 
 @dataclass(eq=False)
-class Entry:
+class TreeLine:
     """A line: a value or a common prefix of names (``layers.``), with the parameters below it."""
 
     label: str
     text: str = ""
-    parent: Entry | None = None
-    children: list[Entry] = field(default_factory=list)
-    groups: dict[str, Entry] = field(default_factory=dict)
+    parent: TreeLine | None = None
+    children: list[TreeLine] = field(default_factory=list)
+    groups: dict[str, TreeLine] = field(default_factory=dict)
     tensors: int = 0
     parameters: int = 0
     is_group: bool = False
 
-    def add(self, entry: Entry) -> Entry:
+    def add(self, entry: TreeLine) -> TreeLine:
         entry.parent = self
         self.children.append(entry)
         return entry
 
-    def group(self, label: str) -> Entry:
+    def group(self, label: str) -> TreeLine:
         """Return the entry of the names that start with `label`, added if new."""
         found = self.groups.get(label)
         if found is None:
-            found = self.groups[label] = self.add(Entry(label, is_group=True))
+            found = self.groups[label] = self.add(TreeLine(label, is_group=True))
         return found
 
     def count(self, parameters: int) -> None:
         """Count one more tensor, here and in all parents."""
-        entry: Entry | None = self
+        entry: TreeLine | None = self
         while entry is not None:
             entry.tensors += 1
             entry.parameters += parameters
@@ -100,15 +100,15 @@ def _width() -> int | None:
     return get_terminal_size().columns
 
 
-def _room(rows: list[tuple[Entry, str]], width: int | None, others: int) -> int:
+def _room(rows: list[tuple[TreeLine, str]], width: int | None, others: int) -> int:
     """Return the characters left for labels, before the numbers."""
     longest = max((len(line) for entry, line in rows if entry.parameters), default=0)
     return min(longest, ALIGNED if width is None else max(NARROWEST, width - others - 1))
 
 
-def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
+def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, str]]:
     """Yield the entries in order, with their lines. A group of one name gets no line of its own."""
-    orders: dict[str, Callable[[Entry], Any]] = {
+    orders: dict[str, Callable[[TreeLine], Any]] = {
         "size": lambda e: -e.parameters,
         "name": lambda e: e.label,
     }
@@ -132,10 +132,10 @@ def _rows(top: Entry, sort: str, filtered: bool) -> Iterator[tuple[Entry, str]]:
         waiting += [(child, "", depth + 1) for child in reversed(below)]
 
 
-def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] | None) -> Entry:
+def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] | None) -> TreeLine:
     """Build the entries of all nodes, without descending into values and tensors."""
     shown = 1 << 62
-    above: list[tuple[Entry, Node]] = []  # the entry of each level, and the node
+    above: list[tuple[TreeLine, Node]] = []  # the entry of each level, and the node
     for path, node in walk(root):
         depth = len(path)
         if depth > shown:
@@ -144,7 +144,7 @@ def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] 
         value = plain(node)
         text = value_text(*value, LONG) if value is not None else _node(node)
         del above[depth:]
-        entry = _placed(above[-1], path[-1], text) if above else Entry("", text)
+        entry = _placed(above[-1], path[-1], text) if above else TreeLine("", text)
         above.append((entry, node))
         if value is not None:
             shown = depth
@@ -156,15 +156,15 @@ def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] 
     return above[0][0]
 
 
-def _placed(above: tuple[Entry, Node], key: Node, text: str) -> Entry:
+def _placed(above: tuple[TreeLine, Node], key: Node, text: str) -> TreeLine:
     """Return a new entry below a parent; names with dots go into groups."""
     parent, holder = above
     if not isinstance(key, str) or "." not in key or not isinstance(holder, (dict, Pairs)):
-        return parent.add(Entry(escape(key_text(key)), text))
+        return parent.add(TreeLine(escape(key_text(key)), text))
     *groups, last = parts(key)
     for group in groups:
         parent = parent.group(f"{escape(group)}.")
-    return parent.add(Entry(escape(last), text))
+    return parent.add(TreeLine(escape(last), text))
 
 
 def _node(node: Node) -> str:

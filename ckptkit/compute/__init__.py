@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckptkit.compute.expanded import Allowance
     from ckptkit.compute.mean import has_mean, mean_record, sum_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
-    from ckptkit.compute.tallies import BINS, Histogram, Part, Tally, numbers, parts, tally
+    from ckptkit.compute.tallies import BINS, ElementRange, Histogram, Tally, numbers, parts, tally
     from ckptkit.compute.tensors import (
         Difference,
         cast_record,
@@ -32,8 +32,8 @@ __all__ = [
     "PIECE",
     "Allowance",
     "Difference",
+    "ElementRange",
     "Histogram",
-    "Part",
     "Tally",
     "cast_record",
     "compare",
@@ -67,7 +67,9 @@ _PLACES = {
         ),
         "tensors",
     ),
-    **dict.fromkeys(("BINS", "Histogram", "Part", "Tally", "numbers", "parts", "tally"), "tallies"),
+    **dict.fromkeys(
+        ("BINS", "Histogram", "ElementRange", "Tally", "numbers", "parts", "tally"), "tallies"
+    ),
     **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
     "Allowance": "expanded",

@@ -192,7 +192,7 @@ def bin_exponent(low: float, high: float, whole: bool) -> int:
     return exponent
 
 
-class Part(NamedTuple):
+class ElementRange(NamedTuple):
     """Bytes `start` to `stop` of what a tensor's elements are."""
 
     extent: Extent
@@ -206,7 +206,7 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-def parts(tensor: Tensor) -> Iterator[Part]:
+def parts(tensor: Tensor) -> Iterator[ElementRange]:
     """The elements of a tensor, in parts of a bounded size where each can be read by itself.
 
     Raises TensorError for elements that are no numbers by themselves, or are not there.
@@ -220,7 +220,7 @@ def parts(tensor: Tensor) -> Iterator[Part]:
     extent = contiguous(each).locate()
     size = PART if isinstance(extent, Range) else max(1, extent.length)
     for start in range(0, extent.length, size):
-        yield Part(
+        yield ElementRange(
             extent, tensor.dtype, start, min(start + size, extent.length), times(tensor, axes)
         )
 
@@ -238,12 +238,12 @@ def numbers(tensor: Tensor) -> Array:
     return np.broadcast_to(flat.reshape(each.shape), tensor.shape)
 
 
-def _pieces(part: Part) -> Iterator[memoryview]:
+def _pieces(part: ElementRange) -> Iterator[memoryview]:
     extent, dtype, start, stop, _ = part
     return aligned(flow(extent, start, stop), dtype.itemsize, BLOCK * dtype.itemsize)
 
 
-def tally(part: Part) -> Tally:
+def tally(part: ElementRange) -> Tally:
     """The statistics of one part."""
     import numpy as np
 

@@ -19,7 +19,7 @@ from ckptkit.compute.operations import (
     stream,
     torch_dtype,
 )
-from ckptkit.core.bytesource import Extent, LocalFile, Part, Pending, Range, Record
+from ckptkit.core.bytesource import Extent, LocalFile, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor
@@ -48,10 +48,12 @@ def contiguous(tensor: Tensor) -> Record:
         )
     record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
     if not nbytes:
-        return Part(record, 0, 0)
+        return RecordSlice(record, 0, 0)
     if tensor.is_contiguous and tensor.offset * dtype.bits % 8 == 0:
         start = tensor.offset * dtype.bits // 8
-        record = record if (start, nbytes) == (0, record.length) else Part(record, start, nbytes)
+        record = (
+            record if (start, nbytes) == (0, record.length) else RecordSlice(record, start, nbytes)
+        )
     elif dtype.bits % 8:
         raise TensorError(
             f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on"

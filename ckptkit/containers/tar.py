@@ -45,7 +45,7 @@ _GLOBAL_KEYS = frozenset(
 _LOCAL_KEYS = _GLOBAL_KEYS | {b"path", b"size"}
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """One member: ``kind`` is file, folder or link; ``data`` is empty for the latter two."""
 
     name: str
@@ -96,7 +96,7 @@ def first_name(source: ByteSource) -> bytes:
     return b""
 
 
-def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]:
+def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMember]:
     """Return every member by its name, in order.
 
     `here`: a leading ``./``, as `tar -C FOLDER .` writes it, is not part of a name.
@@ -104,7 +104,7 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]
     Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
     LimitError.
     """
-    members: dict[str, Member] = {}
+    members: dict[str, TarMember] = {}
     folded: set[str] = set()
     links: list[str] = []
     for member, link in _members(source, here):
@@ -119,7 +119,7 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, Member]
     return members
 
 
-def _members(source: ByteSource, here: bool) -> Iterator[tuple[Member, str]]:
+def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
     """Yield each member and its link target, up to the end, which is checked."""
     at = 0
     records: dict[bytes, bytes] = {}
@@ -224,7 +224,7 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
 
 def _member(
     header: _Header, records: dict[bytes, bytes], data: Range, here: bool
-) -> tuple[Member, str]:
+) -> tuple[TarMember, str]:
     kind = _KINDS.get(header.type)
     if kind is None:
         raise UnsupportedError(
@@ -236,7 +236,7 @@ def _member(
     name = _name(records.get(b"path", header.name), kind, here)
     if header.name:  # readers without support for records use this name
         _name(header.name, kind, here)
-    return Member(name, kind, data), header.link.decode("latin-1") if kind == "link" else ""
+    return TarMember(name, kind, data), header.link.decode("latin-1") if kind == "link" else ""
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:

@@ -41,7 +41,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import check, check_inflated
 from ckptkit.core.text import shown
 
-__all__ = ["MAGIC", "Entry", "ZipDirectory", "read_directory"]
+__all__ = ["MAGIC", "ZipDirectory", "ZipEntry", "read_directory"]
 
 _END_MAGIC, _END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _END = struct.Struct("<4s4H2LH")
@@ -54,7 +54,7 @@ _IN_PARTS = "is one part of a zip file in several parts"
 _AGAIN = "download or copy the file again"
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """A member's entry in the directory. Offsets are in the source, sizes are in bytes."""
 
     offset: int  # of the local header
@@ -71,7 +71,7 @@ class ZipDirectory:
     """The members of a zip file, in the order of its directory, and where their bytes are."""
 
     source: ByteSource
-    entries: dict[str, Entry] = field(repr=False)
+    entries: dict[str, ZipEntry] = field(repr=False)
     start: int  # offset of the directory, the end of the members
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
@@ -138,10 +138,10 @@ class ZipDirectory:
             total = zlib.crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
         self._compare(name, total)
 
-    def _data(self, name: str, entry: Entry) -> int:
+    def _data(self, name: str, entry: ZipEntry) -> int:
         return entry.data if self.headers is None else self.headers.place(name)
 
-    def _inflate(self, name: str, entry: Entry) -> bytes:
+    def _inflate(self, name: str, entry: ZipEntry) -> bytes:
         machine = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
             data = machine.decompress(
@@ -171,7 +171,7 @@ class ZipDirectory:
 class LocalHeaders:
     """Offsets of the members' bytes in a remote file, read from their local headers."""
 
-    def __init__(self, source: ByteSource, entries: dict[str, Entry]) -> None:
+    def __init__(self, source: ByteSource, entries: dict[str, ZipEntry]) -> None:
         self._source = source
         self._entries = list(entries.items())
         self._numbers = {name: number for number, name in enumerate(entries)}
@@ -198,7 +198,7 @@ class LocalHeaders:
             with suppress(CkptkitError):  # raised again when this member itself is read
                 self._places[name] = self._find(name, entry)
 
-    def _find(self, name: str, entry: Entry) -> int:
+    def _find(self, name: str, entry: ZipEntry) -> int:
         return find_data(self._source.read, name.encode(), entry)[0]
 
 
@@ -229,7 +229,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         places = [-1] * count if source.remote else check_members(source, names, rows, start)
         # A row is an Entry without its last field, put together here without a call for each.
         entries = {
-            text: new(Entry, (*row, place))
+            text: new(ZipEntry, (*row, place))
             for text, row, place in zip(texts, rows, places, strict=True)
         }
     except CkptkitError as error:

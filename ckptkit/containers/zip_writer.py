@@ -39,7 +39,7 @@ _PADS = [b"FB" + struct.pack("<H", n) + b"Z" * n for n in range(ALIGNMENT)]
 _JOINED = 1 << 16  # literal contents up to this length share a segment with the headers around them
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """A record to be written.
 
     `crc` is that of an extent, None if it is to be computed during writing.
@@ -61,7 +61,7 @@ class _Text:
         return Deferred(bytes(self.data), tuple(self.holes)) if self.holes else bytes(self.data)
 
 
-def lay_out(members: Iterable[Member]) -> list[Segment]:
+def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     """Lay out a whole zip file of `members`, in order.
 
     The checksum of a member without a CRC has its position as number.

@@ -418,7 +418,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecordSlice:
     """`length` bytes of a record from `start`; the caller ensures that they are inside."""
 
     record: Record

@@ -40,7 +40,7 @@ def _is_looked_at(root: Node, names: Iterable[Global], file: str) -> bool:
 class Checkpoint:
     """A tree of plain values with lazy tensors, and where it came from.
 
-    ``format`` is the name of the format that it was read from; ``metadata`` the strings that a
+    ``format`` is the name of the format that it was read from; ``extras`` the strings that a
     container keeps beside the tree (safetensors' ``__metadata__``); ``globals`` every class and
     function that its pickles name; ``warnings`` what a reader or transform noticed; ``notes`` what
     transforms did; ``origin`` is opaque to all but the format that set it; ``key`` names the entry
@@ -54,7 +54,7 @@ class Checkpoint:
     root: Node
     format: str = ""
     source: ByteSource | Folder | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, str] = field(default_factory=dict)
     globals: tuple[Global, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from ckptkit.core.bytesource import Part, Range
+from ckptkit.core.bytesource import Range, RecordSlice
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.pieces import (
@@ -245,7 +245,7 @@ def integers(tensor: Node) -> tuple[int, ...]:
         raise FormatError(f"holds a mesh of {tensor.numel:,} ranks that are not in a row")
     size = tensor.dtype.itemsize
     order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
-    place = Part(tensor.storage.record, tensor.offset * size, tensor.nbytes).locate()
+    place = RecordSlice(tensor.storage.record, tensor.offset * size, tensor.nbytes).locate()
     if not isinstance(place, Range):
         raise UnsupportedError("holds a mesh that is compressed")
     data = place.read()

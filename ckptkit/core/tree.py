@@ -89,7 +89,7 @@ class Object:
         return f"<Object of {self.callable if isinstance(self.callable, Global) else '...'}>"
 
 
-class OrderedDict(dict[Node, Node]):
+class OrderedMapping(dict[Node, Node]):
     """A ``collections.OrderedDict`` with its attributes (state_dicts carry ``_metadata``)."""
 
     __slots__ = ("state",)
@@ -109,7 +109,7 @@ MODULE_VERSIONS = "_metadata"  # the attribute of a state_dict: path of each mod
 
 def attributes_of(node: Node) -> dict[Node, Node]:
     """Return the attributes that were set on an OrderedDict, none of any other node."""
-    state = node.state if isinstance(node, OrderedDict) else None
+    state = node.state if isinstance(node, OrderedMapping) else None
     return state if isinstance(state, dict) else {}
 
 
@@ -121,7 +121,7 @@ def module_versions(node: Node) -> dict[Node, Node] | None:
 
 def versions_state(versions: Mapping[Node, Node]) -> Node:
     """Return the `state` of an OrderedDict that has these as its ``_metadata``."""
-    return {MODULE_VERSIONS: OrderedDict(versions)}
+    return {MODULE_VERSIONS: OrderedMapping(versions)}
 
 
 class SetNode:
@@ -165,7 +165,7 @@ class ByteString:
         return self.data.decode("latin-1")
 
 
-class Blob:
+class StoredBytes:
     """A long byte string left in its source.
 
     ``kind`` is ``bytes``, ``bytearray``, or ``python2`` (a ``str`` of Python 2).
@@ -179,11 +179,11 @@ class Blob:
 
 
 LEAVES = (
-    *(Tensor, TypedStorage, Global, ByteString, Blob),
+    *(Tensor, TypedStorage, Global, ByteString, StoredBytes),
     *(str, bytes, bytearray, int, float, complex, type(None)),
 )
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
-_CONTAINERS = frozenset({dict, list, tuple, OrderedDict, SetNode, Pairs, Object})
+_CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
 # Transparent wrappers: objects shown as their first argument.
 TRANSPARENT = frozenset({("collections", "Counter")})
@@ -287,7 +287,7 @@ def nodes(root: Node) -> Iterator[Node]:
 
 
 def _held(node: Node) -> Iterable[Node]:
-    if isinstance(node, OrderedDict):
+    if isinstance(node, OrderedMapping):
         return (*node, *node.values(), node.state)
     if isinstance(node, dict):
         return (*node, *node.values())
@@ -413,8 +413,8 @@ class Rebuild:
 
     def _shell(self, node: Node) -> Node:
         new: Node
-        if isinstance(node, OrderedDict):
-            new = OrderedDict()
+        if isinstance(node, OrderedMapping):
+            new = OrderedMapping()
         elif isinstance(node, dict):
             new = {}
         elif isinstance(node, list):
@@ -435,7 +435,7 @@ class Rebuild:
         if isinstance(old, dict):
             for key, value in old.items():
                 new[key if key.__class__ in _PLAIN else copy(key)] = copy(value)
-            if isinstance(old, OrderedDict):
+            if isinstance(old, OrderedMapping):
                 new.state = copy(old.state)
         elif isinstance(old, list):
             new.extend(map(copy, old))

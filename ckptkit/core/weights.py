@@ -22,7 +22,7 @@ from ckptkit.core.tree import (
     Global,
     Node,
     Object,
-    OrderedDict,
+    OrderedMapping,
     Path,
     SetNode,
     children,
@@ -287,13 +287,13 @@ def is_optimizer(node: Node) -> bool:
     return isinstance(held, dict) and "param_groups" in held and "state" in held
 
 
-def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedDict:
+def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedMapping:
     """Return a module's state_dict: its parameters as the plain tensors of ``state_dict()``."""
     made: dict[int, Node] = {}
     for node in parameters.values():
         if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
             made[id(node)] = replace(node, kind="tensor", requires_grad=False)
-    return OrderedDict((name, made.get(id(node), node)) for name, node in parameters.items())
+    return OrderedMapping((name, made.get(id(node), node)) for name, node in parameters.items())
 
 
 class ModuleState(NamedTuple):

@@ -25,9 +25,9 @@ from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
     Asked,
+    CheckedPart,
     Finding,
     Format,
-    Part,
     Probe,
     Recovered,
     WriteOptions,
@@ -93,7 +93,7 @@ def _reader(probe: Probe) -> Format:
     return PARALLEL
 
 
-def check(probe: Probe) -> Iterator[Part | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """Yield what can be checked beyond reading, and the findings.
 
     Empty where the format has no check of its own.
@@ -250,9 +250,7 @@ def patch(
     if format.patch is None:
         return None
     unchanged = (
-        after.root is before.root
-        and after.metadata == before.metadata
-        and options == WriteOptions()
+        after.root is before.root and after.extras == before.extras and options == WriteOptions()
     )
     if unchanged and isinstance(before.source, LocalFile):
         return Patch(before.source, None, (), None, before.source.size)

@@ -26,7 +26,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
-from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.format import CheckedPart, Finding, Probe
 from ckptkit.formats.table import BY_SUFFIX
 
 SAFETENSORS, BIN = ".safetensors", ".bin"
@@ -133,7 +133,7 @@ def read(probe: Probe) -> Checkpoint:
     return replace(checkpoint, warnings=(*unread(probe.names, {name}), *checkpoint.warnings))
 
 
-def check(probe: Probe) -> Iterator[Part | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """Yield the parts to check in the checkpoint of the folder. Raises like `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)

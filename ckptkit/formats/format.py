@@ -113,7 +113,7 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckedPart:
     """Bytes to be verified: by their CRC-32 if it is known, else by reading and inflating them.
 
     ``what`` names them in messages, ``file`` is the file in a folder that they are in.
@@ -195,6 +195,6 @@ class Format:
     torch_error: str = ""  # how torch.load refuses it; weights_only=True, if it is loaded_by_torch
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
-    check: Callable[[Probe], Iterator[Part | Finding]] | None = None
+    check: Callable[[Probe], Iterator[CheckedPart | Finding]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import compute
-from ckptkit.core.bytesource import Derived, Extent, Memory, Part, Range
+from ckptkit.core.bytesource import Derived, Extent, Memory, Range, RecordSlice
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NUMPY, DType
 from ckptkit.core.errors import (
@@ -107,7 +107,7 @@ def read_array(extent: Extent, crc: int | None) -> Array:
     own = (
         None if crc is None else crc32_combine(zlib.crc32(text), crc, nbytes)
     )  # of the elements alone
-    record = Part(extent, header.start, nbytes).locate()
+    record = RecordSlice(extent, header.start, nbytes).locate()
     return Array(Tensor(Storage(record, crc32=own, big_endian=order == ">"), dtype, shape, stride))
 
 

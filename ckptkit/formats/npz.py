@@ -14,14 +14,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 from ckptkit import compute
-from ckptkit.containers.zip_writer import Member, lay_out
+from ckptkit.containers.zip_writer import ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import OutputFile, Plan, crc32_combine
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
-from ckptkit.core.tree import Global, Node, OrderedDict
+from ckptkit.core.tree import Global, Node, OrderedMapping
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import is_utf8
@@ -86,16 +86,16 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield notes on the texts that other formats keep."""
     yield from leftovers(checkpoint)[0]
-    yield from (f"{key} (metadata)" for key in checkpoint.metadata)
+    yield from (f"{key} (metadata)" for key in checkpoint.extras)
     node = checkpoint.required.node
-    if isinstance(node, OrderedDict) and node.state:
+    if isinstance(node, OrderedMapping) and node.state:
         yield from (f"{key} of the state_dict" for key in node.state)
 
 
-def _member(name: str, tensor: Tensor) -> Member:
+def _member(name: str, tensor: Tensor) -> ZipMember:
     before = header(tensor.dtype, tensor.shape)
     if not tensor.nbytes:
-        return Member(name + SUFFIX, before)
+        return ZipMember(name + SUFFIX, before)
     assert tensor.storage is not None
     record = compute.contiguous(tensor)
     extent = record.locate()
@@ -106,7 +106,7 @@ def _member(name: str, tensor: Tensor) -> Member:
     )
     crc = None if known is None else crc32_combine(zlib.crc32(before), known, extent.length)
     literal = Range(Memory(before, name), 0, len(before))
-    return Member(
+    return ZipMember(
         name + SUFFIX, Derived("concat", (literal, extent), (), literal.length + extent.length), crc
     )
 

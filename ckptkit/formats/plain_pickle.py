@@ -17,7 +17,7 @@ from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.core.tensor import TypedStorage
-from ckptkit.core.tree import Blob, Global, Node, Object
+from ckptkit.core.tree import Global, Node, Object, StoredBytes
 from ckptkit.formats import table, torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.globals import REDUCERS
@@ -86,7 +86,7 @@ class _Stored:
 
 def _inner(data: Node) -> ByteSource | None:
     """Open a byte string of a pickle as a file of its own."""
-    if isinstance(data, Blob) and isinstance(data.extent, Range):
+    if isinstance(data, StoredBytes) and isinstance(data.extent, Range):
         return Section(*data.extent)
     return Memory(data, "a storage") if isinstance(data, bytes) else None
 

@@ -38,7 +38,7 @@ from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import shown
-from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats import table
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
@@ -115,7 +115,7 @@ class _Archive(Archive):
         }
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
-    def _tensors(self, folder: str, config: str) -> OrderedDict | None:
+    def _tensors(self, folder: str, config: str) -> OrderedMapping | None:
         """Return the tensors that a configuration lists, None if it is missing."""
         name = self.folder + folder + config
         if name not in self.directory:
@@ -123,7 +123,7 @@ class _Archive(Archive):
         check("index_bytes", self.directory.entries[name].size, f"bytes of {config}")
         parsed = strict_json.parse(self.directory.read(name), config)
         entries = _field(parsed, "config", dict)
-        made = OrderedDict()
+        made = OrderedMapping()
         for tensor, entry in entries.items():
             place = f"{self.folder}{folder}{_field(entry, 'path_name', str)}"
             if entry.get("use_pickle"):

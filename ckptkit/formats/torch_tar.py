@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import chain
 from struct import Struct
 
-from ckptkit.containers.tar import Member, first_name, is_tar, read_members
+from ckptkit.containers.tar import TarMember, first_name, is_tar, read_members
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
@@ -81,7 +81,7 @@ def read(probe: Probe) -> Checkpoint:
     )  # fmt: skip
 
 
-def _records(members: dict[str, Member]) -> dict[str, Member]:
+def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
     """Return the four records. Raises for one that is missing, and for any other record."""
     for name in RECORDS:
         if name not in members and name not in _OPTIONAL:
@@ -99,7 +99,7 @@ def _records(members: dict[str, Member]) -> dict[str, Member]:
 class _Stream:
     """A record, read from its beginning to its end: pickles and numbers one after another."""
 
-    def __init__(self, source: ByteSource, member: Member) -> None:
+    def __init__(self, source: ByteSource, member: TarMember) -> None:
         self.source = source
         self.name = member.name
         self.at = member.data.offset
@@ -279,7 +279,7 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     return _pickles(probe.source, read_members(probe.source, here=True))
 
 
-def _pickles(source: ByteSource, members: dict[str, Member]) -> Iterator[Found]:
+def _pickles(source: ByteSource, members: dict[str, TarMember]) -> Iterator[Found]:
     for name, member in members.items():
         _, offset, length = member.data
         if name in RECORDS:

@@ -14,14 +14,14 @@ from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
-    Blob,
     ByteString,
     Global,
     Node,
     Object,
-    OrderedDict,
+    OrderedMapping,
     Pairs,
     SetNode,
+    StoredBytes,
     attributes_of,
     join,
 )
@@ -96,7 +96,7 @@ class Values:
 
         Those of a pickled module are detached, as its ``state_dict()`` would give them.
         """
-        ordered = isinstance(weights.node, OrderedDict) or weights.is_module
+        ordered = isinstance(weights.node, OrderedMapping) or weights.is_module
         found: dict[str, Any] = collections.OrderedDict() if ordered else {}
         for name, node in entries(weights):
             try:
@@ -106,7 +106,7 @@ class Values:
                 raise
             if weights.is_module:
                 found[name] = found[name].detach()
-        if isinstance(weights.node, OrderedDict):
+        if isinstance(weights.node, OrderedMapping):
             self._attributes(weights.node, found)
         self._finish()
         return found
@@ -132,7 +132,7 @@ class Values:
             return typed_storage(self.tensors, node)
         if isinstance(node, Global):
             return dtype_of(node)
-        if isinstance(node, Blob):
+        if isinstance(node, StoredBytes):
             data = b"".join(compute.stream(node.extent))
             return bytearray(data) if node.kind == "bytearray" else data
         return node.data if isinstance(node, ByteString) else node
@@ -197,7 +197,7 @@ class Values:
         elif isinstance(new, dict):
             for key, value in _items(old):
                 self._put(new, key, self._value(value))
-            if isinstance(old, OrderedDict):
+            if isinstance(old, OrderedMapping):
                 self._attributes(old, new)
         elif isinstance(new, list):
             new.extend(map(self._value, old))
@@ -214,7 +214,7 @@ class Values:
         except TypeError:
             new[key] = value
 
-    def _attributes(self, old: OrderedDict, new: Any) -> None:
+    def _attributes(self, old: OrderedMapping, new: Any) -> None:
         """Set ``_metadata``, the one attribute that torch sets; others are not restored."""
         held = attributes_of(old)
         if MODULE_VERSIONS in held:
@@ -233,9 +233,9 @@ class Values:
 
 
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
-_LEAVES = (Tensor, TypedStorage, Global, Blob, ByteString, bytearray)
+_LEAVES = (Tensor, TypedStorage, Global, StoredBytes, ByteString, bytearray)
 _SHELLS: dict[type, Callable[[], Any]] = {
-    dict: dict, list: list, OrderedDict: collections.OrderedDict, SetNode: set,
+    dict: dict, list: list, OrderedMapping: collections.OrderedDict, SetNode: set,
     Pairs: lambda: Pairs([]),
 }  # fmt: skip
 

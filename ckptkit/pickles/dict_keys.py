@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Blob, Node, Pairs, SetNode
+from ckptkit.core.tree import Node, Pairs, SetNode, StoredBytes
 
-_UNHASHABLE = (list, dict, SetNode, Pairs, Blob, bytearray)
+_UNHASHABLE = (list, dict, SetNode, Pairs, StoredBytes, bytearray)
 
 
 class KeyCheck:

@@ -18,7 +18,7 @@ from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Blob, ByteString, Global, Node
+from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 from ckptkit.pickles.nested import check_bytes, check_text
 from ckptkit.pickles.trust import refused_by_weights_only
 
@@ -64,7 +64,7 @@ class Emitter:
             type(None): self._none,
             float: self._float, complex: self._complex, bytes: self._bytes,
             bytearray: self._bytearray,
-            ByteString: self._byte_string, Blob: self._blob, TypedStorage: self._storage,
+            ByteString: self._byte_string, StoredBytes: self._blob, TypedStorage: self._storage,
             Global: self._global_leaf,
         }  # fmt: skip
 
@@ -131,7 +131,7 @@ class Emitter:
     def _byte_string(self, value: ByteString) -> None:
         self._once(value, lambda: _python2(value.data))
 
-    def _blob(self, blob: Blob) -> None:
+    def _blob(self, blob: StoredBytes) -> None:
         from ckptkit.compute import stream
 
         check("record_bytes", blob.extent.length, "bytes of a byte string inside a pickle")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Blob, Global, Node, Object, OrderedDict, SetNode
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode, StoredBytes
 from ckptkit.core.weights import as_tensor, inner_tensors
 from ckptkit.pickles import ndarray
 
@@ -29,7 +29,7 @@ _LATIN1 = ("latin1", "latin-1")
 def ordered_dict(made: Global, args: Args) -> Node:
     """OrderedDict(), or Python 2's OrderedDict([[key, value], ...])."""
     if not args:
-        return OrderedDict()
+        return OrderedMapping()
     if len(args) == 1 and isinstance(args[0], list):
         pairs = [
             (each[0], each[1])
@@ -37,7 +37,7 @@ def ordered_dict(made: Global, args: Args) -> Node:
             if isinstance(each, (list, tuple)) and len(each) == 2
         ]
         if len(pairs) == len(args[0]) and all(isinstance(key, str) for key, _ in pairs):
-            new = OrderedDict(pairs)
+            new = OrderedMapping(pairs)
             return new if len(new) == len(pairs) else Object(made, args)
     return Object(made, args)
 
@@ -56,8 +56,8 @@ def _bytes(made: Global, args: Args) -> Node:
         return make()
     if isinstance(args[0], (bytes, bytearray)) and len(args) == 1:
         return make(args[0])
-    if isinstance(args[0], Blob) and len(args) == 1:
-        return Blob(args[0].extent, made.name)
+    if isinstance(args[0], StoredBytes) and len(args) == 1:
+        return StoredBytes(args[0].extent, made.name)
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return make(_latin1(args[0]))
     raise UnsupportedError(f"pickle calls {made} with something other than bytes")
@@ -191,7 +191,7 @@ def tensor_v2(made: Global, args: Args) -> Node:
         if (
             typed.__class__ is TypedStorage and typed.dtype is not None and typed.stop is None
             and size.__class__ is tuple and stride.__class__ is tuple and grad.__class__ is bool
-            and hooks.__class__ is OrderedDict and not hooks
+            and hooks.__class__ is OrderedMapping and not hooks
         ):  # fmt: skip
             return Tensor(typed.storage, typed.dtype, size, stride, offset, grad)
     _arity(made, args, 4, 7)

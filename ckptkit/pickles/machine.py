@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, rebuild
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, rebuild
 from ckptkit.pickles.globals import REDUCERS, Reducer
 from ckptkit.pickles.opcode_values import (
     CUT,
@@ -115,7 +115,7 @@ class _Machine(Opcodes):
         }
         if self.pairs:
             for target, pairs in self.pairs.values():
-                pairs.state = target.state if isinstance(target, OrderedDict) else None
+                pairs.state = target.state if isinstance(target, OrderedMapping) else None
             swap.update((key, pairs) for key, (_, pairs) in self.pairs.items())
             warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
         if swap:

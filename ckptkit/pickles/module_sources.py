@@ -12,7 +12,7 @@ from __future__ import annotations
 from ckptkit import compute
 from ckptkit.core.errors import FormatError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Blob, ByteString, Global, Node
+from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 
 
 class ModuleSources:
@@ -28,7 +28,7 @@ class ModuleSources:
         """
         if not isinstance(made, Global):
             raise FormatError("a module's source is recorded for something that is not a class")
-        if isinstance(text, Blob):  # a str of Python 2
+        if isinstance(text, StoredBytes):  # a str of Python 2
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
             text = ByteString(b"".join(compute.stream(text.extent)))
         if not isinstance(text, (str, ByteString, type(None))):

@@ -19,7 +19,7 @@ from ckptkit.core.dtypes import BY_NUMPY, DType
 from ckptkit.core.errors import CorruptError, FormatError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object
+from ckptkit.core.tree import ByteString, Global, Node, Object, StoredBytes
 
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
 _STRUCT = {
@@ -121,7 +121,7 @@ def _dtype(node: Node) -> tuple[DType, bool] | None:
 
 def _extent(node: Node) -> Extent | None:
     """The bytes of an array, however the pickle spells them; None for a list of objects."""
-    if isinstance(node, Blob):
+    if isinstance(node, StoredBytes):
         return node.extent
     data = node.data if isinstance(node, ByteString) else node
     if isinstance(data, str) and data.isascii():  # a str of Python 2

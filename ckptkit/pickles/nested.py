@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
-from ckptkit.core.tree import Blob
+from ckptkit.core.tree import StoredBytes
 from ckptkit.pickles.streams import Program, Remark, Traced
 
 Look = Callable[[ByteSource], Iterable[Traced | Remark | Program]]
@@ -45,7 +45,7 @@ def check_text(text: str) -> None:
             pass
 
 
-def check_blob(blob: Blob) -> None:
+def check_blob(blob: StoredBytes) -> None:
     """Refuse a long byte string that is a file with calls in it. Raises UnsafeGlobalError."""
     if isinstance(blob.extent, Range):  # else its bytes were computed here
         check_bytes(Section(*blob.extent))

@@ -19,7 +19,7 @@ from struct import Struct
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Pairs
+from ckptkit.core.tree import ByteString, Global, Node, Pairs, StoredBytes
 from ckptkit.pickles import globals as known
 from ckptkit.pickles.dict_keys import KeyCheck
 
@@ -281,7 +281,7 @@ class Values:
         end = self.end if self.frame_end is None else self.frame_end
         if at + size > end:
             raise TruncatedError("pickle ends inside a byte string", hint=CUT)
-        self.stack.append(Blob(Range(self.source, at, size), kind))
+        self.stack.append(StoredBytes(Range(self.source, at, size), kind))
         if pos + size <= len(self.data):
             return pos + size
         self.skipped += size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Node, Object, OrderedDict, Pairs, SetNode, nodes
+from ckptkit.core.tree import Node, Object, OrderedMapping, Pairs, SetNode, nodes
 from ckptkit.pickles.builders import built
 from ckptkit.pickles.opcode_values import NO_TUPLE, U4, Short, Values, decimal
 
@@ -199,7 +199,7 @@ class Opcodes(Values):
             target.steps.append(("build", state))
             if built(target, state):
                 self.tensors.append(target)
-        elif isinstance(target, OrderedDict) and target.state is None:
+        elif isinstance(target, OrderedMapping) and target.state is None:
             target.state = state
         else:
             raise FormatError(f"pickle sets the state of a {_kind(target)}")
@@ -223,7 +223,7 @@ def _is_scalar(node: Node) -> bool:
 
 
 def _kind(node: Node) -> str:
-    return {OrderedDict: "OrderedDict", SetNode: "set"}.get(type(node), type(node).__name__)
+    return {OrderedMapping: "OrderedDict", SetNode: "set"}.get(type(node), type(node).__name__)
 
 
 RARE: dict[int, Callable[[Opcodes, bytes, int], int]] = {

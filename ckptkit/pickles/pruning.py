@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Path, SetNode, children, rebuild
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Path, SetNode, children, rebuild
 
 _JUDGED = (Object, Global, SetNode, Tensor, TypedStorage)
 
@@ -59,10 +59,10 @@ def _without(mapping: dict[Node, Node], gone: set[int]) -> dict[Node, Node]:
         for key, value in mapping.items()
         if id(key) not in gone and id(value) not in gone
     }
-    return OrderedDict(kept, mapping.state) if isinstance(mapping, OrderedDict) else kept
+    return OrderedMapping(kept, mapping.state) if isinstance(mapping, OrderedMapping) else kept
 
 
 def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
     yield from children(node)
-    if isinstance(node, OrderedDict) and node.state is not None:
+    if isinstance(node, OrderedMapping) and node.state is not None:
         yield "(attributes)", node.state

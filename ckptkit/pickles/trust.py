@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+)
 from ckptkit.pickles.allowlist import rows as table
 from ckptkit.pickles.allowlist.calls import (
     Judged,
@@ -108,8 +117,8 @@ _SORTS: dict[type, int] = {
     type(None): table.NONE, bool: table.FLAG, int: table.INT, float: table.FLOAT,
     complex: table.FLOAT,
     str: table.TEXT, bytes: table.BYTES, bytearray: table.BYTES, ByteString: table.BYTES,
-    Blob: table.BYTES,
-    list: table.LIST, tuple: table.TUPLE, dict: table.DICT, OrderedDict: table.MAPPING,
+    StoredBytes: table.BYTES,
+    list: table.LIST, tuple: table.TUPLE, dict: table.DICT, OrderedMapping: table.MAPPING,
     Pairs: table.DICT,
     SetNode: table.SET, Global: table.NAME, Tensor: table.TENSOR, TypedStorage: table.STORAGE,
 }  # fmt: skip
@@ -136,7 +145,7 @@ _DEEP = 32  # dtypes inside dtypes
 _open: list[Object] = []  # dtypes that are being looked into
 
 
-def _with_steps(node: Object, row: table.Row) -> Judged:
+def _with_steps(node: Object, row: table.AllowedCall) -> Judged:
     """Return what the steps make of an object whose sort they decide."""
     unknown = Judged(UNSURE, table.BAG)
     if len(_open) >= _DEEP or any(each is node for each in _open):

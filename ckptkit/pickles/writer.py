@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode
 from ckptkit.pickles.emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
 from ckptkit.pickles.objects import without_objects
 from ckptkit.pickles.trust import check_fields, check_name, check_object
@@ -127,7 +127,7 @@ class _Writer(Emitter):
     # Containers: each opens with what can be emitted at once, then yields what is inside
 
     def _open(self, node: Node) -> Iterator[Node]:
-        if isinstance(node, OrderedDict):
+        if isinstance(node, OrderedMapping):
             return self._ordered_dict(node)
         if isinstance(node, dict):
             return self._dict(node)
@@ -153,7 +153,7 @@ class _Writer(Emitter):
         self.emit(b"}" + self._put(node))
         return self._items(list(node.items()))
 
-    def _ordered_dict(self, node: OrderedDict) -> Iterator[Node]:
+    def _ordered_dict(self, node: OrderedMapping) -> Iterator[Node]:
         self.emit(self._global(ORDERED_DICT) + b")R" + self._put(node))
         yield from self._items(list(node.items()))
         if node.state is not None:

@@ -61,7 +61,7 @@ def recognize(view: View, mark: str) -> Group | None:
 def _said(view: View, stem: str) -> dict[str, Any] | None:
     if f"{stem}.comfy_quant" in view.tensors:
         return view.json(f"{stem}.comfy_quant")
-    layers = g.parsed(view.metadata.get(_HEADER, "").encode()).get("layers")
+    layers = g.parsed(view.extras.get(_HEADER, "").encode()).get("layers")
     found = layers.get(stem) if isinstance(layers, dict) else None
     return found if isinstance(found, dict) else None
 

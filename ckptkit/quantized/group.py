@@ -92,7 +92,7 @@ class View:
     ) -> None:
         self.nodes = nodes
         self.tensors = tensors
-        self.metadata = ck.metadata
+        self.extras = ck.extras
         self._source = ck.source
 
     def get(self, name: str, *dtypes: str) -> Tensor | None:

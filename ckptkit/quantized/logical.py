@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Node, OrderedDict, rebuild
+from ckptkit.core.tree import Node, OrderedMapping, rebuild
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.quantized.group import Group, View
 from ckptkit.quantized.quantization import Quantization
@@ -50,7 +50,7 @@ def exchanged(
     made: dict[int, tuple[Tensor, Group]] = {}
     entries = dict(_entries(weights, found, types, made))
     old = mapping_of(weights)
-    node: Node = OrderedDict(entries, old.state) if isinstance(old, OrderedDict) else entries
+    node: Node = OrderedMapping(entries, old.state) if isinstance(old, OrderedMapping) else entries
     return rebuild(ck.root, swap={id(weights.node): node}), made
 
 

@@ -64,7 +64,7 @@ def recognize(view: View, mark: str) -> Group | None:
         if head
         else mark.removeprefix("_").removesuffix("_qdata")
     )
-    said = g.parsed(view.metadata.get(name, "").encode())
+    said = g.parsed(view.extras.get(name, "").encode())
     names, data = said.get("_tensor_data_names"), said.get("_data")
     if not isinstance(names, list) or not isinstance(data, dict):
         return None

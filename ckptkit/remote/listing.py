@@ -22,7 +22,7 @@ _VERSION = (
 Mark = tuple[int, int | str]  # size in bytes and version: differs between versions of a file
 
 
-class Entry(NamedTuple):
+class RemoteEntry(NamedTuple):
     """A file or folder: its path below the listed folder, with slashes."""
 
     name: str
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     is_folder: bool
 
 
-def matching(folder: str, pattern: str) -> list[Entry]:
+def matching(folder: str, pattern: str) -> list[RemoteEntry]:
     """Return the entries that match `pattern` below the URL `folder`, sorted by name.
 
     Raises PathError where the server has no listings.
@@ -59,7 +59,7 @@ def below(folder: str) -> dict[str, Mark]:
     return {each.name: each.mark for each in _entries(found, path)}
 
 
-def look(url: str) -> Entry:
+def look(url: str) -> RemoteEntry:
     """Return the file or folder at `url` as it is now, its name empty.
 
     Raises PathError if it does not exist.
@@ -71,7 +71,7 @@ def look(url: str) -> Entry:
     except Exception as error:
         raise refused(error, url) from presentable(error, url)
     folder = info["type"] == "directory"
-    return Entry("", merged(below(url)) if folder else _mark(info), folder)
+    return RemoteEntry("", merged(below(url)) if folder else _mark(info), folder)
 
 
 def merged(marks: Mapping[str, Mark]) -> Mark:
@@ -127,14 +127,14 @@ def _listable(folder: str) -> tuple[Any, str]:
     return fs, path
 
 
-def _entries(found: Mapping[str, Mapping[str, Any]], path: str) -> list[Entry]:
+def _entries(found: Mapping[str, Mapping[str, Any]], path: str) -> list[RemoteEntry]:
     return sorted(_named(found, path.rstrip("/") + "/"))
 
 
-def _named(found: Mapping[str, Mapping[str, Any]], base: str) -> Iterator[Entry]:
+def _named(found: Mapping[str, Mapping[str, Any]], base: str) -> Iterator[RemoteEntry]:
     for path, info in found.items():
         if path.startswith(base) and (name := path[len(base) :].rstrip("/")):
-            yield Entry(name, _mark(info), info["type"] == "directory")
+            yield RemoteEntry(name, _mark(info), info["type"] == "directory")
 
 
 def _mark(info: Mapping[str, Any]) -> Mark:

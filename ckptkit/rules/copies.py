@@ -42,7 +42,7 @@ class Made(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-class Member(NamedTuple):
+class SourceTensor(NamedTuple):
     """One source of a group."""
 
     key: str
@@ -117,7 +117,7 @@ class Arrangement:
     # From shapes to sizes
 
     def solve(
-        self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[Member]
+        self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[SourceTensor]
     ) -> Layout:
         """Targets of a group. Raises MisfitError where its shapes do not fit the rule."""
         rest = self._rest(members)
@@ -131,7 +131,7 @@ class Arrangement:
                     raise self._differs(symbol, members, solved)
         return _Copies(self, left, right, loops, merged, members).layout()
 
-    def _rest(self, members: Sequence[Member]) -> int:
+    def _rest(self, members: Sequence[SourceTensor]) -> int:
         """How many dimensions ``...`` stands for."""
         dimensions = self.rule.left.shape
         fixed = sum(dimension != REST for dimension in dimensions)
@@ -152,7 +152,7 @@ class Arrangement:
         return len(members[0].shape) - fixed if open_ended else 0
 
     def _solve(
-        self, member: Member, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
+        self, member: SourceTensor, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
     ) -> dict[Symbol, int]:
         indices = {**loops, **dict(zip(self.words.gathered, member.indices, strict=True))}
         known = dict(sizes)
@@ -174,7 +174,7 @@ class Arrangement:
 
     def _check(
         self,
-        member: Member,
+        member: SourceTensor,
         number: int,
         axes: Axes,
         elements: int,
@@ -197,7 +197,12 @@ class Arrangement:
         return settings(said)
 
     def _indivisible(
-        self, member: Member, number: int, axes: Axes, elements: int, known: Mapping[Symbol, int]
+        self,
+        member: SourceTensor,
+        number: int,
+        axes: Axes,
+        elements: int,
+        known: Mapping[Symbol, int],
     ) -> MisfitError:
         message = f"{member.key}: {_elements(elements, number)} are no multiple of {_words(axes)}"
         said = self._settings(axes, known)
@@ -222,7 +227,7 @@ class Arrangement:
         return RuleError(about(self.number, message), hint=hint)
 
     def _differs(
-        self, symbol: Symbol, members: Sequence[Member], solved: list[dict[Symbol, int]]
+        self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
     ) -> MisfitError:
         """What to say of a size that members of one group do not agree on."""
         word = symbol[0]
@@ -247,7 +252,7 @@ class Arrangement:
             )
         return MisfitError(message, hint="parts of different sizes need labels, not numbers")
 
-    def _differing(self, members: Sequence[Member], values: list[int | None]) -> int | None:
+    def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
         """The variable along which the values differ: one with labels, if there is one."""
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
@@ -282,7 +287,7 @@ class _Copies:
         right: list[Axes],
         loops: Indices,
         sizes: dict[Symbol, int],
-        members: Sequence[Member],
+        members: Sequence[SourceTensor],
     ) -> None:
         self.rule, self.left, self.right, self.loops, self.sizes = rule, left, right, loops, sizes
         self.members = members

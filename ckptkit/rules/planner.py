@@ -13,7 +13,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import nearest
 from ckptkit.rules.checks import words_of
-from ckptkit.rules.copies import Copy, Member, Symbol
+from ckptkit.rules.copies import Copy, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
 from ckptkit.rules.names import Steps, Value, Values
 from ckptkit.rules.notation import Given, Rule
@@ -261,9 +261,9 @@ class Planning:
 
     def _groups(
         self, matches: Mapping[str, tuple[Ready, Values]]
-    ) -> tuple[dict[Group, list[Member]], list[str | Group]]:
+    ) -> tuple[dict[Group, list[SourceTensor]], list[str | Group]]:
         digits = Digits(matches)
-        groups: dict[Group, list[Member]] = {}
+        groups: dict[Group, list[SourceTensor]] = {}
         order: list[str | Group] = []
         for key, shape in self.shapes.items():
             match = matches.get(key)
@@ -277,10 +277,10 @@ class Planning:
             if group not in groups:
                 groups[group] = []
                 order.append(group)
-            groups[group].append(Member(key, indices, shape))
+            groups[group].append(SourceTensor(key, indices, shape))
         return groups, order
 
-    def _made(self, group: Group, members: list[Member]) -> dict[str, Target]:
+    def _made(self, group: Group, members: list[SourceTensor]) -> dict[str, Target]:
         position, values = group
         ready, taken = self.rules[position], self.taken[position]
         members.sort(key=lambda member: member.indices)

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckptkit.rules.checks import Words, ragged
-from ckptkit.rules.copies import Arrangement, Axes, Layout, Member, Symbol
+from ckptkit.rules.copies import Arrangement, Axes, Layout, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, about, settings
 from ckptkit.rules.names import Pattern, Steps, Value, Values
 from ckptkit.rules.notation import ABSENT, Rule
@@ -55,7 +55,7 @@ class Ready:
                 found[amount] = size[0]
         return found
 
-    def layout(self, loops: Mapping[str, Value], members: list[Member]) -> Layout:
+    def layout(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Layout:
         """The layout of a group; groups that look alike have one."""
         labels = tuple(int(loops[word]) for word in self.label_loops)
         key = (labels, tuple(member[1:] for member in members))
@@ -64,7 +64,7 @@ class Ready:
             self.layouts[key] = self.arrangement.solve(given, self._sizes(members), members)
         return self.layouts[key]
 
-    def _sizes(self, members: list[Member]) -> dict[Symbol, int]:
+    def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
         """What is said, and the counts of numbers in names."""
         sizes = dict(self.arrangement.said)
         for word in self.counted:
@@ -73,7 +73,7 @@ class Ready:
         self._check_complete(members, sizes)
         return sizes
 
-    def _check_complete(self, members: list[Member], sizes: Mapping[Symbol, int]) -> None:
+    def _check_complete(self, members: list[SourceTensor], sizes: Mapping[Symbol, int]) -> None:
         """Raise MisfitError unless the members have every combination of their indices, once."""
         choices = [self._choices(word, sizes) for word in self.words.gathered]
         held = {member.indices: member.key for member in members}
@@ -93,7 +93,7 @@ class Ready:
             return [number for number, label in enumerate(labels) if label != ABSENT]
         return range(sizes[word, None])
 
-    def _missing(self, like: Member, indices: tuple[int, ...]) -> MisfitError:
+    def _missing(self, like: SourceTensor, indices: tuple[int, ...]) -> MisfitError:
         said = []
         values = self._loops(like)
         sizes = {word: size for (word, _), size in self.arrangement.said.items()}
@@ -110,7 +110,7 @@ class Ready:
             about(self.number, message), hint="the tensor is missing, or the rule is wrong"
         )
 
-    def _loops(self, member: Member) -> dict[str, Value]:
+    def _loops(self, member: SourceTensor) -> dict[str, Value]:
         found = self.left.match(member.key, Steps(1)) or {}
         return {words[0]: value for words, value in found.items() if len(words) == 1}
 

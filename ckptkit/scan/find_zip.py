@@ -30,7 +30,7 @@ _STEP = 1 << 20
 _SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
 
 
-class Member(NamedTuple):
+class FoundMember(NamedTuple):
     name: str
     method: int
     data: int  # offset of its bytes
@@ -84,7 +84,7 @@ def _end(source: ByteSource) -> tuple[int, int, int] | None:
     return begin, size, begin - start
 
 
-def _listed(source: ByteSource) -> Iterator[Member]:
+def _listed(source: ByteSource) -> Iterator[FoundMember]:
     end = _end(source)
     if end is None:
         return
@@ -99,10 +99,10 @@ def _listed(source: ByteSource) -> Iterator[Member]:
         at += 46 + n + x + comment
         header = _header(source, offset + shift) or _header(source, offset)
         if header is not None:
-            yield Member(name, method, header.data, None if stored == _U32 else stored)
+            yield FoundMember(name, method, header.data, None if stored == _U32 else stored)
 
 
-def _header(source: ByteSource, at: int) -> Member | None:
+def _header(source: ByteSource, at: int) -> FoundMember | None:
     """Return the fields of the local header at `at`, None if there is none."""
     if not 0 <= at <= source.size - _LOCAL.size:
         return None
@@ -113,10 +113,10 @@ def _header(source: ByteSource, at: int) -> Member | None:
     known = (
         stored if stored not in (0, _U32) and not flags & 8 and (method or size == stored) else None
     )
-    return Member(name, method, at + 30 + n + x, known)
+    return FoundMember(name, method, at + 30 + n + x, known)
 
 
-def _headers(source: ByteSource) -> Iterator[Member]:
+def _headers(source: ByteSource) -> Iterator[FoundMember]:
     """Local headers, wherever they are: reads the whole file, in pieces."""
     count = 0
     for base in range(0, source.size, _STEP):

@@ -21,7 +21,14 @@ from ckptkit.core.tree import Global
 from ckptkit.pickles.machine import collector_paused
 from ckptkit.pickles.streams import Call, Trace
 from ckptkit.scan.trace_notes import Notes
-from ckptkit.scan.trace_symbols import WEIGHTS_ONLY_OPCODES, Result, Sign, class_of, number, text_of
+from ckptkit.scan.trace_symbols import (
+    WEIGHTS_ONLY_OPCODES,
+    Result,
+    Symbol,
+    class_of,
+    number,
+    text_of,
+)
 from ckptkit.scan.trace_window import Stop
 
 LARGE = 1 << 16  # byte strings from this length on are not read
@@ -129,7 +136,7 @@ class Tracer(Notes):
         self.stack.append(sign)
 
     def push_new(self, kind: str) -> None:
-        self.stack.append(Sign(kind))
+        self.stack.append(Symbol(kind))
 
     def push_int(self, size: int) -> None:
         self.stack.append(number(self.window.take(size), signed=size == 4))
@@ -204,12 +211,12 @@ class Tracer(Notes):
             return data
         source = self.window.skip(length)
         self.keep(source)
-        self.stack.append(Sign(f"{length:,} bytes", source))
+        self.stack.append(Symbol(f"{length:,} bytes", source))
         return None
 
     def buffer(self) -> None:
         self.doubt("takes a buffer from outside")
-        self.stack.append(Sign("a buffer"))
+        self.stack.append(Symbol("a buffer"))
 
     def nothing(self) -> None:
         self.stack[-1]
@@ -268,7 +275,7 @@ class Tracer(Notes):
     def collected(self, kind: str) -> None:
         items = self.items()
         self.fill(items)
-        made = Sign(kind)
+        made = Symbol(kind)
         made.add(items)
         self.stack.append(made)
 
@@ -282,9 +289,9 @@ class Tracer(Notes):
     def _extend(self, values: list[Any], kind: str) -> None:
         self.step("append" if kind == "list" else "add", values)
         target = self.stack[-1]
-        if isinstance(target, Sign):
+        if isinstance(target, Symbol):
             target.add(values)
-        if not isinstance(target, Sign) or target.kind != kind:
+        if not isinstance(target, Symbol) or target.kind != kind:
             self.refuse(_NOT_CHANGED)
 
     def setitem(self) -> None:
@@ -299,9 +306,9 @@ class Tracer(Notes):
             raise Stop("sets a key without a value")
         self.step("set", pairs)
         target = self.stack[-1]
-        if isinstance(target, Sign):
+        if isinstance(target, Symbol):
             target.add(pairs)
-        is_dict = target.kind == "dict" if isinstance(target, Sign) else _is_mapping(target)
+        is_dict = target.kind == "dict" if isinstance(target, Symbol) else _is_mapping(target)
         if not is_dict:
             self.refuse(_NOT_CHANGED)
 
@@ -324,11 +331,11 @@ class Tracer(Notes):
             f"takes number {code:,} of copyreg's extensions, which the program that loads it "
             "decides"
         )
-        self.stack.append(Sign(f"extension {code}"))
+        self.stack.append(Symbol(f"extension {code}"))
 
     def persid(self) -> None:
         self.window.line()
-        self.stack.append(Sign("persistent"))
+        self.stack.append(Symbol("persistent"))
 
     def binpersid(self) -> None:
         pid = self.stack.pop()
@@ -336,7 +343,7 @@ class Tracer(Notes):
             isinstance(pid, tuple) and pid and pid[0] == "storage"
         ):
             self.refuse("a persistent id that is no storage")
-        self.stack.append(class_of(pid) or Sign("persistent"))
+        self.stack.append(class_of(pid) or Symbol("persistent"))
 
     def reduce(self) -> None:
         args = self.stack.pop()

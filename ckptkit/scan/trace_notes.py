@@ -12,7 +12,7 @@ from ckptkit.pickles import trust
 from ckptkit.pickles.allowlist.rows import SCALARS
 from ckptkit.pickles.nested import looks_like_a_file
 from ckptkit.pickles.streams import Nested
-from ckptkit.scan.trace_symbols import Result, Sign, SignView, brief
+from ckptkit.scan.trace_symbols import Result, SignView, Symbol, brief
 from ckptkit.scan.trace_window import Stop, Window
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
@@ -58,9 +58,9 @@ class Notes:
 
     def look_up(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            if isinstance(module, (Sign, Result)) or isinstance(name, (Sign, Result)):
+            if isinstance(module, (Symbol, Result)) or isinstance(name, (Symbol, Result)):
                 self.doubt("names a global by something that only running it would tell")
-                self.stack.append(Sign("a global of unknown name"))
+                self.stack.append(Symbol("a global of unknown name"))
                 return
             raise Stop("names a global by something other than strings")
         check("name_bytes", len(module) + len(name), "characters of a global's name")
@@ -108,7 +108,11 @@ class Notes:
             self.finish(None)
 
     def _is_literal_step(self, target: Any, step: str, value: Any) -> bool:
-        if not isinstance(target, Sign) or _LITERAL_STEPS.get(target.kind) != step or target.fixed:
+        if (
+            not isinstance(target, Symbol)
+            or _LITERAL_STEPS.get(target.kind) != step
+            or target.fixed
+        ):
             return False
         self.fill(value)
         return True
@@ -199,9 +203,9 @@ class Notes:
             )
 
     def _loads(self, sign: Any) -> bool:
-        if not isinstance(sign, (Sign, bytes)):
+        if not isinstance(sign, (Symbol, bytes)):
             return False
-        data = sign.data if isinstance(sign, Sign) else sign
+        data = sign.data if isinstance(sign, Symbol) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
         inert = [

@@ -46,7 +46,7 @@ KEPT = 1 << 12  # items that a sign remembers
 DEEP = 4  # levels that are shown
 
 
-class Sign:
+class Symbol:
     """A value of which only the kind is known: a container, with first items, or other.
 
     ``sort`` is what the allowlist calls it, ``held`` are the sorts of what it holds, ``parts`` the
@@ -71,7 +71,7 @@ class Sign:
             self.some += values[: KEPT - len(self.some)]
         for value in values:
             self.held |= VIEW.sort(value)
-            if isinstance(value, (tuple, Sign)):
+            if isinstance(value, (tuple, Symbol)):
                 self.parts.append(value)
 
 
@@ -120,7 +120,7 @@ class SignView:
         sort = _SORTS.get(value.__class__)
         if sort is not None:
             return sort
-        return int(value.sort) if isinstance(value, (Sign, Result)) else UNKNOWN_SORT
+        return int(value.sort) if isinstance(value, (Symbol, Result)) else UNKNOWN_SORT
 
     def inside(self, value: Any, every: bool) -> int:
         """Return the sorts of what a container holds; past the limit, the unknown sort."""
@@ -136,7 +136,7 @@ class SignView:
             self.left -= 1 if parts is None else 1 + len(parts)
             if parts is None or self.left < 0:  # what a call has filled
                 return VALUES | UNKNOWN_SORT
-            mask |= sign.held if isinstance(sign, Sign) else _sorts(sign)
+            mask |= sign.held if isinstance(sign, Symbol) else _sorts(sign)
             if every:
                 waiting += [each for each in parts if self.sort(each) & LITERALS]
         return mask
@@ -147,7 +147,7 @@ class SignView:
 
     def pairs(self, value: Any) -> list[tuple[Any, Any]] | None:
         """Return the items of a dict, None if too many. Nothing may change it from now on."""
-        if not isinstance(value, Sign) or value.sort != DICT:
+        if not isinstance(value, Symbol) or value.sort != DICT:
             return None
         if value.count > len(value.some) or value.count % 2:
             return None
@@ -156,7 +156,7 @@ class SignView:
 
     def count(self, value: Any) -> int | None:
         """Return the length of a list."""
-        return value.count if isinstance(value, Sign) and value.sort == LIST else None
+        return value.count if isinstance(value, Symbol) and value.sort == LIST else None
 
     def is_bytes(self, value: Any) -> bool:
         """Return whether it is a byte string, or the text that Python 2 had for one."""
@@ -214,11 +214,11 @@ def brief(args: Any) -> str:
 
 
 def _pieces(sign: Any, depth: int) -> list[str]:
-    if isinstance(sign, (tuple, Sign)):
+    if isinstance(sign, (tuple, Symbol)):
         inside = (sign if isinstance(sign, tuple) else sign.some)[:SOME]
         left, right = (
             _BRACKETS.get(sign.kind, (f"<{sign.kind}", ">"))
-            if isinstance(sign, Sign)
+            if isinstance(sign, Symbol)
             else ("(", ")")
         )
         if depth == 0 and inside:

@@ -11,7 +11,7 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import (
     Node,
-    OrderedDict,
+    OrderedMapping,
     find,
     join,
     module_versions,
@@ -149,7 +149,7 @@ def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Chec
     if twice:
         notes.append(f"{plural(len(set(twice)), 'name')} taken from the last that has it")
     state = versions_state(modules) if modules else None
-    return parts[-1].with_root(OrderedDict(merged, state), notes=notes)
+    return parts[-1].with_root(OrderedMapping(merged, state), notes=notes)
 
 
 def ema(ck: Checkpoint) -> Checkpoint:
@@ -214,4 +214,4 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     ]
     if len(new) > len(tensors):
         notes.append(f"{plural(len(new) - len(tensors), 'buffer')} as in the weights")
-    return ck.with_key(None).with_root(OrderedDict(new), notes=notes)
+    return ck.with_key(None).with_root(OrderedMapping(new), notes=notes)

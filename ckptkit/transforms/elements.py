@@ -15,7 +15,7 @@ from fnmatch import translate
 
 from ckptkit.compute import cast_record
 from ckptkit.core import dtypes as table
-from ckptkit.core.bytesource import Part
+from ckptkit.core.bytesource import RecordSlice
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, UsageError
@@ -210,7 +210,7 @@ class _Cast:
 
 def _cast_storage(storage: Storage, source: DType, target: DType) -> Storage:
     length = storage.nbytes // source.itemsize * source.itemsize
-    record = storage.record if length == storage.nbytes else Part(storage.record, 0, length)
+    record = storage.record if length == storage.nbytes else RecordSlice(storage.record, 0, length)
     return Storage(
         cast_record(record, source, target, big_endian=storage.big_endian), storage.device
     )
@@ -258,7 +258,8 @@ class _Use:
             return None
         record, device, big = self.storage.record, self.storage.device, self.storage.big_endian
         storages = [
-            Storage(Part(record, start, end - start), device, None, big) for start, end in parts
+            Storage(RecordSlice(record, start, end - start), device, None, big)
+            for start, end in parts
         ]
         return _Cut([start for start, _ in parts], storages)
 

@@ -83,7 +83,7 @@ def followed(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], 
         new = _stem(group, stem, names)
         made.update((member, new + member[len(stem) :]) for member in group.members)
         moved[group.name] = new + group.name[len(stem) :]
-    return made, replace(ck, metadata=_header(ck.metadata, moved)) if moved else ck
+    return made, replace(ck, extras=_header(ck.extras, moved)) if moved else ck
 
 
 def _stem(group: Group, stem: str, names: Mapping[str, str]) -> str:

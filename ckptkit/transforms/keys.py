@@ -20,7 +20,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted
-from ckptkit.core.tree import Node, Object, OrderedDict, Path, find, join, rebuild, walk
+from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.quantized import Quantization
 from ckptkit.transforms import groups, module_versions
@@ -39,7 +39,7 @@ class Target:
 
     path: Path
     node: Node
-    entries: OrderedDict | dict[Node, Node]
+    entries: OrderedMapping | dict[Node, Node]
     names: list[str]
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from ckptkit.core.tree import MODULE_VERSIONS, Node, OrderedDict, module_versions
+from ckptkit.core.tree import MODULE_VERSIONS, Node, OrderedMapping, module_versions
 
 Paths = dict[str, Node]
 
@@ -24,14 +24,14 @@ def of(mapping: Node) -> Paths | None:
 
 def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
     """`entries` as a mapping of the type of `old`, with the edited ``_metadata`` of `old`."""
-    if not isinstance(old, OrderedDict):
+    if not isinstance(old, OrderedMapping):
         return dict(entries)
     paths = of(old)
     if paths is None:
-        return OrderedDict(entries, old.state)
+        return OrderedMapping(entries, old.state)
     new = edit(paths)
-    kept = OrderedDict(new, paths.state) if isinstance(paths, OrderedDict) else new
-    return OrderedDict(entries, {**old.state, MODULE_VERSIONS: kept})
+    kept = OrderedMapping(new, paths.state) if isinstance(paths, OrderedMapping) else new
+    return OrderedMapping(entries, {**old.state, MODULE_VERSIONS: kept})
 
 
 def stripped(

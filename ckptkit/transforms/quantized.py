@@ -76,9 +76,7 @@ def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -
     said = [*_notes(found, types), *_dropped(found)]
     companions, warnings = _configuration(ck)
     ck = ck.with_root(root, notes=said, warnings=warnings)
-    return replace(
-        ck, metadata=_header(ck.metadata, found), companions=(*ck.companions, *companions)
-    )
+    return replace(ck, extras=_header(ck.extras, found), companions=(*ck.companions, *companions))
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import LEAVES, Node, OrderedDict, Path, children, find, join, rebuild
+from ckptkit.core.tree import LEAVES, Node, OrderedMapping, Path, children, find, join, rebuild
 from ckptkit.core.weights import plain_state_dict
 
 
@@ -51,7 +51,7 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
     if not path or not isinstance(holder, dict):
         raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
     entries = {name: value for name, value in holder.items() if name != path[-1]}
-    new = OrderedDict(entries, holder.state) if isinstance(holder, OrderedDict) else entries
+    new = OrderedMapping(entries, holder.state) if isinstance(holder, OrderedMapping) else entries
     return ck.with_root(rebuild(ck.root, swap={id(holder): new}), notes=[f"left out {key!r}"])
 
 

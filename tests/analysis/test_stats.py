@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from ckptkit import api as convert
-from ckptkit.analysis.stats import Row, Statistics, depth, family
+from ckptkit.analysis.stats import Statistics, TensorStats, depth, family
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Node
 from tests.analysis.made import checkpoint, tensor, view
 from tests.matrix import NAMES, Fixture
 
 
-def of(root: Node, label: Any = None) -> tuple[list[Row], Statistics]:
+def of(root: Node, label: Any = None) -> tuple[list[TensorStats], Statistics]:
     found = Statistics(summarize(checkpoint(root)).rows, label)
     return list(found.rows()), found
 

@@ -17,7 +17,16 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+)
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
 from tests.conftest import Run
 
@@ -29,7 +38,7 @@ def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:
 def test_names_and_paths_of_a_wrapped_state_dict() -> None:
     weight, moment = tensor(1, 2), tensor(3, 4)
     root = {
-        "model": OrderedDict({"fc.weight": weight}),
+        "model": OrderedMapping({"fc.weight": weight}),
         "optimizer": {"state": {0: {"exp_avg": moment}}},
         "epoch": 3,
     }
@@ -110,7 +119,7 @@ def test_parameters_without_weights_are_all_elements() -> None:
         (b"a\xff\n", ("bytes", r"a\xff\n")),
         (bytes(2_000), ("bytes", "2,000 bytes")),
         (ByteString(b"\xe9t\xe9"), ("str", "été")),
-        (Blob(Range(Memory(bytes(10)), 0, 10)), ("bytes", "10 bytes")),
+        (StoredBytes(Range(Memory(bytes(10)), 0, 10)), ("bytes", "10 bytes")),
         (TypedStorage(storage((1, 2)), BY_NAME["float32"]), ("storage", "2 x float32 on cpu")),
         (Global("torch", "bfloat16"), ("torch.dtype", "torch.bfloat16")),
         (opaque("torch.device", "cuda", 1), ("torch.device", "cuda:1")),
@@ -224,7 +233,7 @@ def test_RS_05_keys_that_compare_for_ever_are_not_compared() -> None:
     assert [row.name for row in summarize(checkpoint(root)).rows] == [None, None, "w"]
 
 
-@pytest.mark.parametrize("make", [dict, OrderedDict, lambda pairs: Pairs(list(pairs))])
+@pytest.mark.parametrize("make", [dict, OrderedMapping, lambda pairs: Pairs(list(pairs))])
 def test_containers_are_walked(make: Callable[[object], Node]) -> None:
     root = {"x": make([("n", [1, (2, SetNode([3]))])])}
     assert [each.path for each in summarize(checkpoint(root)).values] == [
@@ -238,7 +247,7 @@ def test_what_the_checkpoint_says_of_itself() -> None:
     names = (Global("collections", "OrderedDict"),)
     found = summarize(checkpoint({}, metadata={"format": "pt"}, globals=names, warnings=("odd",)))
     assert (found.path, found.format, found.size) == ("run.pth", "torch-zip", 8)
-    assert (found.metadata, found.globals, found.warnings) == ({"format": "pt"}, names, ("odd",))
+    assert (found.extras, found.globals, found.warnings) == ({"format": "pt"}, names, ("odd",))
 
 
 @pytest.fixture

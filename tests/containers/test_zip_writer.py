@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.containers.zip_reader import read_directory
-from ckptkit.containers.zip_writer import ALIGNMENT, Member, lay_out
+from ckptkit.containers.zip_writer import ALIGNMENT, ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.plan import Deferred, Segment, Summed, length
 from tests.containers.zips import execute
@@ -27,9 +27,9 @@ def crc(extent: Range) -> int:
 
 
 MEMBERS = [
-    Member("a/data.pkl", b"pickle"), Member("a/0", of(3, 100), crc(of(3, 100))), Member("a/1", of(5, 0)),
-    Member("a/2", of(7, 77)), Member("a/\u00e9", b""), Member("a/3", Derived("slice", (of(0, 500),), (9,), 300)),
-    Member("a/long", b"x" * 70_000), Member("a/4", of(0, 70_000), crc(of(0, 70_000))), Member("a/version", b"3\n"),
+    ZipMember("a/data.pkl", b"pickle"), ZipMember("a/0", of(3, 100), crc(of(3, 100))), ZipMember("a/1", of(5, 0)),
+    ZipMember("a/2", of(7, 77)), ZipMember("a/\u00e9", b""), ZipMember("a/3", Derived("slice", (of(0, 500),), (9,), 300)),
+    ZipMember("a/long", b"x" * 70_000), ZipMember("a/4", of(0, 70_000), crc(of(0, 70_000))), ZipMember("a/version", b"3\n"),
 ]  # fmt: skip
 CONTENTS = {
     "a/data.pkl": b"pickle", "a/0": of(3, 100).read(), "a/1": b"", "a/2": of(7, 77).read(), "a/\u00e9": b"",
@@ -81,14 +81,16 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
 
 
 def test_an_empty_extent_needs_no_checksum() -> None:
-    assert [kind(each) for each in lay_out([Member("a", of(0, 0)), Member("b", of(0, 0), 0)])] == [
-        "bytes"
-    ]
+    assert [
+        kind(each) for each in lay_out([ZipMember("a", of(0, 0)), ZipMember("b", of(0, 0), 0)])
+    ] == ["bytes"]
 
 
 @pytest.mark.parametrize("count", [0xFFFE, 0xFFFF, 70_000])
 def test_ZP_16_many_members(tmp_path: Path, count: int) -> None:
-    path = execute(lay_out(Member(f"a/{n}", b"%d" % n) for n in range(count)), tmp_path / "a.zip")
+    path = execute(
+        lay_out(ZipMember(f"a/{n}", b"%d" % n) for n in range(count)), tmp_path / "a.zip"
+    )
     with zipfile.ZipFile(path) as made:
         assert len(made.namelist()) == count and made.read(f"a/{count - 1}") == b"%d" % (count - 1)
     assert len(read_directory(LocalFile(path)).names) == count
@@ -102,9 +104,9 @@ def test_ZP_24_large_members(tmp_path: Path, size: int) -> None:
         file.truncate(size)
     source = LocalFile(tmp_path / "source")
     members = [
-        Member("a/0", Range(source, 0, size), 0),
-        Member("a/1", b"after"),
-        Member("a/2", of(0, 9), crc(of(0, 9))),
+        ZipMember("a/0", Range(source, 0, size), 0),
+        ZipMember("a/1", b"after"),
+        ZipMember("a/2", of(0, 9), crc(of(0, 9))),
     ]
     path = execute(lay_out(members), tmp_path / "a.zip")
     found = read_directory(LocalFile(path))

@@ -40,7 +40,7 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats.common.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
-from ckptkit.formats.parallel.tables import Part, check_grid
+from ckptkit.formats.parallel.tables import RankFile, check_grid
 from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
 from ckptkit.publish.write import publish
 from ckptkit.rules.parsing import parse_rule
@@ -236,7 +236,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "json_depth": (50, lambda folder: strict_json.parse(b"[" * 50 + b"]" * 50, "text")),
     "json_values": (50, lambda folder: strict_json.parse(b"[" + b"1," * 49 + b"1]", "text")),
     "rank": (20, safetensors(rank=20)),
-    "ranks": (6, lambda folder: check_grid([Part(f"{n}", {"tp": n % 3, "pp": n // 3}, {}) for n in range(6)],
+    "ranks": (6, lambda folder: check_grid([RankFile(f"{n}", {"tp": n % 3, "pp": n // 3}, {}) for n in range(6)],
                                            {"tp": 3, "pp": 2}, {})),
     "chunk_visits": (100, lambda folder: check_cover((50,), [((n,), (1,)) for n in range(50)])),
     "optimizer_values": (10, optimizer(10)),

@@ -10,14 +10,14 @@ from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import (
-    Blob,
     ByteString,
     Global,
     Node,
     Object,
-    OrderedDict,
+    OrderedMapping,
     Pairs,
     SetNode,
+    StoredBytes,
     children,
     find,
     join,
@@ -64,7 +64,7 @@ def node(kind: str, parts: list[Node], flag: bool) -> Node:
             Global("k", "K"): 2,
         }
     if kind == "ordered":
-        return OrderedDict(enumerate(parts), {"_metadata": parts[:1]} if flag else None)
+        return OrderedMapping(enumerate(parts), {"_metadata": parts[:1]} if flag else None)
     if kind == "list":
         return list(parts)
     if kind == "tuple":
@@ -103,7 +103,7 @@ def tie(target: Node, value: Node) -> None:
 
 def parts_of(each: Node) -> list[Node]:
     """Everything in a node, written down independently of the code under test."""
-    if isinstance(each, OrderedDict):
+    if isinstance(each, OrderedMapping):
         return [*each.keys(), *each.values(), each.state]
     if isinstance(each, dict):
         return [*each.keys(), *each.values()]
@@ -139,7 +139,7 @@ def same_shape(a: Node, b: Node, leaf: type) -> None:
     while waiting:
         old, new = waiting.pop()
         keep.append((old, new))
-        if isinstance(old, (Tensor, TypedStorage, Global, ByteString, Blob)):
+        if isinstance(old, (Tensor, TypedStorage, Global, ByteString, StoredBytes)):
             assert isinstance(new, leaf)
             assert new.of is old
             assert there.setdefault(id(old), id(new)) == id(new)
@@ -183,7 +183,7 @@ def test_rebuild_copies_the_graph_as_it_is(root: Node) -> None:
 
 
 def test_rebuild_does_not_touch_the_old_tree() -> None:
-    old = {"a": [tensor()], "o": OrderedDict({1: 2}, {"s": []})}
+    old = {"a": [tensor()], "o": OrderedMapping({1: 2}, {"s": []})}
     new = rebuild(old)
     new["a"].append(1)
     new["o"].state["s"].append(1)
@@ -191,7 +191,7 @@ def test_rebuild_does_not_touch_the_old_tree() -> None:
     assert old["o"].state == {"s": []}
 
 
-@pytest.mark.parametrize("holder", [dict, list, tuple, OrderedDict, SetNode, Pairs, Object])
+@pytest.mark.parametrize("holder", [dict, list, tuple, OrderedMapping, SetNode, Pairs, Object])
 def test_rebuild_swaps_wherever_the_node_is(holder: type) -> None:
     old, new = [1], {"new": (2,)}
 
@@ -205,7 +205,7 @@ def test_rebuild_swaps_wherever_the_node_is(holder: type) -> None:
     def held(each: Node) -> Node:
         if holder is Object:
             return each.args[0]
-        return parts_of(each)[1 if holder in (dict, OrderedDict, Pairs) else 0]
+        return parts_of(each)[1 if holder in (dict, OrderedMapping, Pairs) else 0]
 
     done = rebuild([hold(old), hold(old), old], swap={id(old): new})
     assert done[2] == {"new": (2,)}
@@ -244,9 +244,9 @@ def chain(kind: str, depth: int) -> Node:
             outer.steps.append(("build", node))
             node = outer
         else:
-            node = {"dict": lambda n: {"k": n}, "ordered": lambda n: OrderedDict({"k": n}), "list": lambda n: [n],
+            node = {"dict": lambda n: {"k": n}, "ordered": lambda n: OrderedMapping({"k": n}), "list": lambda n: [n],
                     "tuple": lambda n: (n,), "set": lambda n: SetNode([n]), "pairs": lambda n: Pairs([(n, 1)]),
-                    "state": lambda n: OrderedDict({}, n)}[kind](node)  # fmt: skip
+                    "state": lambda n: OrderedMapping({}, n)}[kind](node)  # fmt: skip
     return node
 
 
@@ -302,7 +302,7 @@ def paths(root: Node) -> list[str]:
 
 
 def test_walk_is_in_order_containers_first() -> None:
-    root = {"b": [1, {"x": 2}], "a": OrderedDict({3: (4,)}), "s": SetNode([5])}
+    root = {"b": [1, {"x": 2}], "a": OrderedMapping({3: (4,)}), "s": SetNode([5])}
     assert paths(root) == ["", "b", "b.0", "b.1", "b.1.x", "a", "a.3", "a.3.0", "s", "s.0"]
 
 
@@ -437,7 +437,7 @@ def test_state_is_the_last_build() -> None:
 
 @pytest.mark.parametrize(
     "node",
-    [{}, {"_metadata": {}}, None, OrderedDict(), OrderedDict({}, 5), OrderedDict({}, {"_metadata": 5})],
+    [{}, {"_metadata": {}}, None, OrderedMapping(), OrderedMapping({}, 5), OrderedMapping({}, {"_metadata": 5})],
 )  # fmt: skip
 def test_no_module_versions(node: Node) -> None:
     assert module_versions(node) is None
@@ -445,5 +445,5 @@ def test_no_module_versions(node: Node) -> None:
 
 def test_module_versions_are_an_attribute() -> None:
     versions = {"": {"version": 1}, "a": {"version": 2}}
-    found = module_versions(OrderedDict({"a.w": 1}, versions_state(versions)))
-    assert found == versions and isinstance(found, OrderedDict)
+    found = module_versions(OrderedMapping({"a.w": 1}, versions_state(versions)))
+    assert found == versions and isinstance(found, OrderedMapping)

@@ -10,7 +10,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, LimitError, UsageError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode
 from ckptkit.core.weights import WELL_KNOWN, Weights, as_tensor, locate, module_state
 
 
@@ -30,7 +30,7 @@ W = tensor()
 OPTIMIZER = {"state": {0: {"exp_avg": tensor()}}, "param_groups": [{"params": [0]}]}
 
 
-@pytest.mark.parametrize("mapping", [dict, OrderedDict])
+@pytest.mark.parametrize("mapping", [dict, OrderedMapping])
 def test_the_root(mapping: type) -> None:
     weights = found(mapping({"a": W, "b": tensor("parameter")}))
     assert weights.path == ()
@@ -143,7 +143,7 @@ def test_no_weights(root: Node) -> None:
 
 def test_an_empty_state_dict_is_one() -> None:
     """torch.save({}) of a model without parameters."""
-    assert found(OrderedDict()).tensors == {}
+    assert found(OrderedMapping()).tensors == {}
 
 
 @pytest.mark.parametrize("key", ["nowhere", "epoch", "text", "list"])
@@ -187,10 +187,12 @@ def pickled(module: nn.Module, tensors: dict[int, Tensor]) -> Object:
     made = Object(Global("a", type(module).__name__), (), new=True)
     attributes = {
         "training": True,
-        "_parameters": OrderedDict((name, leaf(each)) for name, each in module._parameters.items()),
-        "_buffers": OrderedDict((name, leaf(each)) for name, each in module._buffers.items()),
+        "_parameters": OrderedMapping(
+            (name, leaf(each)) for name, each in module._parameters.items()
+        ),
+        "_buffers": OrderedMapping((name, leaf(each)) for name, each in module._buffers.items()),
         "_non_persistent_buffers_set": SetNode(sorted(module._non_persistent_buffers_set)),
-        "_modules": OrderedDict(
+        "_modules": OrderedMapping(
             (name, each and pickled(each, tensors)) for name, each in module._modules.items()
         ),
     }

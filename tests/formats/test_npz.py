@@ -314,7 +314,7 @@ def test_values_of_a_record_are_named(tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "x.safetensors")
     (note,) = write(tmp_path / "x.safetensors", tmp_path / "y.npz").plan.notes
     assert "ckptkit (metadata)" in note
-    assert json.loads(ckptkit.open(tmp_path / "x.safetensors").metadata["ckptkit"])["values"] == {
+    assert json.loads(ckptkit.open(tmp_path / "x.safetensors").extras["ckptkit"])["values"] == {
         "epoch": 3
     }
 

@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Global, Object, OrderedDict, walk
+from ckptkit.core.tree import Global, Object, OrderedMapping, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
@@ -148,7 +148,7 @@ class Net(torch.nn.Module):
 def test_the_source_of_pickled_modules_is_shown_and_left_out(tmp_path: Path) -> None:
     path = legacy_saved(Net(), tmp_path)
     checkpoint = read(path)
-    assert "class Net(torch.nn.Module)" in checkpoint.metadata[f"module_source:{__name__}.Net"]
+    assert "class Net(torch.nn.Module)" in checkpoint.extras[f"module_source:{__name__}.Net"]
     assert any("source code of" in warning for warning in checkpoint.warnings)
     assert list(checkpoint.weights) == ["fc.weight", "fc.bias"]
     expected = torch.load(path, weights_only=False)
@@ -266,7 +266,7 @@ def test_python_2(tmp_path: Path) -> None:
     keys = b"\x80\x02](" + text[b"7"] + b"e."
     data = legacy(tree, keys, magic=b"\x80\x02" + MAGIC[2:])
     root = read_bytes(data, tmp_path).root
-    assert isinstance(root, OrderedDict)
+    assert isinstance(root, OrderedMapping)
     assert list(root) == ["a.b", "x"]
     assert (root["a.b"].shape, str(root["x"])) == ((4,), "é")
     expected = torch.load(tmp_path / "legacy.pt", weights_only=False, encoding="latin1")
@@ -299,7 +299,7 @@ def test_module_source_ids(text: bytes, tmp_path: Path) -> None:
     checkpoint = read_bytes(legacy(tree), tmp_path)
     assert isinstance(checkpoint.root, Object)
     assert checkpoint.root.callable == Global("mine", "Net")
-    source = checkpoint.metadata["module_source:mine.Net"]
+    source = checkpoint.extras["module_source:mine.Net"]
     assert {b"V": "class A: pass", b"U": "é a", b"T": "#" * 70_000, b"N": ""}[text[:1]] == source
 
 

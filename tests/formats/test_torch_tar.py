@@ -217,7 +217,7 @@ def test_pickled_modules(sources: bool, tmp_path: Path) -> None:
         checkpoint.weights["module.tied.weight"].storage
         is checkpoint.weights["module.body.0.weight"].storage
     )
-    source = checkpoint.metadata.get(f"module_source:{__name__}.Net", "")
+    source = checkpoint.extras.get(f"module_source:{__name__}.Net", "")
     assert ("class Net(nn.Module)" in source) == sources
     assert any("source code of 5 classes" in warning for warning in checkpoint.warnings) == sources
 
@@ -226,7 +226,7 @@ def test_a_source_that_python_did_not_find() -> None:
     root = b"\x80\x02(cmine\nNet\nNNtQ."
     checkpoint = read(torch_tar(root, [], []))
     assert checkpoint.root == Global("mine", "Net")
-    assert checkpoint.metadata == {"module_source:mine.Net": ""}
+    assert checkpoint.extras == {"module_source:mine.Net": ""}
 
 
 @pytest.mark.parametrize("pid", [b"(NVf\nVs\nt", b"(cm\nC\nVf\nK\x01t", b"(Vm\nVf\nVs\nt"])

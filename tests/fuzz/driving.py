@@ -18,7 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Path, join, walk
-from ckptkit.formats.format import Part, Probe, WriteOptions
+from ckptkit.formats.format import CheckedPart, Probe, WriteOptions
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.scan import find as hidden
 from ckptkit.scan.verdict import Trusted, judge_file
@@ -83,7 +83,7 @@ def scan(source: ByteSource) -> None:
 
 def check(place: ByteSource | Folder) -> None:
     found = list(formats.check(Probe(place)))
-    list(summed([each for each in found if isinstance(each, Part)], lambda count: None))
+    list(summed([each for each in found if isinstance(each, CheckedPart)], lambda count: None))
 
 
 def recover(source: ByteSource) -> None:
@@ -117,7 +117,7 @@ def rewrite(checkpoint: Checkpoint, name: str, everything: bool) -> None:
     else:
         assert tensors(again) == tensors(checkpoint)
     assert twice == data or (
-        name == "safetensors" and twice and read_own(twice).metadata == again.metadata
+        name == "safetensors" and twice and read_own(twice).extras == again.extras
     )
 
 

@@ -17,7 +17,7 @@ from ckptkit.analysis.checksums import summed
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.format import Part, Probe
+from ckptkit.formats.format import CheckedPart, Probe
 from ckptkit.pickles.machine import unpickle
 from tests.fuzz import seeds
 from tests.fuzz.driving import quietly, scan, tensors
@@ -56,7 +56,7 @@ def opened(data: bytes) -> Checkpoint:
     """Return what is read of a file, all checksums compared."""
     source = Memory(data, "made")
     checkpoint = formats.read(source)
-    parts = [each for each in formats.check(Probe(source)) if isinstance(each, Part)]
+    parts = [each for each in formats.check(Probe(source)) if isinstance(each, CheckedPart)]
     if any(why for _, why in summed(parts, lambda count: None)):
         raise formats.UnsupportedError("is damaged")
     return checkpoint

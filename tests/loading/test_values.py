@@ -16,7 +16,16 @@ import ckptkit
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError, PathError, UsageError
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+)
 
 
 def both(value: Any, folder: Path) -> tuple[Any, Any]:
@@ -166,8 +175,8 @@ def test_what_is_not_as_it_should_be_stays_an_object(node: Object) -> None:
 def test_values_that_python_lacks() -> None:
     assert value_of(ByteString(b"\xff")) == b"\xff"
     blob = Range(Memory(b"abcdef"), 1, 3)
-    assert value_of(Blob(blob)) == b"bcd"
-    assert value_of(Blob(blob, "bytearray")) == bytearray(b"bcd")
+    assert value_of(StoredBytes(blob)) == b"bcd"
+    assert value_of(StoredBytes(blob, "bytearray")) == bytearray(b"bcd")
     assert value_of(Global("a", "B")) == Global("a", "B")
     pairs = value_of(Pairs([("k", [1]), ("k", 2)]))
     assert pairs.pairs == [("k", [1]), ("k", 2)]
@@ -193,7 +202,7 @@ def test_a_set_of_lists() -> None:
 def test_any_depth() -> None:
     node: Node = 1
     for _ in range(100_000):
-        node = (OrderedDict({"k": [node]}),)
+        node = (OrderedMapping({"k": [node]}),)
     made = value_of(node)
     for _ in range(100_000):
         made = made[0]["k"][0]
@@ -202,15 +211,15 @@ def test_any_depth() -> None:
 
 def test_attributes_of_a_file_are_not_set() -> None:
     """Apart from `_metadata`: an attribute could stand for a method."""
-    made = value_of(OrderedDict({"a": 1}, {"_metadata": {"": 1}, "items": "mine"}))
+    made = value_of(OrderedMapping({"a": 1}, {"_metadata": {"": 1}, "items": "mine"}))
     assert made._metadata == {"": 1}
     assert list(made.items()) == [("a", 1)]
 
 
 def test_metadata_inside_metadata_without_end() -> None:
-    node = OrderedDict()
+    node = OrderedMapping()
     for _ in range(10_000):
-        node = OrderedDict({"a": 1}, {"_metadata": node})
+        node = OrderedMapping({"a": 1}, {"_metadata": node})
     assert value_of(node)["a"] == 1
 
 

@@ -16,7 +16,16 @@ from ckptkit.compute import stream
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+)
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP
 from ckptkit.pickles.machine import unpickle
@@ -36,7 +45,7 @@ def emit(root: Node, **options: Any) -> Pickled:
 
 def to_python(node: Node) -> Any:
     """The Python value that a small tree without objects stands for."""
-    if isinstance(node, Blob):
+    if isinstance(node, StoredBytes):
         data = b"".join(stream(node.extent))
         return {
             "bytes": bytes,
@@ -105,7 +114,7 @@ def isomorphic(a: Node, b: Node) -> bool:
 def _parts(node: Node) -> list[Node]:
     if isinstance(node, dict):
         inner = [each for pair in node.items() for each in pair]
-        return [*inner, node.state] if isinstance(node, OrderedDict) else inner
+        return [*inner, node.state] if isinstance(node, OrderedMapping) else inner
     if isinstance(node, (list, tuple)):
         return list(node)
     if isinstance(node, SetNode):
@@ -129,7 +138,7 @@ def _parts(node: Node) -> list[Node]:
         return [None if node.dtype is None else node.dtype.name, node.storage]
     if isinstance(node, Storage):
         return [node.device, node.nbytes, b"".join(stream(node.record.locate()))]
-    if isinstance(node, Blob):
+    if isinstance(node, StoredBytes):
         return [node.kind, b"".join(stream(node.extent))]
     assert not isinstance(node, Pairs)
     raise AssertionError(node)

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.tree import Blob, ByteString, Global, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+)
 from ckptkit.pickles import machine as module
 from ckptkit.pickles import opcode_values, opcodes
 from ckptkit.pickles.machine import unpickle
@@ -180,7 +188,7 @@ def test_ordered_dict_with_attributes_of_any_name(protocol: int) -> None:
     value = collections.OrderedDict(items=1, state=2)
     value.keys = 3  # type: ignore[method-assign,assignment]
     made = machine(pickle.dumps(value, protocol))
-    assert isinstance(made, OrderedDict)
+    assert isinstance(made, OrderedMapping)
     assert dict(made) == {"items": 1, "state": 2}
     assert made.state == {"keys": 3}
 
@@ -426,7 +434,7 @@ def test_long_byte_strings_stay_in_the_source(protocol: int, size: int) -> None:
     value = [b"a" * size, 1, b"b" * size, bytearray(b"c" * size)]
     source = Memory(pickle.dumps(value, protocol))
     read = unpickle(source)
-    assert isinstance(read.root[0], Blob if size >= opcode_values.BLOB else bytes)
+    assert isinstance(read.root[0], StoredBytes if size >= opcode_values.BLOB else bytes)
     assert isinstance(read.root[3], bytearray) == (size < opcode_values.BLOB) or protocol < 5
     assert same(to_python(read.root), value)
     assert read.stop == source.size

@@ -35,7 +35,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage
-from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, rebuild, walk
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, rebuild, walk
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE
 from ckptkit.pickles.machine import Unpickled, unpickle
@@ -904,7 +904,7 @@ def test_numpy_arrays_of_impossible_shapes() -> None:
 def test_state_of_an_ordered_dict_is_set_once() -> None:
     with pytest.raises(FormatError):
         machine(b"ccollections\nOrderedDict\n)R}X\x01\0\0\0aK\x01sb}b.")
-    assert isinstance(machine(b"ccollections\nOrderedDict\n)R."), OrderedDict)
+    assert isinstance(machine(b"ccollections\nOrderedDict\n)R."), OrderedMapping)
 
 
 def test_this_process_stayed_small() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckptkit.core.errors import LimitError, UsageError
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, SetNode, walk
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode, walk
 from ckptkit.pickles.objects import SHOWN, without_objects
 from tests.pickles.making import Written, emit, isomorphic, machine, read_saved
 
@@ -86,10 +86,14 @@ def test_keys_that_are_refused_take_their_entries_along() -> None:
 
 
 def test_attributes_of_an_ordered_dict() -> None:
-    root = OrderedDict({"a": 1}, {"_metadata": OrderedDict({"": {"version": 1}}), "odd": PATH})
+    root = OrderedMapping(
+        {"a": 1}, {"_metadata": OrderedMapping({"": {"version": 1}}), "odd": PATH}
+    )
     new = pruned(root)
-    assert isomorphic(new, OrderedDict({"a": 1}, {"_metadata": OrderedDict({"": {"version": 1}})}))
-    assert pruned(OrderedDict({"a": 1}, SYSTEM)).state is None
+    assert isomorphic(
+        new, OrderedMapping({"a": 1}, {"_metadata": OrderedMapping({"": {"version": 1}})})
+    )
+    assert pruned(OrderedMapping({"a": 1}, SYSTEM)).state is None
 
 
 def test_sharing_and_cycles_are_kept() -> None:

@@ -11,7 +11,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Global, Node, Object, OrderedDict
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.pickles.trust import (
     WEIGHTS_ONLY,
     describe,
@@ -134,8 +134,8 @@ PLAIN_CALLS: dict[str, tuple[Node, ...]] = {
     "numpy._core.multiarray._reconstruct": (Global("numpy", "ndarray"), (0,), b"b"),
     "torch.device": ("cuda", 0),
     "torch.Size": ([1, 2],),
-    "torch._utils._rebuild_tensor_v2": (STORAGE, 0, SIZE, (1,), False, OrderedDict()),
-    "torch._utils._rebuild_parameter_with_state": (TENSOR, True, OrderedDict(), {"a": 1}),
+    "torch._utils._rebuild_tensor_v2": (STORAGE, 0, SIZE, (1,), False, OrderedMapping()),
+    "torch._utils._rebuild_parameter_with_state": (TENSOR, True, OrderedMapping(), {"a": 1}),
     "torch.serialization._get_layout": ("torch.sparse_coo",),
     "types.SimpleNamespace": (),
     "builtins.slice": (1, None, 2),
@@ -269,7 +269,7 @@ SYSTEM = Global("os", "system")
 def test_rebuilding_from_a_type_calls_its_first_argument(name: str) -> None:
     kind, args = Global("torch", "Tensor"), ("touch canary",)
     rebuild = Global("torch._utils", "_rebuild_tensor_v2")
-    made = (STORAGE, 0, SIZE, (1,), False, OrderedDict())
+    made = (STORAGE, 0, SIZE, (1,), False, OrderedMapping())
     assert not is_harmful(call(name, rebuild, kind, made, {}))
     assert is_harmful(call(name, rebuild, kind, made, BAG))
     assert is_harmful(call(name, rebuild, kind, args, {}))

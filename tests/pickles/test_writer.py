@@ -22,7 +22,16 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode, rebuild
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    rebuild,
+)
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles import opcode_values
 from tests.pickles.making import (
@@ -320,7 +329,7 @@ def test_batches(count: int) -> None:
     tree: Node = [
         list(range(count)),
         {i: i for i in range(count)},
-        OrderedDict({str(i): i for i in range(count)}),
+        OrderedMapping({str(i): i for i in range(count)}),
     ]
     data = emit(tree).data
     assert isomorphic(machine(data), tree)
@@ -334,7 +343,7 @@ def test_what_is_shared_stays_shared_and_what_is_not_does_not() -> None:
         [],
         (1, 2),
         (1, [2]),
-        OrderedDict(),
+        OrderedMapping(),
         SetNode([1]),
         Object(Global("m", "F"), new=True),
         bytearray(b"x"),

@@ -73,7 +73,7 @@ def test_a_scale_alone_is_warned_of(fp8: Checkpoint) -> None:
 def test_prefixes_keep_what_describes_them(tmp_path: Path) -> None:
     path = write(tmp_path / "ao.safetensors", AO, torchao("Int8Tensor"))
     ck = ckptkit.add_prefix(ckptkit.open(path), "model2.")
-    assert json.loads(ck.metadata["tensor_names"]) == [f"model2.{L}.weight"]
+    assert json.loads(ck.extras["tensor_names"]) == [f"model2.{L}.weight"]
     (group,) = quantized.find(ck).groups
     assert group.name == f"model2.{L}.weight" and group.layout is not None
     (group,) = quantized.find(ckptkit.strip_prefix(ck, "model2.")).groups

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 import ckptkit
-from ckptkit.analysis.summary import Row, summarize
+from ckptkit.analysis.summary import TensorRow, summarize
 from ckptkit.api import convert
 from tests.matrix import NAMES, Fixture
 
@@ -23,7 +23,7 @@ def store() -> Iterator[fsspec.AbstractFileSystem]:
     found.pseudo_dirs[:] = [""]
 
 
-def described(row: Row) -> tuple[object, ...]:
+def described(row: TensorRow) -> tuple[object, ...]:
     """Everything about a tensor but where its bytes are."""
     tensor = row.tensor
     return (

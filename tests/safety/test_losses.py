@@ -62,7 +62,7 @@ def test_DS_26_what_is_kept_beside(name: str, tmp_path: Path, run: Run) -> None:
         key: value.tolist() for key, value in expected.items()
     }
     with closing(ckptkit.open(tmp_path / "out.safetensors")) as there:
-        beside = json.loads(there.metadata.get("ckptkit", "{}"))
+        beside = json.loads(there.extras.get("ckptkit", "{}"))
     if name == "values":
         assert beside["values"] == {"epoch": 3, "name": "x", "losses": [0.5, 0.25]}
     elif name == "requires_grad":

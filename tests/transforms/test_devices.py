@@ -6,7 +6,7 @@ from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, SetNode
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode
 from ckptkit.transforms.devices import DEVICES, remap
 from tests.transforms.trees import from_torch, lines, storage, tensor
 
@@ -22,7 +22,7 @@ def devices(ck: Checkpoint) -> list[str]:
 
 
 def on(*tags: str) -> Checkpoint:
-    return Checkpoint(OrderedDict({f"w{n}": tensor(device=tag) for n, tag in enumerate(tags)}))
+    return Checkpoint(OrderedMapping({f"w{n}": tensor(device=tag) for n, tag in enumerate(tags)}))
 
 
 def test_all_to_one() -> None:
@@ -82,7 +82,7 @@ def test_tensors_without_storage() -> None:
         lambda t: Object(Global("a", "B"), ((t,), {"k": [t]})),
         lambda t: Object(Global("a", "B"), kwargs={"k": t}),
         lambda t: SetNode([t]),
-        lambda t: OrderedDict({}, {"attribute": t}),
+        lambda t: OrderedMapping({}, {"attribute": t}),
     ],
 )
 def test_tensors_anywhere(place: Node) -> None:

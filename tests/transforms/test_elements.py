@@ -15,7 +15,7 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.core.tree import Global, Node, Object, OrderedDict
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.transforms.elements import cast, compact
 from tests.transforms.trees import from_torch, lines, storage, tensor
 
@@ -207,7 +207,7 @@ def test_cast_of_a_parameter_of_a_sparse_tensor() -> None:
     inner = sparse(tensor())
     shown = replace(inner.tensor, kind="parameter", requires_grad=True)
     made = Object(
-        Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=shown
+        Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedMapping()), tensor=shown
     )
     done = cast(Checkpoint({"w": made}), "float16")
     call = done.root["w"]
@@ -222,7 +222,7 @@ def test_cast_of_a_parameter_of_what_names_its_dtype() -> None:
         Global("torch._tensor", "_rebuild_from_type_v2"), ("function", "type", (), {}), tensor=leaf
     )
     made = Object(
-        Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedDict()), tensor=leaf
+        Global("torch._utils", "_rebuild_parameter"), (inner, True, OrderedMapping()), tensor=leaf
     )
     assert "not cast, as their dtype is part of how they are made: 'w'" in lines(
         cast(Checkpoint({"w": made}), "half")
@@ -368,7 +368,7 @@ def test_compact_changes_no_value(
     made: list[tuple[str, tuple[int, ...], tuple[int, ...], int]],
 ) -> None:
     one = storage(bytes(n % 251 for n in range(512)))
-    root = OrderedDict(
+    root = OrderedMapping(
         (str(n), Tensor(one, dtypes.BY_NAME[dtype], shape, stride, offset))
         for n, (dtype, shape, stride, offset) in enumerate(made)
     )

@@ -8,7 +8,7 @@ from torch import nn
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
-from ckptkit.core.tree import Global, OrderedDict
+from ckptkit.core.tree import Global, OrderedMapping
 from ckptkit.transforms.keys import add_prefix, rename, select, strip_prefix
 from tests.transforms.trees import checkpoint, from_torch, lines, metadata, module, named, tensor
 
@@ -39,7 +39,7 @@ def test_strip_is_the_state_dict_of_the_module_inside() -> None:
     assert names(done) == list(model.state_dict())
     assert list(metadata(done).items()) == list(model.state_dict()._metadata.items())
     assert done.weights["3.0.weight"].storage is done.weights["3.1.weight"].storage
-    assert isinstance(done.root, OrderedDict)
+    assert isinstance(done.root, OrderedMapping)
     assert done.notes == (f"stripped 'module.' from {len(ck.weights)} keys",)
     assert not done.warnings
     assert names(ck)[0] == "module.0.weight", "the input is as it was"
@@ -50,7 +50,7 @@ def test_strip_is_the_state_dict_of_the_module_inside() -> None:
 def test_strip_takes_two_prefixes_in_either_nesting(prefixes: tuple[str, str], outer: str) -> None:
     model = net()
     inner = "_orig_mod." if outer == "module." else "module."
-    wrapped = OrderedDict(
+    wrapped = OrderedMapping(
         (outer + inner + name, value) for name, value in from_torch(model.state_dict()).items()
     )
     versions = {"": {"version": 7}, outer[:-1]: {"version": 8}}
@@ -58,7 +58,7 @@ def test_strip_takes_two_prefixes_in_either_nesting(prefixes: tuple[str, str], o
         (outer + inner + path).rstrip("."): value
         for path, value in model.state_dict()._metadata.items()
     }
-    wrapped.state = {"_metadata": OrderedDict({**versions, **inside})}
+    wrapped.state = {"_metadata": OrderedMapping({**versions, **inside})}
     done = strip_prefix(Checkpoint(wrapped), *prefixes)
     assert names(done) == list(model.state_dict())
     assert list(metadata(done).items()) == list(model.state_dict()._metadata.items())
@@ -89,7 +89,7 @@ def test_strip_reports_other_keys_and_keeps_their_place() -> None:
 
 
 def test_strip_extra_state() -> None:
-    root = OrderedDict({"module.w": tensor(), "module._extra_state": {"a": 1}})
+    root = OrderedMapping({"module.w": tensor(), "module._extra_state": {"a": 1}})
     assert list(strip_prefix(Checkpoint(root)).root) == ["w", "_extra_state"]
 
 
@@ -122,9 +122,9 @@ def test_strip_empty_prefix() -> None:
 
 
 def test_strip_prefix_of_two_components() -> None:
-    root = OrderedDict(named("a.b.w", "a.b.c.w"))
+    root = OrderedMapping(named("a.b.w", "a.b.c.w"))
     root.state = {
-        "_metadata": OrderedDict(
+        "_metadata": OrderedMapping(
             {path: {"version": n} for n, path in enumerate(["", "a", "a.b", "a.b.c"])}
         )
     }
@@ -133,17 +133,19 @@ def test_strip_prefix_of_two_components() -> None:
 
 
 def test_strip_prefix_of_two_components_keeps_paths_of_others() -> None:
-    root = OrderedDict(named("a.b.w", "a.x"))
+    root = OrderedMapping(named("a.b.w", "a.x"))
     root.state = {
-        "_metadata": OrderedDict({path: {"version": n} for n, path in enumerate(["", "a", "a.b"])})
+        "_metadata": OrderedMapping(
+            {path: {"version": n} for n, path in enumerate(["", "a", "a.b"])}
+        )
     }
     done = strip_prefix(Checkpoint(root), "a.b.")
     assert dict(metadata(done)) == {"": {"version": 2}, "a": {"version": 1}}
 
 
 def test_strip_prefix_without_a_dot() -> None:
-    root = OrderedDict(named("net_conv.w", "net_w"))
-    root.state = {"_metadata": OrderedDict({"": {"version": 1}, "net_conv": {"version": 2}})}
+    root = OrderedMapping(named("net_conv.w", "net_w"))
+    root.state = {"_metadata": OrderedMapping({"": {"version": 1}, "net_conv": {"version": 2}})}
     done = strip_prefix(Checkpoint(root), "net_")
     assert names(done) == ["conv.w", "w"]
     assert dict(metadata(done)) == {"": {"version": 1}, "conv": {"version": 2}}
@@ -199,7 +201,7 @@ def test_strip_of_a_pickled_module_gives_its_plain_state_dict() -> None:
         }
     )
     done = strip_prefix(ck)
-    assert isinstance(done.root["net"], OrderedDict)
+    assert isinstance(done.root["net"], OrderedMapping)
     assert list(done.root["net"]) == ["w", "mean"]
     plain = done.weights["w"]
     assert (plain.kind, plain.requires_grad, plain.storage) == ("tensor", False, weight.storage)
@@ -345,16 +347,16 @@ def test_rename_metadata_follows() -> None:
 
 
 def test_rename_metadata_that_cannot_follow_is_dropped_and_named() -> None:
-    root = OrderedDict(named("a.w", "a.b"))
-    root.state = {"_metadata": OrderedDict({"": {}, "a": {"version": 2}})}
+    root = OrderedMapping(named("a.w", "a.b"))
+    root.state = {"_metadata": OrderedMapping({"": {}, "a": {"version": 2}})}
     done = rename(Checkpoint(root), {"a.w": "x.w", "a.b": "y.b"})
     assert list(metadata(done)) == [""]
     assert "dropped 1 _metadata entry: no new name follows for 'a'" in lines(done)
 
 
 def test_rename_of_a_parameter_keeps_its_module() -> None:
-    root = OrderedDict(named("norm.gamma", "norm.beta"))
-    root.state = {"_metadata": OrderedDict({"": {}, "norm": {"version": 2}})}
+    root = OrderedMapping(named("norm.gamma", "norm.beta"))
+    root.state = {"_metadata": OrderedMapping({"": {}, "norm": {"version": 2}})}
     done = rename(Checkpoint(root), substitutions=[("gamma", "weight"), ("beta", "bias")])
     assert dict(metadata(done)) == {"": {}, "norm": {"version": 2}}
 
@@ -400,7 +402,7 @@ def test_select_keeps_what_is_no_weight() -> None:
 
 
 def test_select_drops_extra_state_by_name() -> None:
-    root = OrderedDict(
+    root = OrderedMapping(
         {"a.w": tensor(), "a._extra_state": {}, "b.w": tensor(), "b._extra_state": {}}
     )
     assert list(select(Checkpoint(root), drop=["b.*"]).root) == ["a.w", "a._extra_state"]
@@ -423,7 +425,7 @@ def test_select_keeps_ties() -> None:
 def test_order_types_and_the_rest_of_the_tree_stay(seed: int) -> None:
     some = [f"module.{'abc'[n % 3]}.{n}" for n in range(9)]
     random.Random(seed).shuffle(some)
-    weights = OrderedDict(named(*some), {"other attribute": 1})
+    weights = OrderedMapping(named(*some), {"other attribute": 1})
     moments = [weights[name] for name in some]
     ck = Checkpoint(
         {"state_dict": weights, "moments": moments, "args": (1, "module.a", {"b": {1: None}})}

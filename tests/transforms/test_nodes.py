@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.text import guess, plural, quoted
-from ckptkit.core.tree import Global, Node, Object, OrderedDict, Pairs, SetNode, nodes
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode, nodes
 from ckptkit.transforms.nodes import moved
 from tests.transforms.trees import tensor
 
@@ -23,7 +23,7 @@ def filled(leaf: Node) -> Object:
 @pytest.mark.parametrize(
     "hold",
     [
-        lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {x: "v"}, lambda x: OrderedDict({}, {"state": x}),
+        lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: {x: "v"}, lambda x: OrderedMapping({}, {"state": x}),
         lambda x: SetNode([x]), lambda x: Pairs([(x, 1)]), lambda x: Pairs([], x), lambda x: Object(x),
         lambda x: Object(None, (x,)), lambda x: Object(None, kwargs={"k": x}), lambda x: Object(None, tensor=x),
         built, filled,

@@ -10,7 +10,7 @@ from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.tree import Node, Object, OrderedDict
+from ckptkit.core.tree import Node, Object, OrderedMapping
 
 
 def storage(data: bytes, device: str = "cpu") -> Storage:
@@ -22,11 +22,11 @@ def tensor(n: int = 2, device: str = "cpu", **more: object) -> Tensor:
     return Tensor(storage(bytes(4 * n), device), dtypes.BY_NAME["float32"], (n,), (1,), **more)  # type: ignore[arg-type]
 
 
-def from_torch(state_dict: Mapping[str, torch.Tensor]) -> OrderedDict:
+def from_torch(state_dict: Mapping[str, torch.Tensor]) -> OrderedMapping:
     """A state_dict as a reader gives it: one Storage per torch storage, ``_metadata`` as the
     attribute."""
     storages: dict[int, Storage] = {}
-    new = OrderedDict()
+    new = OrderedMapping()
     for name, value in state_dict.items():
         memory = value.untyped_storage()
         if memory.data_ptr() not in storages:
@@ -40,7 +40,7 @@ def from_torch(state_dict: Mapping[str, torch.Tensor]) -> OrderedDict:
             int(value.storage_offset()),
         )
     if hasattr(state_dict, "_metadata"):
-        new.state = {"_metadata": OrderedDict(state_dict._metadata)}
+        new.state = {"_metadata": OrderedMapping(state_dict._metadata)}
     return new
 
 
@@ -50,7 +50,7 @@ def named(*names: str) -> dict[str, Node]:
 
 def checkpoint(*names: str) -> Checkpoint:
     """A plain state_dict with these names."""
-    return Checkpoint(OrderedDict(named(*names)))
+    return Checkpoint(OrderedMapping(named(*names)))
 
 
 def module(
@@ -62,9 +62,9 @@ def module(
     """A pickled ``nn.Module``: its class is never looked up."""
     made = Object(callable, (), new=True)
     attributes = {
-        "_parameters": OrderedDict(parameters or {}),
-        "_buffers": OrderedDict(buffers),
-        "_modules": OrderedDict(submodules or {}),
+        "_parameters": OrderedMapping(parameters or {}),
+        "_buffers": OrderedMapping(buffers),
+        "_modules": OrderedMapping(submodules or {}),
     }
     made.steps.append(("build", attributes))
     return made

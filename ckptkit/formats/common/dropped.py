@@ -10,7 +10,6 @@ from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.text import and_more, plural, shown, some
 from ckptkit.core.tree import (
-    Blob,
     ByteString,
     Global,
     Node,
@@ -18,6 +17,7 @@ from ckptkit.core.tree import (
     Pairs,
     Path,
     SetNode,
+    StoredBytes,
     children,
     join,
     walk,
@@ -33,7 +33,13 @@ _NO_STATE: tuple[Node, ...] = (
     {},
     {"_has_been_cloned": True},
 )  # the last marks what FSDP1 gathered
-_KINDS = {SetNode: "set", Pairs: "dict", Blob: "bytes", ByteString: "str", TypedStorage: "storage"}
+_KINDS = {
+    SetNode: "set",
+    Pairs: "dict",
+    StoredBytes: "bytes",
+    ByteString: "str",
+    TypedStorage: "storage",
+}
 
 
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:

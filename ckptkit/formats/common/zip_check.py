@@ -6,18 +6,20 @@ from collections.abc import Iterator
 
 from ckptkit.containers.zip_reader import Unlocated, ZipDirectory
 from ckptkit.core.text import shown
-from ckptkit.formats.format import Part, Probe
+from ckptkit.formats.format import CheckedPart, Probe
 
 
-def check(probe: Probe) -> Iterator[Part]:
+def check(probe: Probe) -> Iterator[CheckedPart]:
     """Yield every member that has bytes, referenced or not."""
     assert probe.zip is not None
     return members(probe.zip)
 
 
-def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[Part]:
+def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[CheckedPart]:
     """Yield the members of an archive that is the `item` of a `file` in a folder."""
     for name, entry in directory.entries.items():
         if entry.size or entry.stored:
             what = f"{item}record {shown(name)}"
-            yield Part(what, Unlocated(directory, name, entry.size), directory.crc(name), file)
+            yield CheckedPart(
+                what, Unlocated(directory, name, entry.size), directory.crc(name), file
+            )

@@ -16,11 +16,11 @@ from ckptkit.formats.common import zip_check
 from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.metadata import Chunk, Place, Whole
 from ckptkit.formats.dcp.reading import EXTRA, described, folder_of, places
-from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.format import CheckedPart, Finding, Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 
 
-def check(probe: Probe) -> Iterator[Part | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """Yield every item whose file exists. Raises what is wrong with the metadata."""
     folder = folder_of(probe)
     files = Files(folder)
@@ -40,7 +40,7 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
             yield from zip_check.members(beside.zip, EXTRA)
 
 
-def _records(files: Files, place: Place) -> Iterator[Part | Finding]:
+def _records(files: Files, place: Place) -> Iterator[CheckedPart | Finding]:
     """Yield the records of the archive at a place; nothing for another kind of item."""
     try:
         if not files.is_archive(place):

@@ -18,7 +18,7 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import shown
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.dcp.items import Files
-from ckptkit.formats.dcp.metadata import Chunk, Described, Entry, Place, Whole
+from ckptkit.formats.dcp.metadata import Chunk, DcpIndex, Entry, Place, Whole
 
 SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _OPEN = (
@@ -26,7 +26,7 @@ _OPEN = (
 )
 
 
-def describe(files: Files, names: Iterable[str]) -> Described:
+def describe(files: Files, names: Iterable[str]) -> DcpIndex:
     """Return the index that the headers of the shards give.
 
     Raises CorruptError where they contradict each other.
@@ -42,7 +42,7 @@ def describe(files: Files, names: Iterable[str]) -> Described:
         entries[name] = Whole(
             dtype, _shape(chunks), tuple(chunk for chunk in chunks if 0 not in chunk.sizes)
         )
-    return Described(entries, {}, (_OPEN,))
+    return DcpIndex(entries, {}, (_OPEN,))
 
 
 def _add_shard(found: dict[str, tuple[DType, list[Chunk]]], files: Files, file: str) -> None:

@@ -137,7 +137,7 @@ class Files:
             source = self.folder.open(file)
             read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
             tensors = read.root if isinstance(read.root, dict) else {}
-            self._headers[key] = Header(tensors, _saved_offsets(read.metadata.get(_SHARDING, "{}")))
+            self._headers[key] = Header(tensors, _saved_offsets(read.extras.get(_SHARDING, "{}")))
         return self._headers[key]
 
 

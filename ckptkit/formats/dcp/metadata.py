@@ -93,7 +93,7 @@ class Whole:
 Entry = Whole | Place  # a Place is that of a value
 
 
-class Described(NamedTuple):
+class DcpIndex(NamedTuple):
     """The content of a `.metadata`: entries by flat name, and their paths in the nested tree."""
 
     entries: dict[str, Entry]
@@ -101,7 +101,7 @@ class Described(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def read_metadata(source: ByteSource) -> Described:
+def read_metadata(source: ByteSource) -> DcpIndex:
     """Read a `.metadata` file.
 
     Raises UnsafeGlobalError for a name that is not in the allowlist; AmbiguousError, CorruptError,
@@ -127,7 +127,7 @@ def read_metadata(source: ByteSource) -> Described:
             error.message = f"{shown(key_text(name))}: {error.message}"
             raise
     paths, ignored = _paths(fields.get("planner_data"))
-    return Described(entries, paths, (*warnings, *ignored))
+    return DcpIndex(entries, paths, (*warnings, *ignored))
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
@@ -301,7 +301,7 @@ def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
 # The metadata of a whole folder
 
 
-def merged(ranks: Sequence[Described]) -> Described:
+def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     """Merge the metadata that several ranks wrote independently: the chunks of all.
 
     An entry that several have is taken from the first: it is the same for replicated tensors, and
@@ -325,7 +325,7 @@ def merged(ranks: Sequence[Described]) -> Described:
         warnings.append(
             f"each rank saved its own values: {len(own):,} are taken from the first rank"
         )
-    return Described(
+    return DcpIndex(
         entries,
         {name: path for rank in ranks for name, path in rank.paths.items()},
         tuple(warnings),
@@ -343,7 +343,7 @@ def _contradicted(name: str) -> AmbiguousError:
     return AmbiguousError(f"{shown(name)} is described differently by several ranks")
 
 
-def covered(described: Described) -> Described:
+def covered(described: DcpIndex) -> DcpIndex:
     """Return the same after proving that chunks cover each tensor, ordered by their offsets.
 
     Raises CorruptError for a hole or an overlap.

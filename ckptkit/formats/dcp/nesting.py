@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ckptkit.core.errors import AmbiguousError, CollisionError, FormatError
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.tree import Node, OrderedDict, Path, join, key_text
+from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text
 from ckptkit.core.weights import as_tensor
 
 
@@ -112,7 +112,7 @@ class Flat:
         if isinstance(node, list):
             return [((*path, place), value) for place, value in enumerate(node)]
         self.texts += [(*path, key) for key in node if not isinstance(key, str)]
-        if isinstance(node, OrderedDict) and node.state is not None:
+        if isinstance(node, OrderedMapping) and node.state is not None:
             self.attributes.append(path)
         if not node and path:
             self.empty.append(path)

@@ -16,7 +16,7 @@ from ckptkit.formats.dcp import hub
 from ckptkit.formats.dcp.items import Assembled, Files, memory_order
 from ckptkit.formats.dcp.metadata import (
     NAME,
-    Described,
+    DcpIndex,
     Place,
     Whole,
     covered,
@@ -58,7 +58,7 @@ def folder_of(probe: Probe) -> Folder:
     return place[0]
 
 
-def described(files: Files, names: frozenset[str]) -> Described:
+def described(files: Files, names: frozenset[str]) -> DcpIndex:
     """Return the index: from the one `.metadata`, those of all ranks, or safetensors headers."""
     ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
     if NAME in names and ranks:
@@ -74,7 +74,7 @@ def described(files: Files, names: frozenset[str]) -> Described:
     )
 
 
-def _read_one(folder: Folder, name: str) -> Described:
+def _read_one(folder: Folder, name: str) -> DcpIndex:
     source = folder.open(name)
     try:
         return read_metadata(source)
@@ -92,7 +92,7 @@ class _Tree:
         self.warnings: list[str] = []
         self._storages: dict[Whole, Storage] = {}
 
-    def build(self, described: Described) -> None:
+    def build(self, described: DcpIndex) -> None:
         """Put every entry in its place.
 
         Two tensors that are the same bytes of the files share a storage.
@@ -153,7 +153,7 @@ def _read_extra(folder: Folder) -> Checkpoint:
         raise error.at(probe.name) from error.__cause__
 
 
-def places(described: Described) -> Iterator[Place]:
+def places(described: DcpIndex) -> Iterator[Place]:
     """Yield the places of all items that the metadata describe."""
     for entry in described.entries.values():
         if isinstance(entry, Place):
@@ -162,7 +162,7 @@ def places(described: Described) -> Iterator[Place]:
             yield from (chunk.place for chunk in entry.chunks)
 
 
-def _noticed(described: Described, names: frozenset[str]) -> Iterator[str]:
+def _noticed(described: DcpIndex, names: frozenset[str]) -> Iterator[str]:
     used = {place.file for place in places(described)}
     unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
     if unused:

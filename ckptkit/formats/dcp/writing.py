@@ -156,7 +156,7 @@ def _lost(checkpoint: Checkpoint, flat: Flat) -> Iterator[str]:
         yield f"keys that are not texts were written as texts, as torch does: {_some(flat.texts)}"
     if flat.attributes:
         yield f"left out: attributes such as _metadata of {_some(flat.attributes)}"
-    if names := [(name,) for name in checkpoint.metadata if name != "format"]:
+    if names := [(name,) for name in checkpoint.extras if name != "format"]:
         yield f"left out: the metadata of the container ({_some(names)})"
 
 

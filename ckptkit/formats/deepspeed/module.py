@@ -9,9 +9,9 @@ from ckptkit.compute import cast_record
 from ckptkit.core import dtypes
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Shape, Storage, Tensor
-from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.partitions import Row, Slot
+from ckptkit.formats.deepspeed.partitions import PartitionRow, Slot
 from ckptkit.formats.deepspeed.places import listed
 from ckptkit.formats.deepspeed.states import Fields, is_flat
 
@@ -35,7 +35,7 @@ class Model:
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
-    ) -> OrderedDict:
+    ) -> OrderedMapping:
         """Return every entry by name, in the order of the model.
 
         In stage 3 empty tensors are `placeholders`.
@@ -48,7 +48,7 @@ class Model:
         self._add_others(found, placeholders)
         order = dict.fromkeys([*self.module, *found])
         state = getattr(self.states.node.get(MODULE), "state", None)
-        return OrderedDict(((name, found[name]) for name in order if name in found), state)
+        return OrderedMapping(((name, found[name]) for name in order if name in found), state)
 
     def _check_shapes(self, parameters: Mapping[str, Tensor]) -> None:
         for name, tensor in parameters.items():
@@ -174,7 +174,7 @@ def _joined(name: str, shape: Shape, fragments: list[Tensor], ranks: int) -> Ten
             f"the frozen parameter {name[:80]!r} does not have "
             f"{share:,} elements in each of {ranks:,} ranks"
         )
-    rows = tuple(Row([fragment]) for fragment in fragments)
+    rows = tuple(PartitionRow([fragment]) for fragment in fragments)
     return Slot(shape, 0, 0, share).tensor(rows)
 
 

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckptkit.compute import contiguous
-from ckptkit.core.bytesource import Derived, Part, Pending, Range, Record
+from ckptkit.core.bytesource import Derived, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -18,7 +18,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 Shapes = Mapping[str, Shape]
 
 
-class Row:
+class PartitionRow:
     """Flat tensors of one type, one after another, to be cut by element."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -40,7 +40,7 @@ class Row:
         while count:
             record, first = self._records[index], start - self._starts[index]
             here = min(count, record.length // size - first)
-            yield Part(record, first * size, here * size)
+            yield RecordSlice(record, first * size, here * size)
             start, count, index = start + here, count - here, index + 1
 
 
@@ -51,7 +51,7 @@ class Shares:
     The pieces are made on demand: there may be thousands of ranks.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PartitionRow, ...]
     start: int
     share: int
     numel: int
@@ -86,7 +86,7 @@ class Slot(NamedTuple):
     start: int
     share: int
 
-    def tensor(self, rows: tuple[Row, ...]) -> Tensor:
+    def tensor(self, rows: tuple[PartitionRow, ...]) -> Tensor:
         """Return the parameter, or its optimizer state for each element, on the CPU."""
         storage = Storage(Shares(rows, self.start, self.share, prod(self.shape)))
         return Tensor(storage, rows[0].dtype, self.shape, contiguous_stride(self.shape))
@@ -99,7 +99,7 @@ class Layout(NamedTuple):
     groups: int
     taken: list[int]
 
-    def check(self, rows: Sequence[Row], unit: int) -> None:
+    def check(self, rows: Sequence[PartitionRow], unit: int) -> None:
         """Raise CorruptError unless the rows hold what is taken, rounded up to `unit` at most."""
         if len(rows) != len(self.taken):
             raise CorruptError(

@@ -11,7 +11,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, key_text
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.partitions import Layout, Row, Shapes, by_group, by_rank
+from ckptkit.formats.deepspeed.partitions import Layout, PartitionRow, Shapes, by_group, by_rank
 from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.states import Fields, Reader, is_flat, own
 
@@ -146,7 +146,7 @@ class Zero:
 
     def _rows(
         self, parts: Sequence[Sequence[Tensor | None]], layout: Layout
-    ) -> dict[int, tuple[Row, ...]]:
+    ) -> dict[int, tuple[PartitionRow, ...]]:
         """Return the rows that groups are cut from, of tensors by rank and group.
 
         Empty where one is missing.
@@ -154,7 +154,7 @@ class Zero:
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         whole = [[part for part in line if part is not None] for line in lines]
         rows = [
-            Row(some) if len(some) == len(line) else None
+            PartitionRow(some) if len(some) == len(line) else None
             for some, line in zip(whole, lines, strict=True)
         ]
         if not self.stage_3:

@@ -29,7 +29,7 @@ from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
 from ckptkit.formats.deepspeed.states import Fields, Reader
 from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
-from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.format import CheckedPart, Finding, Probe
 
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
@@ -186,7 +186,7 @@ def _named(group: Node, names: list[list[str]]) -> Node:
     return {**group, _PARAMS: [name for number in dict.fromkeys(numbers) for name in names[number]]}
 
 
-def check(probe: Probe) -> Iterator[Part | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """Yield the records of every file of the training state. Raises what `places.find` raises."""
     folder = places.find(probe.folder, probe.names)
     yield from _records(folder, "")
@@ -197,7 +197,7 @@ def check(probe: Probe) -> Iterator[Part | Finding]:
             yield from _records(zero.sub(name), f"{places.UNIVERSAL}/{name}/")
 
 
-def _records(folder: Folder, path: str) -> Iterator[Part | Finding]:
+def _records(folder: Folder, path: str) -> Iterator[CheckedPart | Finding]:
     """Yield the records of a folder's torch.save files; `path` is relative to the state's."""
     for name in folder.list():
         if not name.endswith(".pt"):

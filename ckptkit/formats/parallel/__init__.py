@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats.format import Finding, Part, Probe
+from ckptkit.formats.format import CheckedPart, Finding, Probe
 from ckptkit.formats.table import PARALLEL
 
 # Names that files and folders of parts have, and others too: most folders have none, and pay for no
@@ -72,7 +72,7 @@ def read(probe: Probe) -> Checkpoint:
     return found
 
 
-def check(probe: Probe) -> Iterator[Part | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """The records of every file that was read."""
     from ckptkit.formats.common import zip_check
 

@@ -12,7 +12,7 @@ from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.pieces import Box
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats.common.assembly import Joined
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.parallel.tables import Table
@@ -27,7 +27,7 @@ def ranks_of(options: WriteOptions, name: str) -> int:
     return options.ranks
 
 
-def cut(tensors: Mapping[str, Tensor], table: Table, count: int) -> list[OrderedDict]:
+def cut(tensors: Mapping[str, Tensor], table: Table, count: int) -> list[OrderedMapping]:
     """The entries of each of `count` parts. Raises UsageError for what does not come out even."""
     parts: list[dict[Node, Node]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():
@@ -38,7 +38,7 @@ def cut(tensors: Mapping[str, Tensor], table: Table, count: int) -> list[Ordered
             raise UsageError(f"{name[:80]!r} has no place in parts: {verb.reason}")
         for part, boxes in zip(parts, verb.cut(name, tensor, count), strict=True):
             part[name] = tensor if isinstance(verb, Same) or count == 1 else _part(boxes)
-    return [OrderedDict(part) for part in parts]
+    return [OrderedMapping(part) for part in parts]
 
 
 def _part(boxes: list[Box]) -> Tensor:

@@ -28,7 +28,7 @@ from ckptkit.formats.parallel import yaml_text
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.ranks import listed
-from ckptkit.formats.parallel.tables import TP, Part, Rule, Table, check_grid, merge, rule
+from ckptkit.formats.parallel.tables import TP, RankFile, Rule, Table, check_grid, merge, rule
 from ckptkit.formats.parallel.verbs import Cut, Mean, Refuse, Same, Sum
 
 INFO = "universal_checkpoint_info"
@@ -106,7 +106,7 @@ class _Reading:
             about=f"DeepSpeed: {what}", key="module",
         )  # fmt: skip
 
-    def _layers(self) -> Iterator[Part]:
+    def _layers(self) -> Iterator[RankFile]:
         for name in self.names:
             found = LAYER.fullmatch(name)
             if not found:
@@ -116,16 +116,16 @@ class _Reading:
                 raise FormatError("holds no state_dict", where=name)
             number = int(found[1])
             entries = {f"{number}.{key}": value for key, value in node.items()}
-            yield Part(name, {TP: int(found[2] or 0), _LAYER: number}, entries)
+            yield RankFile(name, {TP: int(found[2] or 0), _LAYER: number}, entries)
 
-    def _models(self, models: Mapping[str, Mapping[Node, Node]]) -> Iterator[Part]:
+    def _models(self, models: Mapping[str, Mapping[Node, Node]]) -> Iterator[RankFile]:
         for name, node in models.items():
             found = MODEL.fullmatch(name)
             module = node.get("module")
             if found is None or not isinstance(module, dict):
                 raise FormatError("has no module", where=name)
             entries = {str(key): value for key, value in module.items()}
-            yield Part(name, {TP: int(found[1])}, entries)
+            yield RankFile(name, {TP: int(found[1])}, entries)
 
     def _check_said(self, first: Mapping[Node, Node], count: int, layers: bool) -> None:
         """Raise where the files promise another number of ranks, or pipeline stages without files

@@ -20,12 +20,12 @@ from ckptkit.core.pieces import part
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.partitions import Row, Slot
+from ckptkit.formats.deepspeed.partitions import PartitionRow, Slot
 from ckptkit.formats.deepspeed.states import Fields, is_flat, reader_of
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.tables import TP, Part, Table, check_grid, merge, rule
+from ckptkit.formats.parallel.tables import TP, RankFile, Table, check_grid, merge, rule
 from ckptkit.formats.parallel.verbs import Cut, Mean, Same
 
 NAME = re.compile(
@@ -72,12 +72,12 @@ def read(probe: Probe, format: str) -> Checkpoint:
             f"holds the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}"
         )
     axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
-    files = [Part(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]
+    files = [RankFile(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]
     check_grid(files, axes, {TP: "model part"})
     parts = []
     for m in range(axes[TP]):
         shards = [grid[m, s] for s in range(axes[SHARD])]
-        parts.append(Part(shards[0][0], {TP: m}, dict(_whole(shards, joiner))))
+        parts.append(RankFile(shards[0][0], {TP: m}, dict(_whole(shards, joiner))))
     merged = merge(parts, {TP: axes[TP]}, TABLE, joiner)
     detail = f"{axes[TP]} model parts in {axes[SHARD]} shards each"
     return Checkpoint(
@@ -138,7 +138,7 @@ def _unflattened(
             raise FormatError(f"has no flat parameter {prefix + backing!r}", where=name)
         pieces.append(part(tensor, (0,), (tensor.numel - padding,)))
     assert layout is not None
-    row = Row(pieces)
+    row = PartitionRow(pieces)
     names, shapes, sizes = layout.items("names"), layout.items("shapes"), layout.integers("numels")
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
         raise CorruptError(

@@ -22,7 +22,7 @@ from ckptkit.core.pieces import REPLICATE, MeshPiece, Piece, ShardPiece
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
-from ckptkit.formats.deepspeed.partitions import Row, Slot
+from ckptkit.formats.deepspeed.partitions import PartitionRow, Slot
 from ckptkit.formats.deepspeed.states import is_flat, own
 from ckptkit.formats.parallel.copies import Copy
 from ckptkit.formats.parallel.joining import Joiner
@@ -188,7 +188,7 @@ def _cut(
         return
     if len(flat) != len(values) or not all(map(is_flat, flat)):
         raise UnknownError(f"not every rank holds a flat piece of {unit.names[0]!r}")
-    row, start = Row(flat), 0
+    row, start = PartitionRow(flat), 0
     for name in unit.names:
         size = prod(shapes[name])
         yield name, Slot(shapes[name], 0, start, size).tensor((row,))

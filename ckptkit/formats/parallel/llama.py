@@ -21,7 +21,7 @@ from ckptkit.formats.deepspeed.states import reader_of
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.tables import TP, Part, Table, check_grid, merge, rule
+from ckptkit.formats.parallel.tables import TP, RankFile, Table, check_grid, merge, rule
 from ckptkit.formats.parallel.verbs import Cut, Drop, Same
 
 NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
@@ -48,7 +48,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
             raise FormatError("holds no dict", where=name)
         found = NAME.fullmatch(name)
         assert found is not None
-        parts.append(Part(name, {TP: int(found[1])}, root))
+        parts.append(RankFile(name, {TP: int(found[1])}, root))
     count = _count(parts, params)
     check_grid(parts, {TP: count}, {TP: "consolidated"})
     rules = table(params, by_rows=is_by_rows(parts[0].entries, params))
@@ -58,7 +58,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     cut = rules.verb("tok_embeddings.weight")
     kept |= {EMBEDDING: str(cut.dim)} if text and isinstance(cut, Cut) and count > 1 else {}
     return Checkpoint(
-        merged.tensors, format, folder, metadata=kept, globals=tuple(reader.globals),
+        merged.tensors, format, folder, extras=kept, globals=tuple(reader.globals),
         warnings=(*merged.warnings, *joiner.copies.said(), *reader.warnings),
         about=f"Llama release of Meta: {count} of {count} parts",
     )  # fmt: skip
@@ -110,7 +110,7 @@ def count_of(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | No
     return dim // rows if rows and dim % rows == 0 else None
 
 
-def _count(parts: list[Part], params: Mapping[str, Any]) -> int:
+def _count(parts: list[RankFile], params: Mapping[str, Any]) -> int:
     said = count_of(parts[0].entries, params)
     highest = max(part.at[TP] for part in parts) + 1
     return max(said, highest) if said else highest

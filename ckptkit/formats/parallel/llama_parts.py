@@ -20,7 +20,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """
     count = ranks_of(options, LLAMA_PARTS.name)
     tensors = dict(checkpoint.required.tensors)
-    text = checkpoint.metadata.get(PARAMS, "")
+    text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
     parts = cut(tensors, table(params, by_rows=_is_by_rows(checkpoint, count)), count)
     files = [file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)]
@@ -33,10 +33,10 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
     """Whether the embedding is cut into rows: as its parts were, or from version 3 on by its
     parameters."""
-    said = checkpoint.metadata.get(EMBEDDING)
+    said = checkpoint.extras.get(EMBEDDING)
     if said in ("0", "1"):
         return said == "0"
-    vocabulary = read_params(checkpoint.metadata.get(PARAMS, "").encode()).get("vocab_size")
+    vocabulary = read_params(checkpoint.extras.get(PARAMS, "").encode()).get("vocab_size")
     if type(vocabulary) is int and (vocabulary == -1 or vocabulary >= 100_000):
         return vocabulary != -1
     if count > 1:

@@ -32,7 +32,7 @@ from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.tables import (
     TP,
     Offset,
-    Part,
+    RankFile,
     Rule,
     Table,
     check_grid,
@@ -171,7 +171,7 @@ def _check_arguments(roots: Mapping[str, Mapping[Node, Node]], sizes: Mapping[st
                 )
 
 
-def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> Iterator[Part]:
+def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> Iterator[RankFile]:
     """The parts in one file: one for each virtual stage."""
     found = _FOLDER.fullmatch(name)
     assert found is not None
@@ -185,7 +185,7 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> It
         number = _MODEL.fullmatch(str(key))
         if number and isinstance(node, dict):
             entries = dict(flattened(node))
-            yield Part(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, entries)
+            yield RankFile(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, entries)
 
 
 def table(arguments: Arguments, *, legacy: bool) -> Table:

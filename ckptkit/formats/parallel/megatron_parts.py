@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.core.tree import Global, Node, Object, OrderedDict
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.formats.folder import TRACKER
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.parallel.cutting import cut, file, ranks_of
@@ -64,7 +64,7 @@ def _namespace(said: Mapping[str, Node]) -> Object:
     return made
 
 
-def _nested(part: OrderedDict) -> dict[str, Node]:
+def _nested(part: OrderedMapping) -> dict[str, Node]:
     """The nested dicts of the legacy classes: names of layers stay as they are."""
     made: dict[str, Node] = {}
     for name, tensor in part.items():

@@ -31,7 +31,7 @@ from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.tables import (
     TP,
     Offset,
-    Part,
+    RankFile,
     Table,
     check_grid,
     flattened,
@@ -134,7 +134,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     own = OwnTable(probe.asked.table)
     reader, joiner = Reader(probe.folder), Joiner(Copies(probe.asked.copies))
     parts = [
-        Part(place, _at(found), _entries(reader, folder, name, own))
+        RankFile(place, _at(found), _entries(reader, folder, name, own))
         for place, folder, name in _files(probe.folder)
         if (found := own.files.fullmatch(place))
     ]

@@ -25,7 +25,7 @@ from ckptkit import compute
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Node, OrderedDict
+from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.parallel.copies import Copy
 from ckptkit.formats.parallel.joining import Joiner
@@ -85,7 +85,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFile:
     """What one file holds: where it stands on the grid, and its entries by name."""
 
     file: str
@@ -96,11 +96,11 @@ class Part:
 class Merged(NamedTuple):
     """The whole, and what is worth a warning."""
 
-    tensors: OrderedDict
+    tensors: OrderedMapping
     warnings: list[str]
 
 
-def check_grid(parts: Sequence[Part], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
+def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
     """Raise CorruptError unless there is one part at each point. `name` gives a file's name by
     axis."""
     check("ranks", prod(axes.values()), f"parts ({_sizes(axes)})")
@@ -135,7 +135,9 @@ def _sizes(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis.upper()} {n}" for axis, n in axes.items())
 
 
-def merge(parts: Sequence[Part], axes: Mapping[str, int], table: Table, joiner: Joiner) -> Merged:
+def merge(
+    parts: Sequence[RankFile], axes: Mapping[str, int], table: Table, joiner: Joiner
+) -> Merged:
     """Every tensor, whole, under its name in the whole model.
 
     `axes` are the axes of the grid and their sizes, the one that cuts (``tp``) among them. Raises
@@ -146,7 +148,7 @@ def merge(parts: Sequence[Part], axes: Mapping[str, int], table: Table, joiner: 
 
 class _Merge:
     def __init__(
-        self, parts: Sequence[Part], axes: Mapping[str, int], table: Table, joiner: Joiner
+        self, parts: Sequence[RankFile], axes: Mapping[str, int], table: Table, joiner: Joiner
     ) -> None:
         self.parts = parts
         self.axes = axes
@@ -161,7 +163,7 @@ class _Merge:
             named = self._renumbered(offset, named)
         rows = self._rows(named)
         self._drop_copies(rows)
-        made = OrderedDict()
+        made = OrderedMapping()
         for name, by_rank in rows.items():
             tensor = self._tensor(name, by_rank)
             if tensor is not None:
@@ -203,7 +205,7 @@ class _Merge:
             for part in self.parts
         }
 
-    def _along(self, offset: Offset, part: Part) -> tuple[int, ...]:
+    def _along(self, offset: Offset, part: RankFile) -> tuple[int, ...]:
         return tuple(part.at.get(axis, 0) for axis in offset.by)
 
     def _rows(

@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.piece_forms import piece_of
 from ckptkit.core.pieces import Mesh, Piece
-from ckptkit.core.tree import Node, OrderedDict, Path, join, key_text
+from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.parallel.copies import FIRST
 from ckptkit.formats.parallel.joining import Held, Joiner
@@ -116,7 +116,7 @@ class Merger:
                     f"{_name((*path, odd[0]))} is in {has} and not in {lacks}", hint=_MIXED
                 )
         made = {key: self._node((*path, key), [node[key] for node in nodes]) for key in keys}
-        return OrderedDict(made, first.state) if isinstance(first, OrderedDict) else made
+        return OrderedMapping(made, first.state) if isinstance(first, OrderedMapping) else made
 
     def _sequence(self, path: Path, nodes: Sequence[Node]) -> Node:
         first = nodes[0]

@@ -34,7 +34,7 @@ from ckptkit.core.tree import (
     MODULE_VERSIONS,
     Global,
     Node,
-    OrderedDict,
+    OrderedMapping,
     children,
     key_text,
     module_versions,
@@ -49,7 +49,7 @@ VERSION = 1
 WHOLE = object()  # the origin of a checkpoint that a file held whole
 
 
-class Record(NamedTuple):
+class SavedRecord(NamedTuple):
     """A record as read, checked against the tensors of the file."""
 
     ordered: bool
@@ -166,14 +166,14 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _read(
     fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Record:
+) -> SavedRecord:
     paths = decode(fields.get("state_dict_metadata"))
     if not isinstance(paths, (dict, type(None))):
         raise FormatError("its state_dict_metadata are not a dict")
     ties = _typed(fields, "ties", dict)
     _check_ties(ties, tensors, metadata)
     names = tensors.keys() | ties.keys()
-    return Record(
+    return SavedRecord(
         bool(fields.get("ordered")),
         paths,
         ties,
@@ -213,11 +213,11 @@ def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[
 
 
 def _restored(
-    known: Record, tensors: dict[str, Tensor], metadata: Mapping[str, str]
+    known: SavedRecord, tensors: dict[str, Tensor], metadata: Mapping[str, str]
 ) -> dict[Node, Node]:
     at = {place: name for name, place in known.ties.items()}
     rest = iter(tensors)
-    root: dict[Node, Node] = OrderedDict() if known.ordered else {}
+    root: dict[Node, Node] = OrderedMapping() if known.ordered else {}
     for place in range(len(tensors) + len(at)):
         name = at[place] if place in at else next(rest)
         tensor = tensors[name] if name in tensors else tensors[metadata[name]]
@@ -226,7 +226,7 @@ def _restored(
         if name in known.ties or kind != tensor.kind or requires_grad:
             tensor = replace(tensor, kind=kind, requires_grad=requires_grad)
         root[name] = tensor
-    if isinstance(root, OrderedDict) and known.metadata is not None:
+    if isinstance(root, OrderedMapping) and known.metadata is not None:
         root.state = versions_state(known.metadata)
     return root
 
@@ -250,7 +250,7 @@ def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> 
     place = {name: n for n, name in enumerate(weights.nodes)}
     paths = _metadata(weights.node)
     fields = {
-        "ordered": isinstance(weights.node, OrderedDict),
+        "ordered": isinstance(weights.node, OrderedMapping),
         "state_dict_metadata": None if paths is None else encode(paths),
         "ties": {name: place[name] for name in ties},
         **({} if weights.is_module else _marks(weights.tensors)),
@@ -268,7 +268,7 @@ def of_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 def lost_attributes(node: Node) -> list[str]:
     """Return the names of attributes of a state_dict that cannot be recorded."""
-    if not isinstance(node, OrderedDict) or node.state is None:
+    if not isinstance(node, OrderedMapping) or node.state is None:
         return []
     held = (MODULE_VERSIONS,) if _metadata(node) is not None else ()
     return [key_text(key) for key, _ in children(node.state) if key not in held]

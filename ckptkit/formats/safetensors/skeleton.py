@@ -13,7 +13,7 @@ was made before:
     ["storage", entry, device]  and  true after it          bytes of an entry; big-endian ones
     ["tensor", storage, {...}]                              fields not in the entry: below
     ["typed", storage, dtype, start, stop]                  see tensor.TypedStorage
-    ["blob", entry, kind]                                   see tree.Blob
+    ["blob", entry, kind]                                   see tree.StoredBytes
 
     ["fill", n, "set", key, value...]                       items of a dict, or set on an object
     ["fill", n, "append" | "add", value...]                 items of a list, or of an object
@@ -42,7 +42,16 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+)
 from ckptkit.formats.common.plain_json import is_utf8
 from ckptkit.pickles.nested import check_blob, check_bytes, check_text
 from ckptkit.pickles.trust import check_fields, check_name, check_object
@@ -57,7 +66,7 @@ class Skeleton(NamedTuple):
     root: Any  # a value
 
 
-class Entry(NamedTuple):
+class SkeletonEntry(NamedTuple):
     """The bytes of a storage in a header: a tensor of its own, or plain bytes (dtype uint8)."""
 
     name: str
@@ -69,7 +78,7 @@ class Entry(NamedTuple):
 class Writer:
     """Encode a tree as statements. `entry` places the bytes of a storage or a blob."""
 
-    def __init__(self, entry: Callable[[Storage | Blob], Entry]) -> None:
+    def __init__(self, entry: Callable[[Storage | StoredBytes], SkeletonEntry]) -> None:
         self._entry = entry
         self._statements: list[Statement] = []
         self._count = 0
@@ -129,12 +138,12 @@ class Writer:
         return iter(())
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
-        number = self._emit(node, "ordered" if isinstance(node, OrderedDict) else "dict")
+        number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
         flat = _flat(node.items())
         yield from flat
         if flat:
             self._fill(number, "set", self._values(flat))
-        if isinstance(node, OrderedDict) and node.state is not None:
+        if isinstance(node, OrderedMapping) and node.state is not None:
             check_fields(node.state)
             yield node.state
             self._fill(number, "build", [self._value(node.state)])
@@ -180,7 +189,7 @@ class Writer:
         elif isinstance(node, TypedStorage):
             dtype = None if node.dtype is None else node.dtype.name
             self._emit(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
-        elif isinstance(node, Blob):
+        elif isinstance(node, StoredBytes):
             check_blob(node)
             self._emit(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):

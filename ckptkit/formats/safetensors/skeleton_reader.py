@@ -13,7 +13,7 @@ from ckptkit.core import dtypes
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.core.tree import Blob, ByteString, Global, Node, Object, OrderedDict, SetNode
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, SetNode, StoredBytes
 from ckptkit.formats.safetensors.skeleton import FLAGS, Skeleton, Statement
 from ckptkit.pickles import globals as known
 from ckptkit.pickles.builders import built
@@ -88,7 +88,7 @@ class _Reader:
             self._items(target, values)
         elif step == "append" and target.__class__ is list:
             target.extend(values)
-        elif step == "build" and isinstance(target, OrderedDict) and target.state is None:
+        elif step == "build" and isinstance(target, OrderedMapping) and target.state is None:
             (target.state,) = values
         else:
             raise FormatError(f"a {type(target).__name__} cannot be filled this way")
@@ -198,7 +198,7 @@ class _Reader:
             raise FormatError("there is no such kind of byte string")
         held = self._take(entry).storage
         assert held is not None
-        return Blob(held.record.locate(), kind)
+        return StoredBytes(held.record.locate(), kind)
 
 
 class _Named(NamedTuple):
@@ -233,7 +233,7 @@ def _float(text: str) -> float:
 
 _MAKERS: dict[str, Callable[..., Node]] = {
     "dict": lambda reader: {},
-    "ordered": lambda reader: OrderedDict(),
+    "ordered": lambda reader: OrderedMapping(),
     "list": lambda reader: [],
     "tuple": _Reader.tuple_,
     "set": _Reader.set_,

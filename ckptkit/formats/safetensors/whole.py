@@ -18,11 +18,11 @@ from ckptkit.core.bytesource import Record
 from ckptkit.core.dtypes import UINT8
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.tree import Blob, Node, join, walk
+from ckptkit.core.tree import Node, StoredBytes, join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.plain_json import is_utf8
 from ckptkit.formats.safetensors import skeleton, skeleton_reader
-from ckptkit.formats.safetensors.skeleton import Entry, Skeleton
+from ckptkit.formats.safetensors.skeleton import Skeleton, SkeletonEntry
 from ckptkit.formats.safetensors.skeleton_reader import Read
 
 Obstacle = Callable[[str, Tensor], str | None]
@@ -38,26 +38,26 @@ class Whole:
         self.tensors: dict[str, Tensor] = {}
         self._fillers = _fillers(root, obstacle)
         self._taken = {name for name, _ in self._fillers.values()}
-        self._entries: dict[int, Entry] = {}  # by id of the storage or blob
+        self._entries: dict[int, SkeletonEntry] = {}  # by id of the storage or blob
         self.tree = skeleton.Writer(self._entry).write(root)
         self.ties = dict(self._tied(root))
 
-    def _entry(self, held: Storage | Blob) -> Entry:
+    def _entry(self, held: Storage | StoredBytes) -> SkeletonEntry:
         if id(held) not in self._entries:
             self._entries[id(held)] = self._new(held)
         return self._entries[id(held)]
 
-    def _new(self, held: Storage | Blob) -> Entry:
+    def _new(self, held: Storage | StoredBytes) -> SkeletonEntry:
         found = self._fillers.get(id(held))
         if found is not None and found[0] not in self.tensors:
             name, tensor = found
             self.tensors[name] = tensor
-            return Entry(name, tensor.dtype, tensor.shape)
-        record: Record = held.extent if isinstance(held, Blob) else held.record
+            return SkeletonEntry(name, tensor.dtype, tensor.shape)
+        record: Record = held.extent if isinstance(held, StoredBytes) else held.record
         big_endian = isinstance(held, Storage) and held.big_endian
-        name = self._reserved("bytes" if isinstance(held, Blob) else "storage")
+        name = self._reserved("bytes" if isinstance(held, StoredBytes) else "storage")
         self.tensors[name] = Tensor(Storage(record), UINT8, (record.length,), (1,))
-        return Entry(name, UINT8, (record.length,), big_endian)
+        return SkeletonEntry(name, UINT8, (record.length,), big_endian)
 
     def _reserved(self, what: str) -> str:
         number = len(self.tensors)

@@ -75,13 +75,13 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
     _check_holdable(tensors)
-    ties = _ties(tensors, checkpoint.metadata) if options.ties == "alias" else {}
+    ties = _ties(tensors, checkpoint.extras) if options.ties == "alias" else {}
     stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
     extra, notes = leftovers(checkpoint)
-    text = record(weights, ties, {**values(checkpoint.metadata), **extra})
+    text = record(weights, ties, {**values(checkpoint.extras), **extra})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
-        **checkpoint.metadata,
+        **checkpoint.extras,
         **ties,
         RESERVED: text,
     }
@@ -111,11 +111,11 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
         )
     write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
-    text = dump({"version": VERSION, **record_of(whole), "values": values(checkpoint.metadata)})
+    text = dump({"version": VERSION, **record_of(whole), "values": values(checkpoint.extras)})
     metadata: dict[str, str | None] = {
         FRAMEWORK: "pt",
         **whole.ties,
-        **checkpoint.metadata,
+        **checkpoint.extras,
         RESERVED: text,
     }
     return Contents(whole.tensors, metadata, notes)

@@ -49,7 +49,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     if options.objects == "error":
         refuse_objects(checkpoint)
     # reserve the name, which a tie must not have
-    checkpoint = replace(checkpoint, metadata={**checkpoint.metadata, shards.TOTAL: ""})
+    checkpoint = replace(checkpoint, extras={**checkpoint.extras, shards.TOTAL: ""})
     tensors, metadata, notes = writing.prepared(checkpoint, options)
     del metadata[shards.TOTAL]
     parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)

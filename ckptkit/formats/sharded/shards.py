@@ -26,11 +26,11 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, Form
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.notices import WRONG_TOTAL, Notice, coded, within
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import Node, OrderedDict, module_versions, nodes, versions_state
+from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
-from ckptkit.formats.format import Finding, Format, Part, Probe
+from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
 from ckptkit.formats.safetensors.record import Restored
 from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
@@ -64,7 +64,7 @@ def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
     return _read(probe, format, restore, _raise)[0]
 
 
-def findings(probe: Probe) -> Iterator[Part | Finding]:
+def findings(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """Yield every defect of the index and the shards, and what can be checked in the shards."""
     wrong: list[CkptkitError] = []
     checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
@@ -209,7 +209,7 @@ class _Shards:
             _ordered(restored.root, list(held.values())),
             self.format,
             self.folder,
-            {key: text for _, shard in shards for key, text in shard.metadata.items()}
+            {key: text for _, shard in shards for key, text in shard.extras.items()}
             | restored.metadata,
             globals=tuple(
                 dict.fromkeys(
@@ -338,13 +338,13 @@ def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
     if (
         root.__class__ is not dict
         or not shards
-        or not all(isinstance(each, OrderedDict) for each in shards)
+        or not all(isinstance(each, OrderedMapping) for each in shards)
     ):
         return root
-    metadata = OrderedDict()
+    metadata = OrderedMapping()
     for shard in shards:
         metadata.update(module_versions(shard) or {})
-    return OrderedDict(root, versions_state(metadata) if metadata else None)
+    return OrderedMapping(root, versions_state(metadata) if metadata else None)
 
 
 def _nbytes_with_objects(root: Node) -> int:

@@ -14,7 +14,7 @@ from functools import partial
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Node, OrderedDict, rebuild
+from ckptkit.core.tree import Node, OrderedMapping, rebuild
 from ckptkit.core.weights import Weights
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects
@@ -48,9 +48,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     parts, total = _parts(weights, options.shard_size)
     names = shard_names(STEM, BIN, len(parts))
     extra, notes = leftovers(checkpoint, inside=False)
-    metadata = {**checkpoint.metadata, **of_values({**values(checkpoint.metadata), **extra})}
+    metadata = {**checkpoint.extras, **of_values({**values(checkpoint.extras), **extra})}
     alone = metadata if len(parts) == 1 else {}
-    plans = [writer.layout(Checkpoint(part, metadata=alone), options) for part in parts]
+    plans = [writer.layout(Checkpoint(part, extras=alone), options) for part in parts]
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
     if len(parts) > 1:
         file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
@@ -92,7 +92,7 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
 
 
 def _empty(like: Node) -> dict[Node, Node]:
-    return OrderedDict((), like.state) if isinstance(like, OrderedDict) else {}
+    return OrderedMapping((), like.state) if isinstance(like, OrderedMapping) else {}
 
 
 def _storages(root: Node) -> list[Storage]:

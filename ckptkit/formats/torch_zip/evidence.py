@@ -12,7 +12,7 @@ from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch_zip.remains import (
-    Entry,
+    DirectoryEntry,
     Header,
     Window,
     descriptor,
@@ -74,7 +74,7 @@ class Evidence:
                 for entry in known or (None,):
                     yield from self.place(header, entry, size)
 
-    def header_of(self, entry: Entry) -> Header | None:
+    def header_of(self, entry: DirectoryEntry) -> Header | None:
         """Return the local header at the directory's offset.
 
         It is reconstructed if only its place and name are intact.
@@ -89,7 +89,7 @@ class Evidence:
         start = entry.offset + 30 + length + int.from_bytes(fixed[28:30], "little")
         return Header(entry.name, entry.offset, start, 0, None, None)
 
-    def place(self, header: Header, entry: Entry | None, size: int) -> Iterator[Place]:
+    def place(self, header: Header, entry: DirectoryEntry | None, size: int) -> Iterator[Place]:
         """Yield the bytes after a header, if the file has them."""
         stored = _stored(header, entry, size)
         if stored is None or header.start + stored > self.source.size:
@@ -133,14 +133,16 @@ class Evidence:
         return None
 
 
-def _stored(header: Header, entry: Entry | None, size: int) -> int | None:
+def _stored(header: Header, entry: DirectoryEntry | None, size: int) -> int | None:
     """Return the bytes that a member takes in the file, None if nothing says it."""
     if header.method == DEFLATED:
         return header.stored if entry is None else entry.stored
     return size if entry is not None or header.stored in (None, size) else None
 
 
-def _promised(header: Header, entry: Entry | None, described: int | None) -> tuple[int, ...]:
+def _promised(
+    header: Header, entry: DirectoryEntry | None, described: int | None
+) -> tuple[int, ...]:
     """Return the CRC of the directory, else that of the header or of the descriptor."""
     if entry is not None:
         return (entry.crc,)

@@ -54,8 +54,8 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
     except _ElsewhereError:
         return None
     new = {f"{directory.top}/data.pkl": pickled.data}
-    if after.metadata != before.metadata:
-        new[f"{directory.top}/{extra_records.NAME}"] = extra_records.record(after.metadata)
+    if after.extras != before.extras:
+        new[f"{directory.top}/{extra_records.NAME}"] = extra_records.record(after.extras)
     archive = _Archive(directory)
     if not archive.replace(new):
         return None

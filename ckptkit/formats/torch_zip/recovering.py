@@ -27,7 +27,7 @@ from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.evidence import Evidence, Place
 from ckptkit.formats.torch_zip.reader import unsummed
-from ckptkit.formats.torch_zip.remains import Entry, Header, headers
+from ckptkit.formats.torch_zip.remains import DirectoryEntry, Header, headers
 from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
 
@@ -192,7 +192,9 @@ class _Archive:
             raise CorruptError("its first header and its directory are damaged", hint=AGAIN)
         return name
 
-    def _refuse_program(self, names: dict[str, list[Header]] | dict[str, list[Entry]]) -> None:
+    def _refuse_program(
+        self, names: dict[str, list[Header]] | dict[str, list[DirectoryEntry]]
+    ) -> None:
         """Raise UnsupportedError for TorchScript, whose tensors are in other records."""
         telling = (
             f"{self.top}/constants.pkl",

@@ -38,7 +38,7 @@ class Header(NamedTuple):
     crc: int | None
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """A directory entry of a member."""
 
     name: str
@@ -79,9 +79,9 @@ class Window:
         return self.source.read(at, length)
 
 
-def entries(source: ByteSource) -> dict[str, list[Entry]]:
+def entries(source: ByteSource) -> dict[str, list[DirectoryEntry]]:
     """Return the directory entries that can be read at the end of the file, by name."""
-    found: dict[str, list[Entry]] = {}
+    found: dict[str, list[DirectoryEntry]] = {}
     stop, count, step = source.size, 0, _SMALLEST
     while stop > 0 and (count or source.size - stop < _TAIL) and count < LIMITS.zip_entries:
         start = max(0, stop - step)
@@ -97,7 +97,7 @@ def entries(source: ByteSource) -> dict[str, list[Entry]]:
     return found
 
 
-def _entries(piece: bytes, stop: int) -> Iterator[Entry]:
+def _entries(piece: bytes, stop: int) -> Iterator[DirectoryEntry]:
     at = piece.find(_ENTRY)
     while 0 <= at < stop:
         if (entry := _entry(piece, at)) is not None:
@@ -105,7 +105,7 @@ def _entries(piece: bytes, stop: int) -> Iterator[Entry]:
         at = piece.find(_ENTRY, at + 1)
 
 
-def _entry(data: bytes, at: int) -> Entry | None:
+def _entry(data: bytes, at: int) -> DirectoryEntry | None:
     """Return the directory entry at `at`, None if there is no valid one."""
     if at + _CENTRAL.size > len(data):
         return None
@@ -115,7 +115,7 @@ def _entry(data: bytes, at: int) -> Entry | None:
         return None
     extra = data[at + 46 + n : at + 46 + n + x]
     size, stored, offset = _widened(extra, size, stored, offset)
-    return Entry(name, offset, method, stored, size, crc)
+    return DirectoryEntry(name, offset, method, stored, size, crc)
 
 
 def _name(raw: bytes, length: int) -> str | None:

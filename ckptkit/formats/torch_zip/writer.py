@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.containers.zip_writer import Member, lay_out
+from ckptkit.containers.zip_writer import ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import UINT8, DType
@@ -36,13 +36,13 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
     members = [
-        Member(f"{TOP}/data.pkl", pickled.data),
-        Member(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
+        ZipMember(f"{TOP}/data.pkl", pickled.data),
+        ZipMember(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
         *numbering.members(big_endian),
-        Member(f"{TOP}/version", b"3\n"),
+        ZipMember(f"{TOP}/version", b"3\n"),
     ]
-    if (record := extra_records.write(checkpoint.metadata)) is not None:
-        members.append(Member(f"{TOP}/{extra_records.NAME}", record))
+    if (record := extra_records.write(checkpoint.extras)) is not None:
+        members.append(ZipMember(f"{TOP}/{extra_records.NAME}", record))
     return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes, numbering.tensors)
 
 
@@ -103,7 +103,7 @@ class Numbering:
         """Return whether all storages with a byte order are big-endian: then they stay so."""
         return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
 
-    def members(self, big_endian: bool) -> Iterator[Member]:
+    def members(self, big_endian: bool) -> Iterator[ZipMember]:
         for number, (storage, unit) in enumerate(self._units()):
             extent = storage.record.locate()
             crc = storage.crc32 if isinstance(extent, Range) else None
@@ -113,4 +113,4 @@ class Numbering:
                         "big-endian bytes of an unknown element type, among little-endian ones"
                     )
                 extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
-            yield Member(f"{TOP}/data/{self.key(number)}", extent, crc)
+            yield ZipMember(f"{TOP}/data/{self.key(number)}", extent, crc)

@@ -30,7 +30,7 @@ from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import shown
-from ckptkit.core.tree import Global, Node, Object, OrderedDict
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.formats.torch_zip.reader import Archive
 
 _DTYPES = {
@@ -99,7 +99,7 @@ class _Model:
             float(scale),
             _integer(parsed.get("zeroPoint", 0)),
         )
-        args = (TypedStorage(storage, dtype), offset, shape, stride, scheme, grad, OrderedDict())
+        args = (TypedStorage(storage, dtype), offset, shape, stride, scheme, grad, OrderedMapping())
         return Object(Global("torch._utils", "_rebuild_qtensor"), args, tensor=tensor)
 
     def _storage(self, parsed: Json) -> Storage:

@@ -34,7 +34,7 @@ from ckptkit.pickles.allowlist.names import (
 )
 from ckptkit.pickles.allowlist.numpy_types import NumpyType, NumpyView
 from ckptkit.pickles.allowlist.rows import KINDS as WORDS
-from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY, Kind, Name, Row
+from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY, AllowedCall, Kind, Name
 
 _LATIN1 = ("latin1", "latin-1")
 _SIZED = ("bytearray", "bytes", "list", "tuple", "set", "frozenset", "deque", "Counter")
@@ -141,7 +141,7 @@ def _function_kind(made: Global) -> str:
     return HARMFUL if top_of(made) in STANDARD | TORCH else UNKNOWN
 
 
-def _class_argument(row: Row, args: tuple[Node, ...]) -> str:
+def _class_argument(row: AllowedCall, args: tuple[Node, ...]) -> str:
     """Return the kind of a call that makes an object of the class that is its first argument, if it
     does."""
     if row.takes[0][:1] != ("class",):
@@ -164,7 +164,9 @@ def _signature(words: tuple[str, ...]) -> _Signature:
     return _Signature(needed, tuple(word.lstrip("?") for word in fixed), rest)
 
 
-def _takes(view: View, row: Row, signature: tuple[str, ...], args: tuple[Node, ...]) -> bool:
+def _takes(
+    view: View, row: AllowedCall, signature: tuple[str, ...], args: tuple[Node, ...]
+) -> bool:
     """Return whether arguments are what the words of a signature stand for."""
     needed, words, rest = _signature(signature)
     if len(args) < needed or (len(args) > len(words) and rest is None):
@@ -407,7 +409,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     return _built(view, row, value, before)
 
 
-def _built(view: View, row: Row, state: Node, before: Judged) -> Judged:
+def _built(view: View, row: AllowedCall, state: Node, before: Judged) -> Judged:
     """Judge the state of what a row has made."""
     if row.state == "dtype_state":
         type_ = numpy_types.built(view, before.type, state)

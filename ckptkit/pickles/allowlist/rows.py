@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 }
 
 
-class Row(NamedTuple):
+class AllowedCall(NamedTuple):
     """One callable.
 
     ``takes`` are the signatures, each a tuple of words; ``gives`` is the sort of the result.
@@ -109,7 +109,7 @@ class Row(NamedTuple):
     keeps: bool
 
 
-ROWS: dict[Name, Row] = {}
+ROWS: dict[Name, AllowedCall] = {}
 SIZED: set[Name] = set()  # classes whose arguments are the size of what they allocate
 
 
@@ -126,7 +126,7 @@ def _row(
 ) -> None:
     signatures = tuple(tuple(each.split()) for each in takes.split("|"))
     for name in names.split():
-        ROWS[module, name] = Row(signatures, gives, state, tuple(fill.split()), new, keeps)
+        ROWS[module, name] = AllowedCall(signatures, gives, state, tuple(fill.split()), new, keeps)
 
 
 def _names(listed: dict[str, str]) -> frozenset[Name]:

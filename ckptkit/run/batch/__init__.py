@@ -22,7 +22,7 @@ from ckptkit.run.batch import manifest
 from ckptkit.run.batch.attempt import Outcome, Task, Work, attempt
 from ckptkit.run.batch.inputs import find
 from ckptkit.run.batch.jobs import Job, plan
-from ckptkit.run.batch.manifest import Manifest, Record
+from ckptkit.run.batch.manifest import JobRecord, Manifest
 from ckptkit.run.workers import Pool
 
 __all__ = ["Job", "Outcome", "Work", "find", "plan", "run", "state"]
@@ -100,7 +100,7 @@ def _joined(into: str, name: str) -> str:
 def _noted(results: Results, known: Manifest) -> Results:
     for job, outcome in results:
         if outcome.made is not None:
-            known.add([Record(job.output, job.digest, outcome.made)])
+            known.add([JobRecord(job.output, job.digest, outcome.made)])
         yield job, outcome
 
 

@@ -30,7 +30,7 @@ LARGEST = 256 << 20  # bytes of a manifest
 SHARE = 20  # the pause is at least this many times the duration of an upload
 
 
-class Record(NamedTuple):
+class JobRecord(NamedTuple):
     """A finished job: its digest, and the mark of the output as it was made."""
 
     output: str
@@ -41,9 +41,9 @@ class Record(NamedTuple):
 class Manifest(Protocol):
     """The finished jobs by output; `add` records more."""
 
-    done: dict[str, Record]
+    done: dict[str, JobRecord]
 
-    def add(self, records: Iterable[Record]) -> None: ...
+    def add(self, records: Iterable[JobRecord]) -> None: ...
     def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
         """Return the marks that outputs have now, without those that do not exist."""
 
@@ -75,7 +75,7 @@ class _Local:
         self._into = into
         self._fd = fd
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[JobRecord]) -> None:
         try:
             write_all(self._fd, _text(records))
         except OSError as error:
@@ -98,7 +98,7 @@ class _Remote:
         self._changed = False
         self._next = monotonic() + PAUSE
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[JobRecord]) -> None:
         for each in records:
             self.done[each.output] = each
             self._changed = True
@@ -123,13 +123,13 @@ class _Remote:
         return {name: found[name] for name in outputs if name in found}
 
 
-def _text(records: Iterable[Record]) -> bytes:
+def _text(records: Iterable[JobRecord]) -> bytes:
     return b"".join(json.dumps(each._asdict()).encode() + b"\n" for each in records)
 
 
-def _parse(data: bytes) -> dict[str, Record]:
+def _parse(data: bytes) -> dict[str, JobRecord]:
     """Return the records of whole lines; torn lines and those of other programs are skipped."""
-    found: dict[str, Record] = {}
+    found: dict[str, JobRecord] = {}
     for line in data.split(b"\n"):
         with suppress(ValueError, TypeError, KeyError, RecursionError):
             record = _record(json.loads(line))
@@ -137,7 +137,7 @@ def _parse(data: bytes) -> dict[str, Record]:
     return found
 
 
-def _record(line: dict[str, object]) -> Record:
+def _record(line: dict[str, object]) -> JobRecord:
     output, job, made = line["output"], line["job"], line["made"]
     if (
         not isinstance(output, str)
@@ -146,7 +146,7 @@ def _record(line: dict[str, object]) -> Record:
         or len(made) != 2
     ):
         raise ValueError
-    return Record(output, job, (made[0], made[1]))
+    return JobRecord(output, job, (made[0], made[1]))
 
 
 def _read(path: str) -> bytes:

@@ -62,7 +62,7 @@ class Contents:
         summary = self.summary
         yield Listed("values", [(join(v.path) or "(root)", repr(v.value)) for v in summary.values])
         yield Listed("objects", [(join(o.path) or "(root)", o.global_) for o in summary.objects])
-        yield Listed("metadata", list(summary.metadata.items()))
+        yield Listed("metadata", list(summary.extras.items()))
 
     def command(self, name: str, *words: str) -> str:
         """Return a command on this file, ready to paste."""

@@ -72,9 +72,9 @@ def _others(summary: Summary) -> dict[str, Any]:
     texts: dict[str, Sequence[tuple[str, str]]] = {
         "values": [(join(each.path) or "(root)", str(each.value)) for each in values[:LISTED]],
         "objects": [(join(each.path) or "(root)", each.global_) for each in objects[:LISTED]],
-        "metadata": list(summary.metadata.items())[:LISTED],
+        "metadata": list(summary.extras.items())[:LISTED],
     }
-    counts = {"values": len(values), "objects": len(objects), "metadata": len(summary.metadata)}
+    counts = {"values": len(values), "objects": len(objects), "metadata": len(summary.extras)}
     return {
         name: {
             "count": counts[name],

@@ -13,7 +13,7 @@ import torch
 import ckptkit
 from ckptkit.core.bytesource import Derived, Folder, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.tree import Object, OrderedDict
+from ckptkit.core.tree import Object, OrderedMapping
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import DEEPSPEED
 from tests.formats.conformance import check_equal, elements, elements_of, reading, sharing
@@ -208,7 +208,7 @@ def test_the_order_and_the_metadata_of_the_model(tmp_path: Path) -> None:
     Run(state, groups=[["c"], ["b", "a"]]).save(tmp_path / "x")
     module = read(tmp_path / "x").root["module"]
     assert list(module) == ["a", "b", "c"]
-    assert isinstance(module, OrderedDict) and module.state["_metadata"][""] == {"version": 1}
+    assert isinstance(module, OrderedMapping) and module.state["_metadata"][""] == {"version": 1}
 
 
 def test_tags_of_devices_are_left_aside(tmp_path: Path, simulated_cuda: Any) -> None:

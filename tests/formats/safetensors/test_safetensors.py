@@ -153,7 +153,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     save_file(state, tmp_path / "x.safetensors", metadata={"format": "pt", "author": "weight"})
     checkpoint = read_file(tmp_path / "x.safetensors")
     assert checkpoint.format == "safetensors"
-    assert checkpoint.metadata == {"format": "pt", "author": "weight"}
+    assert checkpoint.extras == {"format": "pt", "author": "weight"}
     assert checkpoint.warnings == ()
     assert list(checkpoint.root) == [
         name for name in header_of(tmp_path / "x.safetensors") if name != "__metadata__"
@@ -501,7 +501,7 @@ def test_ST_14_metadata_are_inert() -> None:
         "url": "file:///etc/passwd",
         "pickle": "gASVIQAAAAAAAACMBXBvc2l4lIw=",
     }
-    assert read(file_of({"__metadata__": texts})).metadata == texts
+    assert read(file_of({"__metadata__": texts})).extras == texts
 
 
 def test_ST_15_payloads_survive(tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_ST_16_any_alignment(tmp_path: Path, pad: str) -> None:
 @pytest.mark.parametrize("metadata", ["{}", '{"__metadata__":null}', '{"__metadata__":{}}'])
 def test_control_14_nothing_in_it(metadata: str) -> None:
     checkpoint = read(file_of(metadata))
-    assert (checkpoint.root, checkpoint.metadata) == ({}, {})
+    assert (checkpoint.root, checkpoint.extras) == ({}, {})
 
 
 def test_control_14_white_space_is_noted() -> None:
@@ -806,7 +806,7 @@ def test_ties_are_stored_once_and_come_back(tmp_path: Path) -> None:
     assert list(again.weights) == list(state)
     assert again.weights["head"].storage is again.weights["embed"].storage
     assert again.weights["head"] is not again.weights["embed"]
-    assert again.metadata == {"format": "pt"} and again.warnings == ()
+    assert again.extras == {"format": "pt"} and again.warnings == ()
 
 
 def test_ties_may_be_written_twice(tmp_path: Path) -> None:
@@ -849,9 +849,9 @@ def test_empty_tensors_are_not_ties(tmp_path: Path) -> None:
 def test_names_that_the_metadata_have_already_are_not_ties(tmp_path: Path, name: str) -> None:
     storage = Storage(Range(Memory(b"x"), 0, 1))
     state = {key: Tensor(storage, BY_NAME["uint8"], (1,), (1,)) for key in ("a", name)}
-    written(Checkpoint(state, metadata={"author": "me"}), tmp_path / "x.safetensors")
+    written(Checkpoint(state, extras={"author": "me"}), tmp_path / "x.safetensors")
     again = read_file(tmp_path / "x.safetensors")
-    assert again.metadata == {"format": "pt", "author": "me"} and set(again.weights) == {"a", name}
+    assert again.extras == {"format": "pt", "author": "me"} and set(again.weights) == {"a", name}
 
 
 class Tied(torch.nn.Module):
@@ -869,7 +869,7 @@ def test_ties_of_the_hub_are_restored(tmp_path: Path) -> None:
     again = read_file(tmp_path / "x.safetensors")
     assert set(again.weights) == set(model.state_dict())
     assert again.weights["head.weight"].storage is again.weights["embed.weight"].storage
-    assert again.metadata == {"format": "pt"}
+    assert again.extras == {"format": "pt"}
     assert "'head.weight'" in again.warnings[0]
 
 
@@ -878,7 +878,7 @@ def test_metadata_that_only_look_like_ties_stay() -> None:
     checkpoint = read(
         file_of({"__metadata__": texts, "a": entry(0, 1), "nothing_": entry(1, 2)}, b"xy")
     )
-    assert checkpoint.metadata == texts and set(checkpoint.weights) == {"a", "nothing_"}
+    assert checkpoint.extras == texts and set(checkpoint.weights) == {"a", "nothing_"}
 
 
 @pytest.mark.parametrize("name", ["quantized_layer", "best.epoch", ".weight", "weight."])
@@ -890,7 +890,7 @@ def test_a_text_that_equals_a_name_is_no_tie(name: str) -> None:
     )
     checkpoint = read(data)
     assert list(checkpoint.weights) == [name for name, _ in safetensors.deserialize(data)]
-    assert checkpoint.metadata == {name: "fc.weight", "format": "pt"}
+    assert checkpoint.extras == {name: "fc.weight", "format": "pt"}
     assert repr(name) in checkpoint.warnings[0]
 
 
@@ -899,9 +899,9 @@ def test_a_state_dict_comes_back(tmp_path: Path) -> None:
     plan = written(saved(state, tmp_path), tmp_path / "x.safetensors")
     assert plan.notes == ()
     again = read_file(tmp_path / "x.safetensors")
-    assert isinstance(again.root, tree.OrderedDict)
+    assert isinstance(again.root, tree.OrderedMapping)
     assert list(again.root) == list(state)
-    assert isinstance(again.root.state["_metadata"], tree.OrderedDict)
+    assert isinstance(again.root.state["_metadata"], tree.OrderedMapping)
     assert again.root.state == {"_metadata": dict(state._metadata)}  # type: ignore[attr-defined]
     assert list(again.root.state["_metadata"]) == list(state._metadata)  # type: ignore[attr-defined]
 
@@ -909,7 +909,7 @@ def test_a_state_dict_comes_back(tmp_path: Path) -> None:
 def test_a_state_dict_without_metadata_stays_ordered(tmp_path: Path) -> None:
     written(saved(OrderedDict(a=torch.ones(1)), tmp_path), tmp_path / "x.safetensors")
     root = read_file(tmp_path / "x.safetensors").root
-    assert isinstance(root, tree.OrderedDict) and root.state is None
+    assert isinstance(root, tree.OrderedMapping) and root.state is None
 
 
 def test_attributes_that_cannot_be_kept_are_named(tmp_path: Path) -> None:
@@ -1124,15 +1124,17 @@ def with_record(record: object, **metadata: str) -> Checkpoint:
 )
 def test_a_record_that_is_not_understood_is_left_alone(record: object) -> None:
     checkpoint = with_record(record, c="a", e="b", **{"l.a": "a"})
-    assert isinstance(checkpoint.root, dict) and not isinstance(checkpoint.root, tree.OrderedDict)
-    assert "not understood" in checkpoint.warnings[0] and "ckptkit" in checkpoint.metadata
+    assert isinstance(checkpoint.root, dict) and not isinstance(
+        checkpoint.root, tree.OrderedMapping
+    )
+    assert "not understood" in checkpoint.warnings[0] and "ckptkit" in checkpoint.extras
     assert set(checkpoint.weights) == {"a", "b", "l.a"}  # the hub's convention still holds
 
 
 def test_a_record_is_the_authority_on_ties() -> None:
     checkpoint = with_record({"version": 1, "ties": {"c": 1}}, c="a", author="b")
     assert list(checkpoint.weights) == ["a", "c", "b"]
-    assert checkpoint.metadata == {"author": "b"} and checkpoint.warnings == ()
+    assert checkpoint.extras == {"author": "b"} and checkpoint.warnings == ()
 
 
 def test_records_are_not_inherited(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_what_is_read_back_is_the_whole_checkpoint(tmp_path: Path) -> None:
     assert [str(each) for each in read.globals if each.module == "argparse"] == [
         "argparse.Namespace"
     ]
-    assert read.metadata == {"format": "pt"}
+    assert read.extras == {"format": "pt"}
     shown = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(between)]).output)[
         "files"
     ][0]
@@ -385,7 +385,7 @@ def test_a_record_that_makes_no_sense_is_left_alone(tree: Any, tmp_path: Path) -
     read = written(tmp_path, [0], tree)
     assert "is not understood" in read.warnings[0]
     assert list(read.root) == ["w"]
-    assert RESERVED in read.metadata
+    assert RESERVED in read.extras
 
 
 def test_a_root_that_is_not_there(tmp_path: Path) -> None:

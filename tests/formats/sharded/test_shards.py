@@ -87,7 +87,7 @@ def test_shards_of_safetensors(tmp_path: Path) -> None:
         assert list(checkpoint.weights) == ["b", "a"]  # the order of the index
         assert values(checkpoint) == {"b": [0, 0, 0], "a": [1, 1]}
         assert checkpoint.format == "sharded" and checkpoint.warnings == ()
-        assert checkpoint.metadata == {"author": "me", "total_parameters": "5"}
+        assert checkpoint.extras == {"author": "me", "total_parameters": "5"}
         assert isinstance(checkpoint.source, Folder)
 
 
@@ -136,7 +136,7 @@ def test_ties_that_the_index_records(tmp_path: Path) -> None:
     checkpoint = read(tmp_path / "x")
     assert list(checkpoint.weights) == ["a", "b", "head"]
     assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
-    assert checkpoint.metadata == {}
+    assert checkpoint.extras == {}
 
 
 def test_ties_that_a_shard_records(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_ties_that_a_shard_records(tmp_path: Path) -> None:
     checkpoint = read(tmp_path / "x")
     assert list(checkpoint.weights) == ["a", "b", "head.a"]
     assert checkpoint.weights["head.a"].storage is checkpoint.weights["a"].storage
-    assert checkpoint.metadata == {"format": "pt"}
+    assert checkpoint.extras == {"format": "pt"}
 
 
 def test_no_tensor_is_read(tmp_path: Path, lengths_read: list[int]) -> None:
@@ -299,7 +299,7 @@ def test_SH_06_total_size_lies(tmp_path: Path, total: Any) -> None:
     make(tmp_path / "x", metadata={"total_size": total})
     checkpoint = read(tmp_path / "x")
     (warning,) = checkpoint.warnings
-    assert "20" in warning and "total_size" not in checkpoint.metadata
+    assert "20" in warning and "total_size" not in checkpoint.extras
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_what_is_left_out_is_named(tmp_path: Path, kind: str) -> None:
     path = saved(tmp_path, {"model": sample(), "optimizer": optimizer, "epoch": 3})
     done = write(path, tmp_path / "out", kind, 800)
     assert done.plan.notes == ("left out: optimizer (1 tensor, 40 bytes)",)
-    metadata = ckptkit.open(tmp_path / "out").metadata
+    metadata = ckptkit.open(tmp_path / "out").extras
     assert json.loads(metadata["ckptkit"])["values"] == {"epoch": 3}
 
 
@@ -262,7 +262,7 @@ def test_metadata_go_along(tmp_path: Path) -> None:
     for kind in KINDS:
         write(tmp_path / "x.safetensors", tmp_path / kind, kind, 32)
         assert index_of(tmp_path / kind)["metadata"] == {"total_size": 64, "author": "me"}
-        assert ckptkit.open(tmp_path / kind).metadata["author"] == "me"
+        assert ckptkit.open(tmp_path / kind).extras["author"] == "me"
 
 
 @both

@@ -200,14 +200,14 @@ def test_a_part_of_a_storage_cannot_be_saved() -> None:
 
 
 def test_metadata_that_torch_has_no_place_for_are_kept_beside(tmp_path: Path) -> None:
-    plan = laid_out(Checkpoint({}, metadata={"format": "pt", "licence": "MIT", "author": "me"}))
+    plan = laid_out(Checkpoint({}, extras={"format": "pt", "licence": "MIT", "author": "me"}))
     (tmp_path / "x.pth").write_bytes(
         b"".join(s for s in plan.files[0].segments if isinstance(s, bytes))
     )
     assert plan.notes == ()
     assert torch.load(tmp_path / "x.pth", weights_only=True) == {}
     with closing(formats.read(LocalFile(tmp_path / "x.pth"))) as again:
-        assert again.metadata == {"licence": "MIT", "author": "me"}
+        assert again.extras == {"licence": "MIT", "author": "me"}
         assert again.warnings == ()
 
 

@@ -182,7 +182,7 @@ def test_extra_files_are_metadata(tmp_path: Path) -> None:
     texts = {"config.json": '{"rate": 16000}', "labels/all.txt": "häuser"}
     extra = {**texts, "image.png": b"\xff\xd8", "long.txt": "x" * (2 << 20)}
     checkpoint = read(script(nn.Linear(2, 2), tmp_path / "made.pt", _extra_files=extra))
-    assert checkpoint.metadata == {f"extra/{name}": text for name, text in texts.items()}
+    assert checkpoint.extras == {f"extra/{name}": text for name, text in texts.items()}
     (warning,) = checkpoint.warnings
     assert "image.png" in warning and "long.txt" in warning
 
