@@ -107,8 +107,8 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
 
 
 def recover(path: PathLike, *, unverified: bool = False) -> Recovered:
-    """What is whole of a cut or damaged file: a checkpoint without the tensors that are not, and
-    their list.
+    """Read what is intact in a cut or damaged file: a checkpoint without its damaged tensors, and
+    the list of those.
 
     A tensor is intact if its bytes have the checksum that the file records. A format without
     checksums has nothing but its length: where that is wrong, bytes may be shifted. With

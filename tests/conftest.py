@@ -21,7 +21,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     stdout: str

@@ -475,7 +475,7 @@ def _account(host: str, port: int) -> Mapping[str, str]:
 
 
 def _spied_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each call of the S3 API is made from now on."""
+    """Count the calls of the S3 API from now on."""
     client = import_module("aiobotocore.client").AioBaseClient
     calls: dict[str, int] = {}
     call = client._make_api_call

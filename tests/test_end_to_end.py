@@ -172,8 +172,9 @@ def facts(root: Any) -> Facts:
 
 
 def place(tensor: torch.Tensor, memory: list[torch.UntypedStorage]) -> tuple[int, int]:
-    """Where the memory begins in which it lies, and where it lies there. Tar files have storages
-    within storages."""
+    """Return where its memory begins, and its offset in it. Tar files have storages within
+    storages.
+    """
     mine = tensor.untyped_storage()
     start, end = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
     around = [

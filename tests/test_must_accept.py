@@ -264,7 +264,7 @@ def test_TM_09_ties_survive_a_format_without_them(tmp_path: Path) -> None:
     ids=["dots", "numbers", "nothing", "places"],
 )  # fmt: skip
 def test_TM_10_two_paths_that_are_one_text(tree: Any, tmp_path: Path) -> None:
-    """Whoever keeps a tree keeps both; whoever has one name for each refuses."""
+    """Formats with a tree keep both; formats with one name for each refuse."""
     path = saved(tree, tmp_path / "a.pth")
     accepted(path)
     try:

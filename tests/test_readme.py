@@ -210,7 +210,7 @@ def test_how_it_is_read(tmp_path: Path) -> None:
 
 
 def test_how_it_is_refreshed(tmp_path: Path) -> None:
-    """What is true stays as it is, dots included."""
+    """Correct lines are not changed, dots included."""
     assert readme.refreshed(PAGE, Session(tmp_path).run) == PAGE
     assert readme.refreshed(
         PAGE.replace("one\n...", "two\n..."), Session(tmp_path).run

@@ -36,7 +36,7 @@ SECONDS = 60  # of a processor: far more than any takes
 
 
 class Child(NamedTuple):
-    """How a command in a narrow room ended."""
+    """The result of a command with limited memory."""
 
     code: int
     stdout: str

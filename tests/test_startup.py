@@ -42,8 +42,9 @@ PTH, SAFETENSORS = (
 
 
 def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], list[str]]:
-    """How a command ended in `folder`, modules of ckptkit, other packages, and slow ones that come
-    with Python."""
+    """Run a command in `folder`: return its exit status, modules of ckptkit, other packages, and
+    slow ones that come with Python.
+    """
     done = subprocess.run(
         [sys.executable, "-c", SPY, *words],
         capture_output=True, encoding="utf-8", cwd=folder, env=ENVIRONMENT, timeout=120,
@@ -88,7 +89,7 @@ def test_a_command_imports_what_it_needs(command: str, tmp_path: Path) -> None:
 
 
 def test_the_spy_sees_all(tmp_path: Path) -> None:
-    """What is imported late, and by others."""
+    """It sees late imports, and imports by other packages."""
     _, own, others, _ = spied(tmp_path, ["convert", str(PTH), "out.pth", "--cast", "float16"])
     assert "compute.operations" in own
     assert {"click", "numpy"} <= {*others}

@@ -44,7 +44,7 @@ class Mismatch:
 
 
 def mismatches(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Mismatch]:
-    """What the tensors contradict."""
+    """Return the values of the configuration that the tensors contradict."""
     checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype)
     text: Mapping[str, Any] = next(
         (config[key] for key in _TEXT if isinstance(config.get(key), dict)), {}

@@ -137,9 +137,9 @@ def compare(
     rtol: float | None = None,
     name: str = "A",
 ) -> Diff:
-    """How A differs from B: names, dtypes, shapes; with `values` also the elements, by bytes unless
-    a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the advice.
-    Raises TensorError for values that cannot be compared.
+    """Compare two checkpoints: names, dtypes and shapes; with `values` also the elements, by bytes
+    unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the
+    advice. Raises TensorError for values that cannot be compared.
     """
     mismatched, alike = [], []
     compare_values = values or atol is not None or rtol is not None
@@ -165,7 +165,7 @@ def compare(
 def against(
     a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *, name: str = "A"
 ) -> Diff:
-    """How A differs from the state_dict of a model, given as name -> (dtype, shape).
+    """Compare A with the state_dict of a model, given as name -> (dtype, shape).
 
     Only shapes count: `load_state_dict` casts to the dtypes of the model.
     """

@@ -47,7 +47,7 @@ class TensorRow(NamedTuple):
 
     @property
     def is_logical(self) -> bool:
-        """Whether it stands for all tensors of a quantized weight."""
+        """True if the row represents all tensors of a quantized weight."""
         return self.group is not None and self.storage is None and self.tensor.storage is not None
 
     @property
@@ -61,7 +61,7 @@ class TensorRow(NamedTuple):
 
     @property
     def device(self) -> str:
-        """Where it was saved from; of a piece or a subclass, where the first tensor in it was."""
+        """The device tag; for a piece or a subclass, the tag of its first tensor."""
         held = self.inside if self.local is None else self.local.local()
         return held[0].device if held else self.tensor.device
 

@@ -121,7 +121,7 @@ def _each(
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
 ) -> Iterator[T]:
-    """What `show` makes of each file. One file alone raises, before anything is printed."""
+    """Yield the result of `show` for each file. A single file raises before anything is printed."""
     shown = _readable(files, key, asked, show, failures)
     return chain(list(islice(shown, 1)), shown)
 

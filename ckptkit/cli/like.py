@@ -1,4 +1,4 @@
-"""What --like names: a checkpoint, the index of one, or a model class."""
+"""Values of --like: a checkpoint, the index of one, or a model class."""
 
 from __future__ import annotations
 

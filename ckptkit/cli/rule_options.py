@@ -39,7 +39,7 @@ def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
 def asked(
     edit: options.Edit, config: str | None, args: dict[str, int], reverse: bool = False
 ) -> Asked:
-    """What steps of rules are asked for, as the options of `with_sizes` say."""
+    """Make the settings for steps of rules from the options that `with_sizes` adds."""
     from ckptkit.rules import config as configuration
     from ckptkit.rules.applying import Asked
 

@@ -1,4 +1,4 @@
-"""What --dry-run says of steps of rules: as lines, and as JSON."""
+"""Reports of --dry-run for steps of rules, as lines and as JSON."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def file(
 
 
 def _of_processes(summary: Summary) -> dict[str, Any]:
-    """What a part is of, and what a folder of parts was made of; nothing for other checkpoints."""
+    """Return the facts about ranks, of one part or of a folder; empty for other checkpoints."""
     found: dict[str, Any] = {"about": summary.about} if summary.about else {}
     if summary.part is not None:
         part = summary.part
@@ -81,7 +81,7 @@ def tensor(row: TensorRow) -> dict[str, Any]:
 
 
 def quantization(group: Group) -> dict[str, Any]:
-    """How the weight is quantized that a tensor stands for, or is a part of."""
+    """Return the facts about the quantized weight that a tensor represents or belongs to."""
     return {
         "weight": group.name,
         "family": group.family,

@@ -116,7 +116,7 @@ def _remark(row: TensorRow, shared: set[int | None]) -> str:
 
 
 def _part(group: Group) -> str:
-    """What a tensor is a part of."""
+    """Name the quantized weight that a tensor belongs to."""
     return f"{group.label}, not read" if group.reason else f"part of {group.label}"
 
 

@@ -55,7 +55,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How codes of `bits` bits lie in an input.
+    """Layout of codes of `bits` bits in an input.
 
     ============  ==============================================================================
     flat          in the order of the elements; of 4 bits, the low half of a byte first or not

@@ -162,7 +162,7 @@ class Machine:
         return self._values[: rows * columns].reshape(rows, columns)
 
     def _numbers(self, span: Span, scale: Array) -> tuple[Array, Array]:
-        """What the codes stand for, and the scale that goes with it."""
+        """Return the numbers that the codes represent, and their scale."""
         import numpy as np
 
         values = self._buffer(span)

@@ -75,7 +75,7 @@ def _bytes(values: Array) -> memoryview:
 
 
 def _fp8_scales(values: Array) -> Array:
-    """What the numbers of each block are multiplied by."""
+    """Return the scale of each block."""
     import numpy as np
 
     rows, columns = values.shape

@@ -21,7 +21,7 @@ EXPONENTS = ("exponent", "ldexp")
 
 
 def is_byte(dtype: str) -> bool:
-    """Whether scales of that kind are numbers of one byte by themselves."""
+    """Return whether a scale of this dtype is a number of one byte."""
     return dtype in EXPONENTS or (dtype != "map" and dtypes.BY_NAME[dtype].bits == 8)
 
 
@@ -157,7 +157,7 @@ class PackedZero:
 def zero_points(
     zero: Zero | Numbers | None, reads: Sequence[Reading], sizes: Sequence[int], whole: bool
 ) -> Scale | PackedZero | None:
-    """What gives the zero points of spans, None if there are none."""
+    """Return the source of the zero points of spans, None if there are none."""
     if isinstance(zero, Zero):
         return PackedZero(zero, reads[zero.input], sizes[zero.input], whole)
     return None if zero is None else Scale(zero, reads, sizes, whole)

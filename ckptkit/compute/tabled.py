@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_tabled(blocks: Blocks) -> bool:
-    """Whether each result follows from a code and one byte of scale."""
+    """Return whether a code and one byte of scale determine each result."""
     first, *others = blocks.scales
     grid, bits = first.grid, blocks.packing.bits
     if not is_byte(first.dtype) or any(each.grid.rows * each.grid.columns > 1 for each in others):

@@ -51,7 +51,7 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """Where the bins begin, and where the last one ends."""
+        """Edges of the bins: the lower edge of each, then the upper edge of the last."""
         return [_scaled(self.first + i, self.exponent) for i in range(len(self.counts) + 1)]
 
     def coarser(self, exponent: int) -> Histogram:

@@ -144,7 +144,8 @@ def dequantized_record(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two tensors differ: `count` elements, the first of them at row-major position `first`.
+    """Differences of two tensors: `count` elements, the first of them at row-major position
+    `first`.
 
     ``largest`` is the largest absolute difference of all elements, None where bytes were compared.
     """
@@ -191,7 +192,7 @@ def compare(
 
 
 def _same(left: Extent, right: Extent) -> bool:
-    """Whether two extents are the same place, or the same computation with bytes that are equal."""
+    """Return whether two extents are one place, or one computation on equal bytes."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
     alike = (left.operation, left.parameters, left.length) == (
@@ -206,7 +207,7 @@ def _same(left: Extent, right: Extent) -> bool:
 
 
 def _equal(left: Extent, right: Extent) -> bool:
-    """Whether the bytes of two extents of one length are equal."""
+    """Return whether the bytes of two extents of the same length are equal."""
     return left == right or all(bytearray(x) == y for x, y in _together(flow(left), flow(right), 1))
 
 

@@ -78,8 +78,9 @@ class Checkpoint:
 
     @cached_property
     def part(self) -> PartOf | None:
-        """Which part of a checkpoint of several processes this file is, None if it is whole as far
-        as it tells."""
+        """The part of a sharded training checkpoint that this file is, None if the file is complete
+        as far as it can be known.
+        """
         file = self.name if isinstance(self.source, ByteSource) else None
         if file is None or not _is_looked_at(self.root, self.globals, os.path.basename(file)):
             return None
@@ -89,7 +90,7 @@ class Checkpoint:
 
     @property
     def _has_pieces(self) -> bool:
-        """Whether its pickles name a class of tensors of several processes."""
+        """Return whether its pickles name a class for tensors that are split over processes."""
         return any(each.name in _CLASSES for each in self.globals)
 
     def whole(self) -> Checkpoint:

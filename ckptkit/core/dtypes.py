@@ -1,4 +1,4 @@
-"""The one table of element types; every name, size and code of them comes from here.
+"""The table of element types: the only source of their names, sizes and codes.
 
 Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy. `bits` is
 per element of `shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element of 8

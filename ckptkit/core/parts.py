@@ -43,7 +43,7 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """Which part of what a file is.
+    """A file that is one part of a checkpoint.
 
     ``said`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"), ``detail`` what of the tensors it
     holds, ``folder`` where the whole is, None if nothing tells.
@@ -63,7 +63,7 @@ class PartOf:
 
     @property
     def hint(self) -> str:
-        """What to type instead."""
+        """The command to use instead."""
         whole = (
             f"the whole is the folder: ckptkit convert {self.folder} out.safetensors"
             if self.folder
@@ -73,7 +73,8 @@ class PartOf:
 
 
 def part_of(root: Node, path: str, *, pieces: bool) -> PartOf | None:
-    """What part the tree of the file at `path` is, None if it is whole as far as it tells.
+    """Find out which part the tree of the file at `path` is; None if it is complete as far as it
+    tells.
 
     `pieces` says whether its pickle names a class of which there could be some.
     """
@@ -135,7 +136,7 @@ def piece_elements(piece: Piece) -> int:
 
 
 def _rows(cut: list[tuple[Path, Piece]], rank: int | None) -> str:
-    """What it holds, in words: the same rows of each tensor, or those of the first."""
+    """Describe the rows that it holds: of all tensors if they agree, else of the first."""
     said = {text for _, piece in cut if (text := extent(piece, rank))}
     if len(said) == 1:
         return f"{said.pop()} of each tensor"
@@ -147,7 +148,7 @@ def _rows(cut: list[tuple[Path, Piece]], rank: int | None) -> str:
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:
-    """Which rows, or other indices, of a tensor a piece holds; "" where nothing tells."""
+    """Describe the rows, or other indices, of a tensor in a piece; "" if they are unknown."""
     try:
         boxes = piece.boxes(piece.rank if piece.rank is not None else rank)
     except CkptkitError:

@@ -68,7 +68,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
 
 
 def is_piece(node: Node) -> bool:
-    """Whether a node is a DTensor or ShardedTensor."""
+    """Return whether a node is a DTensor or ShardedTensor."""
     return isinstance(node, Object) and node.tensor is not None and _wrapped(node) is not None
 
 
@@ -101,7 +101,7 @@ def _wrapped(node: Node) -> tuple[str, Tensor, Node] | None:
 
 
 def attributes(node: Node) -> dict[str, Node]:
-    """What ``__setstate__`` or the dict and slots of an object would hold."""
+    """Return the attributes that ``__setstate__`` or the dict and slots of an object would set."""
     state = node.state if isinstance(node, Object) else node
     if isinstance(state, tuple) and len(state) == 2:
         return {**attributes(state[0]), **attributes(state[1])}
@@ -156,8 +156,9 @@ def _mesh(node: Node) -> Mesh:
 
 
 def _base(ranks: Shape, offsets: list[int], rank: Node) -> int:
-    """Where in the row of all ranks the mesh of `rank` begins: a sub-mesh is one of several of the
-    same layout."""
+    """Return the first rank of the mesh of `rank`, among all ranks: there may be several sub-meshes
+    of the same layout.
+    """
     place = ranks.index(rank) if type(rank) is int else 0
     taken: set[int] = set()
     for base in range(len(ranks)):

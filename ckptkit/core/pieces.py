@@ -48,7 +48,7 @@ class Mesh:
     names: tuple[str, ...] = ()
 
     def coordinates(self, rank: int) -> Shape:
-        """Where a rank stands. Raises CorruptError if it is not on the mesh."""
+        """Return the coordinates of a rank. Raises CorruptError if it is not on the mesh."""
         if rank not in self.ranks:
             raise CorruptError(f"rank {rank:,} is not on its mesh of {len(self.ranks):,} ranks")
         place = self.ranks.index(rank)
@@ -59,7 +59,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor is laid on one dimension of a mesh; `dim` and `factor` where it is cut."""
+    """Placement of a tensor on one dimension of a mesh; `dim` and `factor` if it is split."""
 
     kind: str
     dim: int = 0
@@ -68,7 +68,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor of `shape`.
+    """The part of a tensor of `shape` that one rank holds.
 
     ``rank`` is None where the pickle does not say it (DTensor until torch 2.9). ``ranks`` are those
     that hold the tensor together, ``world`` is their number, or that of the whole job where it is
@@ -265,5 +265,5 @@ def part(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
 
 
 def steps(shape: Shape) -> Shape:
-    """How far apart neighbors are in each dimension of a row-major grid."""
+    """Return the strides of a row-major grid."""
     return contiguous_stride(shape) if shape else ()

@@ -1,4 +1,4 @@
-"""What is quantized in a checkpoint, what is missing, and what makes floats of it."""
+"""Causes in quantized checkpoints: quantized weights, missing tensors, and how to get floats."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ UNVERIFIED = "recover --unverified"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a reader is told about files of many processes.
+    """Options of a reader for files of many processes.
 
     ``copies`` of one tensor are compared as far as checksums tell (``compare``), read and compared
     (``check``), or those that differ are passed over (``first``); ``table`` is a file that says how

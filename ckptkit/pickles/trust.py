@@ -1,4 +1,6 @@
-"""What a checkpoint may call, hold and be written back with: `ckptkit.allowlist`, for trees too."""
+"""Judge what a tree calls and holds, and what may be written back: `ckptkit.pickles.allowlist`, for
+trees.
+"""
 
 from __future__ import annotations
 

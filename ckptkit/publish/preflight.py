@@ -40,7 +40,7 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file's name is plain, or leads into folders of plain names."""
+    """Return whether a file's name is plain, or a path through folders of plain names."""
     return name == "" or all(
         part not in ("", ".", "..") and part == os.path.basename(part) for part in name.split("/")
     )

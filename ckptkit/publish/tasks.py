@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Whether it reads what other tasks write."""
+        """True if it reads what other tasks write."""
         return isinstance(self.segments[0], Reread)
 
 

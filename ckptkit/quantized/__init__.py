@@ -32,7 +32,9 @@ __all__ = [
 
 
 def find(ck: Checkpoint) -> Quantization:
-    """What is quantized in the weights; nothing if it is not clear which these are."""
+    """Find the quantized groups of the weights; none if it is unclear which mapping the weights
+    are.
+    """
     try:
         weights = ck.selection
     except AmbiguousError:

@@ -24,12 +24,12 @@ _DENSE_SINCE = (0, 18)  # before, codes of 3, 5, 6 and 7 bits did not go over th
 
 
 def is_said(view: View) -> bool:
-    """Whether the configuration is of compressed-tensors."""
+    """Return whether the configuration is one of compressed-tensors."""
     return view.method == "compressed-tensors"
 
 
 def schemes(view: View) -> list[dict[str, Any]]:
-    """How weights are quantized, as the groups of the configuration say."""
+    """Return the quantization schemes of the groups in the configuration."""
     groups = view.quantization.get("config_groups")
     if not isinstance(groups, dict):
         return []
@@ -243,7 +243,9 @@ def _with_zeros(
 
 
 def _packing(view: View, columns: int, words: int) -> Packing | str:
-    """How codes lie in words, if the configuration and their number allow one way; else why not."""
+    """Return the layout of codes in words if the configuration and their number leave one, else the
+    reason.
+    """
     known = {each.get("num_bits") for each in schemes(view)}
     found = set()
     for bits in sorted(each for each in known if type(each) is int and 1 <= each <= 8):

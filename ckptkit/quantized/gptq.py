@@ -77,7 +77,7 @@ _BESIDE = "put the config.json of the model beside the file"
 
 
 def _packing(view: View) -> str | None:
-    """What is wrong with the packing that the configuration names."""
+    """Return the error in the packing that the configuration names, if there is one."""
     config = view.quantization
     form = str(config.get("checkpoint_format") or "gptq")
     if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):
@@ -90,7 +90,7 @@ def _packing(view: View) -> str | None:
 
 
 def _version(view: View, group: Group, bits: int) -> int | None:
-    """What is to be added to stored zero points; None if nothing says so."""
+    """Return the number to add to stored zero points, None if nothing tells."""
     if view.method in _METHODS or (not view.method and "bits" in view.quantization):
         return 0 if view.quantization.get("checkpoint_format") == "gptq_v2" else 1
     zeros = group.name.removesuffix(".weight") + ".qzeros"

@@ -85,7 +85,9 @@ class Family:
 
 
 class View:
-    """What a recognizer may look at: names, dtypes, shapes, small tensors, files beside them."""
+    """The facts that a recognizer may read: names, dtypes, shapes, small tensors, files beside
+    them.
+    """
 
     def __init__(
         self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]
@@ -101,7 +103,7 @@ class View:
         return found if found is not None and (not dtypes or found.dtype.name in dtypes) else None
 
     def present(self, stem: str, suffixes: Iterable[str]) -> tuple[str, ...]:
-        """Those of the names `stem + suffix` that are there."""
+        """Return the names `stem + suffix` that exist."""
         return tuple(stem + each for each in suffixes if stem + each in self.tensors)
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:
@@ -235,7 +237,7 @@ def ready(
 
 
 def scale_dtype(tensor: Tensor) -> str:
-    """How numbers of a scale are read: bytes are exponents."""
+    """Return the dtype to read a scale as: bytes are exponents."""
     return "exponent" if tensor.dtype.name == "uint8" else tensor.dtype.name
 
 
@@ -295,7 +297,7 @@ def doubled(shape: Shape) -> Shape:
 
 
 def is_scale(tensor: Tensor) -> bool:
-    """Whether a tensor can hold floating-point scales."""
+    """Return whether a tensor can hold floating-point scales."""
     return tensor.dtype.name in FLOATS
 
 

@@ -18,18 +18,18 @@ ENDINGS = ("_blocks", "_qdata", "_scale_inv")
 
 
 def is_marked(name: str) -> bool:
-    """Whether the name of a tensor is one that a family knows its weights by."""
+    """Return whether a name ends like the weights of a family of quantized models."""
     last = name[name.rfind(".") + 1 :]
     return last in MARKS or last.endswith(ENDINGS)
 
 
 def is_subclass(node: Node) -> bool:
-    """Whether a node is a pickled subclass of torch's tensors."""
+    """Return whether a node is a pickled subclass of torch's tensors."""
     return node.__class__ is Object and node.tensor is not None and node.tensor.layout == "subclass"
 
 
 def concern(weights: Weights) -> bool:
-    """Whether some of the weights may be quantized: their names say so, or they are of 8 bits."""
+    """Return whether some weights may be quantized: by their names, or because they have 8 bits."""
     for name, node in weights.nodes.items():
         if node.__class__ is Tensor and node.dtype.kind == "float" and node.dtype.bits == 8:
             return True

@@ -1,4 +1,4 @@
-"""What is quantized in a checkpoint: its groups of tensors."""
+"""The quantized groups of tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Quantization:
 
     @property
     def labels(self) -> dict[str, int]:
-        """How many weights there are of each kind."""
+        """Count the weights of each kind."""
         counts: dict[str, int] = defaultdict(int)
         for group in self.groups:
             counts[group.label] += 1
@@ -38,7 +38,7 @@ class Quantization:
 
     @property
     def unread(self) -> tuple[Group, ...]:
-        """Those that cannot be dequantized."""
+        """The groups that cannot be dequantized."""
         return tuple(group for group in self.groups if group.layout is None)
 
     def touching(self, names: Iterable[str]) -> Iterator[Group]:

@@ -27,7 +27,7 @@ _SIZES = (1, 2, 4, 8, 16)  # bytes of an element that can be moved in any way
 
 @dataclass(slots=True)
 class Done:
-    """What one rule did with tensors."""
+    """The changes that one rule made."""
 
     taken: Taken
     how: str = "moved"
@@ -37,7 +37,7 @@ class Done:
 
 @dataclass(slots=True)
 class Report:
-    """What one step of rules did, for those who ask."""
+    """The changes that one step of rules made."""
 
     step: int  # its number in the recipe
     keys: int
@@ -49,7 +49,7 @@ class Report:
 
 @dataclass
 class Asked:
-    """What is asked of all steps of rules: sizes, the configuration, and where their reports go."""
+    """Settings for all steps of rules: sizes, the configuration, and where their reports go."""
 
     args: Mapping[str, int] = field(default_factory=dict)
     config: Config = None
@@ -283,7 +283,7 @@ class _Making:
             self._used.setdefault(_view(self.tensors[source]), set()).add(storage)
 
     def notes(self) -> Iterable[str]:
-        """What was done, for the report."""
+        """Yield the changes, for the report."""
         taken = [done.taken for done in self.done.values()]
         matched, made = sum(each.matched for each in taken), sum(each.made for each in taken)
         kept = len(self.outcome.kept)
@@ -317,7 +317,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements lie in their storage as they are, from its first byte on."""
+    """Return whether a tensor is contiguous and begins at the first byte of its storage."""
     return tensor.is_contiguous and not (tensor.offset or tensor.conj or tensor.neg)
 
 

@@ -38,7 +38,7 @@ class Words:
     right_kinds: Mapping[str, Kind]
 
     def labels(self, word: str) -> int | None:
-        """How many labels a variable has; None for one that has none."""
+        """Return the number of labels of a variable, None if it has none."""
         kind = self.left_kinds.get(word)
         return len(kind) if isinstance(kind, tuple) else None
 

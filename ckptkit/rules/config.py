@@ -34,7 +34,7 @@ def beside(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
 
 
 def is_beside(source: ByteSource | Folder | None) -> bool:
-    """Whether there is a config.json beside a checkpoint."""
+    """Return whether there is a config.json beside a checkpoint."""
     folder = _folder(source)
     return folder is not None and NAME in folder
 

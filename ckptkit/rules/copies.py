@@ -52,7 +52,7 @@ class SourceTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What becomes of one group, or of all groups that look like it."""
+    """The plan for one group, or for all groups that look like it."""
 
     made: tuple[Made, ...]
     sizes: dict[Symbol, int]
@@ -132,7 +132,7 @@ class Arrangement:
         return _Copies(self, left, right, loops, merged, members).layout()
 
     def _rest(self, members: Sequence[SourceTensor]) -> int:
-        """How many dimensions ``...`` stands for."""
+        """Return the number of dimensions that ``...`` matches."""
         dimensions = self.rule.left.shape
         fixed = sum(dimension != REST for dimension in dimensions)
         open_ended = fixed < len(dimensions)
@@ -229,7 +229,7 @@ class Arrangement:
     def _differs(
         self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
     ) -> MisfitError:
-        """What to say of a size that members of one group do not agree on."""
+        """Make the error for a size on which the members of a group disagree."""
         word = symbol[0]
         values = [found.get(symbol) for found in solved]
         position = self._differing(members, values)
@@ -359,7 +359,7 @@ class _Copies:
         return Copy(source, start, place, tuple(dims))
 
     def _strides(self, dimensions: list[Axes], indices: Indices) -> tuple[int, dict[str, int]]:
-        """Where the element of these indices is in a tensor, and the strides of its other axes."""
+        """Return the offset of the element at these indices, and the strides of the other axes."""
         strides: dict[str, int] = {}
         start, step = 0, 1
         for axes in reversed(dimensions):

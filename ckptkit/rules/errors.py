@@ -1,4 +1,4 @@
-"""What can be wrong with a rule, or with a checkpoint that a rule does not fit."""
+"""Errors in rules, and in checkpoints that rules do not fit."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from ckptkit.rules.sizes import Config, Settings, evaluate
 
 
 class ExpectationError(TensorError):
-    """What was expected of the tensors is not so."""
+    """The tensors do not meet an expectation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ Value = Callable[[Given], int | None]
 
 
 def _values(config: Config) -> Value:
-    """What evaluates a size; None for one that is not said."""
+    """Return the function that evaluates a size, None for an unknown one."""
 
     def value(given: Given) -> int | None:
         side = Side(("x",))

@@ -78,7 +78,7 @@ def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
 
 
 def _runs(piece: Piece, itemsize: int) -> int | None:
-    """How many runs of bytes a piece is, if they are long or it is one; else None."""
+    """Count the runs of bytes of a piece; None if there are several short ones."""
     if not piece.dims:
         return 1
     n, read, written = piece.dims[-1]
@@ -90,7 +90,7 @@ def _runs(piece: Piece, itemsize: int) -> int | None:
 
 
 def _is_dense(piece: Piece) -> bool:
-    """Whether the elements follow each other in the target."""
+    """Return whether the elements are contiguous in the target."""
     step = 1
     for n, _, written in reversed(piece.dims):
         if written != step:

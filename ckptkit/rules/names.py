@@ -23,7 +23,7 @@ _LONGEST = 18  # digits of a number in a name
 
 
 class Steps:
-    """How many steps of matching are left, for so many names."""
+    """The remaining steps of matching, for a number of names."""
 
     def __init__(self, names: int) -> None:
         self.allowed = self.left = LIMITS.rule_steps + 64 * names
@@ -65,7 +65,7 @@ class Pattern:
         return tuple(part for part in self.parts if isinstance(part, Index))
 
     def may_match(self, family: str) -> bool:
-        """Whether a key may match that is `family` but for its numbers."""
+        """Return whether a key can match that is `family` except for its numbers."""
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:

@@ -15,7 +15,7 @@ Kind = (
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """What is added to an index: a number, or a size by its name."""
+    """A number, or the name of a size, that is added to an index."""
 
     sign: int
     amount: int | str
@@ -26,7 +26,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What stands in braces in a name. Several words are the digits of one number."""
+    """A variable in braces in a name. Several words are the digits of one number."""
 
     words: tuple[str, ...]
     shift: Shift | None = None

@@ -84,7 +84,7 @@ def parse_given(text: str | int) -> Given:
 
 
 def is_word(text: str) -> bool:
-    """Whether `text` can name an axis."""
+    """Return whether `text` can name an axis."""
     return _WORD.fullmatch(text) is not None
 
 

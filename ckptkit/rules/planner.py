@@ -39,7 +39,7 @@ class Target:
 
     @property
     def is_moved(self) -> bool:
-        """Whether it is one source as it is, with its shape."""
+        """True if it is one unchanged source, with its shape."""
         if len(self.copies) != 1 or len(self.sources) != 1:
             return False
         (copy,) = self.copies
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(slots=True)
 class Taken:
-    """What one rule did."""
+    """The work of one rule."""
 
     number: int
     rule: Rule
@@ -165,7 +165,7 @@ class Rules:
 
 
 def unused_argument(word: str, known: Iterable[str]) -> RuleError:
-    """What to say of an argument that no rule has."""
+    """Make the error for an argument that no rule uses."""
     close = nearest(word, sorted(known))
     hint = f"did you mean {', '.join(close)}?" if close else None
     return RuleError(f"--arg {word}: no rule uses it", hint=hint)

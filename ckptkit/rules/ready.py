@@ -65,7 +65,7 @@ class Ready:
         return self.layouts[key]
 
     def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
-        """What is said, and the counts of numbers in names."""
+        """Return the given sizes, and the counts of numbers in names."""
         sizes = dict(self.arrangement.said)
         for word in self.counted:
             position = self.words.gathered.index(word)

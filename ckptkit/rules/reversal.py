@@ -1,4 +1,4 @@
-"""Whether rules can be run backwards: plan the way back, and compare what it would give."""
+"""Test whether rules can be run backwards: plan the way back, and compare its result."""
 
 from __future__ import annotations
 

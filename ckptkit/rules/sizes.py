@@ -38,7 +38,7 @@ class Settings:
             checked(word, value)
 
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
-        """What is said of a word, and where; the first that counts."""
+        """Return the value of a word, and its source; the first that applies."""
         if word in self.args:
             return self.args[word], f"--arg {word}"
         for places, where in (
@@ -87,7 +87,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is said of the words of one rule: by word, the size and where it is said."""
+    """The known sizes of the words of one rule: by word, the size and its source."""
 
     sizes: dict[str, Size]
     origins: dict[str, str]
@@ -179,7 +179,7 @@ def checked(word: str, value: int) -> int:
 
 
 def _origin(given: Given | int, where: str) -> str:
-    """Where a size comes from, for the report."""
+    """Describe the source of a size, for the report."""
     if isinstance(given, int) or where == "step":
         return where
     first = given[0]

@@ -71,7 +71,7 @@ class Notes:
         self.stack.append(self.named(Global(module, name)))
 
     def named(self, name: Global) -> Global:
-        """The one Global of this name, which goes onto the stack."""
+        """Return the Global of this name, always the same object, to push on the stack."""
         known = self.globals.setdefault(name, name)
         self.pushed[id(known)] = self.pushed.get(id(known), 0) + 1
         return known

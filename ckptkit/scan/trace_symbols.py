@@ -76,8 +76,9 @@ class Symbol:
 
 
 class Result(Object):
-    """What a call gives: which call, how that was judged, and whether its state was set. Without
-    its arguments."""
+    """The result of a call, without its arguments: which call, its verdict, and whether its state
+    was set.
+    """
 
     __slots__ = ("built", "judged", "sort")
 

@@ -87,7 +87,7 @@ def followed(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], 
 
 
 def _stem(group: Group, stem: str, names: Mapping[str, str]) -> str:
-    """What `stem` becomes, if all new names agree on it."""
+    """Return the new stem if all new names agree on one."""
     stems = set()
     for member in group.members:
         rest = member[len(stem) :]

@@ -258,8 +258,9 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What becomes of a mapping: its entries, an edit of its ``_metadata``, and what is to be
-    said."""
+    """A mapping after a change of names: its entries, an edit of its ``_metadata``, and the notes
+    for the user.
+    """
 
     entries: Mapping[Node, Node]
     edit_metadata: Callable[[Paths], Paths]

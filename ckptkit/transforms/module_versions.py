@@ -130,7 +130,7 @@ def _add_parents(name: str, found: set[str]) -> None:
 
 
 def same(one: Node, other: Node) -> bool:
-    """Whether two entries of ``_metadata`` are equal: dicts of a few plain values."""
+    """Return whether two entries of ``_metadata`` are equal: dicts of a few plain values."""
     if one is other:
         return True
     if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():

@@ -69,8 +69,9 @@ def _notes(
 
 
 def _dequantized(root: Node, dtype: DType) -> tuple[dict[int, tuple[str, Tensor]], int]:
-    """What stands for each quantised tensor, by id, with the dtype that it had; and how many cannot
-    be converted."""
+    """Return the replacement of each quantized tensor, by id, with its former dtype; and the number
+    of tensors that cannot be converted.
+    """
     new: dict[int, tuple[str, Tensor]] = {}
     left = 0
     for node in nodes(root):
@@ -131,8 +132,9 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
 
 
 def _names(path: Path) -> tuple[str, str]:
-    """What a layer is called by the place where it is packed: as short as it was before, and surely
-    its own."""
+    """Name a layer by the place where it is packed: with the short name that it had before, and
+    with one that is unique.
+    """
     parts = [part for key in path for part in key_text(key).split(".") if part != "_modules"]
     short = parts[: next((i for i, part in enumerate(parts) if part in _PACKING), len(parts))]
     return ".".join(short), ".".join(part for part in parts if part != _STATE)
@@ -172,7 +174,7 @@ def _kind(node: Node) -> str | None:
 
 
 def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
-    """What a tuple holds, directly or in lists and tuples, in order; and the ids of these."""
+    """Flatten nested lists and tuples: the items, in order, and the ids of the containers."""
     found: list[Node] = []
     nested: set[int] = set()
     waiting = list(reversed(root))

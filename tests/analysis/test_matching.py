@@ -32,7 +32,7 @@ LINEAR: Shapes = {"weight": (8, 8), "bias": (8,)}
 
 
 def test_a_rule_is_used_everywhere() -> None:
-    """Where one layer fits in two places, what happens to all the others decides."""
+    """One layer fits in two places; the other layers decide which."""
     parts = {
         "attn.q.weight": (8, 8),
         "attn.k.weight": (8, 8),
@@ -231,7 +231,7 @@ def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.Monkey
 
 
 def test_names_of_a_thousand_parts() -> None:
-    """What a hostile file may hold costs no more than its length."""
+    """The names of a hostile file cost no more than their length."""
     old = {f"{n}." + "a1." * 20_000 + "w": (2, 2) for n in range(20)}
     assert len(paired(old, {f"b{name}": shape for name, shape in old.items()})) == 20
 

@@ -36,7 +36,7 @@ RARELY = 3  # others than cp run in every third round; cp too where no ratio to 
 
 
 class Settings(NamedTuple):
-    """How to measure."""
+    """Settings of a measurement."""
 
     folder: Path
     pairs: int
@@ -92,8 +92,9 @@ def _row(case: Case, settings: Settings) -> Row:
 def _peers(
     case: Case, files: dict[str, str], settings: Settings
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Who else does the work; above TOP none does: torch would need the memory for the whole input
-    beside it."""
+    """Return the other programs that do the same work; above TOP there are none: torch would need
+    memory for the whole input.
+    """
     if not case.peers:
         return {}, {
             "who is not cp": f"above {TOP:g} GiB, where torch needs memory for the input beside input and output"

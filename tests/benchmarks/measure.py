@@ -97,8 +97,9 @@ def ready(contestant: Contestant, folder: Path) -> None:
 
 
 def take_turns(contestants: Sequence[Contestant], folder: Path, rounds: int) -> dict[str, Taken]:
-    """What each took in each round. Every other round goes the other way; who fails runs no
-    more."""
+    """Measure all contestants in turns. Every other round runs in reverse order; one that fails
+    runs no more.
+    """
     taken = {each.name: Taken([]) for each in contestants}
     for number in range(rounds):
         for each in contestants if number % 2 == 0 else reversed(contestants):

@@ -1,5 +1,4 @@
-"""How others do the same work: a program for each, run as ``python -c PROGRAM INPUT``, or a
-command.
+"""The same work by other programs: one for each, run as ``python -c PROGRAM INPUT``, or a command.
 
 torch is used in the best two ways that it has, ``mmap`` and not; safetensors in its own words.
 `mergekit` reads torch files lazily and writes shards, here one; `brainsurgery` carries out a plan

@@ -108,8 +108,7 @@ class Row:
 
 
 class Growth(NamedTuple):
-    """How a figure grows: `value` against `limit`, both in `unit`; `cp` is what the same does to
-    `cp`."""
+    """The growth of a figure: `value` against `limit`, both in `unit`; `cp` is the growth for `cp`."""
 
     label: str
     value: float

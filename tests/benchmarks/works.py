@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """How many files of the input's size there are beside it at a time, at most."""
+        """The largest number of files of the input's size that exist beside it at one time."""
         return 1 + ("{twin}" in self.command)
 
 

@@ -87,7 +87,7 @@ def test_what_zipfile_writes_is_read(compression: int, seekable: bool, wide: boo
     buffer = io.BytesIO()
 
     class Pipe:
-        """What zipfile cannot seek in gets data descriptors."""
+        """A stream without seek: zipfile writes data descriptors into it."""
 
         write, flush = staticmethod(buffer.write), staticmethod(buffer.flush)
 

@@ -354,7 +354,7 @@ def test_names_that_are_none() -> None:
 
 
 def test_a_file_at_every_ceiling_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python cannot do is not asked of it."""
+    """Limits of Python do not become bugs of ours."""
     limited(monkeypatch, **CEILINGS)
     integer = b"\x8b" + struct.pack("<I", 1_780) + b"\x7f" * 1_780 + b"."
     assert len(key_text(unpickle(Memory(integer)).root)) > 4_000
@@ -377,7 +377,7 @@ def test_the_command_line(run: Command, tmp_path: Path) -> None:
 
 
 def test_far_deeper_than_python_goes(run: Command, tmp_path: Path) -> None:
-    """Whoever raises the limit is not met by an error of Python."""
+    """A raised limit never leads to an error of Python."""
     depth = 5_000
     (tmp_path / "deep.pkl").write_bytes(
         b"\x80\x02}X\x01\0\0\0a" + b"]" * depth + b"a" * (depth - 1) + b"s."

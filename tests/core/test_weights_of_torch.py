@@ -140,7 +140,7 @@ def test_modules(case: str, zipped: bool, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", MODULES)
 def test_every_name_of_a_module_has_a_place(case: str, tmp_path: Path) -> None:
-    """What inspect shows: each name once, except for submodules that have several places."""
+    """Inspect shows each name once, except for submodules that have several places."""
     checkpoint = opened(MODULES[case](), tmp_path)
     selection = checkpoint.selection
     names = [row.name for row in summarize(checkpoint).rows if row.name is not None]

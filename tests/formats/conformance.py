@@ -48,7 +48,7 @@ class FormatConformance:
         return loaded
 
     def boundaries(self, data: bytes) -> Iterable[int]:
-        """Where the parts of a file begin and end."""
+        """Yield the offsets at which parts of a file begin and end."""
         raise NotImplementedError
 
     @property

@@ -268,7 +268,7 @@ def test_NP_05_arrays_that_torch_has_no_tensor_for(array: Any) -> None:
 
 @pytest.mark.parametrize("descr", ["|V2", "<V2", "|V1"])
 def test_NP_05_types_that_numpy_does_not_know(descr: str) -> None:
-    """What numpy.save makes of ml_dtypes' bfloat16 and float8."""
+    """numpy.save writes these for ml_dtypes' bfloat16 and float8."""
     with pytest.raises(UnsupportedError) as caught:
         read(made(f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (6,), }}", bytes(12)))
     assert "bfloat16" in str(caught.value.hint)

@@ -362,7 +362,7 @@ def test_the_directory_counts_where_it_can_be_read(tmp_path: Path) -> None:
 
 
 def test_the_beginning_of_another_file(tmp_path: Path) -> None:
-    """What an archive begins with is not saved where its directory lists another one."""
+    """The first bytes of an archive are not recovered where its directory lists another one."""
     for name in ("a.pth", "other.pth"):
         torch.save({name: torch.ones(500), "more": torch.ones(3000)}, tmp_path / name)
     data, other = ((tmp_path / name).read_bytes() for name in ("a.pth", "other.pth"))

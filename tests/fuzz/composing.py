@@ -162,7 +162,7 @@ class Composer:
         return found
 
     def sources(self, role: str) -> tuple[tuple[Name, ...], ...]:
-        """Where names of a role come from; more often where they stand more often."""
+        """Return the sources of names of a role; frequent ones are repeated."""
         names = self.names
         if role == "call":
             return (*(names.callables,) * 12, names.around, names.below, names.hostile, names.user)

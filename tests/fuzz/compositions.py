@@ -45,7 +45,7 @@ def changed(target: Node, kind: str, *values: Node) -> Node:
 
 
 def size(node: Node) -> int:
-    """How many nodes it has."""
+    """Count the nodes."""
     return 1 + sum(map(size, node[2]))
 
 

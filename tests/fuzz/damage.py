@@ -54,7 +54,7 @@ Content = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 
 
 class Outcome(NamedTuple):
-    """How a round ended: whole, part, or refused; and the tensors that were written."""
+    """The result of a round: whole, part, or refused; and the tensors that were written."""
 
     how: str
     tensors: int

@@ -125,7 +125,7 @@ def whole(data: bytes) -> None:
 
 
 def _against_torch(data: bytes) -> None:
-    """Where torch reads the file, it reads the copy likewise."""
+    """If torch reads the file, it reads the copy likewise."""
     with folder() as place:
         original, copy = place / "in.pth", place / "out.pth"
         original.write_bytes(data)
@@ -142,7 +142,7 @@ def _oracle() -> Oracle:
 
 
 def tar(data: bytes) -> None:
-    """As it is, and with checksums that are right."""
+    """Try the data unchanged, and with correct checksums."""
     anything(data)
     anything(_summed(data))
 
@@ -158,7 +158,7 @@ def _summed(data: bytes) -> bytes:
 
 
 def safetensors(data: bytes) -> None:
-    """As it is, and with lengths that fit the header."""
+    """Try the data unchanged, and with lengths that fit the header."""
     anything(data)
     header = data[8 : data.rfind(b"}") + 1]
     ends = [int(each) for each in re.findall(rb"(\d{1,5})\s*\]\s*}", header)]

@@ -92,7 +92,7 @@ def test_folder_for_the_hub(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 
 def test_diff_and_load_into(trained: tuple[Path, Any, Any]) -> None:
-    """What does not fit is named, and loads where only the prefix is in the way."""
+    """Diff names what does not fit; it loads if only a prefix is in the way."""
     path, model, _ = trained
     checkpoint = library.open(path, key="state_dict")
     assert any("strip-module" in hint for hint in library.diff(checkpoint, model).advice)

@@ -133,7 +133,7 @@ OUTPUTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 
 
 def assert_same_outputs(model: Any, folder: Path) -> None:
-    """What was made of the model's layout loads as the model, and computes the same."""
+    """Assert that the folder loads as the model, with the same outputs."""
     (folder / "out.safetensors").replace(folder / "files" / "model.safetensors")
     again = type(model).from_pretrained(folder / "files")
     tokens = torch.arange(8)[None]

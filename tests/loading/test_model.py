@@ -384,7 +384,7 @@ def normed(new: bool, which: str) -> nn.Module:
 def test_norms_of_either_kind(
     tmp_path: Path, which: str, saved_new: bool, loaded_new: bool
 ) -> None:
-    """What torch.nn.utils and its parametrizations call one thing by two names."""
+    """torch.nn.utils and its parametrizations have two names for one thing."""
     source, target = normed(saved_new, which), normed(loaded_new, which)
     path = saved(nn.DataParallel(source).state_dict(), tmp_path)
     assert ckptkit.load_into(target, path).complete

@@ -370,7 +370,7 @@ def test_calls_of_other_modules_are_not_taken_for_torchs() -> None:
 
 
 def test_device_tensors(tmp_path: Path) -> None:
-    """What xla and others write: values on the CPU, and where they shall go."""
+    """xla and others write values on the CPU, and the device to move them to."""
     data = tensor(1, 2)
     args = (data, Global("torch", "float32"), "xla:0", True)
     node = Object(Global("torch._utils", "_rebuild_device_tensor_from_numpy"), args, tensor=data)

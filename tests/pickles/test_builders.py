@@ -132,7 +132,7 @@ def test_of_what_is_more_than_a_tensor_they_stay_objects(tmp_path: Path) -> None
 
 
 def test_told_twice(tmp_path: Path) -> None:
-    """What the second state makes of it is torch's affair: the object is kept as it is."""
+    """An object with two states is kept unchanged: only torch knows the result."""
     node = read_bytes(legacy(BY_CLASS + FLOATS + b"b"), tmp_path).root
     assert isinstance(node, Object)
     assert len(node.steps) == 2

@@ -100,7 +100,7 @@ def test_the_type_of_a_v3_tensor_is_an_argument(dtype: bytes, shape: tuple[int, 
 
 
 def test_a_type_of_a_later_torch_is_one_entry() -> None:
-    """Whose elements nobody can tell apart here; it is written back as it was."""
+    """Its elements are unknown here; it is written back unchanged."""
     made = read(NAMES["v3"] + b"(" + RAW + VIEW + b"I00\n}ctorch\nfloat99\ntR")
     found = as_tensor(made)
     assert isinstance(made, Object) and found is not None

@@ -496,7 +496,7 @@ def test_the_next_edit_puts_it_back(
     "words", ["inspect F", "inspect D", "scan F", "verify F", "stats F", "convert F out.pth"]
 )
 def test_reading_changes_nothing(words: str, interrupted: Path, run: Run, tmp_path: Path) -> None:
-    """What the edit left is reported with the command that settles it."""
+    """A command that only reads reports the interrupted edit, with the command that undoes it."""
     torn = interrupted.read_bytes()
     places = {"F": interrupted, "D": interrupted.parent, "out.pth": tmp_path / "out.pth"}
     done = run(*(places.get(word, word) for word in words.split()))

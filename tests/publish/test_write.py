@@ -47,7 +47,7 @@ def source(tmp_path: Path) -> LocalFile:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where outputs go; no temporary may be left in it."""
+    """The folder for outputs; at the end, no temporary may be left in it."""
     path = tmp_path / "outputs"
     path.mkdir()
     yield path

@@ -56,7 +56,7 @@ def write(
 
 
 def read(path: Path) -> dict[str, Row]:
-    """What a file of safetensors holds."""
+    """Read the rows of a file of safetensors."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])

@@ -1,4 +1,6 @@
-"""What is never guessed: each reason has a file, made by hand, and a word that names it."""
+"""Quantized weights that are never guessed: each reason has a file, made by hand, and a word that
+names it.
+"""
 
 from __future__ import annotations
 

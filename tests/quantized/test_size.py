@@ -1,4 +1,4 @@
-"""What is written of quantized weights may be many times as large, and is made in little memory."""
+"""Dequantized weights may be many times as large as their file, and are made in little memory."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Misbehaving:
 
 
 class Reply(NamedTuple):
-    """How an answer differs from what it should be."""
+    """The faults of an answer."""
 
     status: int = 206
     cut: int | None = None  # bytes after which the connection is closed

@@ -326,7 +326,7 @@ def test_refusals(
 
 
 def test_a_server_without_ranges(served: Nginx) -> None:
-    """What is small is taken whole, with one request; what is not is refused before it is read."""
+    """A small file is read whole, with one request; a large one is refused before it is read."""
     torch.save(small(), served.files / "small.pth")
     loaded = ckptkit.load(f"{served.url}/whole/small.pth")
     assert equal(loaded, torch.load(served.files / "small.pth"))

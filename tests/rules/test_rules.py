@@ -1,4 +1,4 @@
-"""What a rule may be, what it does to names and shapes, and every way in which it can be wrong."""
+"""The forms of rules, their effect on names and shapes, and each error in them."""
 
 from __future__ import annotations
 

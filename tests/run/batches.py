@@ -74,7 +74,7 @@ def suicidal(source: str, destination: str, *, force: bool, dry_run: bool) -> Co
 
 
 def noted(into: Path) -> int:
-    """How many jobs the manifest of a batch says are done."""
+    """Count the jobs that the manifest of a batch reports as done."""
     path = into / manifest.NAME
     return path.read_bytes().count(b"\n") if path.exists() else 0
 

@@ -407,7 +407,7 @@ class TestKilled:
 
     @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     def test_the_client(self, sign: signal.Signals, tmp_path: Path, into: Path, run: Run) -> None:
-        """What is there is whole; run again, it does the rest; its workers are gone."""
+        """Files that exist are complete; a second run does the rest; the workers are gone."""
         runs = make(tmp_path / "runs", 400)
         want = expected(runs, tmp_path)
         args = ("strip-module", "--into", into, tmp_path / "runs/**/*.pth")

@@ -54,7 +54,7 @@ class Disk:
         permitted("mount", *self._options, self.place)
 
     def unmount(self) -> None:
-        """Whoever looked at the file system may still be leaving it."""
+        """Wait for processes that may still use the file system."""
         for _ in range(50):
             done = subprocess.run(
                 ["umount", str(self.place)], capture_output=True, encoding="utf-8"
@@ -159,7 +159,7 @@ def test_DS_11_nothing_may_be_written(how: str, disk: Disk, small: Path, run: Ru
 
 @pytest.mark.parametrize("name", ["durable", "replaced", "patched", "rewritten"])
 def test_DS_03_power_cut_after_success(name: str, disk: Disk, small: Path, tmp_path: Path) -> None:
-    """What has been reported is on the disk."""
+    """After success has been reported, the file is on the disk."""
     work = WORKS[name]
     expected = outcomes(work, tmp_path / "whole", small)
     folder = work.prepare(disk.place / "files", small)

@@ -20,7 +20,7 @@ FILES = ("write", "copy_file_range", "fsync")
 
 
 def said(done: Done) -> str:
-    """The one line on standard error."""
+    """Return the only line on standard error."""
     line, *hint = done.stderr.strip().splitlines()
     assert line.startswith("ckptkit: ") and len(hint) <= 1 and "Traceback" not in line
     return line

@@ -195,7 +195,7 @@ QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 @pytest.mark.parametrize("kind", ["patched", "rewritten"])
 def test_DS_20_processes_that_edit_one_file_in_place(kind: str, tmp_path: Path) -> None:
-    """Whoever says that it is done has done it, and no other has undone it."""
+    """A process that reports success has made its edit, and no other has undone it."""
     path = make_source(tmp_path / "run.pth", 1 << 14, 6)
     command = [
         *COMMAND,
@@ -331,7 +331,7 @@ def test_DS_29_an_edit_that_was_left_unfinished_goes_with_the_file(
 
 
 def test_DS_19_no_memory(large: Path, tmp_path: Path) -> None:
-    """Where there is too little to go on, there is no output."""
+    """If memory does not suffice, there is no output."""
     work = WORKS["replaced"]
     expected = outcomes(work, tmp_path / "whole", large)
     codes = []

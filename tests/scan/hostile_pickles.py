@@ -323,7 +323,7 @@ def _places() -> dict[str, Case]:
 
 
 def _plain() -> dict[str, Case]:
-    """What must not be taken for more than it is."""
+    """Return the cases that are harmless."""
     thing = name("mine.nets.Net") + b")\x81}" + text("depth") + b"K\x03sb"
     return {
         "plain-dict": Case(".pth", archive(PLAIN), "safe"),

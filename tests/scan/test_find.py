@@ -73,7 +73,7 @@ class Worn(Memory):
 
 
 def test_a_place_that_cannot_be_read() -> None:
-    """What was found before stays, and what is not looked into is said."""
+    """Pickles found before are still reported, and so is the place that was not read."""
     data = build(
         Member("a/0.pkl", pickle_of(b"N")), Member("a/1", b"something"), gap=bytes(1 << 17)
     )
@@ -150,7 +150,7 @@ def test_an_object_with_items_that_are_lost(tmp_path: Path) -> None:
 
 
 def test_two_models_of_which_a_part_is_lost(tmp_path: Path) -> None:
-    """Which are the weights does not matter for what is left."""
+    """It does not matter which of the two the weights are."""
     model = {"w": torch.ones(3, 4), "v": torch.ones(3)}
     torch.save(
         {"generator": {**model, "t": told()}, "discriminator": dict(model)}, tmp_path / "a.pth"

@@ -114,8 +114,9 @@ def test_weights(
 
 
 def test_ties_views_and_types(tmp_path: Path) -> None:
-    """What is tied in all stays tied; views, other dtypes and large tensors are read as they
-    are."""
+    """Tensors that are tied in all stay tied; views, other dtypes and large tensors are read
+    unchanged.
+    """
     big = torch.arange(300_000, dtype=torch.float32).reshape(300, 1000)
     first = {"e": big, "d": big, "t": big.T[:7], "h": torch.ones(3, dtype=torch.bfloat16)}
     second = {"e": big + 1, "t": big.T[3:10], "h": torch.full((3,), 2.0, dtype=torch.float32)}

@@ -243,7 +243,7 @@ def test_add_then_strip_is_where_we_were() -> None:
 
 
 def test_add_leaves_the_wrapper_alone() -> None:
-    """What is not a weight has no module to be in; dotted names next to weights have."""
+    """An entry that is not a weight has no module to be in; dotted names next to weights have."""
     root = {"epoch": 3, "fc.weight": tensor(), "fc._packed_params.dtype": Global("torch", "qint8")}
     done = add_prefix(Checkpoint(root))
     assert list(done.root) == ["epoch", "module.fc.weight", "module.fc._packed_params.dtype"]

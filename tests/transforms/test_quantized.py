@@ -108,7 +108,7 @@ def test_an_eager_state_dict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
 def test_dynamic_layers(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Those of half precision pack plain floats, which torch gives back as float32."""
+    """Layers of half precision pack plain floats, which torch gives back as float32."""
     module: Any = quantization.quantize_dynamic(
         nn.Sequential(nn.Linear(4, 3)), {nn.Linear}, dtype=dtype
     )
@@ -220,7 +220,7 @@ def test_corpus(corpus: Corpus) -> None:
 
 
 def test_written(tmp_path: Path) -> None:
-    """What torch loads from the copy is what it makes of the original."""
+    """torch loads the same from the copy as from the original."""
     module = quantized()
     ck = dequantize(saved(module.state_dict(), tmp_path / "made.pth"))
     ckptkit.save(ck, tmp_path / "out.pth")

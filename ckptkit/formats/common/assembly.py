@@ -62,7 +62,8 @@ def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
 
 
 def _is_row(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes, one after another, are the whole: they cut its first dimension of more
-    than one index."""
+    """Return whether the boxes, in this order, split the first dimension (of more than one index)
+    and make the whole.
+    """
     axis = next((axis for axis, n in enumerate(shape) if n > 1), len(shape))
     return all(box.sizes[axis + 1 :] == shape[axis + 1 :] for box in boxes)

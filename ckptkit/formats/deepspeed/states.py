@@ -19,7 +19,9 @@ _SIZE = Global("torch", "Size")
 
 
 def reader_of(probe: Probe) -> Reader:
-    """The one reader of a folder that is looked at: what identification read is not read again."""
+    """Return the reader of the folder, always the same one: what identification read is not read
+    again.
+    """
     found = probe.kept.setdefault(Reader, Reader(probe.folder, keep=True))
     assert isinstance(found, Reader)
     return found
@@ -67,7 +69,7 @@ class Reader:
 
     @property
     def warnings(self) -> list[str]:
-        """What the files warn of, each thing once."""
+        """Warnings of the files, each once."""
         return [within(some(names, 1), text) for text, names in self._warnings.items()]
 
 

@@ -26,7 +26,7 @@ _SIGN = re.compile(
 
 
 def matches(probe: Probe) -> bool:
-    """Whether some layout claims the folder, or a table was given for it."""
+    """Return whether a layout matches the folder, or a table was given for it."""
     return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
 
 

@@ -41,8 +41,9 @@ class Copies:
         self._read = 0
 
     def same(self, copy: Copy, *, always: bool = True) -> bool | None:
-        """Whether it is equal to the first, None if that is not known and it is not read
-        `always`."""
+        """Return whether a copy equals the first, None if that is unknown. Bytes are read if
+        `always`.
+        """
         same = _by_checksum(copy.first, copy.other)
         if same is None and (always or self._may_read(copy.first.nbytes)):
             same = compute.compare(copy.first, copy.other) is None
@@ -74,7 +75,7 @@ class Copies:
         )
 
     def said(self) -> Iterator[str]:
-        """What is worth a warning."""
+        """Yield the warnings."""
         if self.left:
             nbytes = sum(copy.first.nbytes for copy in self.left)
             yield (
@@ -91,8 +92,9 @@ class Copies:
 
 
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
-    """Whether two tensors of one shape and type have equal bytes, None where checksums do not
-    tell."""
+    """Return whether the checksums of two tensors of one shape and dtype are equal, None if they
+    cannot tell.
+    """
     one, other = a.storage, b.storage
     if one is None or other is None or one is other:
         return one is other

@@ -21,7 +21,7 @@ from ckptkit.formats.torch_zip import writer
 
 
 def ranks_of(options: WriteOptions, name: str) -> int:
-    """How many parts are wanted. Raises UsageError if nothing says it."""
+    """Return the number of parts that the options ask for. Raises UsageError if they give none."""
     if options.ranks is None:
         raise UsageError(f"{name} is cut into parts, and nothing says how many", hint="--ranks N")
     return options.ranks

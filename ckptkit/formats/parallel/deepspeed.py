@@ -202,8 +202,9 @@ def _neox_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
 
 
 def _universal_rules(info: Mapping[Node, Node]) -> Iterator[Rule]:
-    """What DeepSpeed's own merger goes by: the first list with a pattern that a name begins
-    with."""
+    """Yield the rules of DeepSpeed's own merger: the first list with a pattern that matches the
+    beginning of a name.
+    """
     if info.get("sub_param_shard_widths"):
         raise UnsupportedError("its sub-parameters are cut unevenly (sub_param_shard_widths)")
     for key, verb in (

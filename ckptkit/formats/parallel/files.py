@@ -33,7 +33,7 @@ class Group(NamedTuple):
         return next(iter(self.files.values()))
 
     def name(self, number: int) -> str:
-        """What the file of another number would be called, spelled like the others."""
+        """Return the name of the file with another number, spelled like the others."""
         width = min(len(self.spelt(name)) for name in self.files.values())
         digits = str(number)
         return self.pattern.replace(_HOLE, digits.zfill(width) if width > 1 else digits)

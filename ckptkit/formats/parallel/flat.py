@@ -120,7 +120,7 @@ def _states(ranked: Ranked) -> dict[int, State]:
 
 
 def _units(shapes: dict[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
-    """What each entry of the state is of."""
+    """Return the unit of each entry of the optimizer's state."""
     count = 1 + max((number for each in held for number in each), default=-1)
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")

@@ -75,7 +75,7 @@ def params_text(folder: Folder) -> bytes:
 
 
 def read_params(text: bytes) -> dict[str, Any]:
-    """What ``params.json`` says; nothing where there is none."""
+    """Parse ``params.json``; empty if there is none."""
     said = strict_json.parse(text, PARAMS) if text else {}
     if not isinstance(said, dict):
         raise FormatError(f"{PARAMS} is no JSON object")
@@ -99,8 +99,7 @@ def width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
 
 
 def count_of(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """How many parts there are, by the rows of a query projection in one of them; None if nothing
-    says it."""
+    """Derive the number of parts from the rows of a query projection; None if nothing tells."""
     dim = width(entries, params)
     query = as_tensor(entries.get("layers.0.attention.wq.weight"))
     output = as_tensor(entries.get("layers.0.attention.wo.weight"))
@@ -117,8 +116,9 @@ def _count(parts: list[RankFile], params: Mapping[str, Any]) -> int:
 
 
 def is_by_rows(entries: Mapping[str, Node], params: Mapping[str, Any]) -> bool:
-    """Whether a part has rows of the embedding, and not columns: it is as wide as the model
-    then."""
+    """Return whether a part has rows of the embedding, not columns: then it is as wide as the
+    model.
+    """
     embedding = as_tensor(entries.get("tok_embeddings.weight"))
     dim = width(entries, params)
     return embedding is None or dim is None or embedding.shape[-1] == dim

@@ -31,8 +31,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
 
 
 def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
-    """Whether the embedding is cut into rows: as its parts were, or from version 3 on by its
-    parameters."""
+    """Return whether to split the embedding into rows: as its parts were, or from version 3 on as
+    its parameters tell.
+    """
     said = checkpoint.extras.get(EMBEDDING)
     if said in ("0", "1"):
         return said == "0"

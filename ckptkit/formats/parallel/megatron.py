@@ -56,7 +56,7 @@ LEGACY = "language_model."
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the arguments of the training say of the parts. Missing ones count as 1, or not."""
+    """The training arguments that describe the parts. Missing ones count as 1, or as false."""
 
     said: Mapping[str, Node]
     version: float
@@ -259,8 +259,7 @@ def _legacy_rules(arguments: Arguments, gated: int) -> Iterator[Rule]:
 
 
 def _fused(arguments: Arguments) -> Verb:
-    """How query, key and value of the heads of one rank follow each other, by the version of the
-    file."""
+    """Choose the verb for fused query, key and value by the version of the file."""
     if arguments.version >= 2:
         return Cut(0)
     head = arguments.head
@@ -281,8 +280,9 @@ def _check_vocabulary(tensors: Mapping[Node, Node], arguments: Arguments, legacy
 
 
 def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
-    """What else the first rank saved. Its arguments, as a plain dict, are those of the whole
-    model."""
+    """Return the other entries of the first rank. Its arguments, as a plain dict, become those of
+    the whole model.
+    """
     kept = {
         key: node
         for key, node in root.items()
@@ -310,7 +310,7 @@ def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether a value can be kept without the code of Megatron-LM."""
+    """Return whether a value can be kept without the code of Megatron-LM."""
     if isinstance(node, Global):
         return node.module == "torch"
     if isinstance(node, (list, tuple)):

@@ -47,7 +47,7 @@ _PLAIN: dict[str, Verb] = {"same": Same(), "sum": Sum(), "mean": Mean()}
 
 
 class OwnTable:
-    """What such a file says. Raises UsageError."""
+    """The content of a table file. Raises UsageError."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -47,8 +47,9 @@ Known = dict[int, Piece]  # by the id of their nodes, which live as long as the 
 
 
 class Kind(NamedTuple):
-    """What the files of a group are, by the first of them: model, optimizer, rest, or "" for none
-    of them."""
+    """A group of files and its role, taken from the first file: model, optimizer, rest, or "" for
+    none of them.
+    """
 
     group: Group
     role: str
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
 
 
 def matches(probe: Probe) -> bool:
-    """Whether some files of the folder hold pieces of tensors."""
+    """Return whether files of the folder hold pieces of tensors."""
     found = groups(probe.names)
     if not found:
         return False
@@ -121,7 +122,7 @@ class _Reading:
         return Kind(group, MODEL if pieces else REST, pieces)
 
     def _only(self, kinds: Sequence[Kind], role: str) -> Kind | None:
-        """The one group of a role. Raises AmbiguousError where there are several."""
+        """Return the group of a role. Raises AmbiguousError if there are several."""
         found = [each for each in kinds if each.role == role]
         if len(found) > 1:
             names = [each.group.first for each in found]

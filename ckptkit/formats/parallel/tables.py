@@ -69,7 +69,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """How the parts of a layout go together."""
+    """The rules that merge the parts of a layout."""
 
     rules: tuple[Rule, ...]
     offsets: tuple[Offset, ...] = ()
@@ -77,7 +77,7 @@ class Table:
     hint: str = "a table of your own says how it was cut: --parts FILE (`ckptkit help parallel`)"
 
     def verb(self, name: str) -> Verb:
-        """What is done with a tensor. Raises UnsupportedError where no rule says it."""
+        """Return the verb for a tensor. Raises UnsupportedError if no rule matches it."""
         for each in self.rules:
             if each.matches(name):
                 return each.verb
@@ -86,7 +86,7 @@ class Table:
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one file holds: where it stands on the grid, and its entries by name."""
+    """One file: its coordinates on the grid, and its entries by name."""
 
     file: str
     at: At
@@ -330,7 +330,7 @@ def _shifted(offset: Offset, entries: Mapping[str, Node], start: int) -> dict[st
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Whether all elements, of those that are looked at, have the same bytes."""
+    """Return whether all sampled elements have the same bytes."""
     data = b""
     for piece in compute.stream(compute.contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)):
         data += piece

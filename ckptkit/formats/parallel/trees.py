@@ -21,7 +21,7 @@ _MIXED = "the files are not of one save"
 
 
 class Ranked(NamedTuple):
-    """What one rank saved, and the file that it is in."""
+    """The tree that one rank saved, and its file."""
 
     rank: int
     file: str

@@ -32,7 +32,7 @@ Parts = Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """How the parts of a tensor go together."""
+    """A way to merge the parts of a tensor."""
 
     def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
         """The whole. Raises CorruptError where the parts do not go together in this way."""

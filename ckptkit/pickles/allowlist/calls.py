@@ -41,7 +41,7 @@ _SIZED = ("bytearray", "bytes", "list", "tuple", "set", "frozenset", "deque", "C
 
 
 class View(NumpyView, Protocol):
-    """What a machine knows of its values."""
+    """Access to the values of a machine."""
 
     def sort(self, value: Node) -> int:
         """Return the sort of a value, one of the bits of the allowlist."""

@@ -1,5 +1,4 @@
-"""Which classes a checkpoint may hold as objects or by name, and which functions by name. Data
-only.
+"""Classes that a checkpoint may hold as objects or by name, and functions by name. Data only.
 
 An object of these classes is made through ``__new__`` and given its state; then code of its package
 runs (``__setstate__``, ``__setattr__``, ``__hash__``), which nothing here reads. Most of it was

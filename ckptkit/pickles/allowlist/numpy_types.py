@@ -1,4 +1,4 @@
-"""Which element types and arrays of numpy a state may describe: numpy believes whatever it says.
+"""Element types and arrays of numpy that a state may describe: numpy does not check a state.
 
 A dtype is built once, before anything uses it. What is not exactly what numpy writes is not known:
 flags that deny objects make pointers of raw bytes, fields beyond the element read what lies behind
@@ -23,7 +23,7 @@ class NumpyType(NamedTuple):
 
 
 class NumpyView(Protocol):
-    """What a machine knows of the values in a state."""
+    """Access to the values in a state, for a machine."""
 
     def numpy(self, value: Node) -> NumpyType | None:
         """Return the element type that a built dtype stands for."""

@@ -1,5 +1,4 @@
-"""Which exact names a checkpoint may call, and with which arguments. Data only, judged by
-``calls``.
+"""Names that a checkpoint may call, and the arguments allowed. Data only, judged by ``calls``.
 
 A row of `ROWS` says what a call takes and gives. Arguments are words, one for each position: ``?``
 before those that may be missing, ``*`` before the last one for any number of them, ``/`` between

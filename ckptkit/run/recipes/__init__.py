@@ -52,7 +52,7 @@ _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a recipe file says: its steps as functions, and how to write what they give.
+    """The content of a recipe file: its steps as functions, and how to write the result.
 
     ``said`` are the steps as they are written, ``source`` is where the facts of a layout come from,
     ``checked`` what it was checked against; empty where nobody did.

@@ -58,7 +58,7 @@ def load(path: Path) -> Any:
 
 
 def test_a_copy_is_a_plain_state_dict(program: Path, tmp_path: Path) -> None:
-    """Which today's torch takes as it is, and into a model of the same class."""
+    """Today's torch loads the copy, and into a model of the same class."""
     before = program.read_bytes()
     done = convert(program, tmp_path / "out.pth")
     check(load(tmp_path / "out.pth"), by_torch(program))

@@ -111,7 +111,7 @@ def test_a_nested_state(tmp_path: Path) -> None:
 
 
 def test_dicts_without_entries_leave_gaps(tmp_path: Path) -> None:
-    """Which `dcp_to_torch_save` fails on."""
+    """`dcp_to_torch_save` fails on these."""
     folder = save(tmp_path / "x", {"gap": [{}, {"a": torch.ones(1)}], "nothing": {}})
     same(ckptkit.load(folder, whole=True), {"gap": [None, {"a": torch.ones(1)}]})
 

@@ -52,7 +52,9 @@ def mcore(
 def mcore_cut(
     name: str, whole: torch.Tensor, rank: int, count: int, *, gated: bool = True
 ) -> torch.Tensor:
-    """What one tensor rank has, after the column and row parallel layers of Megatron core."""
+    """Return the part of one tensor rank, after the column and row parallel layers of Megatron
+    core.
+    """
     if "linear_fc1.weight" in name and gated:
         return torch.cat([half.chunk(count)[rank] for half in whole.chunk(2)]).clone()
     if (
@@ -130,7 +132,7 @@ def megatron(
 def _local(
     name: str, own: list[int], first: bool, last: bool, ep: int, per_rank: int
 ) -> str | None:
-    """What a tensor is called in a part, None if it is not there."""
+    """Return the name of a tensor in a part, None if it is not there."""
     if not name.startswith("decoder.layers."):
         return name if (first if name.startswith("embedding") else last) else None
     number, rest = name.removeprefix("decoder.layers.").split(".", 1)

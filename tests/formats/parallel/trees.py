@@ -21,7 +21,7 @@ def flat(node: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether dtype, shape and bytes are equal."""
+    """Return whether dtype, shape and bytes are equal."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))

@@ -434,8 +434,7 @@ def test_ST_10_small_elements_that_do_not_fill_bytes(
 def test_elements_of_four_bits_with_an_odd_last_dimension(
     tmp_path: Path, shape: list[int], nbytes: int
 ) -> None:
-    """Which torch cannot have: the library takes them, and so they are kept, and not written to a
-    .pth."""
+    """The library reads these, torch cannot have them: they are kept, and not written to a .pth."""
     data = bytes(range(nbytes)) + b"x"
     path = tmp_path / "a.safetensors"
     path.write_bytes(
@@ -1138,7 +1137,7 @@ def test_a_record_is_the_authority_on_ties() -> None:
 
 
 def test_records_are_not_inherited(tmp_path: Path) -> None:
-    """What was not understood does not come along as if it described the new file."""
+    """A record that was not understood is not copied as if it described the new file."""
     written(with_record({"version": 9}), tmp_path / "x.safetensors")
     assert header_of(tmp_path / "x.safetensors")["__metadata__"] == {"format": "pt"}
 

@@ -394,7 +394,7 @@ def test_a_root_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_object_is_what_the_pickle_machine_makes_of_it(tmp_path: Path) -> None:
-    """Nobody can say that a call reads as another tensor than torch would make of it."""
+    """A call must not read as another tensor than torch would make of it."""
     hooks = [["global", "collections", "OrderedDict"], ["tuple"], ["object", [2], [3], None, False]]
     call = [
         ["global", "torch._utils", "_rebuild_parameter"],

@@ -277,7 +277,7 @@ def test_TM_08_tensors_that_are_more_than_numbers_in_a_row(kind: str, tmp_path: 
 
 
 def test_TM_08_indices_are_not_believed(tmp_path: Path) -> None:
-    """What a compressed tensor says of its rows is not used for anything: nothing is read by it."""
+    """The indices of a compressed tensor are never used to read."""
     made = torch.sparse_csr_tensor(
         torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 3)
     )

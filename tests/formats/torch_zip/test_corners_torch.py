@@ -162,7 +162,7 @@ def test_a_tensor_of_a_storage_that_is_not_plain(
 
 
 def test_text_of_python_2_that_is_utf_8() -> None:
-    """What torch.load refuses to decode is refused; what it decodes is none of ASCII."""
+    """Text that torch.load cannot decode is refused; text that it decodes is kept."""
     fine = trace(Memory(b"\x80\x02U\x02\xc3\xa9."))
     assert (fine.error, fine.refused) == (None, trace(Memory(b"\x80\x02U\x02ab.")).refused)
     assert trace(Memory(b"\x80\x02U\x02\xc3\xff.")).refused == NOT_UTF8
@@ -260,7 +260,7 @@ def test_a_scale_that_is_no_number(scale: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
 def test_a_script_without_constants(tmp_path: Path) -> None:
-    """Those for phones may have none; their bytecode tells what they are."""
+    """Scripts for phones may have none; their bytecode tells what they are."""
     path = scripts.script(scripts.module_of({"a.weight": torch.ones(2)}), tmp_path / "made.pt")
     data = scripts.rezipped(path, lambda name, data: None if name == "constants.pkl" else data)
     path.write_bytes(data)

@@ -160,7 +160,7 @@ def test_frozen_weights_are_constants(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_mobile(tmp_path: Path, frozen: bool) -> None:
-    """Whose storages have names of their own where there are constants."""
+    """Storages have names of their own where there are constants."""
     path = tmp_path / "made.ptl"
     module = torch.jit.script(outer())
     (torch.jit.freeze(module) if frozen else module)._save_for_lite_interpreter(str(path))
