@@ -245,7 +245,7 @@ def test_containers_are_walked(make: Callable[[object], Node]) -> None:
 
 def test_what_the_checkpoint_says_of_itself() -> None:
     names = (Global("collections", "OrderedDict"),)
-    found = summarize(checkpoint({}, metadata={"format": "pt"}, globals=names, warnings=("odd",)))
+    found = summarize(checkpoint({}, extras={"format": "pt"}, globals=names, warnings=("odd",)))
     assert (found.path, found.format, found.size) == ("run.pth", "torch-zip", 8)
     assert (found.extras, found.globals, found.warnings) == ({"format": "pt"}, names, ("odd",))
 
