@@ -115,7 +115,7 @@ def recover(path: PathLike, *, unverified: bool = False) -> Recovered:
     `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
     UnsupportedError for a format from which nothing can be recovered.
     """
-    return _read(open_place(path, settle=True), partial(formats.recover, unverified=unverified))
+    return _read(open_place(path, undo=True), partial(formats.recover, unverified=unverified))
 
 
 def save(
@@ -160,7 +160,7 @@ def convert(
     as for `open_checkpoint`, the rest as for `save`.
     """
     if in_place and not isinstance(source, Checkpoint):
-        source = _read(open_place(source, settle=True), formats.read)
+        source = _read(open_place(source, undo=True), formats.read)
     checkpoint = open_checkpoint(source, key=key, asked=asked)
     if part_only:
         checkpoint = checkpoint.alone()
@@ -255,8 +255,8 @@ def _publish(
 ) -> Conversion:
     plan = formats.layout(checkpoint, format, options or WriteOptions())
     if plan.is_folder:
-        beside = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
-        plan = replace(plan, files=(*plan.files, *beside))
+        others = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
+        plan = replace(plan, files=(*plan.files, *others))
     published = None
     if not dry_run:
         from ckptkit.publish.write import publish  # not needed for reading

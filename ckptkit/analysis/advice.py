@@ -56,7 +56,7 @@ def recover(path: str, unverified: bool = False) -> str:
 
 def fixed(path: str) -> str:
     """The name of the file that has what `path` has, mended."""
-    return _beside(
+    return _with_mark(
         path,
         "fixed",
         None if path.lower().endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes)) else ".pth",
@@ -65,7 +65,7 @@ def fixed(path: str) -> str:
 
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
     """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
-    output = _beside(path, mark, suffix)
+    output = _with_mark(path, mark, suffix)
     return shlex.join(("ckptkit", command, *options, *argument(path), output))
 
 
@@ -85,7 +85,7 @@ def argument(path: str) -> tuple[str, ...]:
     return ("--", path) if path.startswith("-") else (path,)
 
 
-def _beside(path: str, mark: str, suffix: str | None) -> str:
+def _with_mark(path: str, mark: str, suffix: str | None) -> str:
     """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
 
     `suffix` replaces that of `path`.
@@ -153,19 +153,19 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     if not refused:
         return
     what = "TorchScript" if format.program else some(refused)
-    said = f"torch.load(weights_only=True) refuses {what}"
+    refusal = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)
         command = edit("convert", path, "weights", *options, suffix=".safetensors")
-        yield f"{said}; for the weights alone: {command}"
+        yield f"{refusal}; for the weights alone: {command}"
     elif (
         summary.objects
         and summary.survives_dropping()
         and not any(row.inside for row in summary.rows)
     ):
-        yield f"{said}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
+        yield f"{refusal}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
     else:
-        yield said
+        yield refusal
 
 
 def _inner(summary: Summary, path: str) -> Iterator[str]:

@@ -36,11 +36,11 @@ class Mismatch:
 
     code: str
     field: str
-    said: object
+    expected: object
     found: object
 
     def __str__(self) -> str:
-        return f"{self.field} is {self.said}, and the tensors have {self.found}"
+        return f"{self.field} is {self.expected}, and the tensors have {self.found}"
 
 
 def mismatches(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Mismatch]:
@@ -49,8 +49,8 @@ def mismatches(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list
     text: Mapping[str, Any] = next(
         (config[key] for key in _TEXT if isinstance(config.get(key), dict)), {}
     )
-    said = {**config, **text}
-    return [found for check in checks for found in check(said, tensors)]
+    values = {**config, **text}
+    return [found for check in checks for found in check(values, tensors)]
 
 
 def _field(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:
@@ -76,29 +76,29 @@ def _is_vision(name: str) -> bool:
 
 
 def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
-    said = _field(config, LAYERS)
+    expected = _field(config, LAYERS)
     counts = {
         prefix: n for prefix, n in _numbers(_LAYER, tensors).items() if not _is_vision(prefix)
     }
-    if said is None or not counts:
+    if expected is None or not counts:
         return
     extra = config.get("num_nextn_predict_layers")
-    allowed = {said[1], said[1] + extra} if type(extra) is int else {said[1]}
+    allowed = {expected[1], expected[1] + extra} if type(extra) is int else {expected[1]}
     most = max(counts.values())
     if most not in allowed:
-        yield Mismatch("layers", *said, f"{most} layers")
+        yield Mismatch("layers", *expected, f"{most} layers")
 
 
 def _experts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
-    said = _field(config, EXPERTS)
-    if said is None:
+    expected = _field(config, EXPERTS)
+    if expected is None:
         return
     counts = Counter(
         n for prefix, n in _numbers(_EXPERT, tensors).items() if not _is_vision(prefix)
     )
     stacked = [t.shape[0] for name, t in tensors.items() if _is_stacked(name) and len(t.shape) == 3]
-    for count in sorted({*counts, *stacked} - {said[1]}):
-        yield Mismatch("experts", *said, f"{count} experts")
+    for count in sorted({*counts, *stacked} - {expected[1]}):
+        yield Mismatch("experts", *expected, f"{count} experts")
 
 
 def _is_stacked(name: str) -> bool:
@@ -126,8 +126,8 @@ def _heads(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator
     heads, hidden = _field(config, HEADS), _field(config, HIDDEN)
     if heads is None or hidden is None or "kv_lora_rank" in config:
         return
-    said = config.get("head_dim")
-    size = said if type(said) is int else hidden[1] // max(1, heads[1])
+    expected = config.get("head_dim")
+    size = expected if type(expected) is int else hidden[1] // max(1, heads[1])
     keys = _field(config, ("num_key_value_heads",)) or heads
     for ending, (field, count) in (
         ("self_attn.q_proj.weight", heads),

@@ -77,8 +77,8 @@ def parse(data: bytes) -> dict[str, str]:
         first, *rest = data.decode("utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise FormatError("is no manifest: not UTF-8") from error
-    said = _FIRST.match(first)
-    if said is None:
+    heading = _FIRST.match(first)
+    if heading is None:
         raise FormatError("is no manifest", hint="`ckptkit digest FILE --manifest OUT` writes one")
     ids: dict[str, str] = {}
     for number, line in enumerate(rest, 2):
@@ -90,9 +90,9 @@ def parse(data: bytes) -> dict[str, str]:
         if name in ids:
             raise FormatError(f"line {number:,}: the name is there twice")
         ids[name] = id
-    if len(ids) != int(said[1]) or whole(ids) != said[2]:
+    if len(ids) != int(heading[1]) or whole(ids) != heading[2]:
         raise CorruptError(
-            f"is not whole: its first line says {int(said[1]):,} tensors of another digest"
+            f"is not whole: its first line says {int(heading[1]):,} tensors of another digest"
         )
     return ids
 

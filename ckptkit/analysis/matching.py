@@ -172,10 +172,10 @@ class _Matcher:
         if ours.parts[-1] != theirs.parts[-1] or not rule.old or not rule.new:
             return
         self.rules.append(rule)
-        for beside in self._parents[rule.old]:
-            other = self.theirs.get((*rule.new, beside.parts[-1]))
+        for sibling in self._parents[rule.old]:
+            other = self.theirs.get((*rule.new, sibling.parts[-1]))
             if other is not None:
-                self.accept(self.joined(beside, other), confidence + 0.1, why)
+                self.accept(self.joined(sibling, other), confidence + 0.1, why)
 
     def _is_vague(self, names: Mapping[str, str]) -> bool:
         """Return whether the shape says little: of one vector or number alone."""

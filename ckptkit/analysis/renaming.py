@@ -98,7 +98,7 @@ class Rules:
         heapify(heap)
         while heap and self.work > 0:
             votes, nearness, number, rule = heappop(heap)
-            names, weight = self._weigh(rule)
+            names, weight = self._effect(rule)
             if weight < -votes:
                 if weight:
                     heappush(heap, (-weight, nearness, number, rule))
@@ -111,7 +111,7 @@ class Rules:
             if not rivals or near.get(rule, 0) >= max(rivals) + MARGIN:
                 yield rule, names, not rivals
 
-    def _weigh(self, rule: Rule) -> tuple[dict[str, str], int]:
+    def _effect(self, rule: Rule) -> tuple[dict[str, str], int]:
         """Return the names that a rule explains now, and their weight."""
         names: dict[str, str] = {}
         weight = 0
@@ -130,7 +130,7 @@ class Rules:
 
     def _contest(self, rival: Rule, names: Mapping[str, str], weight: int) -> bool:
         """Return whether a rule explains as much as another one, and some of the same keys."""
-        theirs, as_much = self._weigh(rival)
+        theirs, as_much = self._effect(rival)
         return as_much >= weight and (
             not names.keys().isdisjoint(theirs)
             or not set(names.values()).isdisjoint(theirs.values())

@@ -128,8 +128,8 @@ class _One(options.Edit):
     reports: list[Conversion] = field(default_factory=list)
 
     def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
-        said = (*done.warnings, *options.what_was_lost(lost))
-        self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=said)))
+        warnings = (*done.warnings, *options.what_was_lost(lost))
+        self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=warnings)))
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,15 @@ class _Work:
 
         That is the options, and the content of a recipe file.
         """
-        said: list[object] = [
+        parts: list[object] = [
             self.name,
             sorted(each for each in self.given.items() if each[0] not in HOW),
         ]
         path = self.given.get("recipe", "")
         if os.path.isfile(path):
             with open(path, "rb") as file:
-                said.append(file.read().hex())
-        return said
+                parts.append(file.read().hex())
+        return parts
 
 
 def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) -> int:
@@ -258,11 +258,11 @@ class _Report:
         self._size += outcome.size
         if outcome.error is not None:
             self._failed[job.output] = outcome
-        said = (*outcome.left_out, *outcome.warnings)
-        if said and not self._given["quiet"]:
+        remarks = (*outcome.left_out, *outcome.warnings)
+        if remarks and not self._given["quiet"]:
             self._warn(
-                f"{job.output}: {said[0]}"
-                + (f" ({and_more(len(said) - 1).strip()})" if len(said) > 1 else "")
+                f"{job.output}: {remarks[0]}"
+                + (f" ({and_more(len(remarks) - 1).strip()})" if len(remarks) > 1 else "")
             )
         if self._given["as_json"] or self._given["dry_run"]:
             self._rows[job.output] = _facts(job, outcome)
@@ -293,9 +293,9 @@ class _Report:
 
     def _sentence(self) -> str:
         count = self._states.get
-        parts = [f"{verb} {count(state, 0):,}" for state, verb in _SAID if count(state)]
-        said = f"{self._name} into {urls.shown(self._into)}: {', '.join(parts)}"
-        return f"{said}; {render.size(self._size)}" if self._size else said
+        parts = [f"{verb} {count(state, 0):,}" for state, verb in _STATES if count(state)]
+        sentence = f"{self._name} into {urls.shown(self._into)}: {', '.join(parts)}"
+        return f"{sentence}; {render.size(self._size)}" if self._size else sentence
 
     def _json(self, jobs: Sequence[Job]) -> dict[str, Any]:
         return {
@@ -303,14 +303,14 @@ class _Report:
             "command": self._name,
             "into": urls.shown(self._into),
             "dry_run": self._given["dry_run"],
-            "counts": {state: self._states.get(state, 0) for state, _ in _SAID},
+            "counts": {state: self._states.get(state, 0) for state, _ in _STATES},
             "size": self._size,
             "jobs": (self._rows[job.output] for job in jobs),
         }
 
 
 # States of jobs, and what to say of them.
-_SAID = (
+_STATES = (
     ("planned", "would write"),
     ("done", "wrote"),
     ("found", "already there and correct"),
@@ -320,10 +320,10 @@ _SAID = (
 
 
 def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
-    said = {
+    facts = {
         name: value for name, value in asdict(outcome).items() if name not in ("made", "exit_code")
     }
-    return {"source": urls.shown(job.input.path), "output": job.output, **said}
+    return {"source": urls.shown(job.input.path), "output": job.output, **facts}
 
 
 def _line(row: dict[str, Any]) -> str:

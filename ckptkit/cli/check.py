@@ -52,16 +52,16 @@ def command(
     from ckptkit.rules import config as configuration
 
     checkpoint = open_checkpoint(file, key=key)
-    said = configuration.beside(checkpoint.source) if config is None else configuration.read(config)
-    found = list(_findings(checkpoint, list(lines), like, said))
+    sizes = configuration.find(checkpoint.source) if config is None else configuration.read(config)
+    found = list(_findings(checkpoint, list(lines), like, sizes))
     if as_json:
         render.emit_json(
-            {"schema": SCHEMA, "file": file, "checked_config": said is not None, "findings": found}
+            {"schema": SCHEMA, "file": file, "checked_config": sizes is not None, "findings": found}
         )
     else:
         render.emit(*(render.escape(f"{file}: {each['text']}") for each in found))
         if not found and not quiet:
-            against = " and config.json" if said is not None else ""
+            against = " and config.json" if sizes is not None else ""
             render.emit(render.escape(f"{file}: as expected ({len(lines)} expectations{against})"))
     return FINDINGS if found else 0
 

@@ -163,13 +163,13 @@ def _prefixes(
 def _matching(candidates: Candidates, incomplete: str) -> list[CompletionItem]:
     """Return the candidates that start with `incomplete`; if too many, their next components."""
     found = {
-        name: said for name, said in candidates if name.startswith(incomplete) and _harmless(name)
+        name: text for name, text in candidates if name.startswith(incomplete) and _harmless(name)
     }
     if len(found) > MOST:
         ends = zip(min(found), max(found), strict=False)
         start = next((place for place, (a, b) in enumerate(ends) if a != b), 0)
         found = dict.fromkeys((_up_to_dot(name, start) for name in found), None)
-    return [CompletionItem(name, help=said) for name, said in list(found.items())[:MOST]]
+    return [CompletionItem(name, help=text) for name, text in list(found.items())[:MOST]]
 
 
 def _up_to_dot(name: str, start: int) -> str:

@@ -165,7 +165,7 @@ def _compare(
     path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool
 ) -> int:
     from ckptkit.analysis.digests import differences, read_manifest
-    from ckptkit.cli.verify import said
+    from ckptkit.cli.verify import finding_text
 
     known = read_manifest(expected)
     found = list(differences(digests, known, matches))
@@ -176,7 +176,7 @@ def _compare(
         render.emit(
             f"{render.escape(path)}: {number} from the {len(known):,} tensors of the manifest"
         )
-        render.write(f"  {render.escape(said(each))}\n" for each in found)
+        render.write(f"  {render.escape(finding_text(each))}\n" for each in found)
     elif not quiet:
         render.emit(
             f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} "

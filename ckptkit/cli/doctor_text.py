@@ -62,17 +62,17 @@ def _causes(found: Diagnosis) -> Iterator[str]:
         if is_terminal(sys.stdout)
         else WIDEST
     )
-    said: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number, cause in enumerate(found.causes, 1):
         yield ""
         title = f"{number}. {'Note: ' * (cause.severity == NOTE)}{escape(cause.title)}"
         yield paint(title, COLOURS[cause.severity])
         text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
         yield from (f"   {escape(line)}" for line in text)
-        if cause.command in said:
-            yield f"     (same command as {said[cause.command]})"
+        if cause.command in numbers:
+            yield f"     (same command as {numbers[cause.command]})"
         elif cause.command is not None:
-            said[cause.command] = number
+            numbers[cause.command] = number
             yield f"     {escape(cause.command)}"
 
 

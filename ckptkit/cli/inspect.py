@@ -181,8 +181,10 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
         shown = summary_text.lines(summary, rows, flat=want.flat, sort=want.sort)
     warnings = (*summary.warnings, *_unmatched(want, rows))
     hints = (*_wider(want, rows, summary), *advise(summary))
-    said = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in hints)]
-    return chain(shown, [""] * bool(said), (render.labelled(render.escape(each)) for each in said))
+    remarks = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in hints)]
+    return chain(
+        shown, [""] * bool(remarks), (render.labelled(render.escape(each)) for each in remarks)
+    )
 
 
 def _tree(

@@ -139,15 +139,15 @@ class Edit:
         checkpoint = open_checkpoint(path, key=key)
         return checkpoint.alone() if self.part_only else checkpoint.whole()
 
-    def with_defaults(self, said: Mapping[str, Any]) -> Edit:
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Edit:
         """Return this Edit, with a recipe's output options where the user gave none."""
-        size = bytes_of(said["shard_size"]) if "shard_size" in said else None
+        size = bytes_of(defaults["shard_size"]) if "shard_size" in defaults else None
         return replace(
             self,
-            format=self.format or said.get("format"),
-            objects=self.objects if self.objects != "keep" else said.get("objects", "keep"),
-            ties=self.ties if self.ties != "alias" else said.get("ties", "alias"),
-            everything=self.everything or said.get("all", False),
+            format=self.format or defaults.get("format"),
+            objects=self.objects if self.objects != "keep" else defaults.get("objects", "keep"),
+            ties=self.ties if self.ties != "alias" else defaults.get("ties", "alias"),
+            everything=self.everything or defaults.get("all", False),
             shard_size=self.shard_size or size,
         )
 
@@ -178,10 +178,10 @@ class Edit:
                 facts.update(facts_of(rules))
             render.emit_json(facts)
         elif not self.quiet:
-            said = "; ".join(
+            sentence = "; ".join(
                 (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes)
             )
-            render.emit(render.escape(f"{_verb(done.plan, self.dry_run)} {done.path}: {said}"))
+            render.emit(render.escape(f"{_verb(done.plan, self.dry_run)} {done.path}: {sentence}"))
             if self.dry_run and rules:
                 from ckptkit.cli.rules_report import lines_of
 
@@ -197,9 +197,11 @@ class Edit:
 def _verb(plan: Plan | Patch, dry_run: bool) -> str:
     from ckptkit.core.plan import Patch
 
-    if isinstance(plan, Patch):
-        return "would change" if dry_run else "changed" if plan.seal is not None else "kept"
-    return "would write" if dry_run else "wrote"
+    if not isinstance(plan, Patch):
+        return "would write" if dry_run else "wrote"
+    if dry_run:
+        return "would change"
+    return "kept" if plan.seal is None else "changed"
 
 
 def _sizes(plan: Plan | Patch) -> str:
@@ -211,8 +213,8 @@ def _sizes(plan: Plan | Patch) -> str:
 
 
 def what_was_lost(lost: Sequence[Loss]) -> list[str]:
-    said = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
-    return said + (
+    lines = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
+    return lines + (
         [f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else []
     )
 
@@ -458,9 +460,9 @@ def asked(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_asked(*, table: str | None, check_copies: bool, copies: str, **given: Any) -> Any:
         from ckptkit.formats.format import Asked
 
-        said = table is not None or check_copies or copies != "compare"
+        is_given = table is not None or check_copies or copies != "compare"
         how = "check" if check_copies and copies == "compare" else copies
-        return command(asked=Asked(how, table) if said else None, **given)
+        return command(asked=Asked(how, table) if is_given else None, **given)
 
     return _decorated(with_asked, _ASKED)
 

@@ -151,7 +151,9 @@ def json_number(value: Any) -> Any:
     """Replace NaN and infinities by their names, since JSON has neither; return all else as is."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def json_pieces(value: Any) -> Iterator[str]:

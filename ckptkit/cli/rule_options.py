@@ -43,5 +43,5 @@ def asked(
     from ckptkit.rules import config as configuration
     from ckptkit.rules.applying import Asked
 
-    said = None if config is None else configuration.read(config)
-    return Asked(args, said, reverse, with_reports=edit.dry_run)
+    sizes = None if config is None else configuration.read(config)
+    return Asked(args, sizes, reverse, with_reports=edit.dry_run)

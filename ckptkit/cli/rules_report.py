@@ -21,9 +21,9 @@ def lines_of(report: Report) -> Iterator[str]:
     for done in report.rules:
         yield f"  {done.taken.number}  {done.taken.rule.text or done.taken.rule}"
         yield f"     {_done(done)}"
-    said = list(dict.fromkeys(text for done in report.rules for text in _said(done)))
-    if said:
-        yield f"  sizes: {'  '.join(said)}"
+    values = list(dict.fromkeys(text for done in report.rules for text in _size_lines(done)))
+    if values:
+        yield f"  sizes: {'  '.join(values)}"
     yield f"  reversible: {report.reversible or 'yes'}"
 
 
@@ -55,7 +55,7 @@ def _range(sizes: set[int]) -> str:
     return str(low) if low == high else f"{low}..{high}"
 
 
-def _said(done: Done) -> Iterator[str]:
+def _size_lines(done: Done) -> Iterator[str]:
     sizes = _sizes(done)
     for word, origin in done.taken.origins.items():
         if word in sizes:

@@ -108,17 +108,19 @@ class Outcome:
     def summary(self) -> str:
         from ckptkit.scan.verdict import LABELS, VERDICTS
 
-        said = [
+        counts_found = [
             f"{self.verdicts[each]:,} {LABELS[each]}"
             for each in reversed(VERDICTS)
             if self.verdicts[each]
         ]
-        said += [f"{self.failed:,} could not be read"] if self.failed else []
-        return f"{render.plural(len(self), 'file')}: {', '.join(said)}"
+        counts_found += [f"{self.failed:,} could not be read"] if self.failed else []
+        return f"{render.plural(len(self), 'file')}: {', '.join(counts_found)}"
 
     @property
     def code(self) -> int:
         """Return the exit code; findings take precedence over unreadable files."""
         if not len(self):
             raise InputError("there are no files to scan")
-        return FOUND if self.found else InputError.exit_code if self.failed else 0
+        if self.found:
+            return FOUND
+        return InputError.exit_code if self.failed else 0

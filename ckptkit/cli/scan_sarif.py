@@ -107,8 +107,8 @@ def _uri(path: str) -> str:
 
 
 def _invocation(failures: list[Failure]) -> dict[str, Any]:
-    said = [
+    notices = [
         {"level": "error", "message": {"text": escape(str(each.error.at(each.path)))}}
         for each in failures
     ]
-    return {"executionSuccessful": not failures, "toolExecutionNotifications": said}
+    return {"executionSuccessful": not failures, "toolExecutionNotifications": notices}

@@ -26,17 +26,17 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
     if isinstance(result, Failure):
         return
     yield f"{result.path}: {LABELS[result.verdict]}"
-    said = [line for pickle in result.pickles for line in _pickle(pickle)]
-    said += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
-    said += [
+    lines = [line for pickle in result.pickles for line in _pickle(pickle)]
+    lines += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
+    lines += [
         f"{each.where}: a program that uses {', '.join(each.files)}"
         for each in result.programs
         if each.files
     ]
     functions = sum(each.functions for each in result.programs)
     if functions:
-        said.append(f"a program of {functions:,} functions, run by torch.jit when they are called")
-    yield from (f"  {line}" for line in _some(unique(said)))
+        lines.append(f"a program of {functions:,} functions, run by torch.jit when they are called")
+    yield from (f"  {line}" for line in _some(unique(lines)))
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _place(where: str) -> str:
     return f"{where}: " if where else ""
 
 
-def _some(said: Sequence[str]) -> Iterator[str]:
-    yield from said[:SHOWN]
-    if len(said) > SHOWN:
-        yield f"and {len(said) - SHOWN:,} more, which --json lists"
+def _some(lines: Sequence[str]) -> Iterator[str]:
+    yield from lines[:SHOWN]
+    if len(lines) > SHOWN:
+        yield f"and {len(lines) - SHOWN:,} more, which --json lists"

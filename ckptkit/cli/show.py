@@ -49,10 +49,11 @@ class Shown(NamedTuple):
 
         picks = plane(self.picks, rows, columns)
         cells = compute.numbers(select(self.tensor, picks))
+        if not cells.size:
+            return picks, []
         many = [pick for pick in picks if not pick.single]
-        return picks, cells.reshape(
-            many[0].size if len(many) > 1 else 1, -1
-        ).tolist() if cells.size else []
+        height = many[0].size if len(many) > 1 else 1
+        return picks, cells.reshape(height, -1).tolist()
 
 
 @click.command("show")
@@ -219,13 +220,9 @@ def _row(cells: list[list[Any]], first: list[list[Any]], row: int) -> str:
 
 
 def _cell(value: Any) -> str:
-    return (
-        str(value)
-        if isinstance(value, int)
-        else short(value)
-        if isinstance(value, complex)
-        else f"{value:.3g}"
-    )
+    if isinstance(value, int):
+        return str(value)
+    return short(value) if isinstance(value, complex) else f"{value:.3g}"
 
 
 def _heat(shown: list[Shown]) -> Iterator[str]:

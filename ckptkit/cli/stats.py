@@ -111,17 +111,24 @@ def command(
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
-    label = stats.depth(depth) if depth is not None else stats.family if fold else None
-    form = "json" if as_json else "csv" if as_csv else "text"
+    by_depth = None if depth is None else stats.depth(depth)
+    label = stats.family if fold else by_depth
+    form = _form(as_json, as_csv)
     with closing(open_checkpoint(file, key=key)) as opened:
         checkpoint = opened if stored else look_through(opened)
         rows = _chosen(checkpoint, globs, everything)
         found = stats.Statistics(rows, label)
         _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))
     if not as_json:
-        for line, hint in _said(found, globs):
+        for line, hint in _remarks(found, globs):
             render.warn(line, hint)
     return 0
+
+
+def _form(as_json: bool, as_csv: bool) -> str:
+    if as_json:
+        return "json"
+    return "csv" if as_csv else "text"
 
 
 def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbytes: int) -> None:
@@ -311,7 +318,7 @@ def short(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**6 else f"{value:.3g}"
 
 
-def _said(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+def _remarks(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
     """Yield remarks (NaN, skipped tensors) and hints."""
     names = [row.label for row in found.odd]
     if names:

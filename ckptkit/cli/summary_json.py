@@ -51,8 +51,13 @@ def _of_processes(summary: Summary) -> dict[str, Any]:
     found: dict[str, Any] = {"about": summary.about} if summary.about else {}
     if summary.part is not None:
         part = summary.part
-        said = {"kind": part.kind, "said": part.said, "detail": part.detail, "folder": part.folder}
-        found["part"] = said
+        facts = {
+            "kind": part.kind,
+            "said": part.name,
+            "detail": part.detail,
+            "folder": part.folder,
+        }
+        found["part"] = facts
     return found
 
 

@@ -32,9 +32,9 @@ def lines(summary: Summary, rows: list[TensorRow], *, flat: bool, sort: str) -> 
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
     if kinds := Counter(row.dtype for row in rows if row.is_logical):
         total = sum(row.name is not None for row in rows)
-        said = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+        parts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         yield escape(
-            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({said}); --stored shows "
+            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({parts}); --stored shows "
             "their parts"
         )
     shared = _shared(rows)
@@ -100,19 +100,19 @@ def _remark(row: TensorRow, shared: set[int | None]) -> str:
         and not (tensor.conj or tensor.neg)
     ):  # as almost all are
         return ""
-    said = [] if tensor.layout == "strided" else [tensor.layout]
+    parts = [] if tensor.layout == "strided" else [tensor.layout]
     if row.inside:
-        said[0] += f" of {plural(len(row.inside), 'tensor')} below"
+        parts[0] += f" of {plural(len(row.inside), 'tensor')} below"
     if tensor.kind == "ndarray":
-        said.append("numpy")
+        parts.append("numpy")
     if tensor.storage is not None:
         if row.storage in shared:
-            said.append(f"shares storage {row.storage}")
+            parts.append(f"shares storage {row.storage}")
         if tensor.layout == "strided" and tensor.storage.nbytes > row.nbytes:
-            said.append(f"view of {size(tensor.storage.nbytes)}")
+            parts.append(f"view of {size(tensor.storage.nbytes)}")
     if tensor.conj or tensor.neg:
-        said.append("conjugated" if tensor.conj else "negated")
-    return ", ".join(said)
+        parts.append("conjugated" if tensor.conj else "negated")
+    return ", ".join(parts)
 
 
 def _part(group: Group) -> str:

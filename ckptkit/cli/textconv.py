@@ -47,8 +47,8 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
     digests = sha256_each((row.place, row.tensor) for row in summary.rows)
     for row, digest in zip(summary.rows, digests, strict=True):
         tensor = row.tensor
-        said = "no bytes" if digest is None else f"sha256 {digest[:HEX]}"
-        yield f"{row.place}: {tensor.dtype} {shape(tensor.shape)} {tensor.device} {said}"
+        content = "no bytes" if digest is None else f"sha256 {digest[:HEX]}"
+        yield f"{row.place}: {tensor.dtype} {shape(tensor.shape)} {tensor.device} {content}"
     yield from (f"{join(value.path)}: {_value(value.value)}" for value in summary.values)
     yield from (f"{join(each.path)}: an object of {each.global_}" for each in summary.objects)
     yield from (f"metadata {name}: {_value(value)}" for name, value in summary.extras.items())

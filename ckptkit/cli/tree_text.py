@@ -73,7 +73,7 @@ def tree(
     rows = list(_rows(top, sort, chosen is not None))
     total = top.parameters if chosen is None else sum(share.parameters for share in shares)
     width = _width()
-    bar = BAR if width is None or width >= WIDE else SHORT_BAR if width >= MEDIUM else 0
+    bar = _bar_length(width)
     digits = len(f"{total:,}")
     room = _room(rows, width, bar + digits + 12 if bar else digits + 10)
     bars = horizontal_bars([total, *(entry.parameters for entry, _ in rows)], bar)
@@ -89,6 +89,13 @@ def _numbers(parameters: int, total: int, digits: int) -> str:
     """Format parameters and share: `` 4,096 1.5%``"""
     share = parameters / total
     return f"{parameters:>{digits},}  {f'{share:.1%}' if share >= 0.0005 else '<0.1%':>6}"
+
+
+def _bar_length(width: int | None) -> int:
+    """Return the length of the bars that fit in a terminal of this width."""
+    if width is None or width >= WIDE:
+        return BAR
+    return SHORT_BAR if width >= MEDIUM else 0
 
 
 def _width() -> int | None:
@@ -122,11 +129,10 @@ def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, 
             waiting.append((below[0], prefix + entry.label, depth))
             continue
         text = plural(entry.tensors, "tensor") if entry.is_group else entry.text
-        label = prefix + entry.label
-        yield (
-            entry,
-            "  " * depth + (f"{label}{' ' if entry.is_group else ': '}{text}" if depth else text),
-        )
+        if depth:
+            between = " " if entry.is_group else ": "
+            text = f"{'  ' * depth}{prefix}{entry.label}{between}{text}"
+        yield entry, text
         if sort in orders:
             below.sort(key=orders[sort])
         waiting += [(child, "", depth + 1) for child in reversed(below)]

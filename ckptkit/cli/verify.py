@@ -72,7 +72,9 @@ def command(
         files, expected, matches, values, key, failures, alone=len(files) == 1 and not as_json
     )
     shown.print(verdicts)
-    return InputError.exit_code if failures else FINDINGS if shown.wrong else 0
+    if failures:
+        return InputError.exit_code
+    return FINDINGS if shown.wrong else 0
 
 
 def _verdicts(
@@ -167,10 +169,10 @@ def lines(verdict: Verdict) -> Iterator[str]:
             looked, notes = f"{looked}; {notes[0]}", notes[1:]
         yield f"{verdict.path}: ok: {looked}"
     elif len(verdict.findings) == 1:
-        yield f"{verdict.path}: {said(verdict.findings[0])}"
+        yield f"{verdict.path}: {finding_text(verdict.findings[0])}"
     else:
         yield f"{verdict.path}: {len(verdict.findings):,} findings"
-        yield from (f"  {said(each)}" for each in verdict.findings[:SHOWN])
+        yield from (f"  {finding_text(each)}" for each in verdict.findings[:SHOWN])
         if len(verdict.findings) > SHOWN:
             yield f"  and {len(verdict.findings) - SHOWN:,} more, which --json lists"
     yield from (f"note: {note}" for note in notes)
@@ -178,7 +180,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
         yield from (f"hint: {hint}" for hint in _hints(verdict))
 
 
-def said(finding: Finding) -> str:
+def finding_text(finding: Finding) -> str:
     """Format one finding: the file in a folder, what is wrong, and the affected tensors."""
     names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""

@@ -53,7 +53,7 @@ class ByteSource(ABC):
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes are no longer those that were opened."""
 
-    def beside(self) -> tuple[Folder, str] | None:
+    def folder_and_name(self) -> tuple[Folder, str] | None:
         """Return the folder that contains this file, and its name there; None if there is none."""
         return None
 
@@ -176,7 +176,7 @@ class LocalFile(ByteSource):
                 "changed while it was read", where=self.name, hint="run the command again"
             )
 
-    def beside(self) -> tuple[Folder, str]:
+    def folder_and_name(self) -> tuple[Folder, str]:
         return Folder(os.path.dirname(self.name)), os.path.basename(self.name)
 
     def close(self) -> None:

@@ -45,17 +45,17 @@ _SIZES = {
 class PartOf:
     """A file that is one part of a checkpoint.
 
-    ``said`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"), ``detail`` what of the tensors it
+    ``name`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"), ``detail`` what of the tensors it
     holds, ``folder`` where the whole is, None if nothing tells.
     """
 
     kind: str
-    said: str
+    name: str
     detail: str
     folder: str | None
 
     def __str__(self) -> str:
-        return f"{self.said}: {self.detail}" if self.detail else self.said
+        return f"{self.name}: {self.detail}" if self.detail else self.name
 
     def refusal(self, what: str = "this would take it for the whole") -> UnsupportedError:
         """The error of a command that is for whole checkpoints."""
@@ -137,9 +137,9 @@ def piece_elements(piece: Piece) -> int:
 
 def _rows(cut: list[tuple[Path, Piece]], rank: int | None) -> str:
     """Describe the rows that it holds: of all tensors if they agree, else of the first."""
-    said = {text for _, piece in cut if (text := extent(piece, rank))}
-    if len(said) == 1:
-        return f"{said.pop()} of each tensor"
+    texts = {text for _, piece in cut if (text := extent(piece, rank))}
+    if len(texts) == 1:
+        return f"{texts.pop()} of each tensor"
     place, piece = max(cut, key=lambda each: piece_elements(each[1]))
     return (
         f"a part of each of {len(cut):,} tensors, e.g. {extent(piece, rank) or 'none'} of "
@@ -157,15 +157,15 @@ def extent(piece: Piece, rank: int | None = None) -> str:
         return "no rows"
     if len(boxes) > 1:
         return f"{len(boxes):,} runs of rows"
-    said = []
+    spans = []
     for dim, (at, n, whole) in enumerate(
         zip(boxes[0].offsets, boxes[0].sizes, piece.shape, strict=True)
     ):
         if n < whole:
             what = ("rows", "columns")[dim] if dim < 2 else f"dimension {dim}: indexes"
             span = f"{what} {at:,} to {at + n - 1:,}" if n > 1 else f"{what[:-1]} {at:,}"
-            said.append(f"{span} of {whole:,}")
-    return " and ".join(said) or "all rows"
+            spans.append(f"{span} of {whole:,}")
+    return " and ".join(spans) or "all rows"
 
 
 # Arguments, counters and names
@@ -173,15 +173,15 @@ def extent(piece: Piece, rank: int | None = None) -> str:
 
 def _arguments(root: Node) -> Mapping[str, Node]:
     found = root.get("args") if isinstance(root, dict) else None
-    said = attributes(found)
-    return {key.replace("-", "_"): value for key, value in said.items() if isinstance(key, str)}
+    values = attributes(found)
+    return {key.replace("-", "_"): value for key, value in values.items() if isinstance(key, str)}
 
 
 def _grid(root: Node) -> dict[str, int]:
     """Parallel ranks by what they are called, where there is more than one."""
-    said = _arguments(root)
-    sizes = {name: said[key] for key, name in _SIZES.items() if type(said.get(key)) is int}
-    return {name: n for name, n in sizes.items() if 1 < n < 1 << 31}
+    arguments = _arguments(root)
+    sizes = {name: arguments.get(key) for key, name in _SIZES.items()}
+    return {name: n for name, n in sizes.items() if type(n) is int and 1 < n < 1 << 31}
 
 
 def _megatron(root: Node, path: str) -> PartOf | None:
@@ -253,13 +253,13 @@ def _named(root: Node, path: str) -> PartOf | None:
                 _folder(path),
             )
     elif found := _LAYER.fullmatch(name):
-        said = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
-        return PartOf(DEEPSPEED, said, "", _folder(path))
+        name = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
+        return PartOf(DEEPSPEED, name, "", _folder(path))
     elif found := _VLLM.fullmatch(name):
         return PartOf(VLLM, f"rank {int(found[1])} of a sharded state of vLLM", "", None)
     elif (found := _ZERO.fullmatch(name)) and _counted(root) > 1:
-        said = f"the partition of rank {int(found[1])} of DeepSpeed's ZeRO"
-        return PartOf(DEEPSPEED, said, "", _folder(path))
+        name = f"the partition of rank {int(found[1])} of DeepSpeed's ZeRO"
+        return PartOf(DEEPSPEED, name, "", _folder(path))
     return None
 
 

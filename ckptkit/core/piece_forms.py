@@ -133,9 +133,9 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
 
 def _order(entry: Node) -> tuple[int, tuple[int, ...]]:
     """A ShardOrderEntry: tensor dimension, and the mesh dimensions that cut it, in order."""
-    said = attributes(entry)
+    state = attributes(entry)
     args = entry.args if isinstance(entry, Object) else entry
-    dim, dims = (said["tensor_dim"], said["mesh_dims"]) if said else args
+    dim, dims = (state["tensor_dim"], state["mesh_dims"]) if state else args
     return _integer(dim), tuple(_integer(d) for d in dims)
 
 
@@ -209,11 +209,11 @@ def _placement(node: Node, rank: int) -> Placement:
     kind = _KINDS.get(made.name if made is not None else "")
     if kind is None:
         raise UnsupportedError(f"holds a tensor that is laid on its mesh in a way called {made}")
-    said = attributes(node)
+    state = attributes(node)
     if kind in (REPLICATE, PARTIAL):
         return Placement(kind)
-    dim = said["dim"] if "dim" in said else node.args[0]
-    factor = said.get("split_factor", 1)
+    dim = state["dim"] if "dim" in state else node.args[0]
+    factor = state.get("split_factor", 1)
     if type(dim) is not int or not -rank <= dim < rank or type(factor) is not int or factor < 1:
         raise FormatError("holds a tensor that is cut along a dimension that it does not have")
     return Placement(kind, dim % rank, factor)
@@ -257,9 +257,9 @@ def integers(tensor: Node) -> tuple[int, ...]:
 
 def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
     local, metadata, group, *_ = state
-    said, process = attributes(metadata), attributes(group)
-    listed = tuple(map(_listed, said["shards_metadata"]))
-    size = _sizes(said["size"])
+    state, process = attributes(metadata), attributes(group)
+    listed = tuple(map(_listed, state["shards_metadata"]))
+    size = _sizes(state["size"])
     if size != whole.shape:
         raise FormatError(f"holds a ShardedTensor of {whole.shape} whose metadata say {size}")
     shards = []

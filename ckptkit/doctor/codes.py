@@ -50,16 +50,19 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
     kinds = Counter((group.label, group.family) for group in groups)
-    said = ", ".join(f"{number:,} {label} ({family})" for (label, family), number in kinds.items())
+    counts = ", ".join(
+        f"{number:,} {label} ({family})" for (label, family), number in kinds.items()
+    )
     used = {group.family for group in groups}
     readers = "; ".join(
         dict.fromkeys(each.oracle for each in families() if each.name in used and each.oracle)
     )
+    are = "is" if len(groups) == 1 else "are"
     ragged = any(group.family == "fp8-block" and _is_ragged(group) for group in groups)
     return Cause(
         "quantized",
         NOTE,
-        f"{len(groups):,} of its weights {'is' if len(groups) == 1 else 'are'} quantized: {said}.",
+        f"{len(groups):,} of its weights {are} quantized: {counts}.",
         "A model of floats cannot load them: codes are numbers together with their scales only. "
         + (f"Read as these do: {readers}." if readers else "")
         + (_RAGGED if ragged else ""),

@@ -225,13 +225,15 @@ def _whole_beside(place: Folder) -> str | None:
     path = os.path.abspath(place.name)
     above = os.path.dirname(path)
     try:
-        beside = [
+        companions = [
             os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name)
             for name in Folder(above).folders()
         ]
     except CkptkitError:
-        beside = []
-    related = [each for each in beside if os.path.abspath(each) != path and _is_related(each, path)]
+        companions = []
+    related = [
+        each for each in companions if os.path.abspath(each) != path and _is_related(each, path)
+    ]
     for each in (*_latest(inside), *_latest(related)):
         try:
             formats.read(Folder(each))

@@ -40,7 +40,7 @@ class Refusal:
 def cause(refusal: Refusal) -> Cause:
     """Return the one cause of a refusal."""
     error, head = refusal.error, refusal.head
-    said = error.message + (f" ({error.where})" if error.where not in (None, refusal.path) else "")
+    fault = error.message + (f" ({error.where})" if error.where not in (None, refusal.path) else "")
     hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
     if head.startswith(b"version https://git-lfs"):
         return _pointer(refusal)
@@ -56,7 +56,7 @@ def cause(refusal: Refusal) -> Cause:
         return Cause(
             "newer",
             ERROR,
-            f"It is of a newer format than this torch can read: {said}.",
+            f"It is of a newer format than this torch can read: {fault}.",
             '"Attempted to read a PyTorch file with version ...": a newer torch reads it, and '
             "can save it for older ones.",
             "pip install --upgrade torch",
@@ -68,14 +68,16 @@ def cause(refusal: Refusal) -> Cause:
         return Cause(
             _ID.get(type(error), "refused"),
             ERROR,
-            f"It {_verb(said)}.",
+            f"It {_verb(fault)}.",
             f"ckptkit reads no guesses.{hint}",
         )
     if refusal.is_folder and refusal.known:
-        return _unfinished(refusal, said, hint)
+        return _unfinished(refusal, fault, hint)
     if refusal.known:
-        return _damaged(refusal, said, hint)
-    return Cause("foreign", ERROR, f"It {_verb(said)}.", f"torch.load cannot read it either.{hint}")
+        return _damaged(refusal, fault, hint)
+    return Cause(
+        "foreign", ERROR, f"It {_verb(fault)}.", f"torch.load cannot read it either.{hint}"
+    )
 
 
 _ID = {AmbiguousError: "ambiguous", UnsupportedError: "unsupported", LimitError: "limit"}
@@ -94,43 +96,43 @@ def _pointer(refusal: Refusal) -> Cause:
     )
 
 
-def _unfinished(refusal: Refusal, said: str, hint: str) -> Cause:
+def _unfinished(refusal: Refusal, fault: str, hint: str) -> Cause:
     command = None if refusal.whole is None else convert(refusal.whole, "whole")
     more = f" {refusal.whole} is complete." if refusal.whole else ""
     return Cause(
         "unfinished",
         ERROR,
-        f"The folder is not complete: {said}.",
+        f"The folder is not complete: {fault}.",
         "A save that was interrupted, or a copy that left files out, cannot be put "
         f"together.{hint}{more}",
         command,
     )
 
 
-def _damaged(refusal: Refusal, said: str, hint: str) -> Cause:
+def _damaged(refusal: Refusal, fault: str, hint: str) -> Cause:
     again = (
         'The download or the save did not finish, or bytes were changed since: "failed finding '
         'central directory".'
     )
     if not refusal.recoverable:
-        return Cause("damaged", ERROR, f"It is cut or damaged: {said}.", f"{again}{hint}")
+        return Cause("damaged", ERROR, f"It is cut or damaged: {fault}.", f"{again}{hint}")
     return Cause(
         "damaged",
         ERROR,
-        f"It is cut or damaged: {said}.",
+        f"It is cut or damaged: {fault}.",
         f"{again} Get it again; if that is not possible, what is whole of it can be saved.",
         recover(refusal.path),
         Fix(),
     )
 
 
-def _verb(said: str) -> str:
+def _verb(fault: str) -> str:
     """Return a message as the predicate of a sentence.
 
     Most are written to follow the name of the file: ``is empty``, ``holds 2 checkpoints``.
     """
     return (
-        said
-        if re.match(r"(is|has|holds|begins|names|puts|says) ", said)
-        else f"cannot be read: {said}"
+        fault
+        if re.match(r"(is|has|holds|begins|names|puts|says) ", fault)
+        else f"cannot be read: {fault}"
     )

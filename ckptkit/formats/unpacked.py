@@ -29,7 +29,7 @@ def _folder(probe: Probe) -> Folder | None:
     """Return the folder of the records, None if some are missing."""
     if probe.is_folder:
         folder = probe.folder
-    elif basename(probe.name) == _PICKLE and (place := probe.source.beside()) is not None:
+    elif basename(probe.name) == _PICKLE and (place := probe.source.folder_and_name()) is not None:
         folder = place[0]
     else:
         return None

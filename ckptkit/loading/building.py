@@ -53,7 +53,7 @@ def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -
         return make(**args)
     except Exception as error:
         raise ModelError(
-            f"{name} cannot be built: {_said(error)}", hint=_signature(make)
+            f"{name} cannot be built: {_one_line(error)}", hint=_signature(make)
         ) from error
 
 
@@ -66,7 +66,7 @@ def _module(place: str) -> ModuleType:
         return _load_file(place) if _is_file(place) else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         hint = None if _is_file(place) else "a file is named by its path: path/to/file.py:Class"
-        raise ModelError(f"{place} cannot be imported: {_said(error)}", hint=hint) from error
+        raise ModelError(f"{place} cannot be imported: {_one_line(error)}", hint=hint) from error
 
 
 def _load_file(path: str) -> ModuleType:
@@ -126,7 +126,7 @@ def _signature(make: Callable[..., object]) -> str:
     return f"give its arguments as --arg NAME=JSON{known}"
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

@@ -133,10 +133,10 @@ def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _A
         state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
         if versions is not None:
             state._metadata = versions
-        said = _shell(model).load_state_dict(state, strict=False)
+        result = _shell(model).load_state_dict(state, strict=False)
     except Exception:  # whatever the code of a model raises; our own count stands then
         return None
-    return _Answer(frozenset(said.missing_keys), frozenset(said.unexpected_keys))
+    return _Answer(frozenset(result.missing_keys), frozenset(result.unexpected_keys))
 
 
 def _shell(model: nn.Module) -> nn.Module:

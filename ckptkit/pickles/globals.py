@@ -156,7 +156,7 @@ def strided(
     if dtype is None:
         raise TensorError("a tensor of an untyped storage does not say its dtype")
     grad = flag(args[4]) if len(args) > 4 else False
-    said = (
+    flags = (
         {key for key, value in metadata.items() if value is True}
         if isinstance(metadata, dict)
         else set()
@@ -171,15 +171,15 @@ def strided(
         stride,
         _offset(typed, args[1]),
         grad,
-        conj="conj" in said,
-        neg="neg" in said,
+        conj="conj" in flags,
+        neg="neg" in flags,
     )
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
         raise TensorError(
             f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage"
         )
     known = metadata is None or (
-        isinstance(metadata, dict) and metadata.keys() == said <= {"conj", "neg"}
+        isinstance(metadata, dict) and metadata.keys() == flags <= {"conj", "neg"}
     )
     return tensor, known and (len(args) < 6 or is_empty(args[5]))
 

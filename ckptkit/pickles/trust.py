@@ -177,17 +177,17 @@ def judge_object(node: Object) -> tuple[str, str]:
     """Judge an object of a tree, without the values that it holds: the worst kind, and which step
     that is."""
     judged = judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
-    worst, said = judged.kind, f"calls {describe(node.callable)}"
+    worst, action = judged.kind, f"calls {describe(node.callable)}"
     target, built = target_of(node.callable, node.args), False
     if is_unfinished(target) and [step for step, _ in node.steps[:1]] != ["build"]:
-        return UNSURE, f"{said} without a state"
+        return UNSURE, f"{action} without a state"
     for step, value in node.steps:
         after = judge_step(_TREE, target, step, value, judged)
         kind = HARMFUL if built else after.kind
         judged, built = after, built or step == "build"
         if LEVELS.index(kind) > LEVELS.index(worst):
-            worst, said = kind, f"changes what {describe(node.callable)} made ({step})"
-    return worst, said
+            worst, action = kind, f"changes what {describe(node.callable)} made ({step})"
+    return worst, action
 
 
 def is_harmful(node: Object) -> bool:
@@ -198,14 +198,14 @@ def is_harmful(node: Object) -> bool:
 
 def check_object(node: Object) -> None:
     """Refuse to write an object that is not proved harmless. Raises UnsafeGlobalError."""
-    kind, said = judge_object(node)
+    kind, action = judge_object(node)
     if kind not in WRITTEN:
         known = (
             "which is not in the allowlist"
             if kind != UNSURE
             else "in a way that the allowlist does not know"
         )
-        raise UnsafeGlobalError(f"the file {said}, {known}", hint=_HINT)
+        raise UnsafeGlobalError(f"the file {action}, {known}", hint=_HINT)
 
 
 def check_fields(state: Node) -> None:

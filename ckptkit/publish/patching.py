@@ -256,7 +256,7 @@ def _state(known: Journal, journal: str, file: str, fd: int) -> str:
     return state
 
 
-def settle(path: str) -> None:
+def undo_interrupted(path: str) -> None:
     """Recover the files of interrupted edits in place at `path`, a file or a folder of files.
 
     Each file is restored to what it was, unless only the removal of the journal was missing. Raises
@@ -265,14 +265,14 @@ def settle(path: str) -> None:
     """
     for journal, file in journals_of(path):
         try:
-            _settle(journal, file)
+            _undo_interrupted(journal, file)
         except OSError as error:
             raise OutputError(
                 f"{_INTERRUPTED}, and cannot be undone: {error.strerror}", where=file
             ) from error
 
 
-def _settle(journal: str, file: str) -> None:
+def _undo_interrupted(journal: str, file: str) -> None:
     with _locked(file, file) as fd:
         if not os.path.lexists(journal):
             return  # the edit was finished in the meantime

@@ -6,8 +6,6 @@ from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing, Zero
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
 
-_BESIDE = "put the config.json of the model beside the file"
-
 
 def recognize(view: View, mark: str) -> Group | None:
     """The module whose codes are called `mark`, if its scales say that words hold eight columns."""
@@ -39,7 +37,7 @@ def recognize(view: View, mark: str) -> Group | None:
     width = columns if size == -1 or (size is None and groups == 1) else size
     if type(width) is not int or width <= 0 or -(-columns // width) != groups:
         return g.refused(
-            group, f"its group_size is not known, or does not give {groups} groups", _BESIDE
+            group, f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
         )
     grid = Grid(1, width, rows, groups, "columns")
     layout = Blocks(

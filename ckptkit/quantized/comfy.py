@@ -39,16 +39,16 @@ def recognize_old(view: View, mark: str) -> Group | None:
 def recognize(view: View, mark: str) -> Group | None:
     """The layer that has a ``comfy_quant`` of its own, or an entry in the header."""
     stem = mark.removesuffix(".weight_scale").removesuffix(".comfy_quant")
-    said = _said(view, stem)
+    settings = _settings(view, stem)
     weight, scale = view.get(f"{stem}.weight"), view.get(f"{stem}.weight_scale")
-    if said is None or weight is None:
+    if settings is None or weight is None:
         return None
     parts = (f"{stem}.weight", *view.present(stem, (".weight_scale", ".weight_scale_2")))
     group = Group(
         "comfy", "comfy", f"{stem}.weight", weight.shape, parts, view.present(stem, DROPPED)
     )
-    form = str(said.get("format"))
-    if "convrot" in form or said.get("convrot") or form not in _READERS:
+    form = str(settings.get("format"))
+    if "convrot" in form or settings.get("convrot") or form not in _READERS:
         return g.refused(
             group,
             f"its format is {form}, or rotated (convrot): the weight alone is not the model's",
@@ -58,7 +58,7 @@ def recognize(view: View, mark: str) -> Group | None:
     return _READERS[form](group, view, weight, scale)
 
 
-def _said(view: View, stem: str) -> dict[str, Any] | None:
+def _settings(view: View, stem: str) -> dict[str, Any] | None:
     if f"{stem}.comfy_quant" in view.tensors:
         return view.json(f"{stem}.comfy_quant")
     layers = g.parsed(view.extras.get(_HEADER, "").encode()).get("layers")

@@ -19,7 +19,6 @@ DROPPED = (
     ".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point",
     ".input_global_scale", ".output_global_scale", ".input_scale_ub",
 )  # fmt: skip
-_BESIDE = "put the config.json of the model beside the file"
 _DENSE_SINCE = (0, 18)  # before, codes of 3, 5, 6 and 7 bits did not go over the end of a word
 
 
@@ -203,7 +202,7 @@ def _integers(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
         )
     packing = _packing(view, shape[1], codes.shape[1])
     if isinstance(packing, str):
-        return g.refused(group, packing, _BESIDE)
+        return g.refused(group, packing, g.NEEDS_CONFIG)
     found = grid_for(view, shape, scale.shape, "int")
     if found is None or not g.is_scale(scale):
         return g.refused(
@@ -262,8 +261,8 @@ def _packing(view: View, columns: int, words: int) -> Packing | str:
             )
         found = {each for each in found if (each[0] == "rows") == (version >= _DENSE_SINCE)}
     if len(found) != 1:
-        said = sorted(map(str, known)) or "none"
-        return f"the bits of its codes are not known: config.json names {said}"
+        widths = sorted(map(str, known)) or "none"
+        return f"the bits of its codes are not known: config.json names {widths}"
     ((kind, bits),) = found
     return Packing(kind, bits, stride=4 * words)
 

@@ -14,7 +14,6 @@ from ckptkit.quantized.group import Family, Group, View
 NAME = "fp8-block"
 DROPPED = (".activation_scale", ".input_scale", ".qscale_act", ".input_scale_ub")
 _WEIGHT_OF = {".scale": ".weight", ".qscale_weight": ".weight", "_scale_inv": ""}
-_BESIDE = "put the config.json of the model beside the file"
 
 
 def recognize(view: View, mark: str) -> Group | None:
@@ -50,7 +49,7 @@ def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
         return g.refused(
             group,
             "the size of its blocks is not known: config.json names no weight_block_size",
-            _BESIDE,
+            g.NEEDS_CONFIG,
         )
     height, width = size
     if len(shape) < 2 or scale.shape != g.blocks_of(shape, height, width):

@@ -52,14 +52,14 @@ def _with_bits(
         return g.refused(
             group,
             "whether its zero points are stored less one (gptq) or not (gptq_v2) is not known",
-            _BESIDE,
+            g.NEEDS_CONFIG,
         )
     width = _group_size(view, columns, scales.shape[0], index)
     if width is None:
         return g.refused(
             group,
             f"its group_size is not known, or does not give {scales.shape[0]} groups",
-            _BESIDE,
+            g.NEEDS_CONFIG,
         )
     grid = Grid(1, width, rows, scales.shape[0], "columns")
     zero = Zero(2, bits, grid, add=add)
@@ -71,9 +71,6 @@ def _with_bits(
     )  # fmt: skip
     label = f"gptq int{bits}" + ("" if index is not None and width == columns else f" g{width}")
     return g.ready(group, label, layout, *inputs)
-
-
-_BESIDE = "put the config.json of the model beside the file"
 
 
 def _packing(view: View) -> str | None:

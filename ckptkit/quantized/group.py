@@ -20,6 +20,7 @@ from ckptkit.core.tree import Node
 
 SMALL = 64 << 10  # bytes of a tensor that a recognizer may read
 CONFIG_BYTES = 4 << 20
+NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -146,7 +147,7 @@ class View:
     @cached_property
     def config(self) -> dict[str, Any]:
         """``config.json`` beside the checkpoint."""
-        return beside(self._source, "config.json")
+        return read_json_of(self._source, "config.json")
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
@@ -154,7 +155,7 @@ class View:
         found = quantization_of(self.config)
         if found:
             return found
-        older = beside(self._source, "hf_quant_config.json")
+        older = read_json_of(self._source, "hf_quant_config.json")
         inner = older.get("quantization")
         return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else {}
 
@@ -169,12 +170,12 @@ class View:
     @cached_property
     def qmap(self) -> dict[str, Any]:
         """``quanto_qmap.json`` beside the checkpoint."""
-        return beside(self._source, "quanto_qmap.json")
+        return read_json_of(self._source, "quanto_qmap.json")
 
 
 def configured(source: ByteSource | Folder | None) -> str:
     """``quant_method`` of the configuration beside a checkpoint, "" if there is none."""
-    return str(quantization_of(beside(source, "config.json")).get("quant_method") or "")
+    return str(quantization_of(read_json_of(source, "config.json")).get("quant_method") or "")
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,16 +197,16 @@ def parsed(data: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def beside(source: ByteSource | Folder | None, name: str) -> dict[str, Any]:
+def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` beside a checkpoint, an empty one if there is none."""
-    return parsed(beside_bytes(source, name) or b"")
+    return parsed(read_bytes_of(source, name) or b"")
 
 
-def beside_bytes(source: ByteSource | Folder | None, name: str) -> bytes | None:
+def read_bytes_of(source: ByteSource | Folder | None, name: str) -> bytes | None:
     """The file `name` beside a checkpoint, None if it is not there or far too large."""
     if source is None:
         return None
-    folder = source if isinstance(source, Folder) else (source.beside() or (None,))[0]
+    folder = source if isinstance(source, Folder) else (source.folder_and_name() or (None,))[0]
     try:
         if folder is None or name not in folder:
             return None

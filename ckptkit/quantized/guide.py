@@ -33,7 +33,7 @@ def _refused() -> Iterator[str]:
     for other in OTHERS:
         if other.name not in seen:
             seen[other.name] = None
-            marks = ", ".join(f"`{mark}`" for mark in (other.codes, *other.beside))
+            marks = ", ".join(f"`{mark}`" for mark in (other.codes, *other.companions))
             yield f"| {other.name} | {marks} | {other.reader} |"
     for name in dict.fromkeys(METHODS.values()):
         if name not in seen:

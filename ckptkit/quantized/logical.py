@@ -85,8 +85,8 @@ def _entries(
 
 def default_dtype(view: View, group: Group) -> DType:
     """The dtype that a weight gets if none is asked for."""
-    said = view.config.get("torch_dtype") or view.config.get("dtype")
-    for name in (said, group.own, "float16" if group.family in _HALF else None):
+    recorded = view.config.get("torch_dtype") or view.config.get("dtype")
+    for name in (recorded, group.own, "float16" if group.family in _HALF else None):
         plain = str(name).removeprefix("torch.")
         if plain in TARGETS:
             return BY_NAME[plain]

@@ -13,7 +13,6 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
 
-_BESIDE = "put the config.json of the model beside the file"
 _MODES = {"mxfp4": (32, 4, "e2m1", "exponent"), "nvfp4": (16, 4, "e2m1", "float8_e4m3fn"),
           "mxfp8": (32, 8, "float8_e4m3fn", "exponent")}  # fmt: skip
 
@@ -27,13 +26,17 @@ def recognize(view: View, mark: str) -> Group | None:
     biases = next(iter(view.present(stem, (".biases", ".qbiases"))), None)
     parts = (f"{stem}.weight", mark, *((biases,) if biases else ()))
     group = Group("mlx", "mlx", f"{stem}.weight", weight.shape, parts)
-    said = _said(view, stem)
-    mode, size, bits = said.get("mode", "affine"), said.get("group_size"), said.get("bits")
+    settings = _settings(view, stem)
+    mode, size, bits = (
+        settings.get("mode", "affine"),
+        settings.get("group_size"),
+        settings.get("bits"),
+    )
     if mode in _MODES:
         size, bits = _MODES[mode][:2]
     if type(size) is not int or type(bits) is not int or size <= 0 or not 1 <= bits <= 8:
         return g.refused(
-            group, "its group_size and bits are not known: config.json names none", _BESIDE
+            group, "its group_size and bits are not known: config.json names none", g.NEEDS_CONFIG
         )
     shape = (*weight.shape[:-1], weight.shape[-1] * 32 // bits)
     group = Group("mlx", f"mlx {mode} int{bits}", group.name, shape, parts)
@@ -54,13 +57,13 @@ def recognize(view: View, mark: str) -> Group | None:
     return _affine(group, bits, size, weight, scales, bias)
 
 
-def _said(view: View, stem: str) -> dict[str, Any]:
+def _settings(view: View, stem: str) -> dict[str, Any]:
     """Mode, group size and bits of a layer."""
     config = view.config.get("quantization") or view.quantization
-    own = config.get(stem) if isinstance(config, dict) else None
-    return (
-        {**config, **own} if isinstance(own, dict) else config if isinstance(config, dict) else {}
-    )
+    if not isinstance(config, dict):
+        return {}
+    own = config.get(stem)
+    return {**config, **own} if isinstance(own, dict) else config
 
 
 def _packing(weight: Tensor, bits: int) -> Packing:

@@ -14,7 +14,7 @@ from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
 
 DROPPED = (".input_scale", ".output_scale", ".input_scale_ub")
-_BESIDE = "put the config.json or hf_quant_config.json of the model beside the file"
+_NEEDS_CONFIG = "put the config.json or hf_quant_config.json of the model beside the file"
 
 
 def recognize(view: View, mark: str) -> Group | None:
@@ -52,7 +52,7 @@ def _nvfp4(
     group = Group("modelopt", "nvfp4", group.name, shape, group.parts, group.dropped)
     if view.method not in ("modelopt", "modelopt_fp4"):
         return g.refused(
-            group, "whether ModelOpt or another library has packed it is not known", _BESIDE
+            group, "whether ModelOpt or another library has packed it is not known", _NEEDS_CONFIG
         )
     if level is None or scale.shape != g.blocks_of(shape, 1, 16):
         return g.refused(
@@ -67,7 +67,7 @@ def _nvfp4(
 def _mxfp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
     if view.method != "modelopt":
         return g.refused(
-            group, "whether ModelOpt or another library has made it is not known", _BESIDE
+            group, "whether ModelOpt or another library has made it is not known", _NEEDS_CONFIG
         )
     if scale.shape != g.blocks_of(weight.shape, 1, 32):
         return g.refused(
@@ -83,7 +83,7 @@ def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group | Non
         return None
     if view.method != "modelopt":
         return g.refused(
-            group, "in which dtype codes and scales are multiplied is not known", _BESIDE
+            group, "in which dtype codes and scales are multiplied is not known", _NEEDS_CONFIG
         )
     found = _fp8_grid(view, weight.shape, scale)
     if found is None:
@@ -119,8 +119,8 @@ def _fp8_grid(view: View, shape: Shape, scale: Tensor) -> tuple[Numbers, str] | 
 def _block_sizes(view: View) -> Iterator[tuple[int, int]]:
     """Height and width of blocks, if the configuration names them."""
     for key in ("group_size", "weight_block_size"):
-        said = view.quantization.get(key)
-        size = [said, said] if type(said) is int else said
+        block = view.quantization.get(key)
+        size = [block, block] if type(block) is int else block
         if (
             isinstance(size, list)
             and len(size) == 2

@@ -13,7 +13,7 @@ class Other(NamedTuple):
 
     name: str
     codes: str
-    beside: tuple[str, ...]
+    companions: tuple[str, ...]
     reader: str
     dtypes: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ METHODS = {
 def recognize(view: View, mark: str) -> Group | None:
     """The first of the families whose codes are called `mark`, or that `mark` stands beside."""
     for other in OTHERS:
-        for last in (other.codes, *other.beside):
+        for last in (other.codes, *other.companions):
             if mark.endswith(f".{last}"):
                 found = _of(view, other, mark.removesuffix(f".{last}"))
                 if found is not None:
@@ -62,10 +62,10 @@ def recognize(view: View, mark: str) -> Group | None:
 
 def _of(view: View, other: Other, stem: str) -> Group | None:
     codes = view.get(f"{stem}.{other.codes}", *other.dtypes)
-    names = view.present(stem, (f".{each}" for each in other.beside))
+    names = view.present(stem, (f".{each}" for each in other.companions))
     if (
         codes is None
-        or len(names) < len(other.beside)
+        or len(names) < len(other.companions)
         or (other.name == "BitNet" and view.method != "bitnet")
     ):
         return None

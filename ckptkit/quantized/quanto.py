@@ -60,8 +60,8 @@ def _plain(group: Group, codes: Tensor, scale: Tensor) -> Group:
 
 
 def _packed(group: Group, view: View, stem: str, codes: Tensor, scale: Tensor) -> Group:
-    said = view.qmap.get(stem)
-    bits = _BITS.get(str(said.get("weights"))) if isinstance(said, dict) else None
+    entry = view.qmap.get(stem)
+    bits = _BITS.get(str(entry.get("weights"))) if isinstance(entry, dict) else None
     shift, bias = view.get(f"{group.name}._shift"), view.get(f"{stem}.bias")
     if bits is None:
         return g.refused(

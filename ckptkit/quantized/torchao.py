@@ -64,8 +64,8 @@ def recognize(view: View, mark: str) -> Group | None:
         if head
         else mark.removeprefix("_").removesuffix("_qdata")
     )
-    said = g.parsed(view.extras.get(name, "").encode())
-    names, data = said.get("_tensor_data_names"), said.get("_data")
+    recorded = g.parsed(view.extras.get(name, "").encode())
+    names, data = recorded.get("_tensor_data_names"), recorded.get("_data")
     if not isinstance(names, list) or not isinstance(data, dict):
         return None
     prefix = mark.removesuffix("qdata")
@@ -78,7 +78,7 @@ def recognize(view: View, mark: str) -> Group | None:
     group = Group("torchao", "torchao", name, view.tensors[mark].shape, parts)
     if len(inner) != len(names):
         return g.refused(group, "some of its tensors are missing", "they may be in another shard")
-    return described(group, str(said.get("_type")), data, inner)
+    return described(group, str(recorded.get("_type")), data, inner)
 
 
 def described(group: Group, kind: str, data: Data, inner: Inner) -> Group:
@@ -106,9 +106,9 @@ def described(group: Group, kind: str, data: Data, inner: Inner) -> Group:
     )
 
 
-def _dtype(said: Any) -> str:
+def _dtype(dtype: Any) -> str:
     """The name of a dtype as JSON has it, or a pickle."""
-    return str(said.get("_data") if isinstance(said, dict) else said).removeprefix("torch.")
+    return str(dtype.get("_data") if isinstance(dtype, dict) else dtype).removeprefix("torch.")
 
 
 def _grid(shape: Shape, block: Any, scale: Tensor) -> Grid | None:

@@ -12,7 +12,7 @@ from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile, pla
 from ckptkit.core.errors import InputChangedError, PathError
 from ckptkit.remote.refusals import MissingError, presentable, refused, unknown
 from ckptkit.remote.transports import Http, Stored, Transport, information
-from ckptkit.remote.urls import beside, shown, split, without_query
+from ckptkit.remote.urls import in_folder, shown, split, without_query
 
 PIECE = 4 << 20  # bytes of the largest request
 FIRST = 64 << 10  # bytes of the smallest request: a single byte would cost as much
@@ -133,7 +133,7 @@ class RemoteFile(ByteSource):
                 "changed while it was read", where=self.name, hint="run the command again"
             )
 
-    def beside(self) -> tuple[Folder, str]:
+    def folder_and_name(self) -> tuple[Folder, str]:
         url, name = split(self.url)
         folder = RemoteFolder(url)
         folder.take(name, self)
@@ -203,7 +203,7 @@ class RemoteFolder(Folder):
     def open(self, name: str) -> ByteSource:
         key = self._within + plain_name(name, self.name)
         if key not in self._open:
-            url = beside(self.path, quote(name) if is_web(self._fs) else name)
+            url = in_folder(self.path, quote(name) if is_web(self._fs) else name)
             self._open[key] = RemoteFile(url, self._transport(url, name))
         return self._open[key]
 
@@ -215,7 +215,7 @@ class RemoteFolder(Folder):
         )
 
     def sub(self, name: str) -> Folder:
-        url = beside(self.path, plain_name(name, self.name))
+        url = in_folder(self.path, plain_name(name, self.name))
         if name not in self.folders():
             raise PathError("is not a folder", where=shown(url))
         inner = RemoteFolder(url)

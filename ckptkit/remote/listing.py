@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckptkit.core.errors import PathError
 from ckptkit.remote.files import filesystem, is_web
 from ckptkit.remote.refusals import not_written, presentable, refused
-from ckptkit.remote.urls import beside, shown
+from ckptkit.remote.urls import in_folder, shown
 
 # Fields that distinguish versions of a file: the first that the file system gives is used, in
 # listings and for a single file alike.
@@ -42,7 +42,7 @@ def matching(folder: str, pattern: str) -> list[RemoteEntry]:
         raise refused(error, folder) from presentable(error, folder)
     entries = _entries(found, path)
     return [
-        each._replace(mark=merged(below(beside(folder, each.name)))) if each.is_folder else each
+        each._replace(mark=merged(below(in_folder(folder, each.name)))) if each.is_folder else each
         for each in entries
     ]
 

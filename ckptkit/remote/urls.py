@@ -39,7 +39,7 @@ def without_query(url: str) -> str:
     return url.partition("?")[0]
 
 
-def beside(url: str, name: str) -> str:
+def in_folder(url: str, name: str) -> str:
     """Return the URL of the file `name` in the folder `url`. Both use the same query."""
     folder, mark, query = url.partition("?")
     return f"{folder.rstrip('/')}/{name}{mark}{query}"

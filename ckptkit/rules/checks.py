@@ -89,7 +89,7 @@ def _check_rest(rule: Rule) -> None:
 
 def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
     """The kind of each index in the two names: as said there, or else as said on the other side."""
-    left, right = _said(rule.left), _said(rule.right)
+    left, right = _own_kinds(rule.left), _own_kinds(rule.right)
     for word in {**left, **right}:
         kinds = left.get(word, right.get(word)), right.get(word, left.get(word))
         _check_kinds(word, *kinds)
@@ -101,7 +101,7 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
     return left, right
 
 
-def _said(side: Side) -> dict[str, Kind]:
+def _own_kinds(side: Side) -> dict[str, Kind]:
     kinds: dict[str, Kind] = {}
     for variable in side.variables:
         word = variable.words[0]

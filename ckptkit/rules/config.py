@@ -22,7 +22,7 @@ def read(path: str) -> Mapping[str, Any]:
         source.close()
 
 
-def beside(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
+def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
     """The object in config.json beside a checkpoint; None if there is none. Raises UsageError."""
     folder = _folder(source)
     try:
@@ -40,14 +40,14 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
 
 
 def lazily(source: ByteSource | Folder | None) -> Callable[[], Mapping[str, Any] | None]:
-    """`beside`, when it is asked for."""
-    return lambda: beside(source)
+    """`find`, when it is asked for."""
+    return lambda: find(source)
 
 
 def _folder(source: ByteSource | Folder | None) -> Folder | None:
     if isinstance(source, Folder):
         return source
-    place = None if source is None else source.beside()
+    place = None if source is None else source.folder_and_name()
     return None if place is None else place[0]
 
 

@@ -68,21 +68,21 @@ class Arrangement:
     ) -> None:
         self.number, self.rule, self.words, self.ragged = number, rule, words, ragged
         self.bases = set(ragged.values())
-        self.said: dict[Symbol, int] = {}
+        self.known_sizes: dict[Symbol, int] = {}
         for word, size in known.sizes.items():
             for part, value in enumerate(size):
                 if value is not None:
-                    self.said[word, part if word in ragged else None] = value
+                    self.known_sizes[word, part if word in ragged else None] = value
         for word in (*words.loops, *words.gathered, *words.scattered):
             count = words.labels(word)
             if count is not None:
                 self._agree(word, count)
 
     def _agree(self, word: str, count: int) -> None:
-        said = self.said.setdefault((word, None), count)
-        if said != count:
+        agreed = self.known_sizes.setdefault((word, None), count)
+        if agreed != count:
             raise RuleError(
-                about(self.number, f"{word} has {count} labels, and {word}={said} is said")
+                about(self.number, f"{word} has {count} labels, and {word}={agreed} is said")
             )
 
     def symbol(self, word: str, indices: Indices) -> Symbol:
@@ -95,7 +95,7 @@ class Arrangement:
         for position, word in enumerate(axes):
             if word in self.bases:
                 rest = axes[position + 1 :]
-                parts = range(self.said[word, None])
+                parts = range(self.known_sizes[word, None])
                 return total * sum(self.extent(rest, {**indices, word: n}, sizes) for n in parts)
             total *= sizes[self.symbol(word, indices)]
         return total
@@ -105,7 +105,7 @@ class Arrangement:
         found: dict[Symbol, None] = {}
         for position, word in enumerate(axes):
             if word in self.bases:
-                for n in range(self.said[word, None]):
+                for n in range(self.known_sizes[word, None]):
                     inner = self.unknown(axes[position + 1 :], {**indices, word: n}, sizes)
                     found.update(dict.fromkeys(inner))
                 break
@@ -183,18 +183,18 @@ class Arrangement:
     ) -> None:
         made = self.extent(axes, indices, known)
         if made != elements:
-            said = self._settings(axes, known)
+            sizes = self._settings(axes, known)
             found = _elements(elements, number)
-            message = f"{member.key}: {found}, and {_words(axes)} with {said} are {made}"
+            message = f"{member.key}: {found}, and {_words(axes)} with {sizes} are {made}"
             if not axes:
                 message = f"{member.key}: {_elements(elements, number)} where the rule has 1"
             raise MisfitError(about(self.number, message))
 
     def _settings(self, axes: Axes, known: Mapping[Symbol, int]) -> str:
-        said: list[tuple[str, int]] = []
+        sizes: list[tuple[str, int]] = []
         for word in axes:
-            said += [(word, value) for (name, _), value in known.items() if name == word]
-        return settings(said)
+            sizes += [(word, value) for (name, _), value in known.items() if name == word]
+        return settings(sizes)
 
     def _indivisible(
         self,
@@ -205,8 +205,8 @@ class Arrangement:
         known: Mapping[Symbol, int],
     ) -> MisfitError:
         message = f"{member.key}: {_elements(elements, number)} are no multiple of {_words(axes)}"
-        said = self._settings(axes, known)
-        return MisfitError(about(self.number, message + (f" with {said}" if said else "")))
+        text = self._settings(axes, known)
+        return MisfitError(about(self.number, message + (f" with {text}" if text else "")))
 
     def _unsaid(self, axes: Axes, elements: int, missing: list[Symbol]) -> RuleError:
         words = list(dict.fromkeys(word for word, _ in missing))

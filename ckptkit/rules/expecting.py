@@ -57,7 +57,7 @@ def parse_expectation(text: str) -> Expectation:
     glob, _, rest = text.strip().partition(" ")
     if not glob:
         raise RuleError("an expectation names a tensor or a glob")
-    said: dict[str, str | None] = {}
+    words: dict[str, str | None] = {}
     at, rest = 0, rest.strip()
     while at < len(rest):
         found = _WORD.match(rest, at)
@@ -70,17 +70,17 @@ def parse_expectation(text: str) -> Expectation:
             raise RuleError(
                 f"{text!r}: {found['word']} {'has no' if found['value'] else 'needs a'} value"
             )
-        said[found["word"]] = found["value"]
+        words[found["word"]] = found["value"]
         at = found.end()
     return Expectation(
         text.strip(),
         glob,
-        missing="missing" in said,
-        finite="finite" in said,
-        count=None if said.get("count") is None else parse_given(said["count"] or ""),
-        shape=_shape(said.get("shape")),
-        dtypes=tuple((said.get("dtype") or "").split("|")) if said.get("dtype") else (),
-        equal=said.get("equal"),
+        missing="missing" in words,
+        finite="finite" in words,
+        count=None if words.get("count") is None else parse_given(words["count"] or ""),
+        shape=_shape(words.get("shape")),
+        dtypes=tuple((words.get("dtype") or "").split("|")) if words.get("dtype") else (),
+        equal=words.get("equal"),
     )
 
 
@@ -113,7 +113,7 @@ class Expectations:
         for each in self.parsed:
             matches = re.compile(translate(each.glob)).match
             hits = {name: tensor for name, tensor in tensors.items() if matches(name)}
-            yield from (f"{each.text}: {said}" for said in _failures(each, hits, tensors, value))
+            yield from (f"{each.text}: {fault}" for fault in _failures(each, hits, tensors, value))
 
     def check(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, if all is as expected. Raises ExpectationError."""
@@ -160,7 +160,7 @@ def _failures(
         return
     shape = None if each.shape is None else [value(given) for given in each.shape]
     for name, tensor in hits.items():
-        yield from (f"{name} {said}" for said in _faults(each, tensor, shape, tensors))
+        yield from (f"{name} {fault}" for fault in _faults(each, tensor, shape, tensors))
 
 
 def _faults(

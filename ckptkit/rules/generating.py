@@ -287,9 +287,9 @@ def recipe_text(layouts: Layouts, found: Generated) -> str:
 
     lines = [f"  {json.dumps(line)}" if line[0] in "{[*" else f"  {line}" for line in found.lines]
     rules = "\n".join(f"      -{line[1:]}" for line in lines)
-    said = "".join(f"# not said: {each}\n" for each in found.left)
+    comments = "".join(f"# not said: {each}\n" for each in found.left)
     return (
-        f"{said}about: {layouts.model_type}, from the layout of its files to the library's.\n"
+        f"{comments}about: {layouts.model_type}, from the layout of its files to the library's.\n"
         f"source: the conversion registry of transformers {layouts.version}\n"
         f"checked: {'names and shapes, both ways' if not found.left else ''}\n"
         f"steps:\n  - rules:\n{rules}\n    keep: rest\n"

@@ -102,8 +102,8 @@ class Rules:
         defaults: Mapping[str, str | int] | None = None,
     ) -> Rules:
         """Read rules, one a line. Raises RuleError that names the rule."""
-        said = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        rules = [numbered(number, parse_rule, line) for number, line in enumerate(said, 1)]
+        rule_lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        rules = [numbered(number, parse_rule, line) for number, line in enumerate(rule_lines, 1)]
         given = {word: parse_given(value) for word, value in (sizes or {}).items()}
         known = {word: parse_given(value) for word, value in (defaults or {}).items()}
         return cls(rules, given, known)
@@ -181,7 +181,7 @@ class Planning:
         self, rules: list[Ready], shapes: Mapping[str, Shape], keep: str | Sequence[str]
     ) -> None:
         self.rules, self.shapes = rules, shapes
-        self.keep = [REST] if keep == REST else [keep] if isinstance(keep, str) else list(keep)
+        self.keep = [keep] if isinstance(keep, str) else list(keep)
         self.steps = Steps(len(shapes))
         self.families: dict[str, list[Ready]] = {}
         self.taken = tuple(

@@ -66,7 +66,7 @@ class Ready:
 
     def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
         """Return the given sizes, and the counts of numbers in names."""
-        sizes = dict(self.arrangement.said)
+        sizes = dict(self.arrangement.known_sizes)
         for word in self.counted:
             position = self.words.gathered.index(word)
             sizes.setdefault((word, None), 1 + max(each.indices[position] for each in members))
@@ -94,18 +94,20 @@ class Ready:
         return range(sizes[word, None])
 
     def _missing(self, like: SourceTensor, indices: tuple[int, ...]) -> MisfitError:
-        said = []
+        chosen = []
         values = self._loops(like)
-        sizes = {word: size for (word, _), size in self.arrangement.said.items()}
+        sizes = {word: size for (word, _), size in self.arrangement.known_sizes.items()}
         target = self._rendered(
             self.right, {**dict.fromkeys(self.words.scattered, 0), **values}, sizes
         )
         for word, index in zip(self.words.gathered, indices, strict=True):
             labels = self.words.left_kinds.get(word)
             values[word] = index
-            said.append(f"{word}={labels[index] if isinstance(labels, tuple) else index}")
+            chosen.append(f"{word}={labels[index] if isinstance(labels, tuple) else index}")
         key = self._rendered(self.left, values, sizes)
-        message = f"{target or self.rule.right} lacks {' '.join(said)}{f' ({key})' if key else ''}"
+        message = (
+            f"{target or self.rule.right} lacks {' '.join(chosen)}{f' ({key})' if key else ''}"
+        )
         return MisfitError(
             about(self.number, message), hint="the tensor is missing, or the rule is wrong"
         )
@@ -165,23 +167,23 @@ class Digits:
                 number, values[word] = divmod(number, size)
             values[words[0]] = number
             if sizes[0] and number >= sizes[0]:
-                said = settings(zip(words, sizes, strict=True))
-                message = f"{key}: {value} is too large for ({' '.join(words)}) with {said}"
+                sizes_text = settings(zip(words, sizes, strict=True))
+                message = f"{key}: {value} is too large for ({' '.join(words)}) with {sizes_text}"
                 raise MisfitError(about(ready.number, message))
         return values
 
     def _sizes(self, ready: Ready, words: Axes, count: int) -> list[int]:
         """The sizes of the words, that of the first 0 where it is not needed."""
-        said = [ready.arrangement.said.get((word, None), 0) for word in words]
-        missing = [word for word, size in zip(words[1:], said[1:], strict=True) if not size]
+        sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
+        missing = [word for word, size in zip(words[1:], sizes[1:], strict=True) if not size]
         if not missing:
-            return said
-        known = prod(size for size in said if size)
-        if len(missing) > 1 or not said[0] or count % known:
+            return sizes
+        known = prod(size for size in sizes if size)
+        if len(missing) > 1 or not sizes[0] or count % known:
             text = f"nothing says how {count} numbers fall into ({' '.join(words)})"
             hint = f"--arg {missing[0]}=N, `with {missing[0]}=...`, or config.json"
             raise RuleError(about(ready.number, text), hint=hint)
-        return [size or count // known for size in said]
+        return [size or count // known for size in sizes]
 
 
 def _integer(value: Value) -> int:

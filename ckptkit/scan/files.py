@@ -156,6 +156,6 @@ def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:
     """Every file below a folder behind a URL."""
     check("scan_depth", depth, "folders inside folders")
     inner = folder.folders()
-    yield from (urls.beside(url, name) for name in folder.list() if name not in inner)
+    yield from (urls.in_folder(url, name) for name in folder.list() if name not in inner)
     for name in inner:
-        yield from _listed(folder.sub(name), urls.beside(url, name), depth + 1)
+        yield from _listed(folder.sub(name), urls.in_folder(url, name), depth + 1)

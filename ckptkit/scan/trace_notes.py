@@ -48,13 +48,13 @@ class Notes:
         self.unfinished: Result | None = None  # what nothing may touch before its state is set
         self.judged: dict[tuple[Global, bool, tuple[int, ...]], trust.Judged] = {}
 
-    def doubt(self, said: str) -> None:
+    def doubt(self, reason: str) -> None:
         if len(self.doubts) < DOUBTS:
-            self.doubts.append(f"{said} ({self.opcode} at byte {self.at:,})")
+            self.doubts.append(f"{reason} ({self.opcode} at byte {self.at:,})")
 
-    def refuse(self, said: str) -> None:
+    def refuse(self, reason: str) -> None:
         if self.refused is None:
-            self.refused = f"{said} ({self.opcode} at byte {self.at:,})"
+            self.refused = f"{reason} ({self.opcode} at byte {self.at:,})"
 
     def look_up(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):

@@ -209,6 +209,6 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
             yield Finding(CODE, program.where, f"a program that uses {', '.join(program.files)}")
 
 
-def unique(said: Iterable[str]) -> list[str]:
+def unique(texts: Iterable[str]) -> list[str]:
     """Return the items without repetitions, in order."""
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(texts))

@@ -16,10 +16,10 @@ def trace(run: Run, say: Callable[[str], None], wanted: bool = True) -> Iterator
     """Print the shapes inside and outside the model, each combination once."""
     hooks = []
     if wanted:
-        said: set[str] = set()
-        hooks.append(run.model.register_forward_hook(_teller("in the model", say, said)))
+        shown: set[str] = set()
+        hooks.append(run.model.register_forward_hook(_teller("in the model", say, shown)))
         if run.wrapped is not run.model:
-            hooks.append(run.wrapped.register_forward_hook(_teller("outside", say, said)))
+            hooks.append(run.wrapped.register_forward_hook(_teller("outside", say, shown)))
     try:
         yield
     finally:
@@ -28,14 +28,14 @@ def trace(run: Run, say: Callable[[str], None], wanted: bool = True) -> Iterator
 
 
 def _teller(
-    where: str, say: Callable[[str], None], said: set[str]
+    where: str, say: Callable[[str], None], shown: set[str]
 ) -> Callable[[nn.Module, Any, Any], None]:
     def tell(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | list[Tensor]) -> None:
         outputs = [output] if isinstance(output, Tensor) else output
         shapes = " + ".join(f"{list(each.shape)} on {each.device}" for each in outputs)
         line = f"{where}: input {list(inputs[0].shape)}, output {shapes}"
-        if line not in said:
-            said.add(line)
+        if line not in shown:
+            shown.add(line)
             say(line)
 
     return tell

@@ -116,14 +116,14 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
         names = json.loads(new["tensor_names"])
         new["tensor_names"] = json.dumps([moved.get(name, name) for name in names])
     if "_quantization_metadata" in new:
-        said = json.loads(new["_quantization_metadata"])
+        recorded = json.loads(new["_quantization_metadata"])
         modules = {
             old.removesuffix(".weight"): name.removesuffix(".weight") for old, name in moved.items()
         }
-        said["layers"] = {
-            modules.get(key, key): value for key, value in said.get("layers", {}).items()
+        recorded["layers"] = {
+            modules.get(key, key): value for key, value in recorded.get("layers", {}).items()
         }
-        new["_quantization_metadata"] = json.dumps(said)
+        new["_quantization_metadata"] = json.dumps(recorded)
     return new
 
 

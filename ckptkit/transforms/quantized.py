@@ -15,7 +15,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
-from ckptkit.quantized.group import beside, quantization_of
+from ckptkit.quantized.group import quantization_of, read_json_of
 from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged
 from ckptkit.transforms import torch_quantized
 
@@ -73,9 +73,9 @@ def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -
             f"a dequantized weight and another would both be called {twice[0]!r}", where=ck.name
         )
     root, _ = exchanged(ck, found, types)
-    said = [*_notes(found, types), *_dropped(found)]
+    notes = [*_notes(found, types), *_dropped(found)]
     companions, warnings = _configuration(ck)
-    ck = ck.with_root(root, notes=said, warnings=warnings)
+    ck = ck.with_root(root, notes=notes, warnings=warnings)
     return replace(ck, extras=_header(ck.extras, found), companions=(*ck.companions, *companions))
 
 
@@ -119,16 +119,16 @@ def _header(metadata: Mapping[str, str], found: Quantization) -> dict[str, str]:
 
 def _configuration(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list[str]]:
     """``config.json`` without its quantization, and what to say about it."""
-    config: dict[str, Any] = beside(ck.source, "config.json")
+    config: dict[str, Any] = read_json_of(ck.source, "config.json")
     if not quantization_of(config) and not any(key in config for key in _CONFIG):
         return [], []
     inner = config.get("text_config")
     if isinstance(inner, dict):
         config["text_config"] = {key: value for key, value in inner.items() if key not in _CONFIG}
     kept = {key: value for key, value in config.items() if key not in _CONFIG}
-    said = (
+    warning = (
         "config.json says how the weights were quantized: its quantization_config is left out of a "
         "folder that is written, and must go from a copy beside a single file"
     )
     text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
-    return [("config.json", text.encode())], [said]
+    return [("config.json", text.encode())], [warning]

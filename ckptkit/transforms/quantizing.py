@@ -16,7 +16,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.core.weights import as_tensor
-from ckptkit.quantized.group import beside
+from ckptkit.quantized.group import read_json_of
 from ckptkit.quantized.logical import mapping_of
 from ckptkit.transforms import groups, module_versions
 
@@ -49,7 +49,7 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
     if left:
         notes.append(f"left as they are: {quoted(left)}")
-    config = beside(ck.source, "config.json")
+    config = read_json_of(ck.source, "config.json")
     companion = _configuration(config, kind, left) if config else []
     ck = ck.with_root(rebuild(ck.root, swap={id(weights.node): node}), notes=notes)
     return replace(ck, companions=(*ck.companions, *companion))
@@ -108,7 +108,7 @@ def _configuration(config: dict[str, Any], kind: str, left: list[str]) -> list[t
     """``config.json`` that says how the weights are quantized, and which are not."""
     modules = [name.removesuffix(".weight") for name in left]
     if kind == "fp8-block":
-        said: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": modules,
         }  # fmt: skip
@@ -117,10 +117,12 @@ def _configuration(config: dict[str, Any], kind: str, left: list[str]) -> list[t
             "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
             "group_size": GROUP, "dynamic": False, "scale_dtype": "torch.uint8",
         }  # fmt: skip
-        said = {
+        settings = {
             "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
             "quantization_status": "compressed", "ignore": modules,
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
         }  # fmt: skip
-    text = json.dumps({**config, "quantization_config": said}, indent=2, ensure_ascii=False) + "\n"
+    text = (
+        json.dumps({**config, "quantization_config": settings}, indent=2, ensure_ascii=False) + "\n"
+    )
     return [("config.json", text.encode())]

@@ -61,15 +61,15 @@ def bare(ck: Checkpoint) -> Checkpoint:
     Raises UsageError without any.
     """
     weights = ck.whole().required
-    beside = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
-    said = (
+    others = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
+    note = (
         f"took the weights out of {join(weights.path)!r}"
         if weights.path
         else "took the weights alone"
     )
-    notes = [
-        said + (f", leaving {beside:,} other entr{'y' if beside == 1 else 'ies'}" if beside else "")
-    ]
+    if others:
+        note += f", leaving {others:,} other {'entry' if others == 1 else 'entries'}"
+    notes = [note]
     if weights.module is not None:
         notes += [
             f"the pickled module ({weights.node.global_}) is now its plain state_dict",
@@ -92,5 +92,5 @@ def wrap(ck: Checkpoint, key: str, beside: Mapping[str, Node] | None = None) -> 
     inner = ck.key
     if inner is not None:
         inner = f"{key}.{inner}" if inner else key
-    said = f"wrapped as {key!r}" + (f" beside {', '.join(map(repr, others))}" if others else "")
-    return ck.with_key(inner).with_root({key: ck.root, **others}, notes=[said])
+    note = f"wrapped as {key!r}" + (f" beside {', '.join(map(repr, others))}" if others else "")
+    return ck.with_key(inner).with_root({key: ck.root, **others}, notes=[note])

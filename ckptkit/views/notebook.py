@@ -24,9 +24,9 @@ ROWS = 200  # of a table
 LONG = 80  # characters of a value
 
 
-def text(said: str) -> str:
+def text(words: str) -> str:
     """Return text escaped for HTML, also for use in attributes."""
-    return escape_html(escape(said))
+    return escape_html(escape(words))
 
 
 def page(heading: str, parts: Iterable[str]) -> str:
@@ -34,8 +34,8 @@ def page(heading: str, parts: Iterable[str]) -> str:
     return f"<div><strong>{text(heading)}</strong>{''.join(parts)}</div>"
 
 
-def line(said: str) -> str:
-    return f"<div>{text(said)}</div>"
+def line(words: str) -> str:
+    return f"<div>{text(words)}</div>"
 
 
 def table(
@@ -51,8 +51,8 @@ def table(
     )
 
 
-def _cell(said: str) -> str:
-    return f'<td style="text-align:left">{text(said)}</td>'
+def _cell(words: str) -> str:
+    return f'<td style="text-align:left">{text(words)}</td>'
 
 
 def folded(names: Iterable[str]) -> list[tuple[str]]:
@@ -105,9 +105,9 @@ def _checkpoint(heading: str, root: Node, weights: Weights | None) -> str:
     parts = [] if weights is None else [_weights(weights.tensors)]
     inside = key_text(weights.path[0]) if weights is not None and weights.path else None
     named = ((key_text(key), node) for key, node in islice(children(root), ROWS))
-    beside = [(name, _said(node)) for name, node in named if name != inside]
-    if beside and (weights is None or weights.path):
-        parts += [table("other entries" if parts else "entries", ("entry", "value"), beside)]
+    others = [(name, _value_text(node)) for name, node in named if name != inside]
+    if others and (weights is None or weights.path):
+        parts += [table("other entries" if parts else "entries", ("entry", "value"), others)]
     return page(heading, parts)
 
 
@@ -125,7 +125,7 @@ def _weights(tensors: dict[str, Tensor]) -> str:
     )
 
 
-def _said(node: Node) -> str:
+def _value_text(node: Node) -> str:
     """Return a short value as it is, anything else as its type."""
     if isinstance(node, Tensor):
         return f"tensor, {node.dtype} {shape(node.shape)}"

@@ -281,7 +281,7 @@ def _settled(path: Path, data: bytes) -> None:
     beside.write_bytes(data)
     known = quietly(journal.parse, data)
     try:
-        patching.settle(str(path))
+        patching.undo_interrupted(str(path))
     except CkptkitError as error:
         assert isinstance(error, InputError) and beside.exists(), error
         assert path.read_bytes() == seeds.EDITED

@@ -152,5 +152,5 @@ def test_the_recipe_of_a_type(ckptkit: Ckptkit, tmp_path: Path) -> None:
     (tmp_path / "mixtral.yaml").write_text(text)
     from ckptkit.run.recipes import load
 
-    assert load(str(tmp_path / "mixtral.yaml")).said
+    assert load(str(tmp_path / "mixtral.yaml")).written
     ckptkit("rules", "from-transformers", "no_such_type", code=2)

@@ -7,7 +7,7 @@ import pytest
 from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
-from ckptkit.remote.urls import behind_page, beside, is_url, shown, split
+from ckptkit.remote.urls import behind_page, in_folder, is_url, shown, split
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_a_page_says_where_the_file_is() -> None:
 def test_a_folder_keeps_the_query() -> None:
     folder, name = split("https://host/a/x.index.json?sig=1")
     assert (folder, name) == ("https://host/a?sig=1", "x.index.json")
-    assert beside(folder, "y.bin") == "https://host/a/y.bin?sig=1"
+    assert in_folder(folder, "y.bin") == "https://host/a/y.bin?sig=1"

@@ -106,7 +106,7 @@ class Outcomes:
         journals = [path for path in folder.iterdir() if path.name.endswith(".ckptkit-journal")]
         assert len(left) + len(journals) <= killed, (left, journals)
         if journals:
-            patching.settle(str(folder / "run.pth"))
+            patching.undo_interrupted(str(folder / "run.pth"))
             assert not journals[0].exists()
         found = {
             name: data for name, data in snapshot(folder).items() if name.split("/")[0] not in left

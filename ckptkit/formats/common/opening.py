@@ -15,16 +15,16 @@ from ckptkit.remote import urls
 PathLike = str | os.PathLike[str]
 
 
-def open_place(path: PathLike, *, settle: bool = False) -> ByteSource | Folder:
+def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
     """Open the file or folder at `path`, which must not be in the middle of an edit in place.
 
-    With `settle` an interrupted edit is undone; without, it is an error. Raises PathError,
+    With `undo` an interrupted edit is undone; without, it is an error. Raises PathError,
     InputError.
     """
     if not urls.is_url(path) and has_journal(path):
         from ckptkit.publish import patching
 
-        (patching.settle if settle else patching.look)(os.fspath(path))
+        (patching.undo_interrupted if undo else patching.look)(os.fspath(path))
     return formats.open_place(path)
 
 

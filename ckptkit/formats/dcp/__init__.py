@@ -32,7 +32,7 @@ def matches(probe: Probe) -> bool:
     """Return whether this is a DCP folder, finished or not, or the `.metadata` in it."""
     if probe.is_folder:
         return any(map(_OURS.fullmatch, probe.names))
-    return os.path.basename(probe.name) == NAME and probe.source.beside() is not None
+    return os.path.basename(probe.name) == NAME and probe.source.folder_and_name() is not None
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:

@@ -35,9 +35,9 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
         if isinstance(entry, Whole):
             yield from _chunks(files, name, entry, there)
     if EXTRA in folder:
-        beside = Probe(folder.open(EXTRA))
-        if zip_archive.matches(beside) and beside.zip is not None:
-            yield from zip_check.members(beside.zip, EXTRA)
+        extra = Probe(folder.open(EXTRA))
+        if zip_archive.matches(extra) and extra.zip is not None:
+            yield from zip_check.members(extra.zip, EXTRA)
 
 
 def _records(files: Files, place: Place) -> Iterator[CheckedPart | Finding]:

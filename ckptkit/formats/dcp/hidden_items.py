@@ -27,11 +27,11 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     if _METADATA.fullmatch(name) and probe.head.startswith(b"\x80"):
         loader = "torch.distributed.checkpoint"
         return iter((PickleStream("", probe.source, 0, probe.source.size, loader, NOT_TORCH),))
-    beside = probe.source.beside() if name.endswith(".distcp") else None
-    if beside is None:
+    place = probe.source.folder_and_name() if name.endswith(".distcp") else None
+    if place is None:
         return None
     try:
-        folder, name = beside
+        folder, name = place
         index = described(Files(folder), frozenset(folder.list()))
         wanted = {(each.offset, each.length) for each in places(index) if each.file == name}
         parts = [

@@ -142,10 +142,10 @@ class Files:
 
 
 def _saved_offsets(text: str) -> dict[str, Shape]:
-    said = strict_json.parse(text.encode(), _SHARDING)
-    if not isinstance(said, dict):
+    sharding = strict_json.parse(text.encode(), _SHARDING)
+    if not isinstance(sharding, dict):
         raise FormatError(f"{_SHARDING} is not an object")
-    return {name: _offsets(entry) for name, entry in said.items()}
+    return {name: _offsets(entry) for name, entry in sharding.items()}
 
 
 def _offsets(entry: object) -> Shape:

@@ -267,8 +267,8 @@ def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
     state = properties.state if made is not None and made.name == "TensorProperties" else None
     if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
         raise FormatError("its properties are not TensorProperties")
-    said = state[5] if len(state) > 5 else None
-    stride = None if said is None else _size(said, "the strides of a tensor")
+    strides = state[5] if len(state) > 5 else None
+    stride = None if strides is None else _size(strides, "the strides of a tensor")
     dtype, layout = dtype_or_unknown(state[0]), state[1]
     if not isinstance(layout, Object) or layout.args != ("torch.strided",):
         return dtype, stride, "not strided"

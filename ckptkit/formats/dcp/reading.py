@@ -53,7 +53,7 @@ def folder_of(probe: Probe) -> Folder:
     """Return the folder, or the folder of the `.metadata` that was named."""
     if probe.is_folder:
         return probe.folder
-    place = probe.source.beside()
+    place = probe.source.folder_and_name()
     assert place is not None
     return place[0]
 

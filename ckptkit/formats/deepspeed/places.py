@@ -25,7 +25,7 @@ _LAYER = re.compile(r"layer_.*")
 _MODEL_NAME, _OPTIM_NAME = (
     f"zero_pp_rank_{{}}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")
 )
-_BESIDE = re.compile(r"(.*\.index\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin)")
+_MODEL_FILE = re.compile(r"(.*\.index\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin)")
 _MERGE = "merge the ranks with DeepSpeed's ds_to_universal.py; ckptkit reads its output"
 _SHOWN = 4  # names in a message
 
@@ -73,14 +73,14 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
     """
     if is_tag(names):
         return folder
-    said = pointer(folder, names)
-    tags = [said[1]] if said else tag_folders(folder)
+    named = pointer(folder, names)
+    tags = [named[1]] if named else tag_folders(folder)
     if len(tags) != 1:
         raise AmbiguousError(
             f"holds {len(tags)} training states and no file that names the latest: {listed(tags)}",
             hint=f"name one of them, e.g. {os.path.join(folder.name, tags[0])}",
         )
-    if said and not _holds_states(folder, said[1]):
+    if named and not _holds_states(folder, named[1]):
         others = tag_folders(folder)
         hint = (
             f"it holds {listed(others)}: name the folder to read"
@@ -88,7 +88,7 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
             else "fetch the whole folder again"
         )
         raise CorruptError(
-            f"{said[0]} names {said[1][:80]!r}, which is not a folder of a training state",
+            f"{named[0]} names {named[1][:80]!r}, which is not a folder of a training state",
             hint=hint,
         )
     _check_alone(folder, names, tags[0])
@@ -96,12 +96,12 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
 
 
 def _check_alone(folder: Folder, names: Collection[str], tag: str) -> None:
-    beside = sorted(filter(_BESIDE.fullmatch, names))
-    beside = [name for name in beside if name.endswith(".index.json")] or beside
-    if beside:
-        paths = [os.path.join(folder.name, name) for name in (tag, beside[0])]
+    model_files = sorted(filter(_MODEL_FILE.fullmatch, names))
+    model_files = [name for name in model_files if name.endswith(".index.json")] or model_files
+    if model_files:
+        paths = [os.path.join(folder.name, name) for name in (tag, model_files[0])]
         raise AmbiguousError(
-            f"holds the training state {tag} and a model of its own, {listed(beside)}",
+            f"holds the training state {tag} and a model of its own, {listed(model_files)}",
             hint=f"name one of them: {paths[0]} or {paths[1]}",
         )
 

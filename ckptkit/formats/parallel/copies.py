@@ -74,7 +74,7 @@ class Copies:
             "takes the first of each",
         )
 
-    def said(self) -> Iterator[str]:
+    def warnings(self) -> Iterator[str]:
         """Yield the warnings."""
         if self.left:
             nbytes = sum(copy.first.nbytes for copy in self.left)

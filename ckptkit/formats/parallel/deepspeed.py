@@ -87,7 +87,7 @@ class _Reading:
             check_grid(
                 [part for part in parts if part.at.get(_LAYER, 0) == number], axes, {TP: _TENSOR}
             )
-        self._check_said(first, axes[TP], layers)
+        self._check_ranks(first, axes[TP], layers)
         merged = merge(parts, axes, self._table(first, axes[TP]), self.joiner)
         left = [name for name in self.names if _ZERO.fullmatch(name)]
         warnings = (
@@ -101,7 +101,7 @@ class _Reading:
             {"module": merged.tensors, **kept}, format, self.top,
             globals=tuple(self.reader.globals),
             warnings=(
-                *merged.warnings, *warnings, *self.joiner.copies.said(), *self.reader.warnings,
+                *merged.warnings, *warnings, *self.joiner.copies.warnings(), *self.reader.warnings,
             ),
             about=f"DeepSpeed: {what}", key="module",
         )  # fmt: skip
@@ -127,19 +127,19 @@ class _Reading:
             entries = {str(key): value for key, value in module.items()}
             yield RankFile(name, {TP: int(found[1])}, entries)
 
-    def _check_said(self, first: Mapping[Node, Node], count: int, layers: bool) -> None:
+    def _check_ranks(self, first: Mapping[Node, Node], count: int, layers: bool) -> None:
         """Raise where the files promise another number of ranks, or pipeline stages without files
         of layers."""
         args = _underscored(_arguments(first))
-        said = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
+        promised = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
         world = first.get("mp_world_size")
         stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
         if not layers and type(stages) is int and stages > 1:
             raise UnsupportedError(
                 f"has {stages} pipeline stages in files of ranks, which are not put together"
             )
-        expected = said if type(said) is int and said > 0 else world
-        if type(expected) is int and expected != count and (not layers or said is not None):
+        expected = promised if type(promised) is int and promised > 0 else world
+        if type(expected) is int and expected != count and (not layers or promised is not None):
             raise CorruptError(
                 f"has files of {count} tensor ranks, and they say that there are {expected}",
                 hint="fetch what is missing from where the rest came from",
@@ -163,19 +163,21 @@ class _Reading:
             for name in inner.list():
                 if name.endswith((".yml", ".yaml", ".json")):
                     source = inner.open(name)
-                    said = yaml_text.parse(source.read(0, min(source.size, 2 << 20)), source.name)
-                    found |= said if isinstance(said, dict) else {}
+                    content = yaml_text.parse(
+                        source.read(0, min(source.size, 2 << 20)), source.name
+                    )
+                    found |= content if isinstance(content, dict) else {}
         return _underscored(found)
 
 
-def _underscored(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key).replace("-", "_"): value for key, value in said.items()}
+def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
 def _arguments(first: Mapping[Node, Node]) -> dict[str, Any]:
     args = first.get("args")
-    said = args if isinstance(args, dict) else attributes(args)
-    return {key: value for key, value in said.items() if isinstance(key, str)}
+    values = args if isinstance(args, dict) else attributes(args)
+    return {key: value for key, value in values.items() if isinstance(key, str)}
 
 
 def _neox_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
@@ -223,15 +225,15 @@ def _universal_rules(info: Mapping[Node, Node]) -> Iterator[Rule]:
 
 def _sub_params(node: Node) -> Iterator[Rule]:
     """A SubparamShape: patterns, a shape with a tuple where it is cut, and the dimension."""
-    said = attributes(node)
-    shape, dim = said.get("shape"), said.get("partition_dim")
+    state = attributes(node)
+    shape, dim = state.get("shape"), state.get("partition_dim")
     if not isinstance(shape, (tuple, list)) or type(dim) is not int or not 0 <= dim < len(shape):
         raise FormatError(f"its {INFO} describes a parameter of several in a way that is not known")
     sizes = shape[dim]
     blocks = tuple(sizes) if isinstance(sizes, (tuple, list)) else 1
     if isinstance(blocks, tuple) and not all(type(n) is int and n > 0 for n in blocks):
         raise FormatError(f"its {INFO} describes a parameter of several without sizes")
-    for pattern in _patterns(said.get("patterns")):
+    for pattern in _patterns(state.get("patterns")):
         yield Rule(pattern, Cut(dim, blocks))
 
 

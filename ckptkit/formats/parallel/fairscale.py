@@ -83,7 +83,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     return Checkpoint(
         {"model": merged.tensors}, format, probe.folder, globals=tuple(reader.globals),
         warnings=(*merged.warnings, "left out the optimizer and what else each process saved",
-                  *joiner.copies.said(), *reader.warnings),
+                  *joiner.copies.warnings(), *reader.warnings),
         about=f"fairscale: {detail}", key="model",
     )  # fmt: skip
 
@@ -99,13 +99,17 @@ def _whole(shards: Shards, joiner: Joiner) -> Iterator[tuple[str, Node]]:
     made: dict[str, Node] = {}
     flat: set[str] = set()
     for index, node in enumerate(described):
-        said = Fields(node, f"{name}: {PARAMETERS}")
-        path = str(said.node.get("fsdp_path") or "")
+        described_part = Fields(node, f"{name}: {PARAMETERS}")
+        path = str(described_part.node.get("fsdp_path") or "")
         prefix = f"{path}." if path else ""
-        for backing in said.names("params"):
+        for backing in described_part.names("params"):
             flat.add(prefix + backing)
             made |= _unflattened(
-                shards, index, prefix, backing, said.node.get("no_broadcast_optim_state") is True
+                shards,
+                index,
+                prefix,
+                backing,
+                described_part.node.get("no_broadcast_optim_state") is True,
             )
     for node in described:
         for pair in Fields(node, name).node.get("shared_param_info") or ():
@@ -126,14 +130,14 @@ def _unflattened(
     pieces: list[Tensor] = []
     layout: Fields | None = None
     for name, fields in shards[:1] if alone else shards:
-        said = (
+        part_fields = (
             Fields(fields.fields(METADATA).items(PARAMETERS)[index], name)
             .fields("params")
             .fields(backing)
         )
-        layout = layout or said
+        layout = layout or part_fields
         tensor = as_tensor(fields.names("model").get(prefix + backing))
-        padding = said.integers("padding")[0]
+        padding = part_fields.integers("padding")[0]
         if tensor is None or not is_flat(tensor) or padding > tensor.numel:
             raise FormatError(f"has no flat parameter {prefix + backing!r}", where=name)
         pieces.append(part(tensor, (0,), (tensor.numel - padding,)))

@@ -90,5 +90,7 @@ def rank_in(path: str) -> tuple[int, int | None] | None:
     of none."""
     name = os.path.basename(path)
     ranks = list(_RANK.finditer(name))
+    if not ranks:
+        return None
     world = _WORLD.search(name)
-    return (int(ranks[-1][1]), int(world[1]) if world else None) if ranks else None
+    return int(ranks[-1][1]), int(world[1]) if world else None

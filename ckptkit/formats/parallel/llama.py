@@ -59,7 +59,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     kept |= {EMBEDDING: str(cut.dim)} if text and isinstance(cut, Cut) and count > 1 else {}
     return Checkpoint(
         merged.tensors, format, folder, extras=kept, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *joiner.copies.said(), *reader.warnings),
+        warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
         about=f"Llama release of Meta: {count} of {count} parts",
     )  # fmt: skip
 
@@ -76,10 +76,10 @@ def params_text(folder: Folder) -> bytes:
 
 def read_params(text: bytes) -> dict[str, Any]:
     """Parse ``params.json``; empty if there is none."""
-    said = strict_json.parse(text, PARAMS) if text else {}
-    if not isinstance(said, dict):
+    found = strict_json.parse(text, PARAMS) if text else {}
+    if not isinstance(found, dict):
         raise FormatError(f"{PARAMS} is no JSON object")
-    return said
+    return found
 
 
 def integer(params: Mapping[str, Any], key: str) -> int | None:
@@ -91,11 +91,11 @@ def integer(params: Mapping[str, Any], key: str) -> int | None:
 def width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
     """The model's ``dim``: said, or that of the last norm, which is whole in each part."""
     norm = as_tensor(entries.get("norm.weight"))
-    said = integer(params, "dim")
+    dim = integer(params, "dim")
     held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
-    if said and held and said != held:
-        raise CorruptError(f"{PARAMS} says dim {said:,}, the norms have {held:,} elements")
-    return said or held
+    if dim and held and dim != held:
+        raise CorruptError(f"{PARAMS} says dim {dim:,}, the norms have {held:,} elements")
+    return dim or held
 
 
 def count_of(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
@@ -110,9 +110,9 @@ def count_of(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | No
 
 
 def _count(parts: list[RankFile], params: Mapping[str, Any]) -> int:
-    said = count_of(parts[0].entries, params)
+    count = count_of(parts[0].entries, params)
     highest = max(part.at[TP] for part in parts) + 1
-    return max(said, highest) if said else highest
+    return max(count, highest) if count else highest
 
 
 def is_by_rows(entries: Mapping[str, Node], params: Mapping[str, Any]) -> bool:
@@ -167,9 +167,9 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
     dim, heads = integer(params, "dim"), integer(params, "n_heads")
     groups = integer(params, "n_kv_heads") or heads
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    said = integer(params, "n_layers")
-    if said and len(layers) != said:
-        raise CorruptError(f"has {len(layers):,} layers, {PARAMS} says {said:,}")
+    layer_count = integer(params, "n_layers")
+    if layer_count and len(layers) != layer_count:
+        raise CorruptError(f"has {len(layers):,} layers, {PARAMS} says {layer_count:,}")
     key = as_tensor(tensors.get("layers.0.attention.wk.weight"))
     if not (dim and heads and groups) or key is None:
         return

@@ -34,9 +34,9 @@ def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
     """Return whether to split the embedding into rows: as its parts were, or from version 3 on as
     its parameters tell.
     """
-    said = checkpoint.extras.get(EMBEDDING)
-    if said in ("0", "1"):
-        return said == "0"
+    recorded = checkpoint.extras.get(EMBEDDING)
+    if recorded in ("0", "1"):
+        return recorded == "0"
     vocabulary = read_params(checkpoint.extras.get(PARAMS, "").encode()).get("vocab_size")
     if type(vocabulary) is int and (vocabulary == -1 or vocabulary >= 100_000):
         return vocabulary != -1

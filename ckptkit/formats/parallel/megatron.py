@@ -58,19 +58,19 @@ LEGACY = "language_model."
 class Arguments:
     """The training arguments that describe the parts. Missing ones count as 1, or as false."""
 
-    said: Mapping[str, Node]
+    values: Mapping[str, Node]
     version: float
 
     def number(self, *names: str) -> int | None:
         """The first of the arguments that is a number above 0."""
         for name in names:
-            found = self.said.get(name)
+            found = self.values.get(name)
             if type(found) is int and 0 < found < 1 << 31:
                 return found
         return None
 
     def flag(self, name: str) -> bool:
-        return self.said.get(name) is True
+        return self.values.get(name) is True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -124,13 +124,13 @@ def read(probe: Probe, format: str) -> Checkpoint:
     _check_vocabulary(merged.tensors, arguments, legacy)
     left = [key for key in _OF_PROCESS if key in first]
     warnings = [f"left out {', '.join(left)}: of each process its own"] if left else []
-    root = {"model": merged.tensors, **_beside(first, arguments)}
+    root = {"model": merged.tensors, **_other_entries(first, arguments)}
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
     iteration = _text(first.get("iteration"))
     names_of = "legacy names" if legacy else "mcore names"
     return Checkpoint(
         root, format, folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *warnings, *joiner.copies.said(), *reader.warnings),
+        warnings=(*merged.warnings, *warnings, *joiner.copies.warnings(), *reader.warnings),
         about=f"Megatron-LM: {grid}, iteration {iteration}, {names_of}",
         key="model",
     )  # fmt: skip
@@ -178,8 +178,10 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> It
     numbers = [int(number) for number in found.groups() if number is not None]
     axes = [TP, *(axis for axis in (PP, EP) if sizes[axis] > 1)]
     if len(numbers) != len(axes):
-        said = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
-        raise CorruptError(f"{name} does not name a part of {said}", hint="the folder was renamed")
+        sizes_text = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
+        raise CorruptError(
+            f"{name} does not name a part of {sizes_text}", hint="the folder was renamed"
+        )
     at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
     for key, node in root.items():
         number = _MODEL.fullmatch(str(key))
@@ -274,12 +276,12 @@ def _fused(arguments: Arguments) -> Verb:
 def _check_vocabulary(tensors: Mapping[Node, Node], arguments: Arguments, legacy: bool) -> None:
     """Raise CorruptError where the embedding has other rows than the arguments say."""
     held = as_tensor(tensors.get(LEGACY + WORD if legacy else WORD))
-    said = arguments.number("padded_vocab_size")
-    if held is not None and said and held.shape[0] != said:
-        raise CorruptError(f"its embedding has {held.shape[0]:,} rows, its arguments say {said:,}")
+    rows = arguments.number("padded_vocab_size")
+    if held is not None and rows and held.shape[0] != rows:
+        raise CorruptError(f"its embedding has {held.shape[0]:,} rows, its arguments say {rows:,}")
 
 
-def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
+def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
     """Return the other entries of the first rank. Its arguments, as a plain dict, become those of
     the whole model.
     """
@@ -293,18 +295,18 @@ def _beside(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
         "pipeline_model_parallel_size",
         "expert_model_parallel_size",
     }
-    said = {key: value for key, value in arguments.said.items() if _is_plain(value)}
-    said = {
+    values = {key: value for key, value in arguments.values.items() if _is_plain(value)}
+    values = {
         key: 1 if key in whole else value
-        for key, value in said.items()
+        for key, value in values.items()
         if key != "model_parallel_size"
     }
     for key in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"):
-        said.update({key: None} if key in said else {})
+        values.update({key: None} if key in values else {})
     version = max(arguments.version, 3.0)
     return {
         **kept,
-        "args": {**dict.fromkeys(sorted(whole), 1), **said},
+        "args": {**dict.fromkeys(sorted(whole), 1), **values},
         "checkpoint_version": version,
     }
 

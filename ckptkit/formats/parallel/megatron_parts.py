@@ -32,22 +32,22 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
             hint="convert from the folder of the training, or from a .pth that ckptkit made of it",
         )
     tensors = checkpoint.required.tensors
-    said = arguments_of(root)
+    trained = arguments_of(root)
     arguments = Arguments(
-        {**said.said, "tensor_model_parallel_size": count}, max(said.version, 3.0)
+        {**trained.values, "tensor_model_parallel_size": count}, max(trained.version, 3.0)
     )
     legacy = any(name.startswith(LEGACY) for name in tensors)
     parts = cut(tensors, table(arguments, legacy=legacy), count)
     iteration = root.get("iteration")
     number = iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
     names = [f"iter_{number:07d}/mp_rank_{rank:02d}/{FILE}" for rank in range(count)]
-    beside = {key: node for key, node in root.items() if key not in ("args", "model")}
+    others = {key: node for key, node in root.items() if key not in ("args", "model")}
     files = [
         file(
             name,
             {
-                "args": _namespace(arguments.said),
-                **beside,
+                "args": _namespace(arguments.values),
+                **others,
                 "model": _nested(part) if legacy else part,
             },
             options,
@@ -58,9 +58,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     return Plan((*files, tracker), (), len(tensors))
 
 
-def _namespace(said: Mapping[str, Node]) -> Object:
+def _namespace(values: Mapping[str, Node]) -> Object:
     made = Object(_NAMESPACE, (), new=True)
-    made.steps.append(("build", dict(said)))
+    made.steps.append(("build", dict(values)))
     return made
 
 

@@ -51,26 +51,27 @@ class OwnTable:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        said = self._said()
+        content = self._content()
         if (
-            not isinstance(said, dict)
-            or not set(said) <= _KEYS
-            or not {"files", "rules"} <= set(said)
+            not isinstance(content, dict)
+            or not set(content) <= _KEYS
+            or not {"files", "rules"} <= set(content)
         ):
             raise self._wrong(
                 "is no table with files and rules", f"it may have {', '.join(sorted(_KEYS))}"
             )
-        self.files = self._pattern(said["files"])
-        self.root = said.get("root")
+        self.files = self._pattern(content["files"])
+        self.root = content.get("root")
         if TP not in self.files.groupindex:
             raise self._wrong(
                 "names no rank in files", r"write (?P<tp>[0-9]+) where its number stands"
             )
         self.table = Table(
-            tuple(map(self._rule, self._list(said["rules"]))), self._offsets(said.get("layers"))
+            tuple(map(self._rule, self._list(content["rules"]))),
+            self._offsets(content.get("layers")),
         )
 
-    def _said(self) -> Any:
+    def _content(self) -> Any:
         try:
             with open(self.path, "rb") as file:
                 data = file.read((1 << 20) + 1)
@@ -148,7 +149,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     detail = " x ".join(f"{axis} {n}" for axis, n in axes.items())
     return Checkpoint(
         merged.tensors, format, probe.folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *joiner.copies.said(), *reader.warnings),
+        warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
         about=f"{os.path.basename(own.path)}: {detail}",
     )  # fmt: skip
 

@@ -101,16 +101,16 @@ class _Reading:
         ranked = self._ranked(chosen.group)
         world = _check_ranks(chosen.group, ranked, self.known)
         root = self._merged(chosen.group, ranked, world)
-        beside = [each for each in kinds if each.role == REST and each.group.certain]
+        extra = [each for each in kinds if each.role == REST and each.group.certain]
         if optimizer is not None and optimizer is not chosen:
             root = {MODEL: root, **self._optimizer(optimizer, ranked, world)}
-        if beside and model is not None:
+        if extra and model is not None:
             root = root if optimizer is not None else {MODEL: root}
-            root = {**root, **self._rest(beside)}
+            root = {**root, **self._rest(extra)}
         self._note_unread(kinds)
         return Checkpoint(
             root, self.format, self.folder, globals=tuple(self.reader.globals),
-            warnings=(*self.warnings, *self.joiner.copies.said(), *self.reader.warnings),
+            warnings=(*self.warnings, *self.joiner.copies.warnings(), *self.reader.warnings),
             about=f"{TITLE}: {_title(ranked, world, self.known)}",
         )  # fmt: skip
 
@@ -139,12 +139,12 @@ class _Reading:
         found = []
         for number, name in group.files.items():
             root = self.reader.read(name).root
-            said = {piece.rank for piece in _pieces(root, self.known)} - {None}
-            if len(said) > 1:
+            ranks = {piece.rank for piece in _pieces(root, self.known)} - {None}
+            if len(ranks) > 1:
                 raise CorruptError(
-                    f"holds pieces of several ranks: {sorted(map(str, said))}", where=name
+                    f"holds pieces of several ranks: {sorted(map(str, ranks))}", where=name
                 )
-            rank = number if not said else int(str(said.pop()))
+            rank = number if not ranks else int(str(ranks.pop()))
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
             if rank != number and by_name:
                 raise CorruptError(
@@ -268,14 +268,14 @@ def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> Corr
 
 
 def _title(ranked: Sequence[Ranked], world: World, known: Known) -> str:
-    said = []
+    forms = []
     for piece in _pieces(ranked[0].root, known):
         if isinstance(piece, ShardPiece):
-            said.append("ShardedTensor")
+            forms.append("ShardedTensor")
         elif isinstance(piece, MeshPiece):
             names = f" ({', '.join(piece.mesh.names)})" if piece.mesh.names else ""
-            said.append(f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}")
-    kinds = list(dict.fromkeys(said))
+            forms.append(f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}")
+    kinds = list(dict.fromkeys(forms))
     return f"{len(ranked):,} of {world.size:,} ranks; {'; '.join(kinds[:3])}"
 
 

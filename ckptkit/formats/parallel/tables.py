@@ -110,10 +110,10 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
         raise CorruptError(f"{twice[0]} stands where another file does")
     missing = [point for point in product(*map(range, axes.values())) if point not in there]
     if missing:
-        said = [_place(point, axes, name) for point in missing[:_SHOWN]]
+        places = [_place(point, axes, name) for point in missing[:_SHOWN]]
         total = len(there) + len(missing)
         raise CorruptError(
-            f"{len(missing):,} of {total:,} parts are missing: {', '.join(said)}",
+            f"{len(missing):,} of {total:,} parts are missing: {', '.join(places)}",
             hint="every process wrote its own file: fetch what is missing from where the rest came from",
         )
     stale = [part.file for part in parts if any(part.at[axis] >= n for axis, n in axes.items())]
@@ -127,8 +127,8 @@ def _point(at: At, axes: Mapping[str, int]) -> tuple[int, ...]:
 
 def _place(point: tuple[int, ...], axes: Mapping[str, int], names: Mapping[str, str]) -> str:
     of = zip(axes, point, strict=True)
-    said = " ".join(f"{names.get(axis, axis.upper())} {n}" for axis, n in of if axes[axis] > 1)
-    return said or "the only one"
+    text = " ".join(f"{names.get(axis, axis.upper())} {n}" for axis, n in of if axes[axis] > 1)
+    return text or "the only one"
 
 
 def _sizes(axes: Mapping[str, int]) -> str:
@@ -168,7 +168,7 @@ class _Merge:
             tensor = self._tensor(name, by_rank)
             if tensor is not None:
                 made[name] = tensor
-        return Merged(made, list(self._said()))
+        return Merged(made, list(self._warnings()))
 
     # Names
 
@@ -305,7 +305,7 @@ class _Merge:
             hint="the layout is another than it is taken for: a table of your own says `same` for it (--parts FILE)",
         )
 
-    def _said(self) -> Iterator[str]:
+    def _warnings(self) -> Iterator[str]:
         for reason, names in self.dropped.items():
             yield f"left out {_some(names)}: {reason}"
         if self.constant:

@@ -49,7 +49,7 @@ def matches(probe: Probe, suffix: str) -> bool:
         chosen = best(probe.names)
         return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix
     source = probe.source
-    _, name = source.beside() or (None, "")
+    _, name = source.folder_and_name() or (None, "")
     if not name.endswith(INDEX) or source.size > LIMITS.index_bytes:
         return False
     is_bin = name.endswith(BIN + INDEX)
@@ -85,7 +85,7 @@ def _read(
     If it returns, reading goes on with what there is.
     """
     if not probe.is_folder:
-        place = probe.source.beside()
+        place = probe.source.folder_and_name()
         assert place is not None
         shards = _Shards(place[0], format, refuse)
         return shards.with_index(place[1], restore), shards

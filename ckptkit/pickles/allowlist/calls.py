@@ -456,7 +456,8 @@ def _object_step(view: View, made: Global, step: str, value: Node) -> str:
         return CLASS if step == "build" and fits_word(view, "optimizer", value) else UNSURE
     if step != "build":
         return UNSURE if listed and (made.module, made.name) not in FILLED else CLASS
-    return CLASS if fits_word(view, "scalar/literal" if listed else "state", value) else UNSURE
+    word = "scalar/literal" if listed else "state"
+    return CLASS if fits_word(view, word, value) else UNSURE
 
 
 def _special_step(view: View, made: Global, step: str, value: Node) -> str:

@@ -93,7 +93,7 @@ def _compared(jobs: Sequence[Job], known: Manifest, force: bool) -> list[tuple[J
 
 def _joined(into: str, name: str) -> str:
     if urls.is_url(into):
-        return urls.beside(into, name)
+        return urls.in_folder(into, name)
     return os.path.join(os.path.abspath(into), *name.split("/"))
 
 

@@ -107,7 +107,7 @@ def _remote(source: str, into: str) -> Iterator[Input]:
     base = "/".join(fixed) + query + parameters
     entries = listing.matching(base, "/".join(rest))
     _check_found(entries, urls.shown(source))
-    found = [(urls.beside(base, each.name), each) for each in entries]
+    found = [(urls.in_folder(base, each.name), each) for each in entries]
     outputs = urls.without_query(into).rstrip("/") + "/"
     found = [(url, each) for url, each in found if not urls.without_query(url).startswith(outputs)]
     _check_left(found, urls.shown(source), into)

@@ -93,7 +93,7 @@ class _Remote:
         from ckptkit.remote import listing
 
         self._into = into
-        self._url = urls.beside(into, NAME)
+        self._url = urls.in_folder(into, NAME)
         self.done = _parse(listing.read_small(self._url))
         self._changed = False
         self._next = monotonic() + PAUSE

@@ -39,7 +39,7 @@ from ckptkit.rules.errors import RuleError
 from ckptkit.rules.expecting import Expectations
 from ckptkit.rules.parsing import is_word
 from ckptkit.rules.planner import Rules, unused_argument
-from ckptkit.run.recipes.reversing import Said, backwards
+from ckptkit.run.recipes.reversing import WrittenStep, backwards
 from ckptkit.transforms import combine, devices, elements, keys, quantized, quantizing, structure
 
 FOLDER = Path(__file__).parent
@@ -54,15 +54,15 @@ _OUTPUT = {"format": str, "shard_size": str, "all": bool, "objects": str, "ties"
 class Recipe:
     """The content of a recipe file: its steps as functions, and how to write the result.
 
-    ``said`` are the steps as they are written, ``source`` is where the facts of a layout come from,
-    ``checked`` what it was checked against; empty where nobody did.
+    ``written`` are the steps as in the file, ``source`` is where the facts of a layout come from,
+    ``checked`` the library that it was compared with, empty if there is none.
     """
 
     name: str
     about: str
     steps: tuple[Step, ...]
     output: Mapping[str, Any]
-    said: tuple[Said, ...] = ()
+    written: tuple[WrittenStep, ...] = ()
     source: str = ""
     checked: str = ""
 
@@ -139,9 +139,9 @@ def _shown(value: Any) -> str:
         return "a huge number"
 
 
-def _recipe(name: str, said: Any, asked: Asked) -> Recipe:
+def _recipe(name: str, content: Any, asked: Asked) -> Recipe:
     try:
-        parts = _table(said, _PARTS)
+        parts = _table(content, _PARTS)
         steps = parts.get("steps")
         if not isinstance(steps, list) or not steps:
             raise _WrongError("has no list of steps")
@@ -150,7 +150,7 @@ def _recipe(name: str, said: Any, asked: Asked) -> Recipe:
             if not isinstance(value, _OUTPUT[key]):
                 raise _WrongError(f"output: {key} is {_shown(value)}")
         about, facts, checked = (_optional(parts, word) for word in ("about", "source", "checked"))
-        known = list(_said(steps))
+        known = list(_written(steps))
         defaults = _sizes(parts.get("args", {}))
         made = _made(known, asked, defaults)
         _check_arguments(known, asked, defaults)
@@ -168,7 +168,7 @@ def _optional(parts: Mapping[str, Any], word: str) -> str:
     return text
 
 
-def _made(known: list[Said], asked: Asked, defaults: dict[str, str | int]) -> list[Step]:
+def _made(known: list[WrittenStep], asked: Asked, defaults: dict[str, str | int]) -> list[Step]:
     """The steps as functions, each read before any is applied."""
     forwards = [_step(number, each, asked, defaults) for number, each in enumerate(known, 1)]
     if not asked.reverse:
@@ -178,7 +178,9 @@ def _made(known: list[Said], asked: Asked, defaults: dict[str, str | int]) -> li
     return [*steps, lambda ck: ck.with_root(ck.root, notes=notes)]
 
 
-def _check_arguments(known: list[Said], asked: Asked, defaults: dict[str, str | int]) -> None:
+def _check_arguments(
+    known: list[WrittenStep], asked: Asked, defaults: dict[str, str | int]
+) -> None:
     """Raise RuleError for an argument that no rule of any step uses."""
     if not asked.args:
         return
@@ -199,14 +201,14 @@ class _WrongError(ValueError):
         self.hint = hint
 
 
-def _said(said: list[Any]) -> Iterator[Said]:
-    for number, each in enumerate(said, 1):
+def _written(steps: list[Any]) -> Iterator[WrittenStep]:
+    for number, each in enumerate(steps, 1):
         if isinstance(each, dict) and "rules" in each:
-            beside = {word: given for word, given in each.items() if word != "rules"}
-            if beside.keys() <= _BESIDE_RULES:
-                yield Said("rules", each["rules"], beside)
+            options = {word: given for word, given in each.items() if word != "rules"}
+            if options.keys() <= _RULE_OPTIONS:
+                yield WrittenStep("rules", each["rules"], options)
                 continue
-            odd = ", ".join(sorted(map(repr, beside.keys() - _BESIDE_RULES)))
+            odd = ", ".join(sorted(map(repr, options.keys() - _RULE_OPTIONS)))
             raise _WrongError(
                 f"step {number} (rules): {odd} is nothing that rules have", "keep, sizes, keys"
             )
@@ -216,16 +218,16 @@ def _said(said: list[Any]) -> Iterator[Said]:
                 hint="e.g. `- strip: module.`",
             )
         ((word, given),) = each.items()
-        yield Said(word, given, {})
+        yield WrittenStep(word, given, {})
 
 
-def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int]) -> Step:
-    word = said.word
+def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str | int]) -> Step:
+    word = step.word
     try:
         if word == "rules":
-            return _rules(number, said, asked, defaults)
+            return _rules(number, step, asked, defaults)
         if word == "expect":
-            return Expectations(_texts(said.given), asked.config).check
+            return Expectations(_texts(step.given), asked.config).check
         if word not in STEPS:
             known = [*STEPS, "rules", "expect"]
             close = nearest(_shown(word).strip("'"), known) or known
@@ -233,7 +235,7 @@ def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int])
                 f"step {number}: {_shown(word)} is not a step",
                 hint=f"did you mean {', '.join(close)}?",
             )
-        return STEPS[word](said.given)
+        return STEPS[word](step.given)
     except _WrongError as error:
         if str(error).startswith("step "):
             raise
@@ -242,21 +244,21 @@ def _step(number: int, said: Said, asked: Asked, defaults: dict[str, str | int])
         raise RuleError(f"step {number}, {error.message}", hint=error.hint) from None
 
 
-_BESIDE_RULES = {"keep", "sizes", "keys"}
+_RULE_OPTIONS = {"keep", "sizes", "keys"}
 
 
-def _rules(number: int, said: Said, asked: Asked, defaults: dict[str, str | int]) -> Step:
-    rules = _parsed_rules(said, defaults)
-    keep = _texts(said.beside.get("keep", []))
-    paths = _texts(said.beside.get("keys", []))
+def _rules(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str | int]) -> Step:
+    rules = _parsed_rules(step, defaults)
+    keep = _texts(step.options.get("keep", []))
+    paths = _texts(step.options.get("keys", []))
     return lambda ck: apply_step(ck, rules, keep, asked, paths, number)
 
 
-def _parsed_rules(said: Said, defaults: dict[str, str | int]) -> Rules:
-    lines = _texts(said.given)
+def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> Rules:
+    lines = _texts(step.given)
     if not lines:
         raise _WrongError("there is no rule")
-    return Rules.parse(lines, _sizes(said.beside.get("sizes", {})), defaults)
+    return Rules.parse(lines, _sizes(step.options.get("sizes", {})), defaults)
 
 
 def _sizes(given: Any) -> dict[str, str | int]:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from ckptkit.core.errors import UsageError
 
 
-class Said(NamedTuple):
+class WrittenStep(NamedTuple):
     """A step as a recipe says it: its word, what it is given, and the words beside it."""
 
     word: str
     given: Any
-    beside: dict[str, Any]
+    options: dict[str, Any]
 
 
 # Steps whose effect is left as it is: they lose nothing that the layout needs.
@@ -21,12 +21,12 @@ PASSED_OVER = frozenset({"weights", "select", "cast", "remap", "compact", "drop-
 CHECKS = frozenset({"expect"})  # of the other layout
 
 
-def backwards(steps: Sequence[Said]) -> tuple[list[Said], list[str]]:
+def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
     """The steps that undo the given ones, and what to say of those that are not undone.
 
     Raises UsageError for a step that cannot be undone.
     """
-    found: list[Said] = []
+    found: list[WrittenStep] = []
     left: list[str] = []
     for number, step in reversed(list(enumerate(steps, 1))):
         undone = list(_undone(number, step))
@@ -36,7 +36,7 @@ def backwards(steps: Sequence[Said]) -> tuple[list[Said], list[str]]:
     return found, [f"not undone: {', '.join(left)}"] if left else []
 
 
-def _undone(number: int, step: Said) -> Iterator[Said]:
+def _undone(number: int, step: WrittenStep) -> Iterator[WrittenStep]:
     if step.word == "rules":
         yield step
     elif step.word in _UNDO:
@@ -46,45 +46,45 @@ def _undone(number: int, step: Said) -> Iterator[Said]:
         yield given
     elif step.word == "strip":  # which of several prefixes were there is not known
         if isinstance(step.given, str):
-            yield Said("add", step.given, {})
+            yield WrittenStep("add", step.given, {})
     elif step.word not in PASSED_OVER and step.word not in CHECKS:
         raise _irreversible(number, step)
 
 
-def _irreversible(number: int, step: Said) -> UsageError:
+def _irreversible(number: int, step: WrittenStep) -> UsageError:
     hint = "write a recipe for the way back, or take the step out"
     return UsageError(f"not reversible: step {number} ({step.word})", hint=hint)
 
 
-def _added(given: Any) -> Said | None:
-    return Said("strip", given, {})
+def _added(given: Any) -> WrittenStep | None:
+    return WrittenStep("strip", given, {})
 
 
-def _renamed(given: Any) -> Said | None:
+def _renamed(given: Any) -> WrittenStep | None:
     mapping = given.get("map", {}) if isinstance(given, dict) else {}
     if not mapping or given.get("sub") or len(set(mapping.values())) < len(mapping):
         return None
-    return Said("rename", {"map": {new: old for old, new in mapping.items()}}, {})
+    return WrittenStep("rename", {"map": {new: old for old, new in mapping.items()}}, {})
 
 
-def _wrapped(given: Any) -> Said | None:
-    return Said("extract", given, {})
+def _wrapped(given: Any) -> WrittenStep | None:
+    return WrittenStep("extract", given, {})
 
 
-def _extracted(given: Any) -> Said | None:
+def _extracted(given: Any) -> WrittenStep | None:
     path = given[0] if isinstance(given, list) and len(given) == 1 else given
-    return Said("wrap", path, {}) if isinstance(path, str) and "." not in path else None
+    return WrittenStep("wrap", path, {}) if isinstance(path, str) and "." not in path else None
 
 
-def _tied(given: Any) -> Said | None:
-    return Said("untie", given, {})
+def _tied(given: Any) -> WrittenStep | None:
+    return WrittenStep("untie", given, {})
 
 
-def _untied(given: Any) -> Said | None:
-    return Said("tie", given, {})
+def _untied(given: Any) -> WrittenStep | None:
+    return WrittenStep("tie", given, {})
 
 
-_UNDO: dict[str, Callable[[Any], Said | None]] = {
+_UNDO: dict[str, Callable[[Any], WrittenStep | None]] = {
     "add": _added,
     "rename": _renamed,
     "wrap": _wrapped,

@@ -137,7 +137,9 @@ def group(branch: Branch, contents: Contents) -> Text:
 
 def _of(part: int, whole: int) -> str:
     share = part / whole if whole else 0.0
-    return f"  ({share:.1%})" if share >= 0.0005 else "  (<0.1%)" if share else ""
+    if not share:
+        return ""
+    return f"  ({share:.1%})" if share >= 0.0005 else "  (<0.1%)"
 
 
 def tensor(branch: Branch, contents: Contents, seen: Values | str | None) -> Text:
@@ -211,8 +213,8 @@ def _statistics(seen: Values) -> Text:
             ("norm", tally.norm),
         )
         made.append(f"\n{show(seen.picks)}: {plural(tally.count, 'value')}\n", "bold")
-        said = [f"{name} {cell(value)}" for name, value in named if value is not None]
-        made.append(f"{', '.join(said[:2])}\n{', '.join(said[2:])}\n")
+        shown = [f"{name} {cell(value)}" for name, value in named if value is not None]
+        made.append(f"{', '.join(shown[:2])}\n{', '.join(shown[2:])}\n")
     odd = (("zeros", tally.zeros), ("NaN", tally.nan), ("infinite", tally.infinite))
     if any(count for _, count in odd):
         made.append(", ".join(f"{count:,} {name}" for name, count in odd if count) + "\n")

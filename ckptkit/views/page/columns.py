@@ -101,20 +101,20 @@ class Columns:
 
 def _remark(share: Share, held: Counter[int | None]) -> str:
     """Return a remark on a tensor that is not plain, strided and alone in its storage."""
-    tensor, said = share.row.tensor, []
+    tensor, parts = share.row.tensor, []
     if tensor.layout != "strided":
-        said.append(tensor.layout)
+        parts.append(tensor.layout)
     if tensor.kind == "ndarray":
-        said.append("numpy")
+        parts.append("numpy")
     if tensor.storage is not None and held[share.row.storage] > 1:
-        said.append(f"shares storage {share.row.storage}")
+        parts.append(f"shares storage {share.row.storage}")
     if (
         tensor.storage is not None
         and tensor.layout == "strided"
         and tensor.storage.nbytes > share.row.nbytes
     ):
-        said.append(f"view of {size(tensor.storage.nbytes)}")
-    return ", ".join(said)
+        parts.append(f"view of {size(tensor.storage.nbytes)}")
+    return ", ".join(parts)
 
 
 def numbers(tally: Tally) -> dict[str, Any]:
@@ -136,8 +136,6 @@ def numbers(tally: Tally) -> dict[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    return (
-        (float(f"{value:.6g}") if abs(value) < LARGEST else None)
-        if isinstance(value, float)
-        else value
-    )
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if abs(value) < LARGEST else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.shares import Branch
@@ -66,11 +67,20 @@ def _draw(axes: Axes, root: Branch, measure: str, title: str) -> None:
     axes.text(WIDTH, -12, total, fontsize=10, ha="right", va="center", color="#5c6670")
     colours, kinds = _colours(root, measure)
     for tile in tiles(root, measure, Box(0, 0, WIDTH, HEIGHT), Frame(2, 13, 26, 20)):
-        colour = (
-            GROUP if not tile.leaf else GREY if tile.rest else colours.get(_kind(tile.branch), GREY)
-        )
-        _tile(axes, tile, colour, measure)
+        _tile(axes, tile, _fill(tile, colours), measure)
     _legend(axes, colours, kinds, measure)
+
+
+def _fill(tile: Tile, colours: Mapping[str, str]) -> str:
+    if not tile.leaf:
+        return GROUP
+    return GREY if tile.rest else colours.get(_kind(tile.branch), GREY)
+
+
+def _ink(tile: Tile, colour: str) -> str:
+    if not tile.leaf:
+        return "#3a424a"
+    return "white" if _is_dark(colour) else "#16191d"
 
 
 def _tile(axes: Axes, tile: Tile, colour: str, measure: str) -> None:
@@ -84,7 +94,7 @@ def _tile(axes: Axes, tile: Tile, colour: str, measure: str) -> None:
     room = int((width - 5) / (NARROW * (FONT - 1)))
     if height < 11 or room < 2:
         return
-    ink = "#3a424a" if not tile.leaf else "white" if _is_dark(colour) else "#16191d"
+    ink = _ink(tile, colour)
     value = _amount(getattr(tile.branch, measure), measure) if not tile.rest else ""
     label = _fitted(tile.label or "(empty)", room)
     if not tile.leaf and value and len(label) + len(value) + 2 <= room:

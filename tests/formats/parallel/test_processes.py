@@ -82,4 +82,4 @@ def test_a_plain_model_goes_on_from_them(world: int, form: str, saved: Any, tmp_
 def test_each_file_alone_is_a_part(world: int, form: str, saved: Any) -> None:
     for rank in range(world):
         part = ckptkit.open(saved(world) / form / f"model_world_size_{world}_rank_{rank}.pt").part
-        assert part is not None and part.said == f"rank {rank} of {world} of an FSDP checkpoint"
+        assert part is not None and part.name == f"rank {rank} of {world} of an FSDP checkpoint"
