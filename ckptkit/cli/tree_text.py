@@ -15,7 +15,7 @@ from ckptkit.analysis.values import plain
 from ckptkit.cli.bars import horizontal_bars
 from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, shortened
 from ckptkit.cli.summary_text import LONG, value_text
-from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, walk
+from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, type_name, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.trust import describe
 
@@ -186,4 +186,4 @@ def _node(node: Node) -> str:
         return f"mapping of {len(node.pairs):,}, its keys repeated or not hashable"
     if isinstance(node, SetNode):
         return f"set of {len(node.items):,}"
-    return f"{type(node).__name__} of {len(node):,}"
+    return f"{type_name(node)} of {len(node):,}"

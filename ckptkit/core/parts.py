@@ -180,8 +180,9 @@ def _arguments(root: Node) -> Mapping[str, Node]:
 def _grid(root: Node) -> dict[str, int]:
     """Parallel ranks by what they are called, where there is more than one."""
     arguments = _arguments(root)
-    sizes = {name: arguments.get(key) for key, name in _SIZES.items()}
-    return {name: n for name, n in sizes.items() if type(n) is int and 1 < n < 1 << 31}
+    found = ((name, arguments.get(key)) for key, name in _SIZES.items())
+    sizes = {name: n for name, n in found if type(n) is int}
+    return {name: n for name, n in sizes.items() if 1 < n < 1 << 31}
 
 
 def _megatron(root: Node, path: str) -> PartOf | None:

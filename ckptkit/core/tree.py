@@ -318,6 +318,22 @@ def _size(node: Node) -> int:
     return 1 + len(node.items if isinstance(node, SetNode) else node.pairs)
 
 
+_PYTHON_NAMES = {
+    "OrderedMapping": "OrderedDict", "SetNode": "set", "Pairs": "dict", "StoredBytes": "bytes",
+    "ByteString": "str", "TypedStorage": "storage",
+}  # fmt: skip
+
+
+def type_name(node: Node) -> str:
+    """Return the name of the Python type that a node represents; of an object, its class."""
+    if isinstance(node, Object):
+        return str(node.global_ or "object")
+    if isinstance(node, Global):
+        return str(node)
+    name = type(node).__name__
+    return _PYTHON_NAMES.get(name, name)
+
+
 def join(path: Path) -> str:
     """Format a path: keys joined by dots."""
     try:

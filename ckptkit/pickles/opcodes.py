@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Node, Object, OrderedMapping, Pairs, SetNode, nodes
+from ckptkit.core.tree import Node, Object, OrderedMapping, Pairs, SetNode, nodes, type_name
 from ckptkit.pickles.builders import built
 from ckptkit.pickles.opcode_values import NO_TUPLE, U4, Short, Values, decimal
 
@@ -48,7 +48,7 @@ class Opcodes(Values):
         elif isinstance(target, Object):
             _step(target, "append", items)
         else:
-            raise FormatError(f"pickle appends to a {_kind(target)}")
+            raise FormatError(f"pickle appends to a {type_name(target)}")
 
     def op_dict(self, data: bytes, pos: int) -> int:
         items = self._items()
@@ -62,7 +62,7 @@ class Opcodes(Values):
         if isinstance(target, Object):
             _step(target, "set", list(zip(keys, values, strict=True)))
         elif not isinstance(target, dict):
-            raise FormatError(f"pickle sets a key of a {_kind(target)}")
+            raise FormatError(f"pickle sets a key of a {type_name(target)}")
         elif id(target) in self.pairs:
             self.pairs[id(target)][1].pairs.extend(zip(keys, values, strict=True))
         else:
@@ -90,7 +90,7 @@ class Opcodes(Values):
         elif isinstance(target, SetNode) and not target.frozen:
             target.items.extend(items)
         else:
-            raise FormatError(f"pickle adds items to a {_kind(target)}")
+            raise FormatError(f"pickle adds items to a {type_name(target)}")
         return pos
 
     def op_frozenset(self, data: bytes, pos: int) -> int:
@@ -202,7 +202,7 @@ class Opcodes(Values):
         elif isinstance(target, OrderedMapping) and target.state is None:
             target.state = state
         else:
-            raise FormatError(f"pickle sets the state of a {_kind(target)}")
+            raise FormatError(f"pickle sets the state of a {type_name(target)}")
         return pos
 
     def op_refused(self, data: bytes, pos: int) -> int:
@@ -220,10 +220,6 @@ def _step(target: Object, step: str, items: list[Node]) -> None:
 
 def _is_scalar(node: Node) -> bool:
     return node is None or isinstance(node, (str, int, float, complex, bytes))
-
-
-def _kind(node: Node) -> str:
-    return {OrderedMapping: "OrderedDict", SetNode: "set"}.get(type(node), type(node).__name__)
 
 
 RARE: dict[int, Callable[[Opcodes, bytes, int], int]] = {

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import LEAVES, Node, OrderedMapping, Path, children, find, join, rebuild
+from ckptkit.core.tree import (
+    LEAVES,
+    Node,
+    OrderedMapping,
+    Path,
+    children,
+    find,
+    join,
+    rebuild,
+    type_name,
+)
 from ckptkit.core.weights import plain_state_dict
 
 
@@ -19,7 +29,7 @@ def extract(ck: Checkpoint, key: str) -> Checkpoint:
     path, node = find(ck.whole().root, key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
-            f"the entry {key!r} is a single {type(node).__name__}, not a checkpoint",
+            f"the entry {key!r} is a single {type_name(node)}, not a checkpoint",
             where=ck.name,
             hint="name a mapping, a list or a tensor; `ckptkit inspect` shows single values",
         )

@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.fold import Item, fold
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import and_more, escape, plural, shape, size
-from ckptkit.core.tree import LEAVES, Node, children, key_text
+from ckptkit.core.tree import LEAVES, Node, children, key_text, type_name
 from ckptkit.core.weights import Weights
 
 ROWS = 200  # of a table
@@ -136,5 +136,5 @@ def _value_text(node: Node) -> str:
     if isinstance(node, (bool, float, complex, type(None))):
         return repr(node)
     if isinstance(node, LEAVES):
-        return type(node).__name__
-    return f"{type(node).__name__} of {sum(1 for _ in children(node)):,}"
+        return type_name(node)
+    return f"{type_name(node)} of {sum(1 for _ in children(node)):,}"

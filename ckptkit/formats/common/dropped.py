@@ -7,19 +7,16 @@ from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
-from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import and_more, plural, shown, some
 from ckptkit.core.tree import (
-    ByteString,
     Global,
     Node,
     Object,
-    Pairs,
     Path,
-    SetNode,
-    StoredBytes,
     children,
     join,
+    type_name,
     walk,
 )
 from ckptkit.core.weights import Weights, as_tensor
@@ -33,13 +30,6 @@ _NO_STATE: tuple[Node, ...] = (
     {},
     {"_has_been_cloned": True},
 )  # the last marks what FSDP1 gathered
-_KINDS = {
-    SetNode: "set",
-    Pairs: "dict",
-    StoredBytes: "bytes",
-    ByteString: "str",
-    TypedStorage: "storage",
-}
 
 
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
@@ -63,7 +53,7 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
     left += _more_than_elements(weights)
     if isinstance(weights.node, Object):
         left.append(
-            f"left out: the module itself ({_kind(weights.node)}); written as its state_dict"
+            f"left out: the module itself ({type_name(weights.node)}); written as its state_dict"
         )
         left += weights.module.unread if weights.module is not None else ()
     return values, left
@@ -102,8 +92,9 @@ def refuse_objects(checkpoint: Checkpoint) -> None:
         if not isinstance(node, Object) or node.tensor is not None or node.value is not None:
             continue
         if node.global_ is None or refused_by_weights_only(node.global_):
+            place = join(path) or "the root"
             raise UnsafeGlobalError(
-                f"{join(path) or 'the root'} is an object ({_kind(node)}) and would be left out",
+                f"{place} is an object ({type_name(node)}) and would be left out",
                 hint="--objects drop leaves such values out",
             )
 
@@ -170,12 +161,6 @@ def _size(node: Node) -> str:
         id(tensor): tensor for _, each in walk(node) if (tensor := as_tensor(each)) is not None
     }
     if not tensors:
-        return _kind(node)
+        return type_name(node)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     return f"{plural(len(tensors), 'tensor')}, {nbytes:,} bytes"
-
-
-def _kind(node: Node) -> str:
-    if isinstance(node, Object):
-        return str(node.global_ or "object")
-    return str(node) if isinstance(node, Global) else _KINDS.get(type(node), type(node).__name__)

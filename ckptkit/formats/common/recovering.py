@@ -9,7 +9,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Node, Object, join, nodes, walk
+from ckptkit.core.tree import Node, join, nodes, type_name, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Recovered
 from ckptkit.pickles.pruning import without
@@ -132,4 +132,4 @@ def _what(node: Node) -> str:
     tensor = as_tensor(node)
     if tensor is not None:
         return f"{tensor.dtype} {list(tensor.shape)}"
-    return str(node.global_ or "object") if isinstance(node, Object) else type(node).__name__
+    return type_name(node)

@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.piece_forms import piece_of
 from ckptkit.core.pieces import Mesh, Piece
-from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text
+from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_name
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.parallel.copies import FIRST
 from ckptkit.formats.parallel.joining import Held, Joiner
@@ -155,7 +155,7 @@ def _value(node: Node) -> str:
         return (
             key_text(node)[:_SHOWN] if not isinstance(node, (str, bytes)) else repr(node[:_SHOWN])
         )
-    return f"a {type(node).__name__}"
+    return f"a {type_name(node)}"
 
 
 def flat_parameters(path: Path) -> UnsupportedError:
