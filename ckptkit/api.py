@@ -191,6 +191,8 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
             where=name,
             hint="name a DST",
         )
+    if isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
+        raise UsageError("is compressed, and written as it is", where=name, hint="name a DST")
     if formats.holds_program(checkpoint):
         raise UsageError(
             "is a program, of which only the weights can be written", where=name, hint="name a DST"

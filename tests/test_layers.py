@@ -60,6 +60,7 @@ OTHERS = {
     "safetensors": ("compute", "loading"),
     "transformers": ("compute",),
     "distributed": ("run",),
+    "zstandard": ("containers",),
     "yaml": ("run", "formats"),
 }
 LAZY = ("torch", "transformers", "numpy", "fsspec", "aiohttp", "safetensors", "distributed")

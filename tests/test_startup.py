@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.formats.format import Format, Lazy
-from ckptkit.formats.table import FORMATS
+from ckptkit.formats.table import BY_SUFFIX, FORMATS
 from tests.conftest import ENVIRONMENT
 from tests.matrix import Fixture
 
@@ -100,4 +100,7 @@ def test_every_function_of_a_format_is_there(format: Format) -> None:
     """The table names them as text."""
     functions = [getattr(format, field.name) for field in fields(format)]
     assert all(callable(each._function) for each in functions if isinstance(each, Lazy))
-    assert format.layout is not None or not format.suffixes
+
+
+def test_a_suffix_chooses_a_format_that_can_be_written() -> None:
+    assert all(format.layout is not None for format in BY_SUFFIX.values())

@@ -1,19 +1,37 @@
-"""Decompression up to a limit, with the methods of Python's standard library."""
+"""Decompression in pieces, up to a limit: into memory, or into a temporary file without a name."""
 
 from __future__ import annotations
 
 import bz2
 import lzma
+import os
 import zlib
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.bytesource import ByteSource, LocalFile, Memory
+from ckptkit.core.errors import (
+    CkptkitError,
+    CorruptError,
+    InputError,
+    LimitError,
+    MissingPackageError,
+    TruncatedError,
+)
+
+if TYPE_CHECKING:
+    from tempfile import SpooledTemporaryFile
 
 _PIECE = 1 << 18
+IN_MEMORY = 16 << 20  # bytes of a decompressed file that are kept in memory
 
-# The first bytes of compressed files that Python can read.
-HEADS = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz"}
+# The first bytes of compressed files that can be read.
+HEADS = {
+    b"\x1f\x8b\x08": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
 # Weaker signs: many other files begin like this, such as a tensor of one small integer.
 WEAK_HEADS = {
     b"\x5d\0\0": "xz",
@@ -22,9 +40,8 @@ WEAK_HEADS = {
     b"\x78\x9c": "zlib",
     b"\x78\xda": "zlib",
 }
-# The first bytes of compressed files that Python cannot read.
+# The first bytes of compressed files that cannot be read.
 CLOSED = {
-    b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
     b"7z\xbc\xaf\x27\x1c": "7z",
     b"Rar!\x1a\x07": "rar",
@@ -41,45 +58,175 @@ class _Machine(Protocol):
     def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
 
 
+class _Zstd:
+    """A decompressor of zstandard with the interface of zlib's.
+
+    It has no limit of output, so that it is fed few bytes: 2 KiB become at most 64 MiB.
+    """
+
+    _STEP = 2 << 10
+
+    def __init__(self) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingPackageError(
+                "is compressed with zstd, which needs zstandard", hint="pip install zstandard"
+            ) from error
+        self._inner = zstandard.ZstdDecompressor().decompressobj()
+        self._failure = zstandard.ZstdError
+        self.unconsumed_tail = b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._inner.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._inner.unused_data) + self.unconsumed_tail
+
+    def decompress(self, data: bytes, max_length: int = 0, /) -> bytes:
+        self.unconsumed_tail = data[self._STEP :]
+        try:
+            return bytes(self._inner.decompress(data[: self._STEP]))
+        except self._failure as error:
+            raise OSError(str(error)) from error
+
+
 _MACHINES: dict[str, Callable[[], _Machine]] = {
     "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
     "zlib": zlib.decompressobj,
     "gzip": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
     "bzip2": bz2.BZ2Decompressor,
     "xz": lzma.LZMADecompressor,
+    "zstd": _Zstd,
 }
+
+
+def method_of(head: bytes) -> str | None:
+    """Return the method of compression of a file that begins so, None if it is none of `HEADS`."""
+    return next((name for start, name in HEADS.items() if head.startswith(start)), None)
+
+
+def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
+    """Yield what a source decompresses to, all its streams if there are several.
+
+    Raises CorruptError, TruncatedError, and MissingPackageError for zstd without its package.
+    """
+    machine = _MACHINES[method]()
+    at = 0
+    try:
+        while at < source.size:
+            data = source.read(at, min(_PIECE, source.size - at))
+            at += len(data)
+            while data:
+                yield from _output(machine, data)
+                data = machine.unused_data if machine.eof else b""
+                if machine.eof and (method in ("deflate", "zlib") or not data.strip(b"\0")):
+                    return
+                if machine.eof:
+                    machine = _MACHINES[method]()
+    except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
+        raise CorruptError(f"cannot be inflated ({method}): {error}") from error
+    if not machine.eof:
+        raise TruncatedError(
+            f"ends inside its {method} stream",
+            hint="the file is cut: download or copy it again",
+        )
+
+
+def _output(machine: _Machine, data: bytes) -> Iterator[bytes]:
+    """Yield what some compressed bytes become, in pieces of bounded length."""
+    while True:
+        piece = machine.decompress(data, _PIECE)
+        yield piece
+        data = getattr(machine, "unconsumed_tail", b"")
+        if machine.eof or (not data and len(piece) < _PIECE):
+            return
 
 
 class Unpacked(NamedTuple):
     """Decompressed bytes. ``failure`` says why more are missing; ``data`` is then the beginning."""
 
     data: bytes
-    failure: str | None
+    failure: CkptkitError | None
 
 
 def unpack(source: ByteSource, method: str, most: int) -> Unpacked:
-    """Decompress up to `most` bytes of a source, all its streams if there are several."""
-    pieces: list[bytes] = []
-    left = most
-    at = 0
-    machine = _MACHINES[method]()
+    """Decompress up to `most` bytes of a source into memory."""
+    found: list[bytes] = []
+    failure = _collect(source, method, most, found.append)
+    return Unpacked(b"".join(found), failure)
+
+
+class Spool(LocalFile):
+    """A decompressed file: a temporary file without a name, which ends with the process.
+
+    Worker processes reopen it through the parent's open files, as Linux shows them.
+    """
+
+    def __init__(self, whole: ByteSource, fd: int) -> None:
+        self.fd = fd
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.name = whole.name
+        self.whole = whole
+        self.identity = self._identity()
+        self.size = os.fstat(fd).st_size
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if the compressed file is no longer what was decompressed."""
+        assert self.whole is not None
+        self.whole.check_unchanged()
+
+
+class Spooled(NamedTuple):
+    """A decompressed file; ``failure`` as in `Unpacked`."""
+
+    source: ByteSource
+    failure: CkptkitError | None
+
+
+def spool(source: ByteSource, method: str, most: int) -> Spooled:
+    """Decompress up to `most` bytes of a source: a few MiB into memory, more into a temporary file.
+
+    Raises InputError if the folder of temporary files (``TMPDIR``) has no room.
+    """
+    import tempfile  # most files are not compressed
+
     try:
-        while at < source.size:
-            data = source.read(at, min(_PIECE, source.size - at))
-            at += len(data)
-            while data:
-                piece = machine.decompress(data, left + 1)
-                pieces.append(piece)
-                left -= len(piece)
-                if left < 0:
-                    return Unpacked(
-                        b"".join(pieces)[:most], f"inflates to more than {most:,} bytes"
-                    )
-                data = machine.unused_data if machine.eof else b""
-                if machine.eof:
-                    if method in ("deflate", "zlib") or not data.strip(b"\0"):
-                        return Unpacked(b"".join(pieces), None)
-                    machine = _MACHINES[method]()
-    except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
-        return Unpacked(b"".join(pieces), f"cannot be inflated ({method}): {error}")
-    return Unpacked(b"".join(pieces), None if machine.eof else f"ends inside its {method} stream")
+        with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
+            failure = _collect(source, method, most, file.write)
+            return Spooled(_kept(source, file), failure)
+    except OSError as error:
+        raise InputError(
+            f"cannot be decompressed into a temporary file: {error.strerror}",
+            where=source.name,
+            hint="TMPDIR=FOLDER names a folder with more room",
+        ) from error
+
+
+def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
+    """Return what was decompressed as a source of its own."""
+    if file.tell() > IN_MEMORY:
+        file.flush()
+        return Spool(source, os.dup(file.fileno()))
+    file.seek(0)
+    inner = Memory(file.read(), source.name)
+    inner.whole = source
+    return inner
+
+
+def _collect(
+    source: ByteSource, method: str, most: int, keep: Callable[[bytes], object]
+) -> CkptkitError | None:
+    """Hand up to `most` decompressed bytes to `keep`, and return why more are missing."""
+    left = most
+    try:
+        for piece in pieces(source, method):
+            keep(piece[:left])
+            if len(piece) > left:
+                return LimitError(f"inflates to more than {most:,} bytes")
+            left -= len(piece)
+    except (CorruptError, TruncatedError, MissingPackageError) as error:
+        return error
+    return None

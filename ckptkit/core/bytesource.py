@@ -32,6 +32,7 @@ class ByteSource(ABC):
     identity: Identity  # changes when the bytes do, as far as the place they live in can tell
     # True if a read is a request over a network: few large reads are better than many small ones.
     remote = False
+    whole: ByteSource | None = None  # the file that it is a part of, or was decompressed from
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -77,6 +78,10 @@ class Memory(ByteSource):
         self.size = len(data)
         self.identity = ("memory", id(data))
 
+    def check_unchanged(self) -> None:
+        if self.whole is not None:
+            self.whole.check_unchanged()
+
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise self._missing(offset, length)
@@ -89,7 +94,7 @@ class Section(ByteSource):
     def __init__(self, whole: ByteSource, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > whole.size:
             raise whole._missing(offset, length)
-        self.whole = whole
+        self.whole: ByteSource = whole
         self.offset = offset
         self.size = length
         self.name = whole.name

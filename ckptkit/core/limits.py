@@ -39,6 +39,8 @@ class Limits:
     # Bytes of all inflated records of a file (storages aside), in addition to INFLATED times the
     # size of the file.
     inflated_free: int = 8 << 20
+    # Bytes of a decompressed file (gzip, zstd), in addition to UNPACKED times the compressed one.
+    unpacked_free: int = 1 << 30
     inflate_ratio: int = 1_100  # deflate cannot do better than 1,032
     tar_members: int = 10_000
     tar_records_bytes: int = 512  # of the records about one member: torch's files hold a time
@@ -70,6 +72,9 @@ class Limits:
 
 MOST = 10**18
 INFLATED = 8  # bytes of inflated records for each byte of the file, besides `inflated_free`
+UNPACKED = (
+    20  # bytes of a decompressed file for each of the compressed one, besides `unpacked_free`
+)
 # Limits that may only be lowered, or raised this far: beyond, Python recurses or refuses.
 CEILINGS = {
     "key_depth": 1_000,  # hash(), in C

@@ -167,6 +167,9 @@ def for_writing(
         return _writer(name, shards)
     lower = os.fspath(path).lower()
     by_suffix = next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
+    only_read = next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
+    if only_read is not None and only_read.layout is None:
+        return _writer(only_read.name)
     kept = by_name(keep)
     if shards:
         return _sharding(path, by_suffix, kept)

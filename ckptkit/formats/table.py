@@ -189,6 +189,17 @@ PICKLE = Format(
     rewrite_as="torch-zip",
     pickles=Lazy("plain_pickle:pickles"),
 )
+COMPRESSED = Format(
+    "compressed",
+    "a checkpoint compressed with gzip, bzip2, xz or zstd, or alone in such a .tar.gz",
+    matches=Lazy("compressed:matches"),
+    read=Lazy("compressed:read"),
+    suffixes=(".gz", ".bz2", ".xz", ".zst"),
+    chooses=True,
+    noun="a compressed file",
+    torch_error='"Weights only load failed"',
+    check=Lazy("compressed:check"),
+)
 FOLDER = Format(
     "folder",
     "a folder with one checkpoint in it; the Hugging Face cache of a model",
@@ -224,9 +235,11 @@ NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
     TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY, SAFETENSORS, DCP,
-    PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE, FOLDER,
+    PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE, COMPRESSED, FOLDER,
     LLAMA_PARTS, MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 TORCH_SUFFIXES = TORCH_ZIP.suffixes
-BY_SUFFIX = {suffix: format for format in FORMATS for suffix in format.suffixes}
+BY_SUFFIX = {
+    suffix: format for format in FORMATS if format.layout is not None for suffix in format.suffixes
+}

@@ -94,7 +94,7 @@ def check_sources(path: str, sources: list[ByteSource]) -> None:
         except OSError:
             continue
         there.add((info.st_dev, info.st_ino))
-    for source in sources:
+    for source in (each.whole or each for each in sources):
         if isinstance(source, LocalFile) and source.identity[:2] in there:
             raise UsageError("is the file that is read", where=path, hint="--in-place replaces it")
 

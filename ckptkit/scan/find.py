@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ckptkit.containers.tar import is_tar
-from ckptkit.containers.unpacking import CLOSED, HEADS, WEAK_HEADS, unpack
+from ckptkit.containers.unpacking import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
 from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Memory, Section
-from ckptkit.core.errors import CkptkitError, LimitError
-from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
+from ckptkit.core.limits import LIMITS, UNPACKED, check
 from ckptkit.core.tree import Global
 from ckptkit.formats.common.zip_pickles import PICKLES
 from ckptkit.formats.format import Probe
@@ -36,7 +36,7 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 
     Never raises for what is in the bytes.
     """
-    search = _Search()
+    search = _Search(source)
     try:
         yield from search.file(source, "", 0, sure=True)
     except LimitError as error:
@@ -46,7 +46,7 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 def inside(source: ByteSource) -> Iterator[Seen]:
     """Yield what `pickles` would for a byte string in a pickle, if that were `source`."""
     try:
-        yield from _Search().file(source, "", 1, sure=False)
+        yield from _Search(source).file(source, "", 1, sure=False)
     except LimitError as error:
         yield Remark("", error.message)
 
@@ -54,7 +54,8 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 class _Search:
     """The search of one file, and how much of its limits is used up."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: ByteSource) -> None:
+        self.most = LIMITS.scan_inflated_bytes + UNPACKED * source.size
         self.inflated = 0
         self.parts = 0
         self.opcodes = 0
@@ -152,19 +153,19 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        if failure is not None and (source.size or part.packed not in WEAK_HEADS.values()):
-            yield Remark(inside, failure)
+        if failure is not None and not _is_noise(part, source, failure):
+            yield Remark(inside, failure.message)
         if source.size:
             yield from self.file(source, inside, depth + 1, part.likely)
 
-    def _unpack(self, part: Inner | PickleStream) -> tuple[ByteSource, str | None]:
+    def _unpack(self, part: Inner | PickleStream) -> tuple[ByteSource, CkptkitError | None]:
         assert part.packed is not None
-        most = max(0, min(LIMITS.record_bytes, LIMITS.scan_inflated_bytes - self.inflated))
-        data, failure = unpack(part.source, part.packed, most)
-        self.inflated += len(data)
-        return Memory(data, part.source.name), None if part.open_end and len(
-            data
-        ) < most else failure
+        most = max(0, self.most - self.inflated)
+        unpacked, failure = spool(part.source, part.packed, most)
+        self.inflated += unpacked.size
+        if failure is None or (part.open_end and unpacked.size < most):
+            return unpacked, None
+        return unpacked, failure
 
     def _stream(
         self, stream: PickleStream, where: str, depth: int, maybe: bool = False
@@ -176,7 +177,7 @@ class _Search:
         if stream.packed is not None:
             source, failure = self._unpack(stream)
             if failure is not None:
-                yield Remark(joined(where, stream.where), failure)
+                yield Remark(joined(where, stream.where), failure.message)
             stream = replace(stream, source=source, offset=0, length=source.size, packed=None)
         if stream.count is None:
             yield from self._scattered(stream, where, depth)
@@ -267,7 +268,7 @@ def _base(source: ByteSource) -> int | None:
     at = 0
     while isinstance(source, Section):
         at, source = at + source.offset, source.whole
-    return None if isinstance(source, Memory) else at
+    return None if isinstance(source, (Memory, Spool)) else at
 
 
 def _is_interesting(head: bytes) -> bool:
@@ -276,7 +277,14 @@ def _is_interesting(head: bytes) -> bool:
 
 
 def _packed(head: bytes, weak: bool) -> str | None:
-    return _starting(HEADS, head) or (_starting(WEAK_HEADS, head) if weak else None)
+    return method_of(head) or (_starting(WEAK_HEADS, head) if weak else None)
+
+
+def _is_noise(part: Inner, inner: ByteSource, failure: CkptkitError) -> bool:
+    """Return whether bytes are not compressed, though they begin as if: few become anything."""
+    if part.packed not in WEAK_HEADS.values():
+        return False
+    return not inner.size or (isinstance(failure, CorruptError) and inner.size < _STEP)
 
 
 def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:

@@ -4,6 +4,7 @@ with what to type."""
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import io
 import json
 import pickle
@@ -32,6 +33,7 @@ from ckptkit.core.limits import (
     LIMITS,
     MOST,
     PREFIX,
+    UNPACKED,
     Limits,
     check,
     from_environment,
@@ -52,6 +54,10 @@ from tests.formats.deepspeed.test_hostile import edit_optims, small
 
 Case = Callable[[Path], object]  # reads something that needs exactly as much as its table says
 
+UNPACKED_FILE = (72).to_bytes(8, "little") + json.dumps(
+    {"a": {"dtype": "U8", "shape": [1000000], "data_offsets": [0, 1000000]}}
+).encode().ljust(72) + bytes(1_000_000)  # fmt: skip
+PACKED_FILE = gzip.compress(UNPACKED_FILE)
 FILLER = b"q\0" * FIRST_WINDOW  # the stack is looked at where a window ends
 
 
@@ -224,6 +230,9 @@ CASES: dict[str, tuple[int, Case]] = {
     "zip_directory_bytes": (100, lambda folder: read_directory(zipped("a" * 54))),
     "record_bytes": (1_000, lambda folder: read_directory(zipped("a", data=bytes(1_000))).read("a")),
     "inflated_free": (1_000_000 - INFLATED * LARGE.size, lambda folder: read_directory(LARGE).read("a")),
+    "unpacked_free": (
+        len(UNPACKED_FILE) - UNPACKED * len(PACKED_FILE), lambda folder: formats.read(Memory(PACKED_FILE))
+    ),
     "inflate_ratio": (50, lambda folder: read_directory(zipped("a", data=zeros(50), deflated=True)).locate("a")),
     "tar_members": (50, lambda folder: read_members(Memory(archive(*(header(str(n)) for n in range(50)))))),
     "tar_records_bytes": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import pickletools
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import zstandard
 from safetensors.torch import load_file, save_file
 
 from ckptkit.core.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
@@ -260,6 +262,47 @@ class TestPt2(TestTorchScript):
         return {
             name: tensor.detach() for name, tensor in torch.export.load(path).state_dict.items()
         }
+
+
+class TestCompressed(TestTorchZip):
+    """A file of torch.save in gzip: there is no part of it that is not needed."""
+
+    name = "compressed"
+    inside = "torch-zip"
+    suffix = ".gz"
+    compress: Callable[[bytes], bytes] = staticmethod(gzip.compress)
+
+    def make(self, folder: Path, state: State) -> Path:
+        plain = super().make(folder, state)
+        made = folder / "packed" / f"made.pth{self.suffix}"
+        made.parent.mkdir(exist_ok=True)
+        made.write_bytes(self.compress(plain.read_bytes()))
+        return made
+
+    def oracle(self, path: Path) -> State:
+        return super().oracle(path.parent.parent / "made.pth")
+
+    def boundaries(self, data: bytes) -> Iterable[int]:
+        return (10, len(data) - 8, len(data) - 4)
+
+
+class TestCompressedByZstd(TestCompressed):
+    suffix = ".zst"
+    compress = staticmethod(zstandard.ZstdCompressor().compress)
+
+
+class TestCompressedTar(TestCompressed):
+    suffix = ".tar.gz"
+
+    @staticmethod
+    def compress(data: bytes) -> bytes:
+        file = BytesIO()
+        with tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for name, each in (("model/config.json", b"{}"), ("model/made.pth", data)):
+                member = tarfile.TarInfo(name)
+                member.size = len(each)
+                archive.addfile(member, BytesIO(each))
+        return file.getvalue()
 
 
 def make_sharded(

@@ -38,26 +38,7 @@ SIGNATURES = (
         "a Git LFS pointer, not the file itself",
         "run `git lfs pull`",
     ),
-    Signature(
-        0,
-        b"\x1f\x8b",
-        "a gzip file",
-        "unpack it first: gunzip -c FILE > UNPACKED (tar -xzf if it is a .tar.gz)",
-    ),
-    Signature(
-        0,
-        b"BZh",
-        "a bzip2 file",
-        "unpack it first: bunzip2 -c FILE > UNPACKED (tar -xjf if it is a .tar.bz2)",
-    ),
-    Signature(
-        0,
-        b"\xfd7zXZ\0",
-        "an xz file",
-        "unpack it first: unxz -c FILE > UNPACKED (tar -xJf if it is a .tar.xz)",
-    ),
     Signature(0, b"\x5d\0\0\x80\0", "an lzma file", "unpack it first: unlzma -c FILE > UNPACKED"),
-    Signature(0, b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it first: unzstd -c FILE > UNPACKED"),
     Signature(0, b"\x04\x22\x4d\x18", "an lz4 file", "unpack it first: unlz4 -c FILE > UNPACKED"),
     Signature(
         0, b"\x1f\x9d", "a compressed file (.Z)", "unpack it first: uncompress -c FILE > UNPACKED"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import lzma
 import pickle
@@ -97,17 +95,12 @@ def joblib_dump(compress: Any = 0) -> bytes:
 NOISE = np.random.default_rng(0)
 FILES = [
     ("x.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer", "git lfs pull"),
-    ("x.pth", gzip.compress(GOOD), "gzip file", "gunzip -c"),
-    ("x.tar.gz", gzip.compress(tar()), "gzip file", "tar -xzf"),
-    ("x.pth", bz2.compress(GOOD), "bzip2 file", "bunzip2"),
-    ("x.pth", lzma.compress(GOOD), "xz file", "unxz"),
     ("x.pth", lzma.compress(GOOD, lzma.FORMAT_ALONE), "lzma file", "unlzma"),
-    ("x.pth", b"\x28\xb5\x2f\xfd\x04\x58" + bytes(20), "zstd file", "unzstd"),
     ("x.pth", b"\x04\x22\x4d\x18\x64\x40" + bytes(20), "lz4 file", "unlz4"),
     ("x.pth", b"\x1f\x9d\x90" + bytes(20), "compressed file", "uncompress"),
     *(("x.pkl", zlib.compress(GOOD, level), "zlib stream", "zlib") for level in (0, 1, 6, 9)),
     ("x.joblib", joblib_dump(3), "zlib stream", "joblib"),
-    ("x.joblib", joblib_dump(("gzip", 3)), "gzip file", "gunzip"),
+    ("x.joblib", joblib_dump(("gzip", 3)), "joblib file", "numpy.savez"),
     ("x.joblib", joblib_dump(), "joblib file", "numpy.savez"),
     ("x.7z", b"7z\xbc\xaf\x27\x1c\0\4" + bytes(30), "7z archive", "unpack"),
     ("x.rar", b"Rar!\x1a\7\1\0" + bytes(30), "RAR archive", "unpack"),

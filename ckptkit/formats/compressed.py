@@ -1,0 +1,93 @@
+"""A compressed checkpoint: any other format inside gzip, bzip2, xz or zstd, as a file or in a tar.
+
+    run.pth.gz, model.safetensors.zst     one file
+    model.tar.gz                          an archive of files, one of which is a checkpoint
+
+It is decompressed once, into a temporary file without a name (in ``TMPDIR``), and read from there:
+a compressed stream cannot be read from the middle. Memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptkit import formats
+from ckptkit.containers.tar import first_name, is_tar, read_members
+from ckptkit.containers.unpacking import method_of, spool
+from ckptkit.core.bytesource import ByteSource, Section
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
+from ckptkit.core.limits import LIMITS, UNPACKED
+from ckptkit.core.limits import check as check_limit
+from ckptkit.core.text import quoted
+from ckptkit.formats.folder import best, candidates
+from ckptkit.formats.format import CheckedPart, Finding, Probe
+from ckptkit.formats.torch_tar import RECORDS
+
+
+def matches(probe: Probe) -> bool:
+    return method_of(probe.head) is not None
+
+
+def read(probe: Probe) -> Checkpoint:
+    """Read the checkpoint inside, in its own format.
+
+    Raises LimitError for a file that grows too much, and what the format inside raises.
+    """
+    inner = _inside(probe.source)
+    checkpoint = formats.read(inner, probe.asked)
+    return replace(checkpoint, about=f"decompressed ({method_of(probe.head)}) to be read")
+
+
+def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
+    """Yield the parts to check inside. Raises like `read`."""
+    return formats.check(Probe(_inside(probe.source)))
+
+
+def _inside(source: ByteSource) -> ByteSource:
+    """Decompress a file; of an archive, return the member that is a checkpoint."""
+    method = method_of(source.read(0, min(source.size, 16)))
+    assert method is not None
+    free = UNPACKED * source.size
+    inner, failure = spool(source, method, free + LIMITS.unpacked_free + 1)
+    check_limit(
+        "unpacked_free", inner.size - free, f"bytes inside, {UNPACKED} times the file aside"
+    )
+    if failure is not None:
+        raise failure
+    probe = Probe(inner)
+    if is_tar(probe.head) and first_name(inner) not in map(str.encode, RECORDS):
+        return _member(inner)
+    if matches(probe):
+        raise UnsupportedError(
+            "is compressed twice", hint="decompress it once: gunzip -c, unzstd -c"
+        )
+    return inner
+
+
+def _member(archive: ByteSource) -> ByteSource:
+    """Return the only checkpoint in a tar file, as a folder of its files would be read."""
+    files = {
+        name: each.data
+        for name, each in read_members(archive, here=True).items()
+        if each.kind == "file"
+    }
+    chosen = best(files)
+    if chosen is not None and chosen.form == "file":
+        _, offset, length = files[chosen.files[0]]
+        inner = Section(archive, offset, length)
+        inner.name = os.path.join(archive.name, chosen.files[0])
+        return inner
+    if chosen is not None:
+        raise UnsupportedError(
+            f"is an archive of a checkpoint of several files: {quoted(chosen.files)}",
+            hint="unpack it first: tar -xf",
+        )
+    if found := [each.files[0] for each in candidates(files)]:
+        raise AmbiguousError(
+            f"is an archive of {len(found)} checkpoints: {quoted(found)}",
+            hint="unpack it first: tar -xf",
+        )
+    raise FormatError("is an archive without a checkpoint", hint="unpack it first: tar -xf")

@@ -1,0 +1,264 @@
+"""Compressed checkpoints: their bounds, what is refused, and what is said of them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from click.testing import CliRunner, Result
+
+import ckptkit
+from ckptkit.cli import main
+from ckptkit.containers import unpacking
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    InputChangedError,
+    InputError,
+    LimitError,
+    MissingPackageError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.core.limits import LIMITS
+from ckptkit.scan.files import scan
+from tests.conftest import ENVIRONMENT
+
+METHODS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+each_method = pytest.mark.parametrize("suffix", METHODS)
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(main, list(map(str, words)))
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+STATE = {"module.weight": torch.arange(4096.0), "module.bias": torch.ones(3)}
+GOOD = saved(STATE)
+
+
+def put(folder: Path, name: str, data: bytes) -> Path:
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
+def archive(**files: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as out:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            out.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+@each_method
+def test_is_read_and_rewritten(suffix: str, tmp_path: Path) -> None:
+    path = put(tmp_path, f"run.pth{suffix}", METHODS[suffix](GOOD))
+    out = tmp_path / "out.pth"
+    assert command("strip-module", path, out).exit_code == 0
+    loaded = torch.load(out, weights_only=True)
+    assert list(loaded) == ["weight", "bias"]
+    assert all(torch.equal(loaded[name], STATE[f"module.{name}"]) for name in loaded)
+
+
+@each_method
+def test_several_streams_in_a_row_are_one_file(suffix: str, tmp_path: Path) -> None:
+    halves = (METHODS[suffix](half) for half in (GOOD[:777], GOOD[777:]))
+    path = put(tmp_path, "run.pth", b"".join(halves))
+    assert list(ckptkit.open(path).weights) == list(STATE)
+
+
+@each_method
+def test_a_bomb_hits_the_limit(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in constant memory: a piece of zstd's input may become 64 MiB, others' 256 KiB."""
+    path = put(tmp_path, f"bomb{suffix}", METHODS[suffix](bytes(80 << 20)))
+    monkeypatch.setattr("ckptkit.core.limits.LIMITS", replace(LIMITS, unpacked_free=1 << 20))
+    monkeypatch.setattr("ckptkit.formats.compressed.LIMITS", replace(LIMITS, unpacked_free=1 << 20))
+    with pytest.raises(LimitError, match="unpacked_free") as raised:
+        ckptkit.open(path)
+    assert raised.value.hint is not None and "CKPTKIT_LIMIT_UNPACKED_FREE=" in raised.value.hint
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells the peak")
+@each_method
+def test_memory_does_not_grow_with_what_is_inside(suffix: str, tmp_path: Path) -> None:
+    data = METHODS[suffix](saved({"weight": torch.zeros(96 << 20, dtype=torch.uint8)}))
+    path = put(tmp_path, f"zeros.pth{suffix}", data)
+    code = (
+        "import sys, ckptkit; print(ckptkit.open(sys.argv[1]));"
+        "print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=120,
+    )  # fmt: skip
+    assert "zeros.pth" in done.stdout
+    assert int(done.stdout.split()[-1]) < 140 << 10  # KiB
+
+
+@each_method
+@pytest.mark.parametrize("shift", [1, 4, 40])
+def test_a_cut_file_is_refused(suffix: str, shift: int, tmp_path: Path) -> None:
+    path = put(tmp_path, f"run.pth{suffix}", METHODS[suffix](GOOD)[:-shift])
+    with pytest.raises(TruncatedError):
+        ckptkit.open(path)
+
+
+def test_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    data = bytearray(gzip.compress(GOOD))
+    data[-8] ^= 1
+    with pytest.raises(CorruptError):
+        ckptkit.open(put(tmp_path, "run.pth.gz", bytes(data)))
+
+
+def test_bytes_after_the_stream_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptError):
+        ckptkit.open(put(tmp_path, "run.pth.gz", gzip.compress(GOOD) + b"more"))
+
+
+def test_compressed_twice_is_refused(tmp_path: Path) -> None:
+    """A file may even be compressed into itself."""
+    with pytest.raises(UnsupportedError, match="twice"):
+        ckptkit.open(put(tmp_path, "run.gz", gzip.compress(gzip.compress(GOOD))))
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="is text"):
+        ckptkit.open(put(tmp_path, "notes.gz", gzip.compress(b"Dear all,\nplease find")))
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "word"),
+    [
+        ({"a.pth": GOOD, "b.pth": GOOD}, AmbiguousError, "2 checkpoints"),
+        ({"a-00001-of-00002.bin": GOOD, "a-00002-of-00002.bin": GOOD}, UnsupportedError, "several"),
+        ({"readme.txt": b"none"}, FormatError, "without a checkpoint"),
+        ({"../a.pth": GOOD}, InputError, "leads out"),
+    ],
+)
+def test_archives_that_are_refused(
+    files: dict[str, bytes], error: type[Exception], word: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=word):
+        ckptkit.open(put(tmp_path, "model.tar.gz", archive(**files)))
+
+
+def test_the_member_of_an_archive_is_named(tmp_path: Path) -> None:
+    data = archive(**{"model/config.json": b"{}", "model/model.pth": GOOD})
+    checkpoint = ckptkit.open(put(tmp_path, "model.tar.gz", data))
+    assert checkpoint.name == str(tmp_path / "model.tar.gz" / "model/model.pth")
+    assert torch.equal(ckptkit.load(tmp_path / "model.tar.gz")["module.bias"], STATE["module.bias"])
+
+
+def test_zstd_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    path = put(tmp_path, "run.pth.zst", METHODS[".zst"](GOOD))
+    with pytest.raises(MissingPackageError) as raised:
+        ckptkit.open(path)
+    assert raised.value.hint == "pip install zstandard"
+    assert "zstandard" in scan(path).remarks[0].reason
+
+
+@pytest.mark.parametrize("words", ["{0} {1}.gz", "{0} --in-place", "{2} --in-place"])
+def test_compressed_files_are_not_written(words: str, tmp_path: Path) -> None:
+    """Neither by their suffix nor in place of one, whatever its name."""
+    path = put(tmp_path, "run.pth.gz", gzip.compress(GOOD))
+    plain = put(tmp_path, "run.pth", gzip.compress(GOOD))
+    typed = words.format(path, tmp_path / "out.pth", plain)
+    done = command("strip-module", *typed.split())
+    assert done.exit_code == 2 and "compressed" in done.stderr
+    assert gzip.decompress(path.read_bytes()) == GOOD == gzip.decompress(plain.read_bytes())
+
+
+def test_the_compressed_file_is_not_replaced_while_it_is_read(tmp_path: Path) -> None:
+    path = put(tmp_path, "run.pth", gzip.compress(GOOD))
+    with pytest.raises(UsageError, match="is the file that is read"):
+        ckptkit.save(ckptkit.open(path), path, force=True)
+
+
+def test_a_change_of_the_compressed_file_is_found(tmp_path: Path) -> None:
+    path = put(tmp_path, "run.pth.gz", gzip.compress(GOOD))
+    checkpoint = ckptkit.open(path)
+    path.write_bytes(b"other")
+    with pytest.raises(InputChangedError):
+        ckptkit.save(checkpoint, tmp_path / "out.pth")
+
+
+def test_worker_processes_read_the_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "IN_MEMORY", 1)
+    path = put(tmp_path, "run.pth.gz", gzip.compress(GOOD))
+    done = command("convert", path, tmp_path / "out.pth", "--workers", 2)
+    assert done.exit_code == 0, done.stderr
+    assert torch.load(tmp_path / "out.pth")["module.bias"].tolist() == [1, 1, 1]
+
+
+def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    monkeypatch.setattr(unpacking, "IN_MEMORY", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(spare))
+    ckptkit.open(put(tmp_path, "run.pth.gz", gzip.compress(GOOD)))
+    assert os.listdir(spare) == []
+
+
+def test_a_full_disk_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacking, "IN_MEMORY", 1)
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(InputError) as raised:
+        ckptkit.open(put(tmp_path, "run.pth.gz", gzip.compress(GOOD)))
+    assert raised.value.hint is not None and "TMPDIR" in raised.value.hint
+
+
+@each_method
+def test_scan_looks_inside(suffix: str, tmp_path: Path) -> None:
+    evil = b"cposix\nsystem\n(S'true'\ntR."
+    verdict = scan(put(tmp_path, f"run.pkl{suffix}", METHODS[suffix](evil)))
+    assert verdict.verdict == "code"
+
+
+def test_verify_checks_inside(tmp_path: Path) -> None:
+    damaged = bytearray(GOOD)
+    damaged[GOOD.index(STATE["module.weight"].numpy().tobytes()) + 100] ^= 1
+    good = put(tmp_path, "good.pth.gz", gzip.compress(GOOD))
+    bad = put(tmp_path, "bad.pth.gz", gzip.compress(bytes(damaged)))
+    assert command("verify", good).exit_code == 0
+    assert command("verify", bad).exit_code == 1
+
+
+def test_pieces_are_bounded() -> None:
+    from ckptkit.core.bytesource import Memory
+
+    source = Memory(gzip.compress(bytes(32 << 20)))
+    assert max(map(len, unpacking.pieces(source, "gzip"))) <= 1 << 18
