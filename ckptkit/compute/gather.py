@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptkit.compute import transposing
 from ckptkit.core.bytesource import Derived
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[in
         span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         data = read(offset + sum(i * s for i, s in zip(at, strides, strict=True)), span)
         place = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
-        made[place] = np.ndarray(shape, unit, data, 0, strides)
+        transposing.copy(made[place], np.ndarray(shape, unit, data, 0, strides))
 
 
 def _box(dims: list[Dim], itemsize: int) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptkit.compute import transposing
 from ckptkit.core.bytesource import Derived, Extent
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less 
 BLOCK = 32 << 20  # bytes of a block
 WIDE = 4096  # rows of a block, if there are so many: what is written at once has as many elements
 _MADE = 4 << 20  # bytes of a block that are turned at once
-_STRIP, _COLUMNS = 256, 128  # of a block, turned inside the cache
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 Dims = tuple[tuple[int, int, int], ...]  # elements, stride in the source, stride in the target
@@ -153,7 +153,8 @@ class Turner:
         for column in range(0, block.columns, at_once):
             count = min(at_once, block.columns - column)
             flat = memoryview(self._made)[: count * length]
-            _turn(rows[:, column : column + count], np.frombuffer(flat, units).reshape(count, -1))
+            made = np.frombuffer(flat, units).reshape(count, -1)
+            transposing.copy(made, rows[:, column : column + count].T)
             place = block.place + column * block.step
             if block.step == length:
                 yield place, flat
@@ -176,25 +177,3 @@ class Turner:
             part = view[row * width : (row + 1) * width]
             read_into(block.source, block.start + row * block.pitch, part)
         return view
-
-
-def _turn(rows: Array, made: Array) -> None:
-    """Transpose in pieces that fit into the cache, small elements several at a time."""
-    import numpy as np
-
-    several = max(1, 8 // rows.itemsize)
-    count, width = rows.shape
-    whole = count // several * several if made.shape[1] % several == 0 else 0
-    wide = made.view(np.dtype("u8")) if several > 1 and whole else None
-    for row in range(0, whole if wide is not None else 0, _STRIP):
-        last = min(row + _STRIP, whole)
-        for column in range(0, width, _COLUMNS):
-            part = rows[row:last, column : column + _COLUMNS]
-            packed = np.empty((part.shape[0] // several, part.shape[1], several), rows.dtype)
-            for n in range(several):
-                packed[:, :, n] = part[n::several]
-            joined = packed.view(np.dtype("u8")).reshape(packed.shape[:2])
-            assert wide is not None
-            wide[column : column + _COLUMNS, row // several : last // several] = joined.T
-    for row in range(whole if wide is not None else 0, count, 8):
-        made[:, row : row + 8] = rows[row : row + 8].T

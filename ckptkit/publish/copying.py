@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
+
+    from ckptkit.compute.slabs import Turner
 
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
 PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
@@ -42,6 +45,8 @@ _NOT_HERE = {
     *(errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP),
     *(errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM),
 }
+
+_of_thread = threading.local()
 
 Progress = Callable[[int], None]
 Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
@@ -164,13 +169,20 @@ def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:
 
 
 def _write_blocks(fd: int, start: int, turned: Turned, progress: Progress) -> None:
+    for block in turned.blocks:
+        for place, data in _turner().pieces(block):
+            _write_at(fd, data, start + place)
+        progress(block.size)
+
+
+def _turner() -> Turner:
+    """Return the thread's own: its memory is used again, since new pages cost as much as copies."""
     from ckptkit.compute.slabs import Turner
 
-    turner = Turner()
-    for block in turned.blocks:
-        for place, data in turner.pieces(block):
-            _write_at(fd, data, start + place)
-            progress(len(data))
+    if not hasattr(_of_thread, "turner"):
+        _of_thread.turner = Turner()
+    found: Turner = _of_thread.turner
+    return found
 
 
 def _write_at(fd: int, data: memoryview, place: int) -> None:
