@@ -5,6 +5,7 @@ One walk over the tree.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +45,7 @@ class TensorRow(NamedTuple):
     # Of a tensor subclass: the tensors that it is made of, which have rows of their own.
     inside: tuple[Tensor, ...] = ()
     group: Group | None = None
+    is_shared: bool = False  # whether other tensors are in its storage
 
     @property
     def is_logical(self) -> bool:
@@ -169,6 +171,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         warnings = (*warnings, error.message)
     survey = _Survey(weights, checkpoint)
     survey.run(checkpoint.root)
+    survey.mark_shared()
     return Summary(
         path=checkpoint.name or "",
         format=checkpoint.format,
@@ -307,6 +310,15 @@ class _Survey:
         if number == len(self.storages):
             self.storages.append(storage)
         return number
+
+    def mark_shared(self) -> None:
+        """Mark the tensors whose storage others use too."""
+        held = Counter([row.storage for row in self.rows])
+        del held[None]
+        shared = {storage for storage, count in held.items() if count > 1}
+        for number, row in enumerate(self.rows if shared else ()):
+            if row.storage in shared:
+                self.rows[number] = row._replace(is_shared=True)
 
     def totals(self) -> Totals:
         counted: dict[tuple[object, ...], int] = {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Range
 from ckptkit.core.limits import LIMITS
@@ -114,3 +117,12 @@ def key_list(path: Path) -> list[Key]:
         else key_text(key)
         for key in path
     ]
+
+
+def json_number(value: Any) -> Any:
+    """Replace NaN and infinities by their names, since JSON has neither; return all else as is."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"

@@ -137,6 +137,8 @@ def _compare(
 
 
 def _facts(found: Diff) -> dict[str, Any]:
+    from ckptkit.analysis.values import json_number
+
     return {
         "schema": SCHEMA,
         "equal": found.equal,
@@ -155,7 +157,7 @@ def _facts(found: Diff) -> dict[str, Any]:
                 "name": name,
                 "count": each.count,
                 "first": each.first,
-                "largest": render.json_number(each.largest),
+                "largest": json_number(each.largest),
             }
             for name, each in found.changed
         ],

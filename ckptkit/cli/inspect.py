@@ -150,12 +150,12 @@ def _readable(
 
 def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
     from ckptkit.analysis.summary import summarize
-    from ckptkit.cli import summary_json
+    from ckptkit.analysis.view_model import as_json
     from ckptkit.quantized import look_through
 
     summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
     rows = _rows(summary, want)
-    return summary_json.file(summary, rows, _digests(rows) if want.digest else None)
+    return as_json.file(summary, rows, _digests(rows) if want.digest else None)
 
 
 def _digests(rows: list[TensorRow]) -> list[str | None]:

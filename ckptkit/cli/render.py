@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
@@ -145,15 +144,6 @@ def shortened(text: str, room: int) -> str:
         return text
     head = (room - 3) // 2
     return f"{text[:head]}...{text[len(text) - (room - 3 - head) :]}"
-
-
-def json_number(value: Any) -> Any:
-    """Replace NaN and infinities by their names, since JSON has neither; return all else as is."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 def json_pieces(value: Any) -> Iterator[str]:

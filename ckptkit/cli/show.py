@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.cli.stats import facts_of, short
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import guess
 from ckptkit.remote import urls
@@ -220,9 +219,11 @@ def _row(cells: list[list[Any]], first: list[list[Any]], row: int) -> str:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, int):
-        return str(value)
-    return short(value) if isinstance(value, complex) else f"{value:.3g}"
+    if not isinstance(value, complex):
+        return str(value) if isinstance(value, int) else f"{value:.3g}"
+    from ckptkit.analysis.view_model.statistics import short
+
+    return short(value)
 
 
 def _heat(shown: list[Shown]) -> Iterator[str]:
@@ -252,17 +253,18 @@ def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tall
 
 
 def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
+    from ckptkit.analysis.view_model import statistics
+    from ckptkit.analysis.view_model.statistics import short
     from ckptkit.cli.bars import horizontal_bars
 
     for each in shown:
         tally, whole = _counted(each, rows, columns or _columns(len(shown)), counted)
-        numbers = facts_of(tally, each.tensor.dtype.kind)
-        named = (f"{name} {short(numbers[name])}" for name in ("mean", "std", "min", "max", "norm"))
-        odd = (f"{numbers[name]:,} {name}" for name in ("zeros", "nan", "inf") if numbers[name])
+        numbers = statistics.numbers(tally, each.tensor.dtype.kind)
         of = "" if whole else f" of {each.part.numel:,} (--stats reads all)"
         yield ""
         title = f"{each.path}: " if len(shown) > 1 else ""
-        yield render.escape(f"{title}{tally.count:,} values{of}: ") + ", ".join((*named, *odd))
+        named = ", ".join(statistics.measured(numbers))
+        yield render.escape(f"{title}{tally.count:,} values{of}: ") + named
         histogram = tally.histogram.at_most(16)
         for edge, count, bar in zip(
             histogram.edges, histogram.counts, horizontal_bars(histogram.counts, 40), strict=False
@@ -295,6 +297,7 @@ def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
 def _json(shown: Shown, counted: bool) -> dict[str, Any]:
     from ckptkit import compute
     from ckptkit.analysis.slices import show
+    from ckptkit.analysis.view_model import statistics
 
     part = shown.part
     if part.numel > LISTED:
@@ -304,6 +307,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
             hint="select a part, as in '[0, :, 3:7]'",
         )
     tally, _ = _counted(shown, ROWS, ROWS, True)
+    numbers = statistics.numbers(tally, part.dtype.kind)
     return {
         "path": shown.path,
         "name": shown.name,
@@ -313,14 +317,16 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
         "slice": show(shown.picks),
         "selected": list(part.shape),
         "values": _listed(compute.numbers(part).tolist()),
-        "stats": {name: _listed(value) for name, value in facts_of(tally, part.dtype.kind).items()},
+        "stats": {name: _listed(value) for name, value in numbers.items()},
     }
 
 
 def _listed(value: Any) -> Any:
     """Return nested lists of JSON numbers; a complex number is a pair."""
+    from ckptkit.analysis.values import json_number
+
     if isinstance(value, list):
         return [_listed(each) for each in value]
     if isinstance(value, complex):
-        return [render.json_number(value.real), render.json_number(value.imag)]
-    return render.json_number(value)
+        return [json_number(value.real), json_number(value.imag)]
+    return json_number(value)

@@ -17,12 +17,10 @@ from ckptkit.core.text import some
 if TYPE_CHECKING:
     from ckptkit.analysis import summary
     from ckptkit.analysis.stats import Statistics, TensorStats
-    from ckptkit.compute import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.stats/1"
 SHOWN = 8  # names in a warning
-WIDE = 16  # bins of a histogram in a table
 NUMBERS = (
     "count",
     "nan",
@@ -35,20 +33,6 @@ NUMBERS = (
     "min",
     "max",
     "abs_max",
-)
-COLUMNS = (
-    "name",
-    "tensors",
-    "count",
-    "mean",
-    "std",
-    "min",
-    "max",
-    "norm",
-    "zeros",
-    "NaN",
-    "inf",
-    "histogram",
 )
 
 
@@ -136,6 +120,8 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
 
     No progress bar is drawn between their lines.
     """
+    from ckptkit.analysis.view_model import statistics
+
     with Progress("reading", nbytes) as progress:
         quiet = form != "text" and render.is_terminal(sys.stdout)
         rows = _arranged(found, found.rows() if quiet else found.rows(progress), sort)
@@ -144,9 +130,9 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
         elif form == "csv":
             render.write(_csv(rows))
         else:
-            lines = list(_lines(rows, found))
+            shown = statistics.table(rows, found, bars)
     if form == "text":
-        render.emit(*lines)
+        render.emit(*render.table(shown.headers, shown.rows, right=shown.right))
 
 
 def _chosen(
@@ -182,81 +168,35 @@ def _arranged(found: Statistics, rows: Iterator[TensorStats], sort: str) -> Iter
 
 
 def _numbers(row: TensorStats) -> dict[str, Any]:
-    return facts_of(row.tally, row.kind)
+    from ckptkit.analysis.view_model import statistics
 
-
-def facts_of(tally: Tally, kind: str) -> dict[str, Any]:
-    """Return the statistics of the JSON schema.
-
-    None where there is no value; complex numbers have no minimum and no maximum.
-    """
-    there, ordered = tally.finite > 0, kind != "complex"
-    return {
-        "count": tally.count,
-        "nan": tally.nan,
-        "inf": tally.infinite,
-        "zeros": tally.zeros,
-        "sparsity": tally.sparsity,
-        "mean": tally.mean if there else None,
-        "std": tally.std,
-        "norm": tally.norm,
-        "min": tally.low if ordered else None,
-        "max": tally.high if ordered else None,
-        "abs_max": tally.abs_max,
-    }
+    return statistics.numbers(row.tally, row.kind)
 
 
 def _facts(
     checkpoint: Checkpoint, found: Statistics, rows: Iterator[TensorStats]
 ) -> dict[str, Any]:
     """Return the JSON object; totals come last, since they are only known then."""
+    from ckptkit.analysis.view_model import statistics
+
     return {
         "schema": SCHEMA,
         "path": checkpoint.name,
         "format": checkpoint.format,
-        "groups" if found.grouped else "tensors": map(_json, rows),
+        "groups" if found.grouped else "tensors": map(statistics.as_json, rows),
         "totals": _totals(found),
         "skipped": _skipped(found),
     }
 
 
 def _totals(found: Statistics) -> Iterator[dict[str, Any]]:
-    yield from map(_json, found.totals)
+    from ckptkit.analysis.view_model import statistics
+
+    yield from map(statistics.as_json, found.totals)
 
 
 def _skipped(found: Statistics) -> Iterator[dict[str, Any]]:
     yield from ({"name": each.name, "dtype": each.dtype, "why": each.why} for each in found.skipped)
-
-
-def _json(row: TensorStats) -> dict[str, Any]:
-    from ckptkit.analysis.values import key_list
-
-    source = row.source
-    place = (
-        {}
-        if source is None
-        else {"path": source.place, "keys": key_list(source.path), "shape": row.shape}
-    )
-    numbers = {name: render.json_number(_plain(value)) for name, value in _numbers(row).items()}
-    histogram = row.tally.histogram
-    return {
-        "name": row.label,
-        **place,
-        "kind": row.kind,
-        "dtypes": row.dtypes,
-        "tensors": row.tensors,
-        **numbers,
-        "histogram": _bins(histogram) if histogram.counts else None,
-    }
-
-
-def _bins(histogram: Histogram) -> dict[str, Any]:
-    edges = histogram.edges
-    return {"start": edges[0], "width": edges[1] - edges[0], "counts": histogram.counts}
-
-
-def _plain(value: Any) -> Any:
-    return [value.real, value.imag] if isinstance(value, complex) else value
 
 
 def _cell(name: str) -> str:
@@ -282,40 +222,6 @@ def _csv(rows: Iterable[TensorStats]) -> Iterator[str]:
         buffer.seek(0)
         buffer.truncate()
     yield buffer.getvalue()
-
-
-def _lines(rows: Iterable[TensorStats], found: Statistics) -> Iterator[str]:
-    cells = [_cells(row, render.escape(row.label) or "(root)") for row in rows]
-    if len(cells) > 1:
-        cells += [
-            _cells(row, f"all {row.kind}" if len(found.totals) > 1 else "all")
-            for row in found.totals
-        ]
-    used = [n for n, _ in enumerate(COLUMNS) if any(row[n] for row in cells)]
-    headers = [COLUMNS[n] for n in used]
-    kept = [[row[n] for n in used] for row in cells]
-    yield from render.table(
-        headers, kept, right=[each for each in headers if each not in ("name", "histogram")]
-    )
-
-
-def _cells(row: TensorStats, label: str) -> list[str]:
-    numbers = _numbers(row)
-    values = [short(numbers[name]) for name in ("mean", "std", "min", "max", "norm")]
-    zeros = f"{numbers['sparsity']:.1%}" if numbers["zeros"] else ""
-    odd = [f"{numbers[name]:,}" if numbers[name] else "" for name in ("nan", "inf")]
-    tensors = f"{row.tensors:,}" if row.tensors > 1 else ""
-    histogram = bars(row.tally.histogram.at_most(WIDE).counts)
-    return [label, tensors, f"{numbers['count']:,}", *values, zeros, *odd, histogram]
-
-
-def short(value: Any) -> str:
-    """Format a number with three digits."""
-    if value is None:
-        return ""
-    if isinstance(value, complex):
-        return f"{value.real:.3g}{value.imag:+.3g}j"
-    return f"{value:,}" if isinstance(value, int) and abs(value) < 10**6 else f"{value:.3g}"
 
 
 def _remarks(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:

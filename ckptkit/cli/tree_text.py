@@ -6,15 +6,18 @@ Names are split at their dots.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ckptkit.analysis.shares import Share, parts
 from ckptkit.analysis.values import plain
+from ckptkit.analysis.view_model.contents import value_text
+from ckptkit.analysis.view_model.tensors import sentence
 from ckptkit.cli.bars import horizontal_bars
-from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shape, shortened
-from ckptkit.cli.summary_text import LONG, value_text
+from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shortened
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, type_name, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.trust import describe
@@ -148,15 +151,15 @@ def _grown(root: Node, shares: Iterator[Share], chosen: Callable[[Share], bool] 
             continue
         shown = 1 << 62
         value = plain(node)
-        text = value_text(*value, LONG) if value is not None else _node(node)
+        share = next(shares) if value is None and as_tensor(node) is not None else None
+        text = value_text(*value) if value is not None else _node(node, share)
         del above[depth:]
         entry = _placed(above[-1], path[-1], text) if above else TreeLine("", text)
         above.append((entry, node))
-        if value is not None:
+        if value is not None or share is not None:
             shown = depth
-        elif as_tensor(node) is not None:
-            shown = depth
-            share = next(shares)
+        if share is not None:
+            deque(islice(shares, len(share.row.inside)), maxlen=0)  # what a subclass is made of
             if chosen is None or chosen(share):
                 entry.count(share.parameters)
     return above[0][0]
@@ -173,11 +176,10 @@ def _placed(above: tuple[TreeLine, Node], key: Node, text: str) -> TreeLine:
     return parent.add(TreeLine(escape(last), text))
 
 
-def _node(node: Node) -> str:
-    tensor = as_tensor(node)
-    if tensor is not None:
+def _node(node: Node, share: Share | None) -> str:
+    if share is not None:
         made = f" ({escape(describe(node.callable))})" if isinstance(node, Object) else ""
-        return f"{tensor.dtype} {shape(tensor.shape)} on {escape(tensor.device)}{made}"
+        return sentence(share.row) + made
     if isinstance(node, Object):
         return escape(describe(node.callable))
     if isinstance(node, Global):

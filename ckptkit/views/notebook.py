@@ -12,13 +12,13 @@ from itertools import islice
 from typing import cast
 
 from ckptkit.analysis.diff import Diff
+from ckptkit.analysis.summary import TensorRow, summarize
+from ckptkit.analysis.view_model import Table, differences, tensors
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.fold import Item, fold
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import and_more, escape, plural, shape, size
+from ckptkit.core.text import and_more, escape, plural, shape
 from ckptkit.core.tree import LEAVES, Node, children, key_text, type_name
-from ckptkit.core.weights import Weights
 
 ROWS = 200  # of a table
 LONG = 80  # characters of a value
@@ -55,11 +55,6 @@ def _cell(words: str) -> str:
     return f'<td style="text-align:left">{text(words)}</td>'
 
 
-def folded(names: Iterable[str]) -> list[tuple[str]]:
-    """Fold rows whose names differ only in an index."""
-    return [(row.label,) for row in fold(Item(name, (), 0) for name in names)]
-
-
 def html(value: object) -> str:
     """Return a Checkpoint or a Diff as HTML."""
     return checkpoint(value) if isinstance(value, Checkpoint) else diff(cast(Diff, value))
@@ -67,65 +62,49 @@ def html(value: object) -> str:
 
 def checkpoint(ck: Checkpoint) -> str:
     """Return the weights, folded as on the terminal, and the other entries of the root."""
+    found = tensors.table(weights) if (weights := _weights(ck)) else None
+    parts = [] if found is None else [_table(found, plural(found.things, "tensor"))]
+    if others := _others(ck):
+        parts.append(table("other entries" if parts else "entries", ("entry", "value"), others))
+    return page(ck.heading, parts)
+
+
+def diff(found: Diff) -> str:
+    """Return the tables of differences, the summary and hints."""
+    shown = [
+        _table(each, f"{each.title.rstrip(':')}: {each.things:,}")
+        for each in differences.tables(found)
+    ]
+    summary, *remarks = differences.remarks(found)
+    return page(summary, (*shown, *map(line, remarks)))
+
+
+def _weights(ck: Checkpoint) -> list[TensorRow]:
+    """Return the tensors of the weights; none where they cannot be told, as the heading says."""
+    try:
+        return [row for row in summarize(ck).rows if row.name is not None]
+    except CkptkitError:
+        return []
+
+
+def _others(ck: Checkpoint) -> list[tuple[str, str]]:
+    """Return the entries of the root without that of the weights, as short texts."""
     try:
         weights = ck.selection
     except CkptkitError:  # the heading says it
         weights = None
-    return _checkpoint(ck.heading, ck.root, weights)
+    if weights is not None and not weights.path:
+        return []
+    inside = key_text(weights.path[0]) if weights is not None else None
+    named = ((key_text(key), node) for key, node in islice(children(ck.root), ROWS))
+    return [(name, _short(node)) for name, node in named if name != inside]
 
 
-def diff(found: Diff) -> str:
-    """Return tables of renamed, missing, unexpected, mismatched and changed keys."""
-    pairs = (*found.renamed, *found.reshaped)
-    old, new = {pair.old for pair in pairs}, {pair.new for pair in pairs}
-    missing = [name for name in found.missing if name not in new]
-    unexpected = [name for name in found.unexpected if name not in old]
-    renamed = [(pair.old, pair.new, f"{pair.confidence:.0%}", pair.why) for pair in pairs]
-    kinds = [
-        (name, f"{a.dtype} {shape(a.shape)}", f"{b.dtype} {shape(b.shape)}")
-        for name, a, b in found.mismatched
-    ]
-    changed = [(name, f"{each.count:,}", str(each.largest)) for name, each in found.changed]
-    tables: tuple[tuple[str, int, tuple[str, ...], Sequence[Sequence[str]]], ...] = (
-        ("renamed", len(pairs), ("in A", "in B", "sure", "by"), renamed),
-        ("missing (not in A)", len(missing), ("name",), folded(missing)),
-        ("unexpected (only in A)", len(unexpected), ("name",), folded(unexpected)),
-        ("mismatched", len(kinds), ("name", "A", "B"), kinds),
-        ("changed", len(changed), ("name", "elements", "largest difference"), changed),
-    )
-    shown = [
-        table(f"{title}: {count:,}", headers, rows)
-        for title, count, headers, rows in tables
-        if count
-    ]
-    return page(found.summary, (*shown, *(line(f"hint: {each}") for each in found.advice)))
+def _table(found: Table, title: str) -> str:
+    return table(title, found.headers, found.rows)
 
 
-def _checkpoint(heading: str, root: Node, weights: Weights | None) -> str:
-    parts = [] if weights is None else [_weights(weights.tensors)]
-    inside = key_text(weights.path[0]) if weights is not None and weights.path else None
-    named = ((key_text(key), node) for key, node in islice(children(root), ROWS))
-    others = [(name, _value_text(node)) for name, node in named if name != inside]
-    if others and (weights is None or weights.path):
-        parts += [table("other entries" if parts else "entries", ("entry", "value"), others)]
-    return page(heading, parts)
-
-
-def _weights(tensors: dict[str, Tensor]) -> str:
-    rows = fold(
-        Item(name, (str(each.dtype), shape(each.shape), each.device), each.nbytes)
-        for name, each in tensors.items()
-    )
-    cells = [
-        (row.label, row.columns[0], row.columns[1], size(row.nbytes), row.columns[2])
-        for row in rows
-    ]
-    return table(
-        plural(len(tensors), "tensor"), ("name", "dtype", "shape", "size", "device"), cells
-    )
-
-
-def _value_text(node: Node) -> str:
+def _short(node: Node) -> str:
     """Return a short value as it is, anything else as its type."""
     if isinstance(node, Tensor):
         return f"tensor, {node.dtype} {shape(node.shape)}"

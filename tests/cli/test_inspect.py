@@ -19,7 +19,7 @@ Json = Callable[..., Any]
 
 TENSOR = {
     "name", "path", "keys", "shape", "dtype", "device", "stride", "offset", "storage", "nbytes", "requires_grad",
-    "kind", "layout", "quantization",
+    "kind", "layout", "local_shapes", "quantization",
 }  # fmt: skip
 
 

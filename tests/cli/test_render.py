@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.analysis.values import json_number
 from ckptkit.cli import render
 from ckptkit.core.errors import OutputError
 
@@ -166,9 +167,7 @@ def test_iterators_are_not_read_ahead() -> None:
 def test_CL_03_no_word_that_json_lacks() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         list(render.json_pieces({"x": float("nan")}))
-    words = [
-        render.json_number(x) for x in (float("nan"), float("inf"), float("-inf"), 0.5, "NaN", None)
-    ]
+    words = [json_number(x) for x in (float("nan"), float("inf"), float("-inf"), 0.5, "NaN", None)]
     assert words == ["NaN", "Infinity", "-Infinity", 0.5, "NaN", None]
 
 

@@ -14,11 +14,12 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
 from ckptkit.analysis.shares import Branch
+from ckptkit.analysis.view_model.contents import Listing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
 from ckptkit.doctor.cause import Cause
 from ckptkit.views.browser import panels
-from ckptkit.views.browser.contents import MEASURES, SORTS, Contents, Listed, below, values
+from ckptkit.views.browser.contents import MEASURES, SORTS, Contents, below, values
 
 OPENED = 200  # tensors found up to which all of them are in sight
 AT_ONCE = 500  # lines that are put below a node; the rest follows on request
@@ -30,7 +31,7 @@ class More(NamedTuple):
     branches: list[Branch]
 
 
-Data = Branch | Listed | More
+Data = Branch | Listing | More
 
 
 class Browser(App[str]):
@@ -116,7 +117,7 @@ class Browser(App[str]):
         if not self.words:
             for listed in self.contents.listed():
                 if listed.rows:
-                    label = Text(listed.title).append(f"  {len(listed.rows):,}", "dim")
+                    label = Text(listed.title).append(f"  {listed.things:,}", "dim")
                     root.add_leaf(label, data=listed)
         root.expand()
         if self.words and branch.tensors <= OPENED:
@@ -168,7 +169,7 @@ class Browser(App[str]):
         self._describe(event.node.data)
 
     def _describe(self, data: Data | None) -> None:
-        if isinstance(data, Listed):
+        if isinstance(data, Listing):
             self._say(panels.listed(data), self.contents.command("inspect", "--tree"))
         elif isinstance(data, Branch) and data is not self.shown:
             is_tensor = data.share is not None and not data.children

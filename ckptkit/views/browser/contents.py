@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptkit import compute
 from ckptkit.analysis.advice import argument
 from ckptkit.analysis.shares import Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select
 from ckptkit.analysis.summary import Summary, summarize
+from ckptkit.analysis.view_model import tensors
+from ckptkit.analysis.view_model.contents import Listing, listings
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.tree import join
 from ckptkit.quantized import look_through
 
 ROWS = 16  # of a grid
@@ -22,13 +23,6 @@ COUNTED = 1 << 20  # elements that are read for statistics
 SORTS = ("file", "size", "name")
 MEASURES = ("parameters", "nbytes")
 SPECIAL = "[]*?"
-
-
-class Listed(NamedTuple):
-    """Entries that are not tensors, by name: values, objects, metadata."""
-
-    title: str
-    rows: list[tuple[str, str]]
 
 
 @dataclass
@@ -57,12 +51,9 @@ class Contents:
             else grown(share for share in self.shares if _has(share, wanted))
         )
 
-    def listed(self) -> Iterator[Listed]:
+    def listed(self) -> list[Listing]:
         """Return the entries that are not tensors."""
-        summary = self.summary
-        yield Listed("values", [(join(v.path) or "(root)", repr(v.value)) for v in summary.values])
-        yield Listed("objects", [(join(o.path) or "(root)", o.global_) for o in summary.objects])
-        yield Listed("metadata", list(summary.extras.items()))
+        return list(listings(self.summary))
 
     def command(self, name: str, *words: str) -> str:
         """Return a command on this file, ready to paste."""
@@ -88,8 +79,9 @@ def escaped(name: str) -> str:
 
 
 def _has(share: Share, words: Sequence[str]) -> bool:
-    tensor = share.row.tensor
-    text = f"{share.place} {list(tensor.shape)} {tensor.dtype.name} {tensor.device}".lower()
+    facts = tensors.brief(share.row)
+    del facts[tensors.SIZE.name]  # its unit would match a letter
+    text = " ".join([share.place, *facts.values()]).lower()
     return all(word in text for word in words)
 
 

@@ -10,12 +10,13 @@ from rich.text import Text
 
 from ckptkit.analysis.shares import OPTIMIZER, Branch
 from ckptkit.analysis.slices import show
-from ckptkit.core.text import escape, plural, shape, size
+from ckptkit.analysis.view_model import tensors
+from ckptkit.analysis.view_model.contents import Listing, described
+from ckptkit.core.text import escape, plural, size
 from ckptkit.doctor.cause import ERROR, WARNING, Cause
-from ckptkit.views.browser.contents import Contents, Listed, Values
+from ckptkit.views.browser.contents import Contents, Values
 
 LISTED = 200
-LONG = 200
 BINS, BAR = 16, 30
 CELL = 10  # characters of a number and the space before it
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -37,8 +38,8 @@ def label(branch: Branch, above: str, total: int, measure: str) -> Text:
     name = branch.path[len(above) :].lstrip(".") or branch.label or "(empty)"
     made = Text(escape(name), no_wrap=True)
     if branch.share is not None and not branch.children:
-        tensor = branch.share.row.tensor
-        made.append(f"  {tensor.dtype.name} {shape(tensor.shape)}", "dim")
+        facts = tensors.brief(branch.share.row)
+        made.append(f"  {facts['dtype']} {facts['shape']}", "dim")
     else:
         made.append(f"  {plural(branch.tensors, 'tensor')}", "dim")
     value = getattr(branch, measure)
@@ -49,15 +50,8 @@ def label(branch: Branch, above: str, total: int, measure: str) -> Text:
 
 
 def heading(contents: Contents) -> Text:
-    summary, totals = contents.summary, contents.summary.totals
     made = Text(no_wrap=True).append(escape(contents.path), "bold")
-    parts = (
-        summary.format,
-        size(summary.size),
-        plural(totals.tensors, "tensor"),
-        plural(totals.parameters, "parameter"),
-    )
-    return made.append(f"  {', '.join(parts)}", "dim")
+    return made.append(f"  {described(contents.summary)}", "dim")
 
 
 def overview(contents: Contents) -> Text:
@@ -88,8 +82,7 @@ def overview(contents: Contents) -> Text:
     for title in ("dtype", "device"):
         sums: Counter[str] = Counter()
         for share in contents.shares:
-            tensor = share.row.tensor
-            sums[tensor.dtype.name if title == "dtype" else tensor.device] += share.nbytes
+            sums[tensors.brief(share.row)[title]] += share.nbytes
         _bars(made, title, sums, sum(sums.values()))
     for line in summary.warnings:
         made.append(f"\nwarning: {escape(line)}", "yellow")
@@ -149,22 +142,10 @@ def tensor(branch: Branch, contents: Contents, seen: Values | str | None) -> Tex
     """
     share = branch.share
     assert share is not None
-    leaf, storage = share.row.tensor, share.row.tensor.storage
     made = Text().append(f"{escape(share.label)}\n\n", "bold")
     same = "" if share.same is None else escape(contents.shares[share.same].label)
-    view = storage is not None and leaf.layout == "strided" and storage.nbytes > share.row.nbytes
     facts = [
-        ("dtype", leaf.dtype.name),
-        ("shape", shape(leaf.shape)),
-        ("elements", f"{min(leaf.numel, 1 << 63):,}"),
-        ("size", size(share.row.nbytes)),
-        ("device", escape(leaf.device)),
-        ("kind", "" if leaf.kind == "tensor" else leaf.kind),
-        ("layout", "" if leaf.layout == "strided" else leaf.layout),
-        ("stride", "" if leaf.is_contiguous else shape(leaf.stride)),
-        ("offset", f"{leaf.offset:,}" if leaf.offset else ""),
-        ("storage", "" if share.row.storage is None else f"{share.row.storage}"),
-        ("a view of", size(storage.nbytes) if view and storage is not None else ""),
+        *tensors.details(share.row),
         ("the same as", same),
         ("place", escape(share.place) if share.place != share.label else ""),
     ]
@@ -249,11 +230,10 @@ def diagnosis(causes: Sequence[Cause]) -> Text:
     return made
 
 
-def listed(found: Listed) -> Text:
+def listed(found: Listing) -> Text:
     made = Text().append(f"{found.title}\n\n", "bold")
-    for name, value in found.rows[:LISTED]:
-        text = value if len(value) <= LONG else f"{value[:LONG]}... ({len(value):,} characters)"
-        made.append(f"{escape(name)}: ", "dim").append(f"{escape(text)}\n")
+    for name, text in found.rows[:LISTED]:
+        made.append(f"{name}: ", "dim").append(f"{text}\n")
     if len(found.rows) > LISTED:
         made.append(f"and {len(found.rows) - LISTED:,} more: ckptkit inspect --tree", "dim")
     return made

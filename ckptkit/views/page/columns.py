@@ -6,13 +6,14 @@ direction.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ckptkit.analysis.shares import Share
-from ckptkit.core.text import escape, shape, size
+from ckptkit.analysis.shares import Share, grown
+from ckptkit.analysis.view_model import tensors as model
+from ckptkit.core.text import escape
 from ckptkit.views.page.seen import Seen
+from ckptkit.views.page.treemap import arranged, numbered
 
 if TYPE_CHECKING:
     from ckptkit.compute import Tally
@@ -33,88 +34,84 @@ class Table(Generic[T]):
         return self.numbers.setdefault(value, len(self.numbers))
 
 
+# Facts that are columns, each with a table of its values, and facts that few tensors have.
+COLUMNS = tuple(fact for fact in model.BRIEF if fact.title and fact is not model.SIZE)
+MARKS = tuple(fact for fact in model.BRIEF if not fact.title)
+AMOUNTS = ("parameters", "nbytes", "stored")
+
+
 class Columns:
     """All tensors, column by column; rare properties are mappings from tensor number to value."""
 
     def __init__(self, valued: bool) -> None:
         self.valued = valued
         self.labels: list[str] = []
+        self.shares: list[Share] = []
         self.places: dict[int, str] = {}  # where they are not the labels
-        self.shape: Table[str] = Table()
-        self.dtype: Table[str] = Table()
-        self.device: Table[str] = Table()
-        self.role: Table[str] = Table()
-        self.cells: dict[str, list[int]] = {
-            name: []
-            for name in ("shape", "dtype", "device", "role", "parameters", "nbytes", "stored")
-        }
+        named = (*(fact.name for fact in COLUMNS), "role")
+        self.tables: dict[str, Table[str]] = {name: Table() for name in named}
+        self.cells: dict[str, list[int]] = {name: [] for name in (*named, *AMOUNTS)}
         self.same: dict[int, int] = {}
-        self.remarks: dict[int, str] = {}
+        self.marks: dict[str, dict[int, str]] = {fact.name: {} for fact in MARKS}
         self.stats: dict[int, dict[str, Any]] = {}
 
     def add(self, seen: Seen) -> None:
         """Add all tensors of a file."""
-        held = Counter(row.storage for row in seen.summary.rows)
         for number, share in enumerate(seen.shares):
-            self.add_one(share, seen.tallies.get(number), held)
+            self.add_one(share, seen.tallies.get(number))
 
-    def add_one(self, share: Share, tally: Tally | None, held: Counter[int | None]) -> int:
-        """Add one tensor; return its number. `held` counts the tensors of each storage."""
+    def add_one(self, share: Share, tally: Tally | None) -> int:
+        """Add one tensor; return its number."""
         number, row, cells = len(self.labels), share.row, self.cells
         self.labels.append(escape(share.label))
+        self.shares.append(share)
         if share.place != share.label:
             self.places[number] = escape(share.place)
-        for name, text in (
-            ("shape", shape(row.tensor.shape)),
-            ("dtype", escape(row.dtype)),
-            ("device", escape(row.tensor.device)),
-            ("role", share.role),
-        ):
-            cells[name].append(getattr(self, name)(text))
+        for fact in COLUMNS:
+            cells[fact.name].append(self.tables[fact.name](fact.text(fact.value(row))))
+        cells["role"].append(self.tables["role"](share.role))
         cells["parameters"].append(min(share.parameters, MOST))
         cells["nbytes"].append(min(share.nbytes, MOST))
         cells["stored"].append(min(row.nbytes, MOST))
         if share.same is not None:
             self.same[number] = share.same
-        if remark := _remark(share, held):
-            self.remarks[number] = remark
+        for fact in MARKS:
+            if mark := fact.text(fact.value(row)):
+                self.marks[fact.name][number] = mark
         if tally is not None:
             self.stats[number] = numbers(tally)
         return number
 
     def facts(self) -> dict[str, Any]:
-        tables = {
-            f"{name}s": list(getattr(self, name).numbers)
-            for name in ("shape", "dtype", "device", "role")
-        }
+        """Return all columns as JSON values."""
         return {
             "name": self.labels,
             "place": self.places,
+            "facts": {fact.name: fact.title for fact in COLUMNS},
             **self.cells,
-            **tables,
+            **{f"{name}s": list(table.numbers) for name, table in self.tables.items()},
             "same": self.same,
-            "remark": self.remarks,
+            **self.marks,
             "valued": self.valued,
             "stats": self.stats,
         }
 
 
-def _remark(share: Share, held: Counter[int | None]) -> str:
-    """Return a remark on a tensor that is not plain, strided and alone in its storage."""
-    tensor, parts = share.row.tensor, []
-    if tensor.layout != "strided":
-        parts.append(tensor.layout)
-    if tensor.kind == "ndarray":
-        parts.append("numpy")
-    if tensor.storage is not None and held[share.row.storage] > 1:
-        parts.append(f"shares storage {share.row.storage}")
-    if (
-        tensor.storage is not None
-        and tensor.layout == "strided"
-        and tensor.storage.nbytes > share.row.nbytes
-    ):
-        parts.append(f"view of {size(tensor.storage.nbytes)}")
-    return ", ".join(parts)
+def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
+    """Return the tree of names, and how its branches are placed on the page."""
+    root, labels = grown(shares), Table[str]()
+    rows = {id(share): number for number, share in enumerate(shares)}
+    found, numbers = numbered(root, rows)
+    bytes_placed = arranged(root, numbers, "nbytes", unused)
+    placed = arranged(root, numbers, "parameters")
+    return {
+        "label": [labels(escape(label)) for label in found.label],
+        "labels": list(labels.numbers),
+        "parent": found.parent,
+        "row": found.row,
+        "nbytes": bytes_placed,
+        "parameters": None if placed == bytes_placed else placed,
+    }
 
 
 def numbers(tally: Tally) -> dict[str, Any]:

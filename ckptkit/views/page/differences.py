@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
@@ -35,11 +34,10 @@ def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any
         for number, share in enumerate(b.shares)
         if share.row.name is not None
     }
-    held = Counter(row.storage for row in b.summary.rows)
     for name in diff.missing:
         if name not in paired:
             share = b.shares[theirs[name]]
-            columns.add_one(share._replace(same=None), b.tallies.get(theirs[name]), held)
+            columns.add_one(share._replace(same=None), b.tallies.get(theirs[name]))
             found.append("missing")
     ours = {
         share.row.name: number

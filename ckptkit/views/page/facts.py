@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import __version__, quantized
 from ckptkit.analysis.shares import OPTIMIZER
 from ckptkit.analysis.summary import Summary
+from ckptkit.analysis.view_model import contents
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
 from ckptkit.doctor import content
 from ckptkit.doctor.facts import Facts
-from ckptkit.views.page.columns import MOST, Columns
+from ckptkit.views.page.columns import MOST, Columns, treemap
 from ckptkit.views.page.differences import differences
 from ckptkit.views.page.seen import Seen
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.page/1"
 LISTED = 400  # values, objects or metadata entries
-LONG = 400  # characters of a value
 
 
 def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str, Any]:
@@ -32,7 +31,8 @@ def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str,
     found: dict[str, Any] = {"schema": SCHEMA, "ckptkit": __version__, "files": files}
     if b is not None and diff is not None:
         found["diff"] = differences(columns, a, b, diff)
-    return {**found, "tensors": columns.facts()}
+    placed = treemap(columns.shares, min(a.summary.totals.unused_nbytes, MOST))
+    return {**found, "tensors": columns.facts(), "treemap": placed}
 
 
 def _file(seen: Seen) -> dict[str, Any]:
@@ -66,23 +66,8 @@ def _file(seen: Seen) -> dict[str, Any]:
 
 
 def _others(summary: Summary) -> dict[str, Any]:
-    """Return values and objects, up to a limit; of a pickled module, without its attributes."""
-    values = [each for each in summary.values if not summary.in_module(each.path)]
-    objects = [each for each in summary.objects if not summary.in_module(each.path)]
-    texts: dict[str, Sequence[tuple[str, str]]] = {
-        "values": [(join(each.path) or "(root)", str(each.value)) for each in values[:LISTED]],
-        "objects": [(join(each.path) or "(root)", each.global_) for each in objects[:LISTED]],
-        "metadata": list(summary.extras.items())[:LISTED],
-    }
-    counts = {"values": len(values), "objects": len(objects), "metadata": len(summary.extras)}
+    """Return values, objects and metadata, up to a limit."""
     return {
-        name: {
-            "count": counts[name],
-            "rows": [(escape(key), escape(_cut(text))) for key, text in rows],
-        }
-        for name, rows in texts.items()
+        listing.title: {"count": listing.things, "rows": listing.rows[:LISTED]}
+        for listing in contents.listings(summary)
     }
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONG else f"{text[:LONG]}... ({len(text):,} characters)"

@@ -1,13 +1,20 @@
-"""The layout of a treemap: rectangles whose areas are in proportion. Nothing is drawn here."""
+"""The layout of a treemap: rectangles whose areas are in proportion. Nothing is drawn here.
+
+`tiles` are what pictures draw; `arranged` is the same for a page, whose script knows the size of
+the window and zooms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptkit.analysis.shares import Branch, joined
 
 DEEPEST = 12  # tiles inside tiles
+
+
+UNUSED = "in no tensor"
 
 
 class Box(NamedTuple):
@@ -51,32 +58,52 @@ class Frame(NamedTuple):
     dust: float
 
 
-def squarified(values: Sequence[float], box: Box) -> list[Box]:
-    """Return boxes that fill `box` in proportion to `values`, as square as possible.
+class Strip(NamedTuple):
+    """Neighbors that are placed together, along the left side of the space or along its top."""
+
+    start: int
+    end: int
+    is_column: bool
+
+
+def strips(values: Sequence[float], width: float, height: float) -> Iterator[Strip]:
+    """Yield the strips that fill a box in proportion to `values`, as square as possible.
 
     The values are positive and in descending order. Algorithm: Bruls, Huizing and van Wijk (2000).
     """
-    found: list[Box] = []
-    x, y, width, height = box
     rest, start = float(sum(values)), 0
     while start < len(values):
-        side = min(width, height)
-        row = _row(values, start, side, width * height / rest if rest > 0 else 0.0)
-        amount = sum(values[start:row])
-        thick = max(width, height) * min(1.0, amount / rest) if rest > 0 else 0.0
+        is_column, side = width >= height, min(width, height)
+        end = _row(values, start, side, width * height / rest if rest > 0 else 0.0)
+        amount = sum(values[start:end])
+        part = min(1.0, amount / rest) if rest > 0 else 0.0
+        yield Strip(start, end, is_column)
+        if is_column:
+            width -= width * part
+        else:
+            height -= height * part
+        rest, start = rest - amount, end
+
+
+def squarified(values: Sequence[float], box: Box) -> list[Box]:
+    """Return boxes that fill `box` in proportion to `values`, strip by strip."""
+    found: list[Box] = []
+    x, y, width, height = box
+    rest = float(sum(values))
+    for start, end, is_column in strips(values, width, height):
+        side = height if is_column else width
+        amount = sum(values[start:end])
+        thick = (width if is_column else height) * min(1.0, amount / rest) if rest > 0 else 0.0
         at = 0.0
-        for value in values[start:row]:
+        for value in values[start:end]:
             long = side * value / amount
-            found.append(
-                Box(x, y + at, thick, long) if width >= height else Box(x + at, y, long, thick)
-            )
+            found.append(Box(x, y + at, thick, long) if is_column else Box(x + at, y, long, thick))
             at += long
-        x, y, width, height = (
-            (x + thick, y, width - thick, height)
-            if width >= height
-            else (x, y + thick, width, height - thick)
-        )
-        rest, start = rest - amount, row
+        if is_column:
+            x, width = x + thick, width - thick
+        else:
+            y, height = y + thick, height - thick
+        rest -= amount
     return found
 
 
@@ -127,12 +154,16 @@ def _inner(piece: Piece, box: Box, frame: Frame) -> Box | None:
     )
 
 
-def _pieces(parent: Branch, measure: str, area: float, dust: float) -> list[Piece]:
-    """Return the parts of a branch, largest first; those too small to see are merged."""
+def _pieces(parent: Branch, measure: str, area: float, dust: float, unused: int = 0) -> list[Piece]:
+    """Return the parts of a branch, largest first; those too small to see are merged.
+
+    `unused` bytes are in no tensor, and one more piece.
+    """
     found = [Piece(*_named(child), getattr(child, measure)) for child in parent.children.values()]
     own = getattr(parent, measure) - sum(piece.value for piece in found)
     if parent.share is not None and own > 0:
         found.append(Piece(parent, parent.label, own, own=True))
+    found.append(Piece(parent, UNUSED, unused))
     found = sorted((piece for piece in found if piece.value > 0), key=lambda piece: -piece.value)
     least = dust * sum(piece.value for piece in found) / area if area > 0 else 0
     seen = [piece for piece in found if piece.value >= least]
@@ -148,3 +179,82 @@ def _pieces(parent: Branch, measure: str, area: float, dust: float) -> list[Piec
 def _named(branch: Branch) -> tuple[Branch, str]:
     last = joined(branch)
     return last, branch.label + last.path[len(branch.path) :]
+
+
+WINDOW = Box(0, 0, 1200, 560)  # of a page, about: strips are chosen for this size
+FRAME = Frame(2, 18, 40, 120)
+
+Strips = list[list[int]]
+
+
+def arranged(
+    root: Branch, numbers: Mapping[int, int], measure: str, unused: int = 0
+) -> dict[int, Strips]:
+    """Return how the parts of each branch are placed, by its number.
+
+    A strip is a list: whether it is a column, then its pieces: the number of a branch (that of the
+    branch itself for its own tensor), -1 for `unused` bytes, or -n for n small ones together.
+    `numbers` are the numbers of the branches, by their id.
+    """
+    found: dict[int, Strips] = {}
+    waiting = [(root, WINDOW)]
+    while waiting:
+        branch, box = waiting.pop()
+        if min(box.width, box.height) < FRAME.least:
+            box = WINDOW  # it is seen when it fills the page
+        pieces = _pieces(branch, measure, WINDOW.width * WINDOW.height, FRAME.dust, unused)
+        unused = 0
+        values = [piece.value for piece in pieces]
+        placed = strips(values, box.width, box.height)
+        found[numbers[id(branch)]] = [
+            [int(is_column), *(_number(piece, numbers) for piece in pieces[start:end])]
+            for start, end, is_column in placed
+        ]
+        boxes = squarified(values, box)
+        for piece, part in zip(pieces, boxes, strict=True):
+            if not (piece.rest or piece.own or piece.label == UNUSED) and piece.branch.children:
+                inner = _inner(piece, part, FRAME)
+                waiting.append((piece.branch, WINDOW if inner is None else inner))
+                _pass_through(branch, piece.branch, numbers, found)
+    return found
+
+
+def _number(piece: Piece, numbers: Mapping[int, int]) -> int:
+    if piece.rest:
+        return -piece.rest
+    return -1 if piece.label == UNUSED else numbers[id(piece.branch)]
+
+
+def _pass_through(
+    above: Branch, below: Branch, numbers: Mapping[int, int], found: dict[int, Strips]
+) -> None:
+    """Add the branches between two that have one child each: the page goes up one by one."""
+    for child in above.children.values():
+        while child is not below and joined(child) is below:
+            found[numbers[id(child)]] = [[1, numbers[id(below)]]]
+            (child,) = child.children.values()
+
+
+class Numbered(NamedTuple):
+    """The branches of a tree in order, parents first: labels, numbers of parents, and tensors."""
+
+    label: list[str]
+    parent: list[int]
+    row: list[int]
+
+
+def numbered(root: Branch, rows: Mapping[int, int]) -> tuple[Numbered, dict[int, int]]:
+    """Return the branches and their numbers by id; `rows` numbers the tensors by id of the share.
+
+    -1 stands for no parent and no tensor.
+    """
+    found, numbers = Numbered([], [], []), {}
+    waiting = [(root, -1)]
+    while waiting:
+        branch, parent = waiting.pop()
+        number = numbers[id(branch)] = len(found.label)
+        found.label.append(branch.label)
+        found.parent.append(parent)
+        found.row.append(-1 if branch.share is None else rows[id(branch.share)])
+        waiting += [(child, number) for child in reversed(branch.children.values())]
+    return found, numbers

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +15,11 @@ from hypothesis import strategies as st
 
 from ckptkit.analysis.shares import Branch, grown, shares
 from ckptkit.analysis.summary import summarize
-from ckptkit.views.page.treemap import DEEPEST, Box, Frame, Tile, squarified, tiles
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.views.page.columns import Columns, treemap
+from ckptkit.views.page.report import static
+from ckptkit.views.page.seen import look
+from ckptkit.views.page.treemap import DEEPEST, WINDOW, Box, Frame, Tile, squarified, tiles
 from tests.analysis.made import checkpoint, tensor
 
 BARE = Frame(0, 0, 0, 0)
@@ -113,3 +122,81 @@ def test_nothing_is_no_tile() -> None:
 def test_no_tiles_without_end() -> None:
     deep = tree({"a." * 20 + "x": 1, **{"a." * n + "y": 1 for n in range(1, 20)}})
     assert len(list(tiles(deep, "nbytes", SQUARE, BARE))) <= 2 * DEEPEST + 2
+
+
+# Runs the page's script on a treemap: the pieces of the branches that are zoomed into.
+SCRIPT = """
+const made = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const source = made.script + `
+  const nodes = treeOf(facts.treemap, tensors);
+  const shown = number => placed(nodes[number], made.measure, made.unused, 0, 0, 1200, 560);
+  return made.zoomed.map(number => shown(number).map(([piece, ...box]) => [piece.label, ...box]));`;
+const found = new Function("facts", "tensors", "made", source)({ treemap: made.treemap }, made.tensors, made);
+console.log(JSON.stringify(found));
+"""
+
+
+def on_a_page(made: Checkpoint, measure: str, zoomed: list[str]) -> list[list[list[Any]]]:
+    """Return the pieces that the page's script places in 1200 x 560, by label and box."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    columns = Columns(False)
+    columns.add(look(made))
+    unused = summarize(made).totals.unused_nbytes
+    placed = treemap(columns.shares, unused)
+    paths = [""]
+    for number in range(1, len(placed["label"])):
+        name = placed["labels"][placed["label"][number]]
+        paths.append(".".join(filter(None, (paths[placed["parent"][number]], name))))
+    given = {
+        "script": static("treemap.js"), "treemap": placed, "tensors": columns.facts(), "measure": measure,
+        "unused": unused, "zoomed": [paths.index(path) for path in zoomed],
+    }  # fmt: skip
+    done = subprocess.run(
+        [node, "-e", SCRIPT], input=json.dumps(given), capture_output=True, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[list[list[Any]]] = json.loads(done.stdout)
+    return found
+
+
+SIZES = {
+    "enc.a.w": 600,
+    "enc.a.b": 40,
+    "enc.b": 200,
+    "head.w": 800,
+    "x": 50,
+    "only.one.a": 60,
+    "only.one.b": 30,
+}
+
+
+@pytest.mark.parametrize("measure", ["nbytes", "parameters"])
+def test_the_page_places_what_the_picture_draws(measure: str) -> None:
+    made = checkpoint({name: tensor(*[0.0] * size) for name, size in SIZES.items()})
+    (shown,) = on_a_page(made, measure, [""])
+    drawn = {tile.label: tile.box for tile in tiles(tree(SIZES), measure, WINDOW, BARE)}
+    assert {label for label, *_ in shown} == {"enc", "head.w", "x", "only.one"}
+    for label, *box in shown:
+        assert box == pytest.approx(drawn[label])
+
+
+def test_the_page_zooms() -> None:
+    made = checkpoint({name: tensor(*[0.0] * size) for name, size in SIZES.items()})
+    inside, alone, above = on_a_page(made, "nbytes", ["enc", "enc.a", "only"])
+    assert [label for label, *_ in inside] == ["a", "b"]
+    assert [label for label, *_ in above] == ["one"]
+    for found in (inside, alone, above):
+        assert sum(width * height for *_, width, height in found) == pytest.approx(1200 * 560)
+
+
+def test_small_ones_and_unused_bytes_are_pieces_of_the_page() -> None:
+    small = {f"small{n}": tensor(0.0) for n in range(40)}
+    storage = tensor(*[0.0] * 90_000)
+    part = replace(storage, shape=(60_000,))
+    (shown,) = on_a_page(checkpoint({"big": part, **small}), "nbytes", [""])
+    areas = {label: width * height for label, _, _, width, height in shown}
+    assert set(areas) == {"big", "in no tensor", "40 more"}
+    assert areas["big"] == pytest.approx(2 * areas["in no tensor"])
+    assert sum(areas.values()) == pytest.approx(1200 * 560)

@@ -15,7 +15,8 @@ const STATE = {
 const state = i => diff.states[diff.state[i]];
 const full = i => tensors.place[i] ?? tensors.name[i];
 const by = id => document.getElementById(id);
-const tree = treeOf(tensors);
+const nodes = treeOf(facts.treemap, tensors);
+const tree = nodes[0];
 const INDEX = /(?<![^.])\d+(?![^.])/g;
 const kinds = all.map(i => full(i).replace(INDEX, "*"));  // layers.*.weight
 const view = { node: tree, measure: "nbytes", colour: "", words: "", within: null, states: new Set() };

@@ -1,12 +1,6 @@
 "use strict";
 // The treemap on the page: colors and zooming.
 
-const extra = () => {
-  const unused = files[0].totals.unused_nbytes;
-  return view.node === tree && view.measure === "nbytes" && unused
-    ? [{ node: { ...tree, path: "", children: new Map() }, label: "in no tensor", value: unused, unused: true }] : [];
-};
-
 const colourings = {
   kind: { text: i => kinds[i] },
   dtype: { text: dtype },
@@ -41,7 +35,7 @@ function drawMap() {
   const host = by("treemap");
   const { width, height } = host.getBoundingClientRect();
   const colours = paint();
-  const tiles = tilesOf(view.node, view.measure, width, height, extra());
+  const tiles = tilesOf(view.node, view.measure, width, height, files[0].totals.unused_nbytes);
   host.replaceChildren(...tiles.map(tile => drawTile(tile, colours)));
   if (!tiles.length) host.append(element("p", { class: "empty" }, "nothing here has any"));
   crumbs();
@@ -80,7 +74,7 @@ function tip(event, tile) {
   if (own) lines.push(sized(tile.value));
   else {
     lines.push(`${count(node.parameters, "parameter")}, ${bytes(node.nbytes)}, ${percent(tile.value / total)} of this view`);
-    lines.push(node.row >= 0 && !node.children.size ? describe(node.row) : count(node.tensors, "tensor"));
+    lines.push(node.row >= 0 && !node.children.length ? describe(node.row) : count(node.tensors, "tensor"));
     if (diff && node.row >= 0) lines.push(state(node.row));
   }
   const box = by("tip");
@@ -94,7 +88,7 @@ function tip(event, tile) {
 function enter(tile) {
   by("tip").hidden = true;
   if (tile.rest || tile.unused) return;
-  if (tile.node.row >= 0 && !tile.node.children.size) detail(tile.node.row);
+  if (tile.node.row >= 0 && !tile.node.children.length) detail(tile.node.row);
   else go(tile.node);
 }
 

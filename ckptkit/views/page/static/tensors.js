@@ -5,6 +5,8 @@ const statistic = name => ({
   name, width: 66, number: true, value: i => tensors.stats[i]?.[name], text: i => three(tensors.stats[i]?.[name]),
 });
 
+const WIDTHS = { shape: 140, dtype: 76, device: 60 };  // of the columns of facts, in pixels
+
 function columns() {
   const largest = tensors.nbytes.reduce((a, b) => Math.max(a, b), 1);
   const table = (name, column, values, width, mono) => ({
@@ -15,9 +17,8 @@ function columns() {
       name: "name", width: diff ? 380 : 300, mono: true,
       value: i => tensors.name[i], cell: i => [tensors.name[i], ...marks(i)],
     },
-    table("shape", tensors.shape, tensors.shapes, 140, true),
-    table("dtype", tensors.dtype, tensors.dtypes, 76),
-    table("device", tensors.device, tensors.devices, 60),
+    ...Object.entries(tensors.facts).filter(([name]) => name !== "device" || tensors.devices.length > 1)
+      .map(([name, title]) => table(title, tensors[name], tensors[`${name}s`], WIDTHS[name] ?? 90, name === "shape")),
     {
       name: "parameters", width: 104, number: true,
       value: i => tensors.parameters[i], text: i => whole(tensors.parameters[i]),
@@ -25,8 +26,7 @@ function columns() {
     { name: "size", width: 80, number: true, value: i => tensors.stored[i], text: i => bytes(tensors.stored[i]) },
     { name: "share", width: 84, value: i => -tensors.nbytes[i], cell: i => [share(tensors.nbytes[i] / largest)] },
   ];
-  found[1].value = i => tensors.stored[i];
-  if (tensors.devices.length < 2) found.splice(3, 1);
+  found.find(column => column.name === "shape").value = i => tensors.stored[i];
   if (diff) {
     const cell = i => [dot(STATE[state(i)]), state(i)];
     found.splice(1, 0, { name: "difference", width: 108, value: i => diff.state[i], cell });
@@ -115,7 +115,7 @@ function detail(i) {
     if (value || value === 0) pairs.append(element("dt", {}, name), element("dd", {}, value));
   };
   say("place", tensors.place[i]);
-  say("tensor", describe(i));
+  for (const [name, title] of Object.entries(tensors.facts)) say(title, tensors[`${name}s`][tensors[name][i]]);
   const of = percent(tensors.nbytes[i] / (files[0].totals.nbytes || 1)) || "none";
   say("size", `${bytes(tensors.stored[i])}, ${of} of all bytes`);
   say("is the same as", tensors.same[i] !== undefined ? tensors.name[tensors.same[i]] : "");

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit.analysis.summary import Opaque, Summary, TensorRow, Value
-from ckptkit.analysis.values import key_list, number
-from ckptkit.cli.render import json_number
+from ckptkit.analysis.values import json_number, key_list, number
+from ckptkit.analysis.view_model import tensors as model
 from ckptkit.core.tree import join
-
-if TYPE_CHECKING:
-    from ckptkit.quantized import Group
 
 
 def file(
@@ -19,11 +16,11 @@ def file(
 ) -> dict[str, Any]:
     """Return FILE of the schema, its lists as iterators; with the SHA-256 of each row if given."""
     totals = summary.totals
-    tensors: Iterator[dict[str, Any]] = map(tensor, rows)
+    tensors: Iterator[dict[str, Any]] = map(model.as_json, rows)
     if digests is not None:
         tensors = (
             {**row, "sha256": digest}
-            for row, digest in zip(map(tensor, rows), digests, strict=True)
+            for row, digest in zip(map(model.as_json, rows), digests, strict=True)
         )
     return {
         "path": summary.path,
@@ -59,43 +56,6 @@ def _of_processes(summary: Summary) -> dict[str, Any]:
         }
         found["part"] = facts
     return found
-
-
-def tensor(row: TensorRow) -> dict[str, Any]:
-    """TENSOR of the schema."""
-    name, path, leaf, storage, nbytes = row[:5]
-    piece, group = row.local, row.group
-    local = {} if piece is None else {"local_shapes": [each.shape for each in piece.local()]}
-    return {
-        "name": name,
-        "path": join(path),
-        "keys": key_list(path),
-        "shape": leaf.shape,
-        "dtype": leaf.dtype.name,
-        "device": row.device,
-        "stride": leaf.stride,
-        "offset": leaf.offset,
-        "storage": storage,
-        "nbytes": number(nbytes),
-        "requires_grad": leaf.requires_grad,
-        "kind": leaf.kind,
-        "layout": leaf.layout,
-        **local,
-        "quantization": None if group is None else quantization(group),
-    }
-
-
-def quantization(group: Group) -> dict[str, Any]:
-    """Return the facts about the quantized weight that a tensor represents or belongs to."""
-    return {
-        "weight": group.name,
-        "family": group.family,
-        "label": group.label,
-        "shape": group.shape,
-        "parts": group.parts,
-        "dropped": group.dropped,
-        "reason": group.reason or None,
-    }
 
 
 def value(found: Value) -> dict[str, Any]:

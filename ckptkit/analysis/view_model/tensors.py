@@ -1,0 +1,228 @@
+"""The facts about a tensor, one line for each, in the order in which every view shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptkit.analysis.summary import TensorRow
+from ckptkit.analysis.values import key_list, number
+from ckptkit.analysis.view_model import Table
+from ckptkit.core.fold import Folded, Item, fold, unfolded
+from ckptkit.core.text import escape, plural, shape, size
+
+if TYPE_CHECKING:
+    from ckptkit.quantized import Group
+
+
+class Fact(NamedTuple):
+    """A fact about a tensor.
+
+    `value` is what people see; rows fold where all values are equal. `text` formats it; facts with
+    an empty text are not shown. `json` is its JSON value, None where JSON leaves it out. `phrase`
+    is how the tree says it, as ``on {}``. A fact that is not `brief` is shown only in JSON and
+    where one tensor is described.
+    """
+
+    name: str
+    title: str
+    value: Callable[[TensorRow], Hashable]
+    text: Callable[[Any], str] = str
+    json: Callable[[TensorRow], Any] | None = None
+    phrase: str = ""
+    brief: bool = True
+
+
+def remark(row: TensorRow) -> str:
+    """Return a remark on a tensor that is not plain, strided and alone in its storage."""
+    if row.local is not None:
+        from ckptkit.core.parts import extent
+
+        local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
+        place = extent(row.local)
+        return f"here {local}" + (f": {place}" if place else "")
+    if row.group is not None:
+        return "" if row.is_logical else _part(row.group)
+    return "" if _is_plain(row) else ", ".join(_remarks(row))
+
+
+def _part(group: Group) -> str:
+    """Return what a tensor is a part of."""
+    return f"{group.label}, not read" if group.reason else f"part of {group.label}"
+
+
+def _is_plain(row: TensorRow) -> bool:
+    """Return whether there is nothing to remark, as for almost all tensors."""
+    tensor, storage = row.tensor, row.tensor.storage
+    return (
+        storage is not None
+        and storage.record.length == row.nbytes
+        and not row.is_shared
+        and tensor.kind != "ndarray"
+        and tensor.layout == "strided"
+        and not (tensor.conj or tensor.neg)
+    )
+
+
+def _remarks(row: TensorRow) -> Iterable[str]:
+    tensor = row.tensor
+    if tensor.layout != "strided":
+        below = f" of {plural(len(row.inside), 'tensor')} below" if row.inside else ""
+        yield tensor.layout + below
+    if tensor.kind == "ndarray":
+        yield "numpy"
+    if tensor.storage is not None:
+        if row.is_shared:
+            yield f"shares storage {row.storage}"
+        if tensor.layout == "strided" and tensor.storage.nbytes > row.nbytes:
+            yield f"view of {size(tensor.storage.nbytes)}"
+    if tensor.conj or tensor.neg:
+        yield "conjugated" if tensor.conj else "negated"
+
+
+def quantization(group: Group) -> dict[str, Any]:
+    """Return how the weight is quantized that a tensor stands for, or is a part of."""
+    return {
+        "weight": group.name,
+        "family": group.family,
+        "label": group.label,
+        "shape": group.shape,
+        "parts": group.parts,
+        "dropped": group.dropped,
+        "reason": group.reason or None,
+    }
+
+
+def _local_shapes(row: TensorRow) -> list[tuple[int, ...]] | None:
+    return None if row.local is None else [each.shape for each in row.local.local()]
+
+
+def _optional(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+SIZE = Fact("nbytes", "size", lambda row: row.nbytes, size, lambda row: number(row.nbytes))
+
+FACTS: tuple[Fact, ...] = (
+    Fact("dtype", "dtype", lambda row: row.dtype, escape, lambda row: row.tensor.dtype.name, "{}"),
+    Fact("shape", "shape", lambda row: row.tensor.shape, shape, lambda row: row.tensor.shape, "{}"),
+    Fact("elements", "elements", lambda row: f"{min(row.tensor.numel, 1 << 63):,}", brief=False),
+    SIZE,
+    Fact("device", "device", lambda row: row.device, escape, lambda row: row.device, "on {}"),
+    Fact("remark", "", remark),
+    # In JSON, and where one tensor is described:
+    Fact(
+        "stride",
+        "stride",
+        lambda row: "" if row.tensor.is_contiguous else shape(row.tensor.stride),
+        json=lambda row: row.tensor.stride,
+        brief=False,
+    ),
+    Fact(
+        "offset",
+        "offset",
+        lambda row: f"{row.tensor.offset:,}" if row.tensor.offset else "",
+        json=lambda row: row.tensor.offset,
+        brief=False,
+    ),
+    Fact(
+        "storage",
+        "storage",
+        lambda row: row.storage,
+        _optional,
+        lambda row: row.storage,
+        brief=False,
+    ),
+    Fact(
+        "requires_grad",
+        "",
+        lambda row: row.tensor.requires_grad,
+        json=lambda row: row.tensor.requires_grad,
+        brief=False,
+    ),
+    Fact(
+        "kind",
+        "kind",
+        lambda row: "" if row.tensor.kind == "tensor" else row.tensor.kind,
+        json=lambda row: row.tensor.kind,
+        brief=False,
+    ),
+    Fact(
+        "layout",
+        "layout",
+        lambda row: "" if row.tensor.layout == "strided" else row.tensor.layout,
+        json=lambda row: row.tensor.layout,
+        brief=False,
+    ),
+    Fact("local_shapes", "", lambda row: None, json=_local_shapes, brief=False),
+    Fact(
+        "quantization",
+        "",
+        lambda row: None,
+        json=lambda row: None if row.group is None else quantization(row.group),
+        brief=False,
+    ),
+)
+BRIEF = tuple(fact for fact in FACTS if fact.brief)
+_FOLDED = tuple(fact for fact in BRIEF if fact is not SIZE)
+_PHRASED = tuple(fact for fact in FACTS if fact.phrase)
+_JSON = tuple((fact.name, fact.json) for fact in FACTS if fact.json is not None)
+
+
+def as_json(row: TensorRow) -> dict[str, Any]:
+    """Return TENSOR of the JSON schema."""
+    found = {"name": row.name, "path": row.place, "keys": key_list(row.path)}
+    for name, json in _JSON:
+        found[name] = json(row)
+    return found
+
+
+def sentence(row: TensorRow) -> str:
+    """Return the tensor in a few words: ``float32 [2, 3] on cpu``."""
+    return " ".join([fact.phrase.format(fact.text(fact.value(row))) for fact in _PHRASED])
+
+
+def details(row: TensorRow) -> list[tuple[str, str]]:
+    """Return every fact that has a text, with its title."""
+    found = [(fact.title or fact.name, fact) for fact in FACTS if fact.title or fact.brief]
+    texts = [(title, fact.text(fact.value(row))) for title, fact in found]
+    return [(title, text) for title, text in texts if text]
+
+
+def brief(row: TensorRow) -> dict[str, str]:
+    """Return the texts of the facts that tables have, by name."""
+    return {fact.name: fact.text(fact.value(row)) for fact in BRIEF}
+
+
+def table(
+    rows: Iterable[TensorRow], title: str = "", *, flat: bool = False, sort: str = "file"
+) -> Table:
+    """Return the table of tensors; those that differ only in an index are one row unless `flat`."""
+    items = list(map(_item, rows))
+    found = unfolded(items) if flat else fold(items)
+    if sort == "size":
+        found.sort(key=lambda row: -row.nbytes)
+    elif sort == "name":
+        found.sort(key=lambda row: row.label)
+    headers: list[str] = ["name"]
+    for fact in BRIEF:
+        headers += ["tensors", fact.title] if fact is SIZE else [fact.title]
+    cells = [_cells(row) for row in found]
+    made = Table(title, tuple(headers), cells, ("tensors", SIZE.title), len(items))
+    return made.without_empty()
+
+
+def _item(row: TensorRow) -> Item:
+    name = row.name if row.name is not None else row.place
+    return Item(name, tuple([fact.value(row) for fact in _FOLDED]), row.nbytes)
+
+
+def _cells(row: Folded) -> tuple[str, ...]:
+    values = iter(row.columns)
+    cells = [escape(row.label) or "(root)"]
+    for fact in BRIEF:
+        if fact is SIZE:
+            cells += [f"{row.rows:,}" if row.rows > 1 else "", size(row.nbytes)]
+        else:
+            cells.append(fact.text(next(values)))
+    return tuple(cells)
