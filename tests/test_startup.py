@@ -71,7 +71,7 @@ MOST = {
     "convert SAFETENSORS out.pth": 99,
     "convert PTH out.npz": 87,
     "diff --json PTH PTH": 79,
-    "diff PTH PTH": 82,
+    "diff PTH PTH": 83,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports
 
