@@ -50,24 +50,23 @@ class Completed(click.types.StringParamType):
 def attach(command: click.Command) -> None:
     """Attach completions to the parameters of a command, by their names and metavars."""
     for parameter in command.params:
-        completer = completer_of(parameter)
-        if completer is not None:
-            parameter.type = Completed(completer)
+        completed = completed_type(parameter)
+        if completed is not None:
+            parameter.type = completed
 
 
-def completer_of(parameter: click.Parameter) -> Completer | None:
-    """Return the completion function of a parameter.
+def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
+    """Return the type that completes a parameter.
 
     None for free text, and for what click completes itself (numbers, choices).
     """
     if type(parameter.type) is not click.types.StringParamType or parameter.name in _FREE:
         return None
     kind = (parameter.metavar or "").strip("[].")
-    return _BY_NAME.get(parameter.name or "") or _BY_METAVAR.get(kind)
-
-
-def _files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
+    if kind in _FILES:
+        return _FILE
+    completer = _BY_NAME.get(parameter.name or "") or _BY_METAVAR.get(kind)
+    return None if completer is None else Completed(completer)
 
 
 def _recipes(
@@ -77,7 +76,7 @@ def _recipes(
 
     return [
         *_matching(((name, None) for name in names()), incomplete),
-        *_files(ctx, parameter, incomplete),
+        *_FILE.shell_complete(ctx, parameter, incomplete),
     ]
 
 
@@ -219,11 +218,11 @@ _FIRST: Sequence[str] = ("file", "src", "a", "files", "sources")
 _SECOND: Sequence[str] = ("b", "other")
 
 _BY_NAME: dict[str, Completer] = {"format": _formats, "name": _names, "name_b": _names}
-_FREE = {"trust"}  # and what has no entry in either table
+# Files are completed by the shell, as click asks it to; nothing is checked when they are parsed.
+_FILE = click.Path(readable=False)
+_FILES = {"A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
+_FREE = {"trust"}  # and what has no entry in any table
 _BY_METAVAR: dict[str, Completer] = {
-    **dict.fromkeys(
-        ("A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"), _files
-    ),
     "A=B": _tags,
     "DEVICE": _devices,
     "GLOB": _names,

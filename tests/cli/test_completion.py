@@ -162,7 +162,8 @@ def test_every_text_is_completed_or_free() -> None:
     left = {
         f"{name}: {each.metavar}" if name in ("scan", "wrap", "help") else str(each.metavar)
         for name, each in every_text()
-        if not isinstance(each.type, completing.Completed) and completing.completer_of(each) is None
+        if not isinstance(each.type, completing.Completed)
+        and completing.completed_type(each) is None
     }
     assert left <= {*FREE, "scan: GLOB", "wrap: NAME", "wrap: SIZE", "wrap: URL", "wrap: NAME=JSON"}
 
