@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ckptkit.analysis.summary import Summary
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import join
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
@@ -29,7 +30,7 @@ def advise(summary: Summary) -> tuple[str, ...]:
     if summary.part is not None:
         return (summary.part.hint,)
     found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
-    return tuple(line for advice in found for line in advice(summary, path))
+    return tuple(flatten(advice(summary, path) for advice in found))
 
 
 def strip_module(path: str, prefix: str = "module.") -> str:

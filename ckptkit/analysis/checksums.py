@@ -116,9 +116,9 @@ def with_tensors(
     damaged: list[tuple[CheckedPart, str]], tensors: list[tuple[str, Tensor]]
 ) -> Iterator[Finding]:
     """Return findings about damaged parts, with the names of all tensors in them."""
-    places = (
-        [(name, found) for name, tensor in tensors for found in _located(tensor)] if damaged else []
-    )
+    places = []
+    for name, tensor in tensors if damaged else ():
+        places += [(name, found) for found in _located(tensor)]
     for part, why in damaged:
         try:
             bad = list(_ranges(part.record.locate()))

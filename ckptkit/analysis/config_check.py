@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -50,7 +51,7 @@ def mismatches(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list
         (config[key] for key in _TEXT if isinstance(config.get(key), dict)), {}
     )
     values = {**config, **text}
-    return [found for check in checks for found in check(values, tensors)]
+    return list(flatten(check(values, tensors) for check in checks))
 
 
 def _field(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:

@@ -270,8 +270,10 @@ def _prefix_advice(
 
 def _prefixes(names: Iterable[str], others: set[str]) -> Iterable[str]:
     """Each dotted beginning (``module.``) without which one of the names is one of the others."""
-    found = ((name, start) for name in names for start in _leading(name))
-    return dict.fromkeys(start for name, start in found if name[len(start) :] in others)
+    found: dict[str, None] = {}
+    for name in names:
+        found.update((start, None) for start in _leading(name) if name[len(start) :] in others)
+    return found
 
 
 def _leading(name: str) -> list[str]:

@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeVar
 from ckptkit.analysis.families import INDICES, NONE, NUMBERS, Family, Parts, families
 from ckptkit.analysis.renaming import Rule, Rules
 from ckptkit.analysis.similarity import similarity
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Shape
 
 T = TypeVar("T")
@@ -202,13 +203,14 @@ class _Matcher:
             return
         self._comparisons -= number
         split = {name: name.split(".") for name in (*ours, *theirs)}
-        found = [
-            (similarity(split[a], split[b]), i, j)
-            for i, a in enumerate(ours)
-            for j, b in enumerate(theirs)
-        ]
+        found = []
+        for i, a in enumerate(ours):
+            for j, b in enumerate(theirs):
+                near = similarity(split[a], split[b])
+                found.append((-near, abs(i - j), near, i, j))
+        found.sort(key=lambda each: each[:2])
         seen: set[tuple[str, int]] = set()
-        for near, i, j in sorted(found, key=lambda each: (-each[0], abs(each[1] - each[2]))):
+        for _, _, near, i, j in found:
             if near >= least and ("a", i) not in seen and ("b", j) not in seen:
                 seen |= {("a", i), ("b", j)}
                 yield near, ours[i], theirs[j]
@@ -220,9 +222,7 @@ class _Matcher:
         ours, theirs = families(self.old), families(self.new)
         heads = _grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
-            for rule in (
-                rule for n in range(len(family.parts)) for rule in heads.get(family.parts[:n], ())
-            ):
+            for rule in flatten(heads.get(family.parts[:n], ()) for n in range(len(family.parts))):
                 other = theirs.get((*rule.new, *family.parts[len(rule.old) :]))
                 if other is not None:
                     self._guess(max(family.meets(other), key=len), 0.4, "suffix")

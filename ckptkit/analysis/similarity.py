@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 
 LONGEST = 64  # characters of a part, and parts of a name, that are looked at
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
@@ -34,7 +35,7 @@ def _alike(one: str, other: str) -> float:
         return 1.0
     one, other = one[:LONGEST], other[:LONGEST]
     left = 1 - _distance(one, other) / max(len(one), len(other))
-    begun = max((_begun(a, b) for a in _words(one) for b in _words(other)), default=0.0)
+    begun = max((_begun(a, b) for a, b in product(_words(one), _words(other))), default=0.0)
     return min(0.99, (left + begun) / 2)
 
 

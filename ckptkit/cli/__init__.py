@@ -22,6 +22,7 @@ import click
 from ckptkit import __version__
 from ckptkit.cli import render
 from ckptkit.core.errors import CkptkitError, foreseen
+from ckptkit.core.grouping import merge_all
 from ckptkit.core.text import nearest
 
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
@@ -47,7 +48,7 @@ GROUPS = {
         "help": "commands",
     },
 }  # fmt: skip
-TOPICS = {name: topic for group in GROUPS.values() for name, topic in group.items()}
+TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
 ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141

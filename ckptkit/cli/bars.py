@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from ckptkit.core.grouping import flatten
+
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -30,7 +32,7 @@ def horizontal_bars(counts: Sequence[int], width: int) -> Iterator[str]:
 
 def shades(rows: Sequence[Sequence[float]]) -> Iterator[str]:
     """Yield each row as characters, scaled over all rows; ``?`` for a number that is not finite."""
-    finite = [value for row in rows for value in row if isfinite(value)]
+    finite = [value for value in flatten(rows) if isfinite(value)]
     low, high = min(finite, default=0), max(finite, default=0)
     scale = _EIGHTHS[1:] if _are_shown() else ".:-=+*#@"
     step = (high - low) / (len(scale) - 1) or 1

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
+from ckptkit.core.grouping import flatten
+
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
@@ -183,7 +185,7 @@ def _opened(ctx: click.Context, parameter: click.Parameter) -> Iterator[Checkpoi
 
     second = parameter.name in ("key_b", "name_b")
     named = [ctx.params.get(name) for name in (_SECOND if second else _FIRST)]
-    words = [word for each in named for word in ([each] if isinstance(each, str) else each or ())]
+    words = list(flatten([each] if isinstance(each, str) else each or () for each in named))
     path = next(iter([*words, *ctx.args[second:]]))
     if not os.path.exists(path):
         raise FileNotFoundError(path)

@@ -10,6 +10,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.grouping import flatten
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -110,7 +111,7 @@ def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:
     return (
         "--model",
         spec,
-        *(word for name, value in args.items() for word in ("--arg", f"{name}={dumps(value)}")),
+        *flatten(("--arg", f"{name}={dumps(value)}") for name, value in args.items()),
     )
 
 

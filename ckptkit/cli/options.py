@@ -257,10 +257,9 @@ def _facts(edit: Edit, done: Conversion, count: int) -> dict[str, Any]:
 
 
 _UNITS = {
-    unit + byte: base**power
-    for base, byte in ((1000, "b"), (1024, "ib"))
-    for power, unit in enumerate(("k", "m", "g", "t"), 1)
-}
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
 
 
 def size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:

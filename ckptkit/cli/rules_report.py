@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptkit.cli import render
+from ckptkit.core.grouping import flatten
 from ckptkit.rules.applying import Done, Report
 from ckptkit.rules.notation import REST
 
@@ -21,7 +22,7 @@ def lines_of(report: Report) -> Iterator[str]:
     for done in report.rules:
         yield f"  {done.taken.number}  {done.taken.rule.text or done.taken.rule}"
         yield f"     {_done(done)}"
-    values = list(dict.fromkeys(text for done in report.rules for text in _size_lines(done)))
+    values = list(dict.fromkeys(flatten(map(_size_lines, report.rules))))
     if values:
         yield f"  sizes: {'  '.join(values)}"
     yield f"  reversible: {report.reversible or 'yes'}"
@@ -65,7 +66,9 @@ def _size_lines(done: Done) -> Iterator[str]:
 def facts_of(reports: Sequence[Report]) -> dict[str, Any]:
     """Steps of rules for --json."""
     why = [report.reversible for report in reports if report.reversible]
-    rules = [{"step": report.step, **_facts(done)} for report in reports for done in report.rules]
+    rules: list[dict[str, Any]] = []
+    for report in reports:
+        rules += [{"step": report.step, **_facts(done)} for done in report.rules]
     return {"rules": rules, "reversible": not why, "not_reversible": why[0] if why else None}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptkit.cli.render import escape, paint
+from ckptkit.core.grouping import flatten
 from ckptkit.scan.files import Failure
 from ckptkit.scan.verdict import (
     CLASSES,
@@ -26,7 +27,7 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
     if isinstance(result, Failure):
         return
     yield f"{result.path}: {LABELS[result.verdict]}"
-    lines = [line for pickle in result.pickles for line in _pickle(pickle)]
+    lines = list(flatten(map(_pickle, result.pickles)))
     lines += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
     lines += [
         f"{each.where}: a program that uses {', '.join(each.files)}"

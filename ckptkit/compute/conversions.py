@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.grouping import owners
 
 _CLASSES = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM",
@@ -123,7 +124,7 @@ class _Reading:
             dot_natural_key,
         )
 
-        by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
+        by_pattern = owners((each, each.source_patterns) for each in self.converters)
         groups: dict[tuple[str, int], list[tuple[str, str]]] = {}
         for key in sorted(state, key=dot_natural_key):
             renamed, pattern = apply_converters(key, self.converters)

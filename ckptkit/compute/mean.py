@@ -9,6 +9,7 @@ from ckptkit.compute.floats import decode, encode, is_decoded
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Pending, Record
 from ckptkit.core.dtypes import DType
+from ckptkit.core.grouping import flatten
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +32,7 @@ def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
     """The sums of the elements of `records`, all of `dtype`, added up as float64 and rounded
     once."""
     name = _COMPONENTS.get(dtype.name, dtype.name)
-    parameters = (name, *(each for _ in records for each in (name, 1.0)))
+    parameters = (name, *((name, 1.0) * len(records)))
     return Pending("sum", records, parameters, records[-1].length)
 
 
@@ -45,7 +46,7 @@ def mean_record(
     Complex numbers are averaged by component.
     """
     names = [_COMPONENTS.get(dtype.name, dtype.name) for dtype in types]
-    parameters = (names[-1], *(each for pair in zip(names, shares, strict=True) for each in pair))
+    parameters = (names[-1], *flatten(zip(names, shares, strict=True)))
     return Pending("mean", records, parameters, records[-1].length)
 
 

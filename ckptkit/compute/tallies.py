@@ -233,7 +233,9 @@ def numbers(tensor: Tensor) -> Array:
     import numpy as np
 
     each = once(tensor, repeated(tensor))
-    made = [decode(bytes(data), part.dtype) for part in parts(each) for data in _pieces(part)]
+    made: list[Array] = []
+    for part in parts(each):
+        made += [decode(bytes(data), part.dtype) for data in _pieces(part)]
     flat: Array = np.concatenate(made) if made else decode(b"", tensor.dtype)
     return np.broadcast_to(flat.reshape(each.shape), tensor.shape)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, Piece
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
@@ -273,8 +274,8 @@ def _counted(root: Node) -> int:
         root.get("dp_world_size"),
         inner.get("partition_count") if isinstance(inner, dict) else None,
     ]
-    flat = [n for each in counts for n in (each if isinstance(each, (list, tuple)) else (each,))]
-    return max((n for n in flat if type(n) is int), default=1)
+    numbers = flatten(each if isinstance(each, (list, tuple)) else (each,) for each in counts)
+    return max((n for n in numbers if type(n) is int), default=1)
 
 
 # The part alone

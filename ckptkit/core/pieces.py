@@ -13,6 +13,7 @@ from math import prod
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CorruptError, UnsupportedError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 
@@ -172,7 +173,7 @@ class MeshPiece(Piece):
         check("ranks", max(factors), "pieces of a strided shard")
         for d, kind, factor in zip(cuts, kinds, factors, strict=True):
             split = [chunk(whole, factor, n) for n in range(factor)] if kind == STRIDED else [whole]
-            whole = joined(run for part in split for run in chunk(part, sizes[d], coordinates[d]))
+            whole = joined(flatten(chunk(part, sizes[d], coordinates[d]) for part in split))
         return whole
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from ckptkit.analysis.advice import WASTE, argument, convert, edit
+from ckptkit.core.grouping import flatten
 from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
@@ -34,7 +35,7 @@ def causes(facts: Facts) -> list[Cause]:
         _optimizer, _slices,
         _inner,
     )  # fmt: skip
-    return [cause for look in looks for cause in look(facts)]
+    return list(flatten(look(facts) for look in looks))
 
 
 def _module(facts: Facts) -> Iterator[Cause]:

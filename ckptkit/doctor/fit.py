@@ -12,6 +12,7 @@ from ckptkit.analysis.advice import argument, convert, edit
 from ckptkit.analysis.matching import Kind, Renamed
 from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import plural, some
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 
@@ -60,7 +61,8 @@ def causes(fitting: Fitting) -> list[Cause]:
         if (new := names[name]) in fitting.theirs
     ]
     shapes += [(each.old, each.a, each.b) for each in (*matching.renamed, *matching.reshaped)]
-    found += _mismatched(fitting, [each for each in shapes if each[1].shape != each[2].shape])
+    differing = [(name, one, other) for name, one, other in shapes if one.shape != other.shape]
+    found += _mismatched(fitting, differing)
     paired = {*met, *(each.old for each in matching.reshaped)}
     taken = {*met.values(), *(each.new for each in matching.reshaped), *ties}
     left = [name for name in fitting.ours if names[name] not in wanted and name not in paired]
@@ -154,7 +156,7 @@ def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
             new = f"{head}{new.removeprefix(old)}" if new.startswith(old) else new
         if new != names.get(name, name):
             return None
-    words = [word for old, new in rules for word in ("--sub", f"^{re.escape(old)}={_literal(new)}")]
+    words = flatten(("--sub", f"^{re.escape(old)}={_literal(new)}") for old, new in rules)
     if any("=" in old for old, _ in rules):  # which ends the expression
         return None
     return edit("rename", fitting.path, "renamed", *words)
@@ -238,7 +240,7 @@ def _without(path: str, names: Sequence[str]) -> str | None:
     """Return the command that leaves names out, None if they are too many for one."""
     if len(names) > DROPPED:
         return None
-    return convert(path, "fitting", *(word for name in names for word in ("--drop", escape(name))))
+    return convert(path, "fitting", *flatten(("--drop", escape(name)) for name in names))
 
 
 def _doctor(fitting: Fitting, mark: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from glob import escape
 
 from ckptkit.analysis.advice import WRAPPERS, edit
+from ckptkit.core.grouping import flatten
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.doctor.facts import Facts, is_lightning, is_torch_file, names_of, some
 
@@ -44,9 +45,7 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
         WRAPPERS.get(each, f"the LightningModule calls its network {each[:-1]}")
         for each in dict.fromkeys(found)
     )
-    options = (
-        [] if found == ["module."] else [word for each in found for word in ("--prefix", each)]
-    )
+    options = () if found == ["module."] else flatten(("--prefix", each) for each in found)
     yield Cause(
         "prefix",
         ERROR,

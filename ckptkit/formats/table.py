@@ -7,6 +7,7 @@ with one; a folder of loose files comes after all other folders.
 
 from __future__ import annotations
 
+from ckptkit.core.grouping import owners
 from ckptkit.formats.format import Format, Lazy
 
 ZIP_CHECK, ZIP_PICKLES = Lazy("common.zip_check:check"), Lazy("common.zip_pickles:pickles")
@@ -240,6 +241,4 @@ FORMATS = (
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 TORCH_SUFFIXES = TORCH_ZIP.suffixes
-BY_SUFFIX = {
-    suffix: format for format in FORMATS if format.layout is not None for suffix in format.suffixes
-}
+BY_SUFFIX = owners((format, format.suffixes) for format in FORMATS if format.layout is not None)

@@ -11,6 +11,7 @@ from ckptkit import compute
 from ckptkit.api import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
@@ -245,7 +246,7 @@ def _items(node: Node) -> Iterable[tuple[Node, Node]]:
     if isinstance(node, dict):
         return node.items()
     if node.steps:
-        return [pair for _, pairs in node.steps for pair in pairs]
+        return list(flatten(pairs for _, pairs in node.steps))
     return node.args[0].items() if node.args and isinstance(node.args[0], dict) else ()
 
 

@@ -8,6 +8,7 @@ plain Tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError
@@ -20,6 +21,9 @@ from ckptkit.pickles.globals import flag, is_empty, strided, with_grad
 State = tuple[Node, ...]
 Builder = Callable[[Object, State], bool]
 _PARAMETER = Global("torch.nn.parameter", "Parameter")
+_TENSORS = tuple(
+    f"{kind}Tensor" for kind in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+)
 _MODULES = ("torch", "torch.cuda")
 
 
@@ -81,11 +85,7 @@ def built(target: Object, state: Node) -> bool:
 
 _BUILDERS: dict[tuple[str, str], Builder] = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _built_array for core in ("core", "_core")},
-    **{
-        (module, f"{kind}Tensor"): _built_tensor
-        for module in _MODULES
-        for kind in ("Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
-    },
+    **dict.fromkeys(product(_MODULES, _TENSORS), _built_tensor),
     ("torch.nn.parameter", "Parameter"): _built_variable,
     ("torch.autograd.variable", "Variable"): _built_variable,
 }

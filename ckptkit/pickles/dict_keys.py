@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Node, Pairs, SetNode, StoredBytes
 
@@ -31,7 +32,7 @@ class KeyCheck:
             check("key_depth", depth := depth + 1, "tuples nested in a dict key")
             self._values += sum(len(each) for each in level if isinstance(each, tuple))
             check("key_values", self._values, "values in tuples used as dict keys")
-            level = [inner for each in level if isinstance(each, tuple) for inner in each]
+            level = list(flatten(each for each in level if isinstance(each, tuple)))
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Path, SetNode, children, rebuild
@@ -23,7 +24,7 @@ def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[
     ids = {id(node) for _, node in dropped}
     swap: dict[int, Node] = dict.fromkeys(ids)
     for mapping in mappings:
-        if any(id(each) in ids for pair in mapping.items() for each in pair):
+        if any(id(each) in ids for each in flatten(mapping.items())):
             swap[id(mapping)] = _without(mapping, ids)
     return rebuild(root, lambda leaf: None if id(leaf) in ids else leaf, swap), dropped
 

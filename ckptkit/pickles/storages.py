@@ -144,11 +144,8 @@ _CLASSES = {name: Global("torch", name) for name in BY_STORAGE} | {
     None: Global("torch.storage", "UntypedStorage")
 }
 _DTYPES: dict[tuple[str, str], DType | None] = {
-    **{
-        (module, name): dtype
-        for module in ("torch", "torch.cuda")
-        for name, dtype in BY_STORAGE.items()
-    },
+    **{("torch", name): dtype for name, dtype in BY_STORAGE.items()},
+    **{("torch.cuda", name): dtype for name, dtype in BY_STORAGE.items()},
     **{("torch", _scripted(row)): row for row in TABLE if not row.storage},
     ("torch.storage", "UntypedStorage"): None,
     ("torch.storage", "_UntypedStorage"): None,

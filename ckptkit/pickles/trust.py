@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptkit.core.errors import UnsafeGlobalError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
@@ -165,9 +166,9 @@ def _with_steps(node: Object, row: table.AllowedCall) -> Judged:
 
 def _held(node: Node) -> Iterable[Node]:
     if isinstance(node, dict):
-        return (each for pair in node.items() for each in pair)
+        return flatten(node.items())
     if isinstance(node, Pairs):
-        return (each for pair in node.pairs for each in pair)
+        return flatten(node.pairs)
     if isinstance(node, SetNode):
         return node.items
     return node if isinstance(node, (list, tuple)) else ()

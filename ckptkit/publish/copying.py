@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.errors import InputChangedError, OutputError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
 from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
@@ -121,7 +122,7 @@ def _spread(
     done: dict[int, list[Sum]] = {}
     try:
         for late in (False, True):
-            chosen = [task for tasks in files for task in tasks if task.is_late is late]
+            chosen = [task for task in flatten(files) if task.is_late is late]
             submitted = {executor.submit(run, task): task for task in chosen}
             futures.update(submitted)
             for future in as_completed(submitted):

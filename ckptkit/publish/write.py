@@ -24,6 +24,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
+from ckptkit.core.grouping import flatten
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
 from ckptkit.publish.journal import journal_path
@@ -209,7 +210,7 @@ def _places(plan: Plan, temporary: str) -> list[str]:
 
 def _folders(plan: Plan, temporary: str) -> list[str]:
     """The folders inside the output, outer ones first."""
-    inner = {folder for file in plan.files for folder in _above(file.name)}
+    inner = set(flatten(_above(file.name) for file in plan.files))
     return [os.path.join(temporary, *folder.split("/")) for folder in sorted(inner)]
 
 

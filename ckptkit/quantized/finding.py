@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.weights import Weights
 from ckptkit.quantized import group as g
@@ -48,7 +49,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = View(ck, weights.nodes, tensors)
     groups = [_measured(group, tensors) for group in _groups(view, marked)]
-    taken = {name for group in groups for name in group.members}
+    taken = set(flatten(group.members for group in groups))
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
     order = {name: number for number, name in enumerate(weights.nodes)}
     groups.sort(key=lambda group: min(order[name] for name in group.members))
@@ -128,7 +129,7 @@ def _family(view: View) -> str:
 def _serving(view: View, groups: list[Group], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     if not any(group.family.startswith(_SERVING_FAMILIES) for group in groups):
         return
-    taken = {name for group in groups for name in group.members}
+    taken = set(flatten(group.members for group in groups))
     for name, tensor in tensors.items():
         last = name[name.rfind(".") + 1 :]
         if last in SERVING and name not in taken and tensor.numel <= _SMALL:

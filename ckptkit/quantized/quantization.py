@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ckptkit.core.grouping import owners
+
 if TYPE_CHECKING:
     from ckptkit.quantized.group import Group, View
 
@@ -26,7 +28,7 @@ class Quantization:
     @cached_property
     def by_member(self) -> dict[str, Group]:
         """Name of a tensor -> the group that it belongs to."""
-        return {name: group for group in self.groups for name in group.members}
+        return owners((group, group.members) for group in self.groups)
 
     @property
     def labels(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ckptkit.core.grouping import flatten
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import (
     REST,
@@ -73,7 +74,7 @@ def _check_side(side: Side, where: str) -> None:
         if count > 1:
             raise RuleError(f"{word} stands twice on the {where}", hint="an axis stands once")
     inside = Counter(variable.words for variable in set(side.variables))
-    parts = Counter(word for words in {*inside} for word in words)
+    parts = Counter(flatten(inside))
     for word, count in parts.items():
         if count > 1:
             raise RuleError(f"{word} stands alone and in ( ) in the name on the {where}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import Derived, Extent, Range
+from ckptkit.core.grouping import flatten
 from ckptkit.rules.grid import Box, Dims, Grid, normal
 
 CUTS = 10_000  # pieces that one is cut into where its elements are no box
@@ -28,7 +29,7 @@ def looked_through(piece: Piece, itemsize: int) -> list[Piece]:
     made = _composed(piece, inner, piece.source.length // itemsize)
     if made is None:
         return [piece]
-    return [each for part in made for each in looked_through(part, itemsize)]
+    return list(flatten(looked_through(part, itemsize) for part in made))
 
 
 def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
@@ -100,7 +101,8 @@ def _composed(outer: Piece, inner: Sequence[Piece], total: int) -> list[Piece] |
     """`outer`, whose source the inner pieces make, as pieces of their sources; None if too fine."""
     dims = normal(outer.dims)
     plain = [piece._replace(dims=normal(piece.dims)) for piece in inner]
-    strides = {read for _, read, _ in dims} | {w for piece in plain for _, _, w in piece.dims}
+    written = {stride for _, _, stride in flatten(piece.dims for piece in plain)}
+    strides = {read for _, read, _ in dims} | written
     grid = Grid(strides, total)
     if not grid.sizes:
         return _run_by_run(outer._replace(dims=dims), plain, total)
@@ -108,13 +110,12 @@ def _composed(outer: Piece, inner: Sequence[Piece], total: int) -> list[Piece] |
     theirs = [_boxed(piece, grid, _WRITTEN) for piece in plain]
     if ours is None or None in theirs:
         return None
-    made = [each for pieces in theirs for each in pieces or ()]
-    return [
-        each
-        for part in ours
-        for piece in _touching(part, made)
-        for each in _common(part, piece, grid)
-    ]
+    made = list(flatten(pieces or () for pieces in theirs))
+    found: list[Piece] = []
+    for part in ours:
+        for piece in _touching(part, made):
+            found += _common(part, piece, grid)
+    return found
 
 
 def _touching(outer: Piece, inner: Sequence[Piece]) -> Iterator[Piece]:

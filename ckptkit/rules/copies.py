@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import plural
@@ -259,9 +260,7 @@ class Arrangement:
             by: dict[int, set[int | None]] = {}
             for member, value in zip(members, values, strict=True):
                 by.setdefault(member.indices[position], set()).add(value)
-            if len({value for found in by.values() for value in found}) > 1 and all(
-                len(found) == 1 for found in by.values()
-            ):
+            if len(set(flatten(by.values()))) > 1 and all(len(found) == 1 for found in by.values()):
                 return position
         return 0 if labelled else None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptkit.compute.conversions import Layouts, Moved
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Shape
 from ckptkit.rules.planner import REST, Rules
 
@@ -182,10 +183,9 @@ class _Symbolic:
     def _split_axis(self, dim: list[str], parts: list[str]) -> None:
         """Write an axis as several, in both layouts; in the new one they stand in `dim`."""
         axis = dim[0]
-        if {*parts} - {axis} & {word for each in self.old for word in each}:
-            taken = {word for each in self.old for word in each}
-            if any(part in taken for part in parts if part != axis):
-                raise Unsayable("one axis is cut twice")
+        taken = set(flatten(self.old))
+        if not taken.isdisjoint({*parts} - {axis}):
+            raise Unsayable("one axis is cut twice")
         for each in self.old:
             if axis in each:
                 at = each.index(axis)
@@ -275,7 +275,7 @@ def _numbered(name: str, words: list[str | None]) -> str:
 
     marked = "\0".join(pieces[::2])
     done = _NUMBER_BARE.sub(variable, marked).split("\0")
-    return "".join(part for pair in zip(done, [*pieces[1::2], ""], strict=True) for part in pair)
+    return "".join(flatten(zip(done, [*pieces[1::2], ""], strict=True)))
 
 
 _NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 
 from ckptkit.compute.operations import HELD
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Record
 from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.grouping import flatten
 from ckptkit.rules.composing import Piece, looked_through
 from ckptkit.rules.copies import Copy
 from ckptkit.rules.grid import Grid, normal
@@ -64,8 +66,7 @@ def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
     """The bytes of `total` elements. Raises UnsupportedError for what takes too long to read."""
     found = [
         piece._replace(dims=normal(piece.dims))
-        for each in pieces
-        for piece in looked_through(each, itemsize)
+        for piece in flatten(looked_through(each, itemsize) for each in pieces)
     ]
     if not total:
         return Range(_ZEROS.source, 0, 0)
@@ -109,7 +110,7 @@ def _joined(pieces: Sequence[Piece], itemsize: int) -> Extent:
         run = piece.dims[-1][0] if piece.dims else 1
         for start, place in _corners(piece, piece.dims[:-1]):
             parts.append((place, part(piece.source, start * itemsize, run * itemsize)))
-    parts.sort(key=lambda each: each[0])
+    parts.sort(key=itemgetter(0))
     merged: list[Extent] = []
     for _, extent in parts:
         last = merged[-1] if merged else None
@@ -157,7 +158,7 @@ def _gathered(piece: Piece, itemsize: int) -> Derived:
 
 def _boxes(pieces: Sequence[Piece], itemsize: int, total: int) -> Derived | None:
     """One array, of which each piece is a box; None if the pieces do not fall into boxes."""
-    grid = Grid((written for piece in pieces for _, _, written in piece.dims), total)
+    grid = Grid((written for _, _, written in flatten(piece.dims for piece in pieces)), total)
     if not grid.sizes:
         return None
     boxes = []
@@ -216,7 +217,7 @@ def in_bytes(copies: Sequence[Copy], bits: int) -> tuple[Copy, ...] | None:
     for source, start, place, dims in copies:
         kept = normal(dims) or ((1, 1, 1),)
         n, read, written = kept[-1]
-        counts = [start, place, n, *(stride for dim in kept[:-1] for stride in dim[1:])]
+        counts = [start, place, n, *flatten(strides for _, *strides in kept[:-1])]
         if (read, written) != (1, 1) or any(count * bits % 8 for count in counts):
             return None
         outer = tuple((m, r * bits // 8, w * bits // 8) for m, r, w in kept[:-1])

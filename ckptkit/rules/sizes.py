@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import nearest
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import Choice, Given, Rule, Shift, Term, Variable
@@ -211,7 +212,7 @@ def _shift_words(variables: tuple[Variable, ...]) -> set[str]:
 
 def _words_of_given(given: Given) -> set[str]:
     found: set[str] = set()
-    waiting: list[int | str | Term] = [term for choice in given if choice for term in choice]
+    waiting: list[int | str | Term] = list(flatten(choice for choice in given if choice))
     while waiting:
         term = waiting.pop()
         if isinstance(term, Term):

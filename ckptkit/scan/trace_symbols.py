@@ -7,6 +7,7 @@ from typing import Any
 from warnings import catch_warnings, simplefilter
 
 from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tree import Global, Object
 from ckptkit.pickles.allowlist.calls import Judged
 from ckptkit.pickles.allowlist.numpy_types import NumpyType
@@ -224,7 +225,7 @@ def _pieces(sign: Any, depth: int) -> list[str]:
         )
         if depth == 0 and inside:
             return [left, "...", right]
-        items = [piece for each in inside for piece in (", ", *_pieces(each, depth - 1))][1:]
+        items = list(flatten((", ", *_pieces(each, depth - 1)) for each in inside))[1:]
         return [left, *items, right]
     if isinstance(sign, Object):
         return [f"{sign.callable}(...)" if isinstance(sign.callable, Global) else "<a result>"]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptkit.core.grouping import flatten
 from ckptkit.trainer.config import Files
 from ckptkit.trainer.models.mlp import LAYERS, UNITS, Mlp
 from ckptkit.trainer.parallel import split_loss
@@ -129,9 +130,7 @@ def facts(run: Run, activations: int, peaks: dict[str, int]) -> dict[str, Any]:
     kept = {
         "parameters": _bytes((*run.model.parameters(), *run.model.buffers())),
         "gradients": _bytes(each.grad for each in run.model.parameters()),
-        "optimizer": _bytes(
-            value for state in run.optimizer.state.values() for value in state.values()
-        ),
+        "optimizer": _bytes(flatten(state.values() for state in run.optimizer.state.values())),
     }
     known = sum(kept.values())
     if not peaks:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,13 @@ def _what_fits(run: Run, path: Path) -> str:
 def _candidates(config: Config) -> list[tuple[str, Config, tuple[int, ...]]]:
     """Return alternative configs, other models and data, to suggest in an error."""
     plain = replace(config, segments=0, memory_efficient=False)
-    shapes = {"digits": (1, 32, 32), "random": (3, 32, 32), "cifar10:DIR": (3, 32, 32)}
-    return [
-        (
-            f"--model {name} --data {data}",
-            replace(plain, model=name),
-            (1000,) if (name, data) == ("mlp", "random") else shape,
-        )
-        for name in MODELS
-        for data, shape in shapes.items()
-    ]
+    shapes: dict[str, tuple[int, ...]] = {
+        "digits": (1, 32, 32),
+        "random": (3, 32, 32),
+        "cifar10:DIR": (3, 32, 32),
+    }
+    found = []
+    for name, data in product(MODELS, shapes):
+        shape = (1000,) if (name, data) == ("mlp", "random") else shapes[data]
+        found.append((f"--model {name} --data {data}", replace(plain, model=name), shape))
+    return found

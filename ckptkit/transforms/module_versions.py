@@ -7,8 +7,9 @@ code that renames keys must rename its paths too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tree import MODULE_VERSIONS, Node, OrderedMapping, module_versions
 
 Paths = dict[str, Node]
@@ -34,6 +35,10 @@ def like(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]
     return OrderedMapping(entries, {**old.state, MODULE_VERSIONS: kept})
 
 
+def _parents(path: str) -> Iterator[str]:
+    return (path[:n] for n in range(1, len(path) - 1) if path[n] == ".")
+
+
 def stripped(
     paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]
 ) -> Paths:
@@ -44,7 +49,7 @@ def stripped(
     A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` is still below
     it.
     """
-    on_the_way = {each[:n] for each in prefixes for n in range(1, len(each) - 1) if each[n] == "."}
+    on_the_way = set(flatten(map(_parents, prefixes)))
     depth: dict[str, int] = {}
     found: Paths = {}
     for path, value in paths.items():

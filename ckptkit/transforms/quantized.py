@@ -99,7 +99,7 @@ def _notes(found: Quantization, types: Mapping[int, DType]) -> Iterator[str]:
 
 
 def _dropped(found: Quantization) -> Iterator[str]:
-    names = [name for group in found.groups for name in group.members if name != group.name]
+    names = [name for name, group in found.by_member.items() if name != group.name]
     if names:
         yield f"left out {plural(len(names), 'tensor')} that they were made of: {quoted(names)}"
     if found.serving:

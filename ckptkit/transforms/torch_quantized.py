@@ -16,6 +16,7 @@ from ckptkit.compute import cast_record, dequantized_record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CollisionError, TensorError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
@@ -135,7 +136,7 @@ def _names(path: Path) -> tuple[str, str]:
     """Name a layer by the place where it is packed: with the short name that it had before, and
     with one that is unique.
     """
-    parts = [part for key in path for part in key_text(key).split(".") if part != "_modules"]
+    parts = [part for part in _parts(path) if part != "_modules"]
     short = parts[: next((i for i, part in enumerate(parts) if part in _PACKING), len(parts))]
     return ".".join(short), ".".join(part for part in parts if part != _STATE)
 
@@ -164,8 +165,13 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
             yield path, {"weight": chosen[0]} | ({} if bias is None else {"bias": bias})
 
 
+def _parts(path: Path) -> Iterator[str]:
+    """Yield the parts of the dotted names in a path."""
+    return flatten(key_text(key).split(".") for key in path)
+
+
 def _is_packing(path: Path) -> bool:
-    return any(part in _PACKING for key in path for part in key_text(key).split("."))
+    return any(part in _PACKING for part in _parts(path))
 
 
 def _kind(node: Node) -> str | None:
@@ -192,7 +198,7 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
     """The weights with the tensors of the layers: in their place in a mapping, after all others of
     a module."""
     if weights.is_module:
-        packed = [pair for layer in layers for pair in layer.named()]
+        packed = flatten(layer.named() for layer in layers)
         return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
     by_key: dict[Node, list[_Layer]] = defaultdict(list)
     for layer in layers:
@@ -203,7 +209,7 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
     pairs: list[tuple[str, Node]] = []
     for key, node in weights.node.items():
         if key in by_key:
-            pairs += [pair for layer in by_key[key] for pair in layer.named()]
+            pairs += flatten(layer.named() for layer in by_key[key])
         elif key not in dtypes or not isinstance(node, Global):
             pairs.append((key, node))
     return module_versions.like(weights.node, _unique(pairs), lambda paths: paths)

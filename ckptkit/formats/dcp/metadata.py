@@ -33,6 +33,7 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
+from ckptkit.core.grouping import flatten, merge_all
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import shown
@@ -320,14 +321,14 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
                 entries[name] = _joined(name, known, entry)
             elif isinstance(known, Place) and isinstance(entry, Whole):
                 raise _contradicted(name)
-    warnings = [warning for rank in ranks for warning in rank.warnings]
+    warnings = list(flatten(rank.warnings for rank in ranks))
     if own:
         warnings.append(
             f"each rank saved its own values: {len(own):,} are taken from the first rank"
         )
     return DcpIndex(
         entries,
-        {name: path for rank in ranks for name, path in rank.paths.items()},
+        merge_all(rank.paths for rank in ranks),
         tuple(warnings),
     )
 

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, key_text
@@ -140,7 +141,7 @@ class Zero:
         Raises CorruptError unless there are as many elements as `layout` says.
         """
         rows = self._rows([rank.flats for rank in self.ranks], layout)
-        every = {id(row): row for some in rows.values() for row in some}
+        every = {id(row): row for row in flatten(rows.values())}
         layout.check(list(every.values()), 1 if self.stage_3 else 2 * self.count)
         return {name: slot.tensor(rows[slot.group]) for name, slot in layout.slots.items()}
 

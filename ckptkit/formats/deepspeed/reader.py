@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
+from ckptkit.core.grouping import flatten, merge_all
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
@@ -119,11 +120,7 @@ class _Reading:
 
     def _merged(self, model: Model) -> Parts:
         """Read a universal checkpoint, whose parameters are whole."""
-        shapes = (
-            {}
-            if self.files.parallel
-            else {name: s for group in model.groups for name, s in group.items()}
-        )
+        shapes = {} if self.files.parallel else merge_all(model.groups)
         zero = self.folder.sub(places.UNIVERSAL)
         universal = Universal(self.reader, zero, shapes)
         universal.read(
@@ -183,7 +180,7 @@ def _named(group: Node, names: list[list[str]]) -> Node:
         type(n) is int and 0 <= n < len(names) for n in numbers
     ):
         return group
-    return {**group, _PARAMS: [name for number in dict.fromkeys(numbers) for name in names[number]]}
+    return {**group, _PARAMS: list(flatten(names[number] for number in dict.fromkeys(numbers)))}
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Finding]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ckptkit.core.grouping import flatten, merge_all
 from ckptkit.core.piece_forms import piece_of
 from ckptkit.core.pieces import REPLICATE, MeshPiece, Piece, ShardPiece
 from ckptkit.core.tensor import Shape, Tensor
@@ -56,7 +57,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
     state: dict[str, State] = {name: {} for name in shapes}
     for number, unit in enumerate(units):
         entries = [each.get(number, {}) for each in held]
-        for key in dict.fromkeys(key for entry in entries for key in entry):
+        for key in merge_all(entries):
             values = [entry.get(key) for entry in entries]
             for name, value in _cut(unit, shapes, values):
                 state[name][key] = value
@@ -98,7 +99,7 @@ def _replicas(piece: Piece, ranks: list[int], model: Sequence[Ranked]) -> list[l
         weights = [(each.rank, locate(each.root)) for each in model]
         for rank, found in weights:
             nodes = found.nodes.values() if found is not None else ()
-            ranked = {r for node in nodes if (p := piece_of(node)) is not None for r in p.ranks}
+            ranked = set(flatten(p.ranks for p in map(piece_of, nodes) if p is not None))
             groups.setdefault(tuple(sorted(ranked)), []).append(rank)
         return list(groups.values())
     assert isinstance(piece, MeshPiece)
@@ -121,7 +122,7 @@ def _states(ranked: Ranked) -> dict[int, State]:
 
 def _units(shapes: dict[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
     """Return the unit of each entry of the optimizer's state."""
-    count = 1 + max((number for each in held for number in each), default=-1)
+    count = 1 + max(flatten(held), default=-1)
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
     sizes = [[_elements(each.get(number, {})) for each in held] for number in range(count)]
@@ -159,8 +160,8 @@ def _ways(shapes: dict[str, Shape]) -> Iterator[list[Unit]]:
             lists.setdefault(stem, {}).setdefault(found[1], []).append(name)
     chosen = [list(lists)] + [[stem] for stem in lists if len(lists) > 1]
     for stems in chosen if lists else ():
-        inner = [Unit(tuple(each)) for stem in stems for each in lists[stem].values()]
-        wrapped = {name for unit in inner for name in unit.names}
+        inner = [Unit(tuple(each)) for each in flatten(lists[stem].values() for stem in stems)]
+        wrapped = set(flatten(unit.names for unit in inner))
         root = tuple(name for name in names if name not in wrapped)
         yield [Unit(root), *inner] if root else inner
 
@@ -213,6 +214,6 @@ def _groups(node: Node, units: list[Unit], shapes: dict[str, Shape]) -> Node:
             type(n) is int and 0 <= n < len(units) for n in numbers
         ):
             raise UnknownError("its groups name parameters that are not there")
-        named = {name for number in numbers for name in units[number].names}
+        named = set(flatten(units[number].names for number in numbers))
         made.append({**group, _PARAMS: [name for name in shapes if name in named]})
     return made

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object
@@ -115,7 +116,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     arguments = arguments_of(first)
     sizes = arguments.sizes
     _check_arguments(roots, sizes)
-    parts = [part for name, root in roots.items() for part in _parts(name, root, sizes)]
+    parts = list(flatten(_parts(name, root, sizes) for name, root in roots.items()))
     sizes[VP] = 1 + max(part.at[VP] for part in parts)
     check_grid(parts, sizes, AXES)
     joiner = Joiner(Copies(probe.asked.copies))

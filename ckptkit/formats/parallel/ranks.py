@@ -24,6 +24,7 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.piece_forms import CLASSES, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
@@ -202,8 +203,8 @@ class _Reading:
     def _note_unread(self, kinds: Sequence[Kind]) -> None:
         from ckptkit.formats.folder import unread  # which knows other folders
 
-        ours = {name for each in kinds for name in each.group.files.values()}
-        used = {name for each in kinds if each.role for name in each.group.files.values()}
+        ours = set(flatten(each.group.files.values() for each in kinds))
+        used = set(flatten(each.group.files.values() for each in kinds if each.role))
         self.warnings += unread(self.names, used | ours)
 
 

@@ -13,6 +13,7 @@ from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsafeGlobalError
+from ckptkit.core.grouping import owners
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
@@ -183,7 +184,7 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
             )
             groups.setdefault(same, []).append(name)
     taken = {FRAMEWORK, RESERVED, *metadata}
-    kept = {name: min(names) for names in groups.values() if len(names) > 1 for name in names}
+    kept = owners((min(names), names) for names in groups.values() if len(names) > 1)
     return {name: first for name, first in kept.items() if name != first and name not in taken}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.grouping import owners
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
@@ -61,7 +62,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         replace(writing.file_of({each: tensors[each] for each in part}, framework), name=name)
         for name, part in zip(names, parts, strict=True)
     ]
-    file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
+    file_of = owners(zip(names, parts, strict=True))
     recorded = {
         shards.TOTAL: sum(tensor.nbytes for tensor in tensors.values()),
         **{key: text for key, text in metadata.items() if text is not None},

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
+from ckptkit.core.grouping import flatten, merge_all
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.notices import WRONG_TOTAL, Notice, coded, within
 from ckptkit.core.tensor import Tensor, TypedStorage
@@ -209,15 +211,12 @@ class _Shards:
             _ordered(restored.root, list(held.values())),
             self.format,
             self.folder,
-            {key: text for _, shard in shards for key, text in shard.extras.items()}
-            | restored.metadata,
+            merge_all(shard.extras for _, shard in shards) | restored.metadata,
             globals=tuple(
-                dict.fromkeys(
-                    (*(each for _, shard in shards for each in shard.globals), *restored.globals)
-                )
+                dict.fromkeys((*flatten(shard.globals for _, shard in shards), *restored.globals))
             ),
             warnings=(
-                *(within(name, warning) for name, shard in shards for warning in shard.warnings),
+                *flatten(map(partial(within, name), shard.warnings) for name, shard in shards),
                 *restored.warnings,
                 *_wrong_total(metadata, root),
                 *warnings,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.grouping import flatten, owners
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedMapping, rebuild
@@ -53,7 +54,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     plans = [writer.layout(Checkpoint(part, extras=alone), options) for part in parts]
     files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
     if len(parts) > 1:
-        file_of = {each: name for name, part in zip(names, parts, strict=True) for each in part}
+        file_of = owners(zip(names, parts, strict=True))
         recorded = {
             **{key: text for key, text in metadata.items() if key != FRAMEWORK},
             shards.TOTAL: total,
@@ -63,7 +64,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
         )
     return Plan(
         tuple(files),
-        tuple(dict.fromkeys((*notes, *(note for plan in plans for note in plan.notes)))),
+        tuple(dict.fromkeys((*notes, *flatten(plan.notes for plan in plans)))),
     )
 
 
@@ -85,7 +86,7 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
         sizes[lead] = sizes.get(lead, 0) + sum(new.values())
     files = split(sizes, limit)
     parts = [_empty(weights.node) for _ in files]
-    number = {name: n for n, names in enumerate(files) for name in names}
+    number = owners(enumerate(files))
     for name, node in entries.items():
         parts[number[first[name]]][name] = node
     return parts, sum(sizes.values())

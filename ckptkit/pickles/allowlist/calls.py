@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from typing import NamedTuple, Protocol
 
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.pickles.allowlist import numpy_types
 from ckptkit.pickles.allowlist import rows as table
@@ -89,12 +90,8 @@ def by_sorts(made: Global) -> bool:
     row = ROWS.get((made.module, made.name))
     if row is None or made.name in _SIZED or (made.module, made.name) in _SPECIAL:
         return False
-    return all(
-        each in WORDS
-        for signature in row.takes
-        for word in signature
-        for each in _alternatives(word.lstrip("?*"))
-    )
+    words = flatten(_alternatives(word.lstrip("?*")) for word in flatten(row.takes))
+    return all(word in WORDS for word in words)
 
 
 def _is_empty(kwargs: Node) -> bool:
@@ -229,7 +226,7 @@ def _keys(view: View, state: Node) -> list[str] | None:
 
 
 def _joined(parts: list[list[str] | None]) -> list[str] | None:
-    return None if None in parts else [key for part in parts for key in part or ()]
+    return None if None in parts else list(flatten(part or () for part in parts))
 
 
 def _is_fields(view: View, state: Node) -> bool:

@@ -10,7 +10,7 @@ to the process group), graph modules (compile), iterators of loaders.
 
 from __future__ import annotations
 
-from ckptkit.pickles.allowlist.rows import Name
+from ckptkit.pickles.allowlist.rows import names_in
 
 _LISTED = {
     "accelerate.state": "PartialState",
@@ -385,33 +385,30 @@ _KEPT = {
 }
 
 
-def _names(listed: dict[str, str]) -> frozenset[Name]:
-    return frozenset((module, name) for module, names in listed.items() for name in names.split())
-
-
 def _older(listed: dict[str, str]) -> dict[str, str]:
     """The names that torch.ao had before torch 1.13."""
     places = (("torch.ao.nn.", "torch.nn."), ("torch.ao.quantization", "torch.quantization"))
-    return {
-        module.replace(new, old, 1): names
-        for new, old in places
-        for module, names in listed.items()
-        if module.startswith(new)
-    }
+    found = {}
+    for new, old in places:
+        for module, names in listed.items():
+            if module.startswith(new):
+                found[module.replace(new, old, 1)] = names
+    return found
 
 
 # Classes of C++ whose memory is not set up before their state is: nothing may come between.
-UNFINISHED = _names({"torch.distributed.tensor.placement_types": "Partial Shard _StridedShard"})
-OPTIMIZERS = frozenset(
-    (module, name)
-    for module, names in _LISTED.items()
-    if module.startswith("torch.optim.")
-    and module not in ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
-    for name in names.split()
+UNFINISHED = names_in({"torch.distributed.tensor.placement_types": "Partial Shard _StridedShard"})
+OPTIMIZERS = names_in(
+    {
+        module: names
+        for module, names in _LISTED.items()
+        if module.startswith("torch.optim.")
+        and module not in ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
+    }
 )  # their __setstate__ calls methods of the values of their state
-CLASSES = _names(_LISTED) | _names(_older(_LISTED))
-FILLED = _names(_FILLED)
-KEPT = _names(_KEPT)
+CLASSES = names_in(_LISTED) | names_in(_older(_LISTED))
+FILLED = names_in(_FILLED)
+KEPT = names_in(_KEPT)
 
 # Packages that people have beside torch: of those, as of whatever is installed here, only what is
 # listed is known.

@@ -10,9 +10,11 @@ plain values, or containers of exactly Python's own types, and nothing else that
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 from ckptkit.core.dtypes import TABLE
+from ckptkit.core.grouping import flatten
 
 Name = tuple[str, str]
 
@@ -128,8 +130,9 @@ def _row(
         ROWS[module, name] = AllowedCall(signatures, gives, state, tuple(fill.split()), new, keeps)
 
 
-def _names(listed: dict[str, str]) -> frozenset[Name]:
-    return frozenset((module, name) for module, names in listed.items() for name in names.split())
+def names_in(listed: dict[str, str]) -> frozenset[Name]:
+    """Return pairs of module and name, from names in one text for each module."""
+    return frozenset(flatten(product([module], names.split()) for module, names in listed.items()))
 
 
 _STORAGES = " ".join(row.storage for row in TABLE if row.storage)
@@ -148,7 +151,7 @@ DTYPES = " ".join(row.name for row in TABLE)
 _QSCHEMES = "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric"
 
 # torch/_weights_only_unpickler.py, `_get_allowed_globals` of torch 2.13.
-WEIGHTS_ONLY = _names({
+WEIGHTS_ONLY = names_in({
     "_codecs": "encode",
     "builtins": "bytearray complex set",
     "collections": "Counter OrderedDict",
@@ -301,13 +304,13 @@ _row("torch.jit._pickle", "build_tensor_from_id", "int", TENSOR)
 
 # Calls that call one of their arguments, or name something inside it. ``calls`` judges what they
 # call.
-FROM_TYPE = _names(
+FROM_TYPE = names_in(
     {
         "torch._tensor": "_rebuild_from_type_v2 _rebuild_from_type",
         "torch.tensor": "_rebuild_from_type",
     }
 )
-NEW_CALLS = _names({"copyreg": "__newobj__ __newobj_ex__"})
+NEW_CALLS = names_in({"copyreg": "__newobj__ __newobj_ex__"})
 RECONSTRUCT: Name = (
     "copyreg",
     "_reconstructor",
@@ -315,25 +318,25 @@ RECONSTRUCT: Name = (
 GETATTR: Name = ("builtins", "getattr")  # how protocols below 4 name what is inside a class
 LOAD: Name = ("torch.storage", "_load_from_bytes")  # how a storage is pickled outside torch.save
 # Called as their rows say, and nothing that anybody keeps as a value.
-CALLED_ONLY = _names({
+CALLED_ONLY = names_in({
     "_operator": "getitem", "functools": "reduce", "operator": "getitem", "tensordict._reductions": "_make_td",
 })  # fmt: skip
 SPECIAL = FROM_TYPE | NEW_CALLS | {RECONSTRUCT, GETATTR, LOAD}
 
 # Names that stand for one argument.
 ARGUMENTS: dict[str, frozenset[Name]] = {
-    "ndarray": _names({"numpy": "ndarray matrix recarray"}),
-    "masked": _names({"numpy.ma": "MaskedArray", "numpy.ma.core": "MaskedArray"}),
-    "bit_generator": _names({
+    "ndarray": names_in({"numpy": "ndarray matrix recarray"}),
+    "masked": names_in({"numpy.ma": "MaskedArray", "numpy.ma.core": "MaskedArray"}),
+    "bit_generator": names_in({
         "numpy.random._mt19937": "MT19937", "numpy.random._pcg64": "PCG64 PCG64DXSM",
         "numpy.random._philox": "Philox", "numpy.random._sfc64": "SFC64",
     }),
-    "bit_generator_ctor": _names({"numpy.random._pickle": "__bit_generator_ctor"}),
-    "or": _names({"operator": "or_", "_operator": "or_"}),
-    "literal_type": _names({"typing": "Literal"}),
-    "seed_sequence": _names({"numpy.random.bit_generator": "SeedSequence"}),
-    "tensordict": _names({"tensordict._td": "TensorDict", "tensordict.tensordict": "TensorDict"}),
-    "generic": _names({
+    "bit_generator_ctor": names_in({"numpy.random._pickle": "__bit_generator_ctor"}),
+    "or": names_in({"operator": "or_", "_operator": "or_"}),
+    "literal_type": names_in({"typing": "Literal"}),
+    "seed_sequence": names_in({"numpy.random.bit_generator": "SeedSequence"}),
+    "tensordict": names_in({"tensordict._td": "TensorDict", "tensordict.tensordict": "TensorDict"}),
+    "generic": names_in({
         "builtins": "dict frozenset list set tuple type",
         "typing": "Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Mapping Optional "
         "OrderedDict Sequence Set Tuple Type Union",
@@ -342,7 +345,7 @@ ARGUMENTS: dict[str, frozenset[Name]] = {
 
 # Enumerations that trainers leave in checkpoints: pickled as a call that looks a member up by its
 # value.
-ENUMS = _names({
+ENUMS = names_in({
     "accelerate.state": "DistributedType",
     "accelerate.utils.dataclasses": "DistributedType DynamoBackend PrecisionType RNGType SageMakerDistributedType",
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
