@@ -194,7 +194,7 @@ class _Work:
         """
         parts: list[object] = [
             self.name,
-            sorted(each for each in self.given.items() if each[0] not in HOW),
+            sorted((name, value) for name, value in self.given.items() if name not in HOW),
         ]
         path = self.given.get("recipe", "")
         if os.path.isfile(path):

@@ -141,7 +141,8 @@ def _rows(cut: list[tuple[Path, Piece]], rank: int | None) -> str:
     texts = {text for _, piece in cut if (text := extent(piece, rank))}
     if len(texts) == 1:
         return f"{texts.pop()} of each tensor"
-    place, piece = max(cut, key=lambda each: piece_elements(each[1]))
+    sizes = [piece_elements(piece) for _, piece in cut]
+    place, piece = cut[sizes.index(max(sizes))]
     return (
         f"a part of each of {len(cut):,} tensors, e.g. {extent(piece, rank) or 'none'} of "
         f"{join(place)}"

@@ -237,7 +237,7 @@ def joined(runs: Iterator[tuple[int, int]]) -> Runs:
 def _boxes(runs: list[Runs], tensor: Tensor) -> Iterator[Box]:
     """One box for each combination of runs, with the part of the local tensor that is its own."""
     if all(len(each) == 1 for each in runs):
-        yield Box(tuple(each[0][0] for each in runs), tensor.shape, tensor)
+        yield Box(tuple(start for ((start, _),) in runs), tensor.shape, tensor)
         return
     starts = []
     for each in runs:

@@ -32,9 +32,7 @@ def ordered_dict(made: Global, args: Args) -> Node:
         return OrderedMapping()
     if len(args) == 1 and isinstance(args[0], list):
         pairs = [
-            (each[0], each[1])
-            for each in args[0]
-            if isinstance(each, (list, tuple)) and len(each) == 2
+            tuple(each) for each in args[0] if isinstance(each, (list, tuple)) and len(each) == 2
         ]
         if len(pairs) == len(args[0]) and all(isinstance(key, str) for key, _ in pairs):
             new = OrderedMapping(pairs)

@@ -259,7 +259,8 @@ def _packing(view: View, columns: int, words: int) -> Packing | str:
                 "its codes may or may not go over the end of a word, which depends on the version: "
                 "config.json names none"
             )
-        found = {each for each in found if (each[0] == "rows") == (version >= _DENSE_SINCE)}
+        is_dense = version >= _DENSE_SINCE
+        found = {(form, bits) for form, bits in found if (form == "rows") == is_dense}
     if len(found) != 1:
         widths = sorted(map(str, known)) or "none"
         return f"the bits of its codes are not known: config.json names {widths}"

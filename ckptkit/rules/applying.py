@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from ckptkit.compute import contiguous
 from ckptkit.core.checkpoint import Checkpoint
@@ -194,7 +195,7 @@ class _Making:
                 if key in new:
                     raise CollisionError(f"{key} is written by a rule, and is there already")
                 placed.append((order[key], key, node))
-        placed.sort(key=lambda each: each[0])
+        placed.sort(key=itemgetter(0))
         if self._mixed:
             self.warnings.append(f"parameters and plain tensors made one: {quoted(self._mixed)}")
         return {name: node for _, name, node in placed}

@@ -110,7 +110,7 @@ def _pair(moved: Moved, shapes: Mapping[str, Shape]) -> _Pair:
 
 
 def _dims(dims: list[list[str]]) -> str:
-    words = (each[0] if len(each) == 1 else f"({' '.join(each)})" for each in dims)
+    words = ("".join(axes) if len(axes) == 1 else f"({' '.join(axes)})" for axes in dims)
     return f" [{' '.join(words)}]"
 
 

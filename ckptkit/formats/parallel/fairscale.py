@@ -113,8 +113,11 @@ def _whole(shards: Shards, joiner: Joiner) -> Iterator[tuple[str, Node]]:
             )
     for node in described:
         for pair in Fields(node, name).node.get("shared_param_info") or ():
-            if isinstance(pair, (tuple, list)) and len(pair) == 2 and pair[0] in made:
-                made[str(pair[1])] = made[pair[0]]
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                continue
+            original, shared = pair
+            if original in made:
+                made[str(shared)] = made[original]
     others = [each.names("model") for _, each in shards]
     for key, node in others[0].items():
         if key in flat or key in made or as_tensor(node) is None:

@@ -69,7 +69,8 @@ def _unnamed(names: list[str]) -> list[Group]:
             _put(found, name, *number.span())
     taken: set[str] = set()
     made = []
-    for pattern, files in sorted(found.items(), key=lambda item: -len(item[1])):
+    for pattern in sorted(found, key=lambda pattern: -len(found[pattern])):
+        files = found[pattern]
         if len(files) > 1 and taken.isdisjoint(files.values()):
             taken.update(files.values())
             made.append(_group(pattern, files, certain=False))

@@ -58,7 +58,8 @@ def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float |
     """Return the largest difference of values; None where it is not a number."""
 
     def one(pair: tuple[int, int]) -> float | None:
-        ours, theirs = a.shares[pair[0]].row.tensor, b.shares[pair[1]].row.tensor
+        i, j = pair
+        ours, theirs = a.shares[i].row.tensor, b.shares[j].row.tensor
         try:
             found = compute.compare(ours, theirs, atol=0.0)
         except TensorError:
