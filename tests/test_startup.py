@@ -59,9 +59,9 @@ MOST = {
     "--version": 8,
     "--help": 47,
     "formats --json": 26,
-    "inspect --json PTH": 67,
-    "inspect PTH": 69,
-    "inspect --json SAFETENSORS": 78,
+    "inspect --json PTH": 68,
+    "inspect PTH": 70,
+    "inspect --json SAFETENSORS": 79,
     "strip-module --dry-run PTH out.pth": 73,
     "strip-module PTH out.pth": 79,
     "remap PTH out.pth --to cpu": 75,
@@ -71,7 +71,7 @@ MOST = {
     "convert SAFETENSORS out.pth": 99,
     "convert PTH out.npz": 87,
     "diff --json PTH PTH": 79,
-    "diff PTH PTH": 83,
+    "diff PTH PTH": 84,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports
 

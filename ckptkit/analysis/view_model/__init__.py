@@ -1,4 +1,5 @@
-"""What inspect, diff and stats show: headings, columns, rows and remarks, each decided here once.
+"""The view model of inspect, diff and stats: headings, columns, rows and remarks, each decided
+once.
 
 In: the facts of `analysis`. Out: texts and tables, which the terminal, the notebook, the page and
 the browser print, and JSON values. To add a fact about tensors, add a line to `tensors.FACTS`.

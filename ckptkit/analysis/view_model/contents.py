@@ -1,4 +1,4 @@
-"""What inspect shows of a checkpoint: a heading, remarks, tables of tensors, lists of the rest."""
+"""The view of a checkpoint: a heading, remarks, tables of tensors, lists of the rest."""
 
 from __future__ import annotations
 

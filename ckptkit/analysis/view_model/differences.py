@@ -1,4 +1,4 @@
-"""What diff shows: a table for each kind of difference, and the lines below them."""
+"""The view of a diff: a table for each kind of difference, and the lines below them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stats shows of the values of tensors, one number after the other."""
+"""The view of the values of tensors: one number after the other."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ def squarified(values: Sequence[float], box: Box) -> list[Box]:
     x, y, width, height = box
     rest = float(sum(values))
     for start, end, is_column in strips(values, width, height):
-        side = height if is_column else width
+        side, across = (height, width) if is_column else (width, height)
         amount = sum(values[start:end])
-        thick = (width if is_column else height) * min(1.0, amount / rest) if rest > 0 else 0.0
+        thick = across * min(1.0, amount / rest) if rest > 0 else 0.0
         at = 0.0
         for value in values[start:end]:
             long = side * value / amount
