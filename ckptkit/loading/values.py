@@ -77,7 +77,7 @@ class Values:
     """Makes Python's values of nodes, each once: sharing and cycles stay, at any depth."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
+        self.tensors, self.arrays = tensors, Tensors("cpu")
         self._made: dict[int, Any] = {}
         self._keep: list[Node] = []  # ids in _made stay taken
         self._queue: list[tuple[Node, Any]] = []
@@ -155,8 +155,9 @@ class Values:
         return Object(None, new=node.new) if made is None else made
 
     def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:
-        made = self._with_attributes(node)
-        return made.numpy() if like.kind == "ndarray" else made
+        if like.kind == "ndarray":  # numpy has one device: map_location is for tensors
+            return self.arrays.tensor(node).numpy()
+        return self._with_attributes(node)
 
     def _with_attributes(self, node: Tensor | Object) -> Any:
         """Return the tensor that a node is, with the attributes that Python code had set on it."""

@@ -11,11 +11,21 @@ import click
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
-from ckptkit.trainer.config import DATA, FORMS, MODELS, PARALLEL, Config, Files
+from ckptkit.trainer.config import (
+    ADAM_LR,
+    DATA,
+    FORMS,
+    MODELS,
+    OPTIMIZERS,
+    PARALLEL,
+    Config,
+    Files,
+)
 
 Option = Callable[[Callable[..., None]], Callable[..., None]]
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+CHECKPOINT = click.Path(path_type=Path)  # a file, or a folder of shards
 
 
 def choice(name: str, values: tuple[str, ...], help: str) -> Option:
@@ -24,26 +34,42 @@ def choice(name: str, values: tuple[str, ...], help: str) -> Option:
     )
 
 
-def number(name: str, help: str, least: float = 0, strictly: bool = False) -> Option:
+def number(
+    name: str, help: str, least: float = 0, most: float | None = None, strictly: bool = False
+) -> Option:
+    """Return an option for a number from `least`, or above it if `strictly`, to below `most`."""
     default = _default(name)
-    kind = (
-        click.IntRange(int(least))
-        if isinstance(default, int)
-        else click.FloatRange(least, min_open=strictly)
-    )
+    kind: Any = click.FloatRange(least, most, min_open=strictly, max_open=True)
+    if isinstance(default, int):
+        kind = click.IntRange(int(least))
     return click.option(name, type=kind, default=default, show_default=True, help=help)
 
 
 def flag(name: str, help: str) -> Option:
-    return click.option(name, is_flag=True, help=help)
+    return click.option(name, is_flag=True, default=bool(_default(name)), help=help)
+
+
+def switch(name: str, help: str) -> Option:
+    """Return an option that --resume may take from a checkpoint, and that can be turned off."""
+    names = f"{name}/--no-{name.removeprefix('--')}"
+    return click.option(names, default=_default(name), show_default=True, help=help)
 
 
 def _default(name: str) -> Any:
-    return getattr(Config, name.removeprefix("--").replace("-", "_"))
+    return getattr(Config, name.removeprefix("--").replace("-", "_"), None)
 
 
 def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Take the options that are not typed from the checkpoint."""
+    if path is not None and not ctx.resilient_parsing:
+        from ckptkit.trainer import saving
+
+        ctx.default_map = saving.settings(path)
+    return path
 
 
 @click.command("train")
@@ -53,13 +79,15 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     "--data", default=Config.data, show_default=True, metavar="DATA", help=f"Data set: {DATA}."
 )
 @number("--width", "Factor on the number of channels.", strictly=True)
+@number("--dropout", "Dropout probability of a densenet.", most=1)
 @click.option(
     "--devices",
     default="",
     show_default=False,
     metavar="A,B",
     callback=_devices,
-    help="Devices, comma-separated; the model is held by the first. Default: all GPUs, or the CPU.",
+    help="Devices, comma-separated; the model is held by the first. Default: all GPUs, or the CPU. "
+    "cpu,cpu simulates two for dp.",
 )
 @choice(
     "--parallel", PARALLEL, "Parallelism over several devices; ddp and fsdp run under torchrun."
@@ -70,28 +98,40 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
 @number(
     "--segments", "Segments of an mlp or generator to recompute in the backward pass (0: none)."
 )
-@flag("--memory-efficient", "Recompute the bottlenecks of a densenet in the backward pass.")
+@switch("--memory-efficient", "Recompute the bottlenecks of a densenet in the backward pass.")
+@switch("--preserve-rng", "Restore the random state for what is recomputed; dropout needs it.")
 @number("--clip-norm", "Clip the norm of the gradients to this value (0: no clipping).")
+@choice("--optimizer", OPTIMIZERS, "Optimizer.")
 @click.option(
     "--lr",
     type=click.FloatRange(0, min_open=True),
-    help="Learning rate. Default: depends on the model.",
+    help=f"Learning rate. Default: {ADAM_LR} for Adam; for SGD it depends on the model.",
 )
-@number("--momentum", "Momentum of SGD.")
+@number("--momentum", "Momentum of SGD; first beta of Adam.")
+@click.option(
+    "--weight-decay", type=click.FloatRange(0), help="Weight decay. Default: as torch has it."
+)
 @number("--lr-step", "Epochs between changes of the learning rate (0: no change).")
 @number("--lr-gamma", "Factor of each change of the learning rate.", strictly=True)
 @flag("--amp", "Compute in bfloat16 where that is safe.")
 @number("--seed", "Seed of all random number generators.")
 @flag("--deterministic", "Refuse nondeterministic algorithms.")
+@number("--eval-every", "Also evaluate every N steps (0: only after each epoch).")
 @choice(
     "--save-form",
     FORMS,
     "Contents: the state_dict, with its epoch, or everything that --resume needs.",
 )
-@flag("--keep-module-prefix", "Keep the prefix 'module.' of the wrapper in the keys.")
+@switch("--keep-module-prefix", "Keep the prefix 'module.' of the wrapper in the keys.")
 @number("--save-every", "Also save every N epochs, as OUT with .epochN (0: only at the end).")
+@switch("--save-best", "Also save the checkpoint with the best accuracy, as OUT with .best.")
 @click.option(
-    "--resume", type=FILE, metavar="FILE", help="Resume from a checkpoint of --save-form full."
+    "--resume",
+    type=CHECKPOINT,
+    metavar="FILE",
+    is_eager=True,
+    callback=_resume,
+    help="Resume from a checkpoint of --save-form full, with its options.",
 )
 @click.option("--metrics", type=FILE, metavar="FILE", help="Write metrics as JSON lines.")
 @click.option("--plot", type=FILE, metavar="FILE", help="Write a plot of loss and accuracy (PNG).")
@@ -99,11 +139,14 @@ def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     "--memory-report",
     type=FILE,
     metavar="FILE",
-    help="Write the memory use of each step as JSON lines.",
+    help="Write the memory and the seconds of each step as JSON lines.",
 )
 @flag("--trace-shapes", "Print how batches are split over devices.")
 @click.option(
-    "--evaluate", type=FILE, metavar="FILE", help="Do not train; print the accuracy of FILE."
+    "--evaluate",
+    type=CHECKPOINT,
+    metavar="FILE",
+    help="Do not train; print the accuracy of a file or folder.",
 )
 @flag("--force", "Replace OUT if it exists.")
 @flag("--quiet", "Do not print a line per epoch.")
@@ -136,18 +179,18 @@ def command(
     from ckptkit.trainer import loop
 
     if evaluate is not None:
-        loop.evaluate(config, evaluate, _say)
+        loop.evaluate(config, evaluate, _log)
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
     files = Files(resume, metrics, plot, memory_report)
-    loop.check_output(out, files, config.parallel, force)
+    loop.check_output(out, files, config, force)
     loop.train(
-        config, out, files, trace_shapes=trace_shapes, say=_silent if quiet else _say, bar=_bar
+        config, out, files, trace_shapes=trace_shapes, log=_silent if quiet else _log, bar=_bar
     )
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     click.echo(escape(line))
 
 

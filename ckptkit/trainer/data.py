@@ -79,11 +79,11 @@ def _digits() -> tuple[Labelled, Labelled]:
 def _random(shape: tuple[int, ...], seed: int) -> tuple[Labelled, Labelled]:
     generator = torch.Generator().manual_seed(seed)
 
-    def made(count: int) -> Labelled:
+    def labelled(count: int) -> Labelled:
         images = torch.rand(count, *shape, generator=generator)
         return images, torch.randint(CLASSES, (count,), generator=generator)
 
-    return made(RANDOM[0]), made(RANDOM[1])
+    return labelled(RANDOM[0]), labelled(RANDOM[1])
 
 
 def _cifar10(folder: Path) -> tuple[Labelled, Labelled]:
@@ -136,7 +136,7 @@ def _batch(path: Path) -> Labelled:
     return data.view(-1, 3, 32, 32).float() / 255, labels
 
 
-def cut(tensor: Tensor, size: int) -> list[Tensor]:
+def split(tensor: Tensor, size: int) -> list[Tensor]:
     """Split along dim 0 into parts of `size`, the last one smaller."""
     return [tensor[start : start + size] for start in range(0, len(tensor), size)]
 

@@ -1,4 +1,4 @@
-"""Training: fetch, forward, backward, step."""
+"""Training: one loop, from a batch of images to a saved checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from time import monotonic
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from ckptkit import CkptkitError
-from ckptkit.trainer import memory, parallel, saving, shapes
+from ckptkit.trainer import advice, memory, parallel, saving, shapes
 from ckptkit.trainer.config import Config, Files, RequestError
-from ckptkit.trainer.data import cut
+from ckptkit.trainer.data import split
 from ckptkit.trainer.log import Log
 from ckptkit.trainer.run import Run, autocast, prepare
 
 Bar = Callable[[Iterable[Tensor], str], Iterable[Tensor]]
-Say = Callable[[str], None]
+Evaluate = Callable[[int], None]
 
 
 def train(
@@ -27,136 +28,155 @@ def train(
     files: Files | None = None,
     *,
     trace_shapes: bool = False,
-    say: Say = print,
-    bar: Bar = lambda steps, title: steps,
+    log: Callable[[str], None] = print,
+    bar: Bar = lambda batches, title: batches,
 ) -> float:
     """Train, save to `out`, and return the accuracy on the test set.
 
-    `say` prints a line; `bar` wraps an iterable and shows its progress. Raises CkptkitError if the
+    `log` prints a line; `bar` wraps an iterable and shows its progress. Raises CkptkitError if the
     config cannot be run.
     """
     files = files or Files()
-    with parallel.group(config) as group:
+    with advice.on_memory(config), parallel.group(config) as group:
         run = prepare(config, group)
-        if files.resume:
-            saving.resume(run, files.resume)
-        tell = say if group.rank == 0 else _silent
-        tables = memory.tables(run) if files.memory_report else []
-        with (
-            Log(run, files, tell) as log,
-            shapes.trace(run, tell, trace_shapes),
-            memory.tracker(run, files) as tracker,
-        ):
-            for line in tables:
-                tell(line)
-            while run.epoch < config.epochs:
-                _epoch(run, log, tracker, bar)
-                if (
-                    config.save_every
-                    and run.epoch % config.save_every == 0
-                    and run.epoch < config.epochs
-                ):
-                    saving.save(run, _numbered(out, run.epoch))
-        saving.save(run, out)
-        tell(f"wrote {out}")
-        return log.accuracy
-
-
-def evaluate(config: Config, file: Path, say: Say = print) -> float:
-    """Print and return the accuracy of the weights in `file` on the test set of the config.
-
-    Runs on the devices of the config.
-    """
-    with parallel.group(config) as group:
-        run = prepare(config, group)
-        saving.fit(run, file)
-        accuracy = test(run)[1]
+        log = log if group.rank == 0 else _silent
         if group.rank == 0:
-            say(f"accuracy {accuracy:.4f}")
+            saving.remove_leftovers(out)
+        if files.resume:
+            log(saving.resume(run, files.resume))
+        with (
+            Log(run, files, log) as rows,
+            shapes.trace(run, log, trace_shapes),
+            memory.tracker(run, files.memory_report) as tracker,
+        ):
+            while run.epoch < config.epochs:
+                started, lr = monotonic(), run.optimizer.param_groups[0]["lr"]
+                loss = train_epoch(run, tracker, bar, lambda step: rows.step(step, *test(run)))
+                run.scheduler.step()
+                run.epoch += 1
+                test_loss, accuracy = test(run)
+                rows.epoch(loss, test_loss, accuracy, lr, monotonic() - started)
+                _save_on_the_way(run, out, accuracy)
+        saving.save(run, out)
+        log(f"wrote {out}")
         return accuracy
 
 
-def _epoch(run: Run, log: Log, tracker: memory.Tracker, bar: Bar) -> None:
-    started = monotonic()
-    loss = train_epoch(run, tracker, bar)
-    if not isfinite(loss):
-        raise CkptkitError(
-            f"the loss is {loss} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1"
-        )
-    rate = run.optimizer.param_groups[0]["lr"]
-    run.scheduler.step()
-    run.epoch += 1
-    test_loss, accuracy = test(run)
-    log.epoch(loss, test_loss, accuracy, rate, monotonic() - started)
+def train_epoch(
+    run: Run,
+    tracker: memory.Tracker | None = None,
+    bar: Bar = lambda batches, title: batches,
+    evaluate: Evaluate = lambda step: None,
+) -> float:
+    """Train one epoch, a step per batch; return the mean loss.
 
-
-def train_epoch(run: Run, tracker: memory.Tracker, bar: Bar = lambda steps, title: steps) -> float:
-    """Train one epoch; return the mean loss.
-
-    A step is taken every ``accumulate`` batches. Losses of the parts are weighted by their sizes,
-    so that the gradient is that of one large batch, also for a last, smaller one.
+    The losses of the micro-batches are weighted by their sizes, so that the gradient is that of the
+    whole batch, also for a last, smaller one.
     """
     config, group = run.config, run.group
     inputs, targets = run.data.train
-    run.wrapped.train()
+    tracker = tracker or memory.Tracker(run)
     total, seen = 0.0, 0
-    order = torch.randperm(len(inputs))
-    for big in bar(
-        cut(order, config.batch_size * config.accumulate * group.world), f"epoch {run.epoch + 1}"
-    ):
-        share = big[: len(big) // group.world * group.world][
-            group.rank :: group.world
-        ]  # as many for every process
+    for step, batch in enumerate(bar(batches(run), f"epoch {run.epoch + 1}"), 1):
+        run.wrapped.train()
         with tracker.step():
-            for part in cut(share, config.batch_size):
-                batch, wanted = inputs[part].to(group.device), targets[part].to(group.device)
-                with autocast(run):
-                    loss = run.loss(run.wrapped(batch), wanted) * (len(part) / len(share))
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item() * len(share)  # a number: the tensor would keep the graph alive
+            micro_batches = split(batch, config.batch_size)
+            for number, micro_batch in enumerate(micro_batches, 1):
+                x, y = inputs[micro_batch].to(group.device), targets[micro_batch].to(group.device)
+                with parallel.sync_gradients(run.wrapped, now=number == len(micro_batches)):
+                    with autocast(run):
+                        loss = run.loss(run.wrapped(x), y) * (len(micro_batch) / len(batch))
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item() * len(batch)  # a number: the tensor would keep the graph alive
             if config.clip_norm:
-                torch.nn.utils.clip_grad_norm_(run.model.parameters(), config.clip_norm)
+                clip_grad_norm_(run.model.parameters(), config.clip_norm)
             run.optimizer.step()
         run.optimizer.zero_grad()
-        seen += len(share)
-    return group.mean(total / max(seen, 1))
+        seen += len(batch)
+        if config.eval_every and step % config.eval_every == 0:
+            evaluate(step)
+    mean = group.all_reduce_mean(total / max(seen, 1))
+    if not isfinite(mean):
+        raise CkptkitError(
+            f"the loss is {mean} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1"
+        )
+    return mean
+
+
+def batches(run: Run) -> list[Tensor]:
+    """Return the numbers of the images of each step, shuffled, as many for every process."""
+    config, group = run.config, run.group
+    order = group.of_rank_0(torch.randperm(len(run.data.train[0])))
+    whole = split(order, config.batch_size * config.accumulate * group.world)
+    return [
+        batch[: len(batch) // group.world * group.world][group.rank :: group.world]
+        for batch in whole
+    ]
 
 
 @torch.no_grad()
 def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
-    """Return the mean loss and the accuracy on the test set.
-
-    Every process computes them itself, without communication.
-    """
+    """Return the mean loss and the accuracy on the test set; every process computes both."""
     inputs, targets = run.data.test
+    parallel.sync_buffers(run.model, run.group)
     run.wrapped.eval()
     loss, right = 0.0, 0.0
-    for batch, wanted in zip(cut(inputs, batch_size), cut(targets, batch_size), strict=True):
-        wanted = wanted.to(run.group.device)
+    for x, y in zip(split(inputs, batch_size), split(targets, batch_size), strict=True):
+        y = y.to(run.group.device)
         with autocast(run):
-            outputs = run.wrapped(batch.to(run.group.device))
-            loss += run.loss(outputs, wanted).item() * len(batch)
-        right += run.task.correct(outputs, wanted).sum().item()
+            outputs = run.wrapped(x.to(run.group.device))
+            loss += run.loss(outputs, y).item() * len(x)
+        right += run.task.correct(outputs, y).sum().item()
     return loss / len(inputs), right / len(inputs)
 
 
-def check_output(out: Path, files: Files, parallel: str, force: bool) -> None:
+def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> float:
+    """Print and return the accuracy of the weights in a file or folder on the test set.
+
+    Runs on the devices of the config.
+    """
+    with advice.on_memory(config), parallel.group(config) as group:
+        run = prepare(config, group)
+        saving.load_weights(run, path)
+        accuracy = test(run)[1]
+        if group.rank == 0:
+            log(f"accuracy {accuracy:.4f}")
+        return accuracy
+
+
+def _save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
+    """Save after some epochs, and the best so far, as the config says."""
+    config = run.config
+    accuracy = run.group.of_rank_0(torch.tensor(accuracy, dtype=torch.float64)).item()
+    if accuracy > run.best_accuracy:
+        run.best_accuracy = accuracy
+        if config.save_best:
+            saving.save(run, saving.best(out))
+    if config.save_every and run.epoch % config.save_every == 0 and run.epoch < config.epochs:
+        saving.save(run, saving.numbered(out, run.epoch))
+
+
+def check_output(out: Path, files: Files, config: Config, force: bool) -> None:
     """Raise an error for an output that could not be written, before training starts."""
     for path in (out, *files.written):
         if not path.parent.is_dir():
             raise RequestError(
                 "there is no folder for it", where=str(path), hint=f"mkdir -p {path.parent}"
             )
-    if parallel == "fsdp" and out.is_dir() and any(out.iterdir()):
-        raise RequestError("is a folder that is not empty", where=str(out))
-    if parallel != "fsdp" and out.is_dir():
+    if config.parallel == "fsdp":
+        _check_folders(out, config)
+    elif out.is_dir():
         raise RequestError("is a folder", where=str(out), hint="OUT is the file to write")
     if out.exists() and not out.is_dir() and not force:
         raise RequestError("exists already", where=str(out), hint="--force replaces it")
 
 
-def _numbered(out: Path, epoch: int) -> Path:
-    return out.with_name(f"{out.stem}.epoch{epoch}{out.suffix}")
+def _check_folders(out: Path, config: Config) -> None:
+    """Raise an error for a folder of shards that is not empty."""
+    epochs = range(1, config.epochs) if config.save_every else ()
+    for path in (out, saving.best(out), *(saving.numbered(out, epoch) for epoch in epochs)):
+        if path.is_dir() and any(path.iterdir()):
+            raise RequestError("is a folder that is not empty", where=str(path))
 
 
 def _silent(line: str) -> None:

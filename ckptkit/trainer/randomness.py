@@ -12,14 +12,15 @@ import torch
 from ckptkit.trainer.config import Config
 
 
-def seed(config: Config) -> None:
-    """Seed Python, numpy, torch and all GPUs.
+def seed(config: Config, rank: int = 0) -> None:
+    """Seed Python, numpy, torch and all GPUs, differently in each process.
 
     With ``deterministic``, torch refuses nondeterministic algorithms.
     """
-    random.seed(config.seed)
-    numpy.random.seed(config.seed)
-    torch.manual_seed(config.seed)  # GPUs included
+    number = config.seed + rank
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)  # GPUs included
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -46,5 +47,5 @@ def restore(saved: dict[str, Any]) -> None:
         {**numpys, "state": {**numpys["state"], "key": numpys["state"]["key"].numpy()}}
     )
     torch.set_rng_state(saved["torch"])
-    for device, each in enumerate(saved["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(each, device)
+    for device, cuda_state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, device)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -236,6 +237,25 @@ def test_map_location_function_is_torchs(tmp_path: Path, simulated_cuda: Cuda) -
     mapped(path, here)
     assert seen[0] == seen[1]
     mapped(path, lambda storage, tag: torch.UntypedStorage(storage.nbytes()).copy_(storage))
+
+
+def test_map_location_leaves_arrays_of_numpy(tmp_path: Path) -> None:
+    """They have no other device, and a function is not called for them."""
+    array = numpy.arange(3.0)
+    path = saved({"w": torch.ones(2), "array": array}, tmp_path / "a.pth")
+    calls: dict[str, list[str]] = {"ours": [], "theirs": []}
+
+    def counting(name: str) -> Any:
+        return lambda storage, tag: calls[name].append(tag) or storage
+
+    for where in ("meta", torch.device("meta")):
+        ours = ckptkit.load(path, map_location=where, whole=True)
+        theirs = torch.load(path, map_location=where, weights_only=False)
+        assert ours["w"].is_meta == theirs["w"].is_meta is True
+        assert numpy.array_equal(ours["array"], theirs["array"])
+    ckptkit.load(path, map_location=counting("ours"), whole=True)
+    torch.load(path, map_location=counting("theirs"), weights_only=False)
+    assert calls["ours"] == calls["theirs"] == ["cpu"]
 
 
 def test_map_location_function_that_gives_none(tmp_path: Path, simulated_cuda: Cuda) -> None:

@@ -47,16 +47,8 @@ def prepared() -> Iterator[Prepare]:
         yield make
 
 
-class TwoReplicas(parallel.Replicated):
-    """DataParallel with two GPUs, on one CPU: it does not replicate there.
-
-    The batch is split along dim 0, each half goes through the (one) model, and the outputs are
-    joined, or not.
-    """
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        outputs = [self.module(half) for half in inputs[0].chunk(2)]
-        return self.gather(outputs, 0) if self.balanced else torch.cat(outputs)
+CPU = (torch.device("cpu"),)
+HALVES = CPU * 2  # DataParallel with two devices, simulated
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 from click.testing import CliRunner
 
 from ckptkit.cli import main
+from ckptkit.trainer import loop
 from ckptkit.trainer.command import command
 from ckptkit.trainer.config import Config
 
 from ..conftest import ENVIRONMENT, Done, Run
+from .conftest import same
 
 SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "1")
 
@@ -68,16 +71,94 @@ def test_S02_shapes_on_request(tmp_path: Path) -> None:
     assert "outside: input [32, 3, 32, 32], output [32, 10] on cpu\n" in said
 
 
-def test_S03_memory_of_both_kinds_on_request(tmp_path: Path) -> None:
-    done = invoked(
-        tmp_path / "run.pth",
-        *SMALL,
-        "--parallel",
-        "dp",
-        "--memory-report",
-        tmp_path / "memory.jsonl",
-    )
-    assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["dp", "dp-balanced"]
+def test_S02_the_split_is_simulated_on_request(tmp_path: Path) -> None:
+    options = ("--parallel", "dp", "--devices", "cpu,cpu", "--trace-shapes")
+    said = invoked(tmp_path / "run.pth", *SMALL, *options).stdout
+    assert said.startswith("simulated: 2 parts of each batch, one after the other on the CPU\n")
+    assert "in the model: input [16, 3, 32, 32], output [16, 10] on cpu\n" in said
+    assert "outside: input [32, 3, 32, 32], output [32, 10] on cpu\n" in said
+
+
+def test_resume_takes_the_options_of_the_checkpoint(tmp_path: Path) -> None:
+    options = ("--save-form", "full", "--optimizer", "adam", "--lr", "0.003", "--seed", "5")
+    first = invoked(tmp_path / "one.pth", *SMALL, *options, "--epochs", "2", "--save-every", "1")
+    assert first.code == 0
+    resume = ("--devices", "cpu", "--resume", tmp_path / "one.epoch1.pth")
+    done = invoked(tmp_path / "more.pth", *resume)
+    assert (done.code, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"resuming {tmp_path / 'one.epoch1.pth'} after epoch 1\n")
+    one, more = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pth", "more.pth"))
+    assert same(more["model"], one["model"])
+    assert more["args"] == one["args"]
+    assert (more["args"]["lr"], more["args"]["seed"], more["epoch"]) == (0.003, 5, 2)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--lr 0.5", "--momentum 0.5", "--lr-step 1", "--lr-gamma 0.5", "--seed 1", "--model mlp",
+     "--width 0.75", "--optimizer adam", "--weight-decay 0.1", "--batch-size 8"],
+)  # fmt: skip
+def test_an_option_that_contradicts_the_checkpoint_is_an_error(tmp_path: Path, option: str) -> None:
+    invoked(tmp_path / "one.pth", *SMALL, "--save-form", "full")
+    resume = ("--devices", "cpu", "--epochs", "2", "--resume", tmp_path / "one.pth")
+    done = invoked(tmp_path / "more.pth", *resume, *option.split())
+    assert done.code == 2
+    assert f"{option} contradicts the checkpoint" in done.stderr
+    assert f"hint: without {option.split()[0]}, --resume takes it" in done.stderr
+    assert not (tmp_path / "more.pth").exists()
+
+
+def test_an_option_that_may_change_is_applied_and_said(tmp_path: Path) -> None:
+    dp = ("--parallel", "dp", "--keep-module-prefix")
+    invoked(tmp_path / "one.pth", *SMALL, *dp, "--save-form", "full")
+    resume = ("--devices", "cpu", "--epochs", "2", "--resume", tmp_path / "one.pth")
+    changed = ("--no-keep-module-prefix", "--parallel", "none")
+    done = invoked(tmp_path / "more.pth", *resume, *changed)
+    line = done.stdout.splitlines()[0]
+    assert "; --epochs 2 instead of --epochs 1" in line
+    assert "; --no-keep-module-prefix instead of --keep-module-prefix" in line
+    assert "; --parallel none instead of --parallel dp" in line
+    made = torch.load(tmp_path / "more.pth", weights_only=True)
+    assert (made["epoch"], made["args"]["keep_module_prefix"]) == (2, False)
+    assert "conv1.weight" in made["model"]
+
+
+def test_evaluation_within_epochs_and_the_best_checkpoint(tmp_path: Path) -> None:
+    rows = ("--metrics", tmp_path / "metrics.jsonl")
+    options = ("--eval-every", "8", "--save-best", "--epochs", "3")
+    done = invoked(tmp_path / "run.pth", *SMALL, *options, *rows)
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[:3]] == [
+        "epoch 1 step 8",
+        "epoch 1 step 16",
+        "epoch 1/3",
+    ]
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in metrics if "step" in row]
+    assert steps == [8, 16] * 3
+    accuracies = [row["accuracy"] for row in metrics if "step" not in row]
+    best = torch.load(tmp_path / "run.best.pth", weights_only=True)
+    assert accuracies[best["epoch"] - 1] == max(accuracies)
+
+
+def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(loop, "train_epoch", full)
+    for options, hint in (
+        ((), "--batch-size 16 --accumulate 2, or a smaller --width"),
+        (
+            ("--model", "mlp"),
+            "--batch-size 16 --accumulate 2, or --segments 4, or a smaller --width",
+        ),
+        (("--model", "densenet", "--batch-size", "1"), "--memory-efficient, or a smaller --width"),
+    ):
+        done = invoked(tmp_path / "run.pth", *SMALL, *options)
+        assert done == (
+            3,
+            "",
+            f"ckptkit: the GPU does not have enough memory: CUDA out of memory\nhint: {hint}\n",
+        )
 
 
 def test_quiet_is_quiet(tmp_path: Path) -> None:
@@ -90,6 +171,12 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
     [
         (("--segments", "2"), "cnn has no segments", "--model mlp or generator has"),
         (("--memory-efficient",), "cnn has no bottlenecks to recompute", "--model densenet has"),
+        (("--dropout", "0.1"), "cnn has no dropout", "--model densenet has"),
+        (
+            ("--model", "densenet", "--dropout", "0.1", "--no-preserve-rng"),
+            "--no-preserve-rng would recompute with another dropout mask, and give wrong gradients",
+            "without --dropout",
+        ),
         (
             ("--keep-module-prefix",),
             "--parallel none gives the keys no prefix to keep",

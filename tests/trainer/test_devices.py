@@ -60,6 +60,21 @@ def test_S10_the_first_device_must_be_one_that_can_share(two_gpus: None) -> None
     assert refusal("cuda:0", "cuda:1", parallel="none")[1] == "--parallel dp"
 
 
+def test_S19_what_is_not_deterministic_on_a_gpu_is_refused(two_gpus: None) -> None:
+    for model, what in (("generator", "ReflectionPad2d"), ("crnn", "CTC loss")):
+        with pytest.raises(ckptkit.CkptkitError, match=f"no deterministic .*{what}") as caught:
+            devices.choose(Config(model=model, deterministic=True))
+        assert caught.value.hint == "--devices cpu, or without --deterministic"
+        devices.choose(Config(model=model, deterministic=True, devices=("cpu",)))
+    devices.choose(Config(deterministic=True))
+
+
+def test_S02_the_cpu_twice_is_a_simulation() -> None:
+    assert chosen("cpu", "cpu", parallel="dp") == ["cpu", "cpu"]
+    assert refusal("cpu", "cpu", parallel="ddp")[0] == "--devices names cpu twice"
+    assert refusal("cpu", "cpu", parallel="none")[1] == "--parallel dp"
+
+
 def test_S20_env_shows_the_devices(run: Run) -> None:
     found = json.loads(run("env", "--json").stdout)
     assert found["torch"] == torch.__version__

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.trainer import loop, memory
+from ckptkit.trainer import loop
 from ckptkit.trainer.config import Config, Files
 
 from .conftest import Prepare, gradients
@@ -25,7 +25,7 @@ def silent(line: str) -> None:
 
 def trained(folder: Path, name: str = "run.pth", **options: Any) -> Path:
     out = folder / name
-    loop.train(replace(SMALL, **options), out, say=silent)
+    loop.train(replace(SMALL, **options), out, log=silent)
     return out
 
 
@@ -40,7 +40,7 @@ def test_S15_the_defaults_read_digits_and_so_does_what_is_made_of_their_file(
     pytest.importorskip("sklearn")
     config = Config(devices=("cpu",))
     accuracy = loop.train(
-        replace(config, parallel="dp", keep_module_prefix=True), tmp_path / "run.pth", say=silent
+        replace(config, parallel="dp", keep_module_prefix=True), tmp_path / "run.pth", log=silent
     )
     assert accuracy >= 0.95
     moved = ckptkit.remap(
@@ -63,7 +63,7 @@ def test_S15_the_defaults_read_digits_and_so_does_what_is_made_of_their_file(
 )
 def test_every_model_trains(prepared: Prepare, options: dict[str, Any]) -> None:
     run = prepared(**options)
-    first, second = (loop.train_epoch(run, memory.Tracker(run, None)) for _ in range(2))
+    first, second = (loop.train_epoch(run) for _ in range(2))
     assert second < first
     loss, accuracy = loop.test(run)
     assert loss < 20
@@ -113,7 +113,7 @@ def test_S23_gradients_are_clipped_by_norm(prepared: Prepare) -> None:
     for norm in (0.0, 0.01):
         run = prepared(clip_norm=norm, lr=1.0, momentum=0.0, batch_size=512)
         before = {name: each.detach().clone() for name, each in run.model.named_parameters()}
-        loop.train_epoch(run, memory.Tracker(run, None))
+        loop.train_epoch(run)
         changes = [each.detach() - before[name] for name, each in run.model.named_parameters()]
         moved.append(torch.cat([each.flatten() for each in changes]).norm().item())
     assert moved[0] > 0.02
@@ -122,7 +122,7 @@ def test_S23_gradients_are_clipped_by_norm(prepared: Prepare) -> None:
 
 def test_S23_the_learning_rate_falls_in_steps(tmp_path: Path) -> None:
     config = replace(SMALL, epochs=5, lr=0.08, lr_step=2, lr_gamma=0.5, save_form="full")
-    loop.train(config, tmp_path / "run.pth", Files(metrics=tmp_path / "metrics.jsonl"), say=silent)
+    loop.train(config, tmp_path / "run.pth", Files(metrics=tmp_path / "metrics.jsonl"), log=silent)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["lr"] for row in rows] == pytest.approx([0.08, 0.08, 0.04, 0.04, 0.02])
     full = torch.load(tmp_path / "run.pth", weights_only=True)
@@ -134,7 +134,7 @@ def test_amp_computes_in_bfloat16_and_keeps_float32(prepared: Prepare) -> None:
     run = prepared(amp=True, batch_size=128)
     kinds = set()
     run.model.register_forward_hook(lambda model, inputs, output: kinds.add(output.dtype))
-    loss = loop.train_epoch(run, memory.Tracker(run, None))
+    loss = loop.train_epoch(run)
     assert kinds == {torch.bfloat16}
     assert {each.dtype for each in gradients_of_one_batch(run).values()} == {torch.float32}
     assert 2 < loss < 3
@@ -157,7 +157,7 @@ def test_metrics_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
     files = Files(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "run.png")
-    accuracy = loop.train(SMALL, tmp_path / "run.pth", files, say=said.append)
+    accuracy = loop.train(SMALL, tmp_path / "run.pth", files, log=said.append)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[-1]["accuracy"] == accuracy

@@ -13,7 +13,7 @@ import torch
 
 import ckptkit
 from ckptkit.trainer import loop, randomness, saving
-from ckptkit.trainer.config import Config, Files
+from ckptkit.trainer.config import RECORDED_IF_USED, Config, Files
 
 from .conftest import Prepare, same
 from .test_loop import SMALL, silent, trained
@@ -86,7 +86,7 @@ def test_S14_S18_one_loader_for_every_pair(
     """Weights of one device into a wrapped model, and the other way round."""
     path = trained(tmp_path, epochs=1, parallel=file, keep_module_prefix=file == "dp")
     run = prepared(parallel=model)
-    saving.fit(run, path)
+    saving.load_weights(run, path)
     expected = {
         name.removeprefix("module."): value for name, value in loaded(path)["model"].items()
     }
@@ -131,10 +131,10 @@ def changed(path: Path) -> Path:
 )
 def test_training_goes_on_bit_for_bit(tmp_path: Path, how: Callable[[Path], Path]) -> None:
     config = replace(FULL, parallel="dp", keep_module_prefix=True)
-    loop.train(replace(config, epochs=4), tmp_path / "four.pth", say=silent)
-    loop.train(replace(config, epochs=2), tmp_path / "two.pth", say=silent)
+    loop.train(replace(config, epochs=4), tmp_path / "four.pth", log=silent)
+    loop.train(replace(config, epochs=2), tmp_path / "two.pth", log=silent)
     files = Files(resume=how(tmp_path / "two.pth"))
-    loop.train(replace(config, epochs=4), tmp_path / "more.pth", files, say=silent)
+    loop.train(replace(config, epochs=4), tmp_path / "more.pth", files, log=silent)
     four, more = loaded(tmp_path / "four.pth"), loaded(tmp_path / "more.pth")
     assert same(more["model"], four["model"])
     assert not same(four["model"], loaded(tmp_path / "two.pth")["model"])
@@ -173,7 +173,7 @@ def test_files_on_the_way(tmp_path: Path) -> None:
 
 def refused(config: Config, out: Path, resume: Path) -> ckptkit.CkptkitError:
     with pytest.raises(ckptkit.CkptkitError) as caught:
-        loop.train(config, out, Files(resume=resume), say=silent)
+        loop.train(config, out, Files(resume=resume), log=silent)
     assert not out.exists()
     return caught.value
 
@@ -232,3 +232,42 @@ def test_a_failed_save_leaves_what_was_there(
     assert caught.value.exit_code == 4
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    leftovers = [".run.pth.part", ".run.epoch2.pth.part", ".run.best.pth.part"]
+    others = [".run2.pth.part", ".other.epoch2.pth.part", "run.epoch1.pth"]
+    for name in (*leftovers, *others):
+        (tmp_path / name).touch()
+    (tmp_path / ".run.epoch3.pth.part").mkdir()
+    (tmp_path / ".run.epoch3.pth.part/__0_0.distcp").touch()
+    trained(tmp_path, epochs=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "run.pth"])
+
+
+def test_the_best_accuracy_is_resumed(tmp_path: Path) -> None:
+    config = replace(FULL, epochs=2, save_best=True, save_every=1)
+    loop.train(config, tmp_path / "run.pth", log=silent)
+    before = loaded(tmp_path / "run.epoch1.pth")
+    assert before["best_accuracy"] == loop.evaluate(config, tmp_path / "run.epoch1.pth", log=silent)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_adam_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
+    config = replace(FULL, optimizer=optimizer, weight_decay=0.05, epochs=2, save_every=1)
+    loop.train(config, tmp_path / "two.pth", log=silent)
+    files = Files(resume=tmp_path / "two.epoch1.pth")
+    loop.train(config, tmp_path / "more.pth", files, log=silent)
+    two, more = loaded(tmp_path / "two.pth"), loaded(tmp_path / "more.pth")
+    assert same(more["model"], two["model"])
+    assert set(more["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    for number, state in two["optimizer"]["state"].items():
+        assert same(more["optimizer"]["state"][number], state)
+    assert more["optimizer"]["param_groups"][0]["weight_decay"] == 0.05
+
+
+def test_what_is_not_used_is_not_recorded() -> None:
+    """Files of runs without the newer options are those of before, byte for byte."""
+    assert set(Config().as_dict()).isdisjoint(RECORDED_IF_USED)
+    used = Config(optimizer="adam", weight_decay=0.0, eval_every=3).as_dict()
+    assert (used["optimizer"], used["weight_decay"], used["eval_every"]) == ("adam", 0.0, 3)

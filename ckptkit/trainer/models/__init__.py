@@ -25,13 +25,20 @@ __all__ = ["TASKS", "Cnn", "Crnn", "DenseNet", "Generator", "Mlp", "build"]
 
 def build(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     """Build the model of a config, for inputs of `shape` (without the batch)."""
-    width = config.width
+    width, preserve_rng = config.width, config.preserve_rng
     if config.model == "cnn":
         return Cnn(shape, classes, width)
     if config.model == "mlp":
-        return Mlp(shape, classes, width, config.segments)
+        return Mlp(shape, classes, width, config.segments, preserve_rng=preserve_rng)
     if config.model == "crnn":
         return Crnn(shape, classes, width)
     if config.model == "densenet":
-        return DenseNet(shape, classes, width, memory_efficient=config.memory_efficient)
-    return Generator(shape, width, config.segments)
+        return DenseNet(
+            shape,
+            classes,
+            width,
+            dropout=config.dropout,
+            memory_efficient=config.memory_efficient,
+            preserve_rng=preserve_rng,
+        )
+    return Generator(shape, width, config.segments, preserve_rng)

@@ -26,19 +26,30 @@ BOTTLENECK = 4  # channels between the convolutions, as a multiple of the growth
 class DenseLayer(nn.Module):
     """Earlier outputs, a list of [batch, channels, height, width], to `growth` new channels."""
 
-    def __init__(self, inputs: int, growth: int, dropout: float, memory_efficient: bool) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        growth: int,
+        dropout: float,
+        memory_efficient: bool,
+        preserve_rng: bool = True,
+    ) -> None:
         super().__init__()
         self.norm1 = nn.BatchNorm2d(inputs)
         self.conv1 = nn.Conv2d(inputs, BOTTLENECK * growth, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(BOTTLENECK * growth)
         self.conv2 = nn.Conv2d(BOTTLENECK * growth, growth, 3, padding=1, bias=False)
         self.dropout = dropout
-        self.memory_efficient = memory_efficient
+        self.memory_efficient, self.preserve_rng = memory_efficient, preserve_rng
 
     def forward(self, before: list[Tensor]) -> Tensor:
         if self.memory_efficient and self.training:
             middle = checkpoint(
-                self._bottleneck, *before, use_reentrant=False, context_fn=self._contexts
+                self._bottleneck,
+                *before,
+                use_reentrant=False,
+                preserve_rng_state=self.preserve_rng,
+                context_fn=self._contexts,
             )
         else:
             middle = self._bottleneck(*before)
@@ -76,6 +87,7 @@ class DenseNet(nn.Module):
         *,
         dropout: float = 0.0,
         memory_efficient: bool = False,
+        preserve_rng: bool = True,
     ) -> None:
         super().__init__()
         growth = scaled(GROWTH, width)
@@ -85,7 +97,9 @@ class DenseNet(nn.Module):
         for number in LAYERS:
             starts = range(channels, channels + number * growth, growth)
             self.blocks.append(
-                nn.ModuleList(DenseLayer(n, growth, dropout, memory_efficient) for n in starts)
+                nn.ModuleList(
+                    DenseLayer(n, growth, dropout, memory_efficient, preserve_rng) for n in starts
+                )
             )
             channels += number * growth
             self.transitions.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -36,7 +38,13 @@ class Generator(nn.Module):
     gradient for that, and get none.
     """
 
-    def __init__(self, shape: tuple[int, ...], width: float = 1.0, segments: int = 0) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        width: float = 1.0,
+        segments: int = 0,
+        preserve_rng: bool = True,
+    ) -> None:
         super().__init__()
         channels = shape[0]
         first, second, third = (scaled(n, width) for n in (16, 32, 64))
@@ -54,16 +62,18 @@ class Generator(nn.Module):
             nn.Conv2d(first, channels, 7),
             nn.Tanh(),
         )
-        self.segments = segments
+        self.segments, self.preserve_rng = segments, preserve_rng
 
     def forward(self, images: Tensor) -> Tensor:
         painted: Tensor
         if self.segments and self.training:
-            features = checkpoint(self.initial, images, use_reentrant=False)
-            features = checkpoint_sequential(
-                self.residual, self.segments, features, use_reentrant=False
-            )  # type: ignore[no-untyped-call]
-            painted = checkpoint(self.upsampling, features, use_reentrant=False)
+            how: dict[str, Any] = {
+                "use_reentrant": False,
+                "preserve_rng_state": self.preserve_rng,
+            }
+            features = checkpoint(self.initial, images, **how)
+            features = checkpoint_sequential(self.residual, self.segments, features, **how)  # type: ignore[no-untyped-call]
+            painted = checkpoint(self.upsampling, features, **how)
         else:
             painted = self.upsampling(self.residual(self.initial(images)))
         return painted

@@ -31,6 +31,7 @@ class Mlp(nn.Module):
         width: float = 1.0,
         segments: int = 0,
         layers: int = LAYERS,
+        preserve_rng: bool = True,
     ) -> None:
         super().__init__()
         units, inputs = scaled(UNITS, width), 1
@@ -41,7 +42,7 @@ class Mlp(nn.Module):
         for layer in list(self.layers)[1:-1]:
             nn.init.eye_(layer.get_parameter("weight"))
             nn.init.zeros_(layer.get_parameter("bias"))
-        self.segments = segments
+        self.segments, self.preserve_rng = segments, preserve_rng
 
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = inputs.flatten(1)
@@ -49,7 +50,13 @@ class Mlp(nn.Module):
         if self.segments and self.training:
             # The reentrant kind would lose the gradients of every part whose input needs none: all
             # but the last.
-            scores = checkpoint_sequential(self.layers, self.segments, inputs, use_reentrant=False)  # type: ignore[no-untyped-call]
+            scores = checkpoint_sequential(  # type: ignore[no-untyped-call]
+                self.layers,
+                self.segments,
+                inputs,
+                use_reentrant=False,
+                preserve_rng_state=self.preserve_rng,
+            )
         else:
             scores = self.layers(inputs)
         return scores
