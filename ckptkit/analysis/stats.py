@@ -143,17 +143,7 @@ def _name(row: summary.TensorRow) -> str:
 
 def _place(number: int, tensor: Tensor) -> Key:
     """Return a key that is equal for tensors that are the same numbers."""
-    if tensor.storage is None:
-        return (number,)
-    return (
-        id(tensor.storage),
-        tensor.dtype.name,
-        tensor.offset,
-        tensor.shape,
-        tensor.stride,
-        tensor.conj,
-        tensor.neg,
-    )
+    return (number,) if tensor.storage is None else tensor.elements_key
 
 
 def _tallies(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import InputError
 from ckptkit.core.text import and_more
 from ckptkit.remote import urls
@@ -116,7 +116,7 @@ def _worded(parameter: click.Parameter) -> click.Parameter:
     """Return a copy of an option whose help speaks of many outputs."""
     found = copy(parameter)
     if isinstance(found, click.Option) and found.help:
-        found.help = found.help.replace("DST", "an output").replace(options.SCHEMA, SCHEMA)
+        found.help = found.help.replace("DST", "an output").replace(edit_report.SCHEMA, SCHEMA)
     return found
 
 
@@ -128,7 +128,7 @@ class _One(options.Edit):
     reports: list[Conversion] = field(default_factory=list)
 
     def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
-        warnings = (*done.warnings, *options.what_was_lost(lost))
+        warnings = (*done.warnings, *edit_report.what_was_lost(lost))
         self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=warnings)))
 
 
@@ -269,7 +269,7 @@ class _Report:
 
     def _warn(self, line: str) -> None:
         self._warned += 1
-        if self._warned <= options.SHOWN:
+        if self._warned <= edit_report.SHOWN:
             render.warn(line)
 
     def end(self, jobs: Sequence[Job]) -> int:
@@ -281,14 +281,14 @@ class _Report:
             if self._given["dry_run"]:
                 render.write(_line(self._rows[job.output]) for job in jobs)
             render.emit(render.escape(self._sentence()))
-        if self._warned > options.SHOWN:
+        if self._warned > edit_report.SHOWN:
             render.warn(
-                f"{self._warned - options.SHOWN:,} more files with warnings, which --json lists"
+                f"{self._warned - edit_report.SHOWN:,} more files with warnings, which --json lists"
             )
-        for each in failed[: options.SHOWN]:
+        for each in failed[: edit_report.SHOWN]:
             render.warn(str(each.error), each.hint)
-        if len(failed) > options.SHOWN:
-            render.warn(f"{len(failed) - options.SHOWN:,} more failed, which --json lists")
+        if len(failed) > edit_report.SHOWN:
+            render.warn(f"{len(failed) - edit_report.SHOWN:,} more failed, which --json lists")
         return failed[0].exit_code if failed else 0
 
     def _sentence(self) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options, rule_options
+from ckptkit.cli import options, parsing, rule_options
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     "--cast",
     metavar="[GLOB=]DTYPE",
     multiple=True,
-    callback=options.casts,
+    callback=parsing.casts,
     help="Cast floating-point weights to DTYPE, all or those whose names match (repeatable).",
 )
 @click.option(
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     "devices",
     metavar="A=B",
     multiple=True,
-    callback=options.pairs,
+    callback=parsing.pairs,
     help="Change the device tag A to B (repeatable).",
 )
 @click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")

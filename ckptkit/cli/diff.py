@@ -26,14 +26,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     metavar="MODEL",
     help="Compare A with this model: package.module:Class or file.py:Class.",
 )
-@click.option(
-    "--arg",
-    "args",
-    metavar="NAME=JSON",
-    multiple=True,
-    callback=options.arguments,
-    help="Keyword argument for the model's constructor (repeatable).",
-)
+@options.model_arguments
 @click.option("--values", is_flag=True, help="Compare elements too, byte for byte.")
 @click.option(
     "--atol",

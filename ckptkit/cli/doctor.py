@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.grouping import flatten
 
@@ -29,14 +29,7 @@ FOUND = 1
     metavar="MODEL",
     help="Check that FILE fits this model: package.module:Class or file.py:Class.",
 )
-@click.option(
-    "--arg",
-    "args",
-    metavar="NAME=JSON",
-    multiple=True,
-    callback=options.arguments,
-    help="Keyword argument for the model's constructor (repeatable).",
-)
+@options.model_arguments
 @click.option(
     "--fix",
     "destination",
@@ -134,7 +127,7 @@ def _say(
 
     render.emit(*doctor_text.lines(found, done, left, destination))
     if done is not None:
-        for line in (*options.what_was_lost(found.lost), *done.plan.notes, *done.warnings):
+        for line in (*edit_report.what_was_lost(found.lost), *done.plan.notes, *done.warnings):
             render.warn(line)
 
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from ckptkit.cli import render
+from ckptkit.cli import parsing, render
+from ckptkit.cli.edit_report import SCHEMA, report
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Asked, Loss
     from ckptkit.rules.applying import Asked as RulesAsked
-    from ckptkit.rules.applying import Report
     from ckptkit.run.workers import Pool
 
-SCHEMA = "ckptkit.edit/1"
-SHOWN = 20  # lines of what was lost
 
 key = click.option(
     "--key",
@@ -120,7 +115,7 @@ class Edit:
                 progress=progress,
                 executor=pool,
             )
-        self.report(done, lost, () if ruled is None else ruled.reports)
+        report(self, done, lost, () if ruled is None else ruled.reports)
 
     def _checks(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
         """Yield what is looked at before anything is written."""
@@ -141,7 +136,7 @@ class Edit:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Edit:
         """Return this Edit, with a recipe's output options where the user gave none."""
-        size = bytes_of(defaults["shard_size"]) if "shard_size" in defaults else None
+        size = parsing.bytes_of(defaults["shard_size"]) if "shard_size" in defaults else None
         return replace(
             self,
             format=self.format or defaults.get("format"),
@@ -165,119 +160,6 @@ class Edit:
             return
         with workers.opened(self.workers, self.scheduler) as pool:
             yield pool
-
-    def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
-        count = _tensors(done.checkpoint, done.plan)
-        if self.as_json:
-            facts = _facts(self, done, count)
-            if lost:
-                facts["lost"] = list(map(asdict, lost))
-            if rules:
-                from ckptkit.cli.rules_report import facts_of
-
-                facts.update(facts_of(rules))
-            render.emit_json(facts)
-        elif not self.quiet:
-            sentence = "; ".join(
-                (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes)
-            )
-            render.emit(render.escape(f"{_verb(done.plan, self.dry_run)} {done.path}: {sentence}"))
-            if self.dry_run and rules:
-                from ckptkit.cli.rules_report import lines_of
-
-                for each in rules:
-                    render.emit(*map(render.escape, lines_of(each)))
-            if self.dry_run:
-                render.emit(*map(render.escape, str(done.plan).split("\n")))
-        if not self.quiet:
-            for line in (*what_was_lost(lost), *done.plan.notes, *done.warnings):
-                render.warn(line)
-
-
-def _verb(plan: Plan | Patch, dry_run: bool) -> str:
-    from ckptkit.core.plan import Patch
-
-    if not isinstance(plan, Patch):
-        return "would write" if dry_run else "wrote"
-    if dry_run:
-        return "would change"
-    return "kept" if plan.seal is None else "changed"
-
-
-def _sizes(plan: Plan | Patch) -> str:
-    from ckptkit.core.plan import Plan
-
-    if isinstance(plan, Plan):
-        return render.size(plan.size)
-    return f"{render.size(plan.written)} of {render.size(plan.size)} rewritten"
-
-
-def what_was_lost(lost: Sequence[Loss]) -> list[str]:
-    lines = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
-    return lines + (
-        [f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else []
-    )
-
-
-def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
-    """The tensors that are written: what the plan counts, and names of one tensor; else the
-    weights, or every tensor where it is not clear which they are."""
-    from ckptkit.core.errors import AmbiguousError
-    from ckptkit.core.plan import Plan
-
-    written = plan.tensors if isinstance(plan, Plan) else None
-    try:
-        if checkpoint.selection is not None:
-            nodes = checkpoint.selection.nodes.values()
-            again = len(nodes) - len({id(node) for node in nodes})
-            return len(nodes) if written is None else written + again
-    except AmbiguousError:
-        pass
-    if written is not None:
-        return written
-    from ckptkit.analysis.summary import summarize
-
-    return summarize(checkpoint).totals.tensors
-
-
-def _facts(edit: Edit, done: Conversion, count: int) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "source": urls.shown(edit.src),
-        "destination": done.path,
-        "format": done.format,
-        "in_place": edit.in_place,
-        "dry_run": edit.dry_run,
-        "tensors": count,
-        "size": done.plan.size,
-        "done": list(done.notes),
-        "left_out": list(done.plan.notes),
-        "warnings": list(done.warnings),
-    }
-
-
-_UNITS = {
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-}  # fmt: skip
-
-
-def size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Parse the value of --shard-size (click callback)."""
-    return None if text is None else bytes_of(text)
-
-
-def bytes_of(text: str) -> int:
-    """Parse a size in bytes; ``5GB`` is 5 * 10**9, ``5GiB`` is 5 * 2**30."""
-    from fractions import Fraction  # and with it decimal
-
-    found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
-    size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
-    if not size:
-        raise click.BadParameter(
-            f"{text!r} is not a size: use 5GB, 500MB, 2GiB or a number of bytes"
-        )
-    return size
 
 
 _EDIT = (
@@ -323,7 +205,7 @@ _EDIT = (
     click.option(
         "--shard-size",
         metavar="SIZE",
-        callback=size,
+        callback=parsing.size,
         help="Split DST into a folder of shards of at most SIZE (e.g. 5GB).",
     ),
     click.option(
@@ -356,6 +238,14 @@ _EDIT = (
 )
 
 
+model_arguments = click.option(
+    "--arg",
+    "args",
+    metavar="NAME=JSON",
+    multiple=True,
+    callback=parsing.arguments,
+    help="Keyword argument for the model's constructor (repeatable).",
+)
 stored = click.option(
     "--stored", is_flag=True, help="Codes and scales of quantized weights, as they are stored."
 )
@@ -487,86 +377,16 @@ _ASKED = (
 )
 
 
-def pairs(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Parse repeatable options of the form A=B (click callback)."""
-    found = {}
-    for text in given:
-        left, equals, right = text.partition("=")
-        if not equals or not left or not right:
-            raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}")
-        found[left] = right
-    return found
-
-
-def arguments(
-    _: click.Context, parameter: click.Parameter, given: tuple[str, ...]
-) -> dict[str, object]:
-    """Parse --arg NAME=JSON into a dict of name to value (click callback)."""
-    import json
-
-    found: dict[str, object] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        try:
-            found[name] = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise click.BadParameter(
-                f"{text!r} is not of the form {parameter.metavar}: {error}"
-            ) from error
-        if not equals or not name:
-            raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}")
-    return found
-
-
-def casts(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Parse --cast into glob to dtype; a dtype alone applies to every name (click callback)."""
-    return {glob or "*": dtype for glob, _, dtype in (text.rpartition("=") for text in given)}
-
-
 def only(names: tuple[str, ...]) -> str | None:
     """Return the single name given, which selects the weights; None for none or several."""
     return names[0] if len(names) == 1 else None
-
-
-def _mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[str, str]:
-    """Read the JSON file of --map, a mapping of names to names (click callback)."""
-    if path is None:
-        return {}
-    import json
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except OSError as error:
-        raise click.BadParameter(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise click.BadParameter(f"{path}: not a JSON object that maps names to names")
-    return found
-
-
-def _substitutions(
-    _: click.Context, parameter: click.Parameter, given: tuple[str, ...]
-) -> list[tuple[str, str]]:
-    """Parse --sub (click callback).
-
-    Splits at the last equals sign, since expressions contain one more often than replacements.
-    """
-    found = []
-    for text in given:
-        pattern, equals, replacement = text.rpartition("=")
-        if not equals or not pattern:
-            raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}")
-        found.append((pattern, replacement))
-    return found
 
 
 mapping = click.option(
     "--map",
     "mapping",
     metavar="FILE",
-    callback=_mapping,
+    callback=parsing.mapping,
     help="JSON file that maps old names to new ones.",
 )
 substitutions = click.option(
@@ -574,6 +394,6 @@ substitutions = click.option(
     "substitutions",
     metavar="REGEX=REPLACEMENT",
     multiple=True,
-    callback=_substitutions,
+    callback=parsing.substitutions,
     help="Replace matches in names, as re.sub does (repeatable).",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli import options
+from ckptkit.cli import options, parsing
 
 
 @click.command("remap", cls=options.Writer)
@@ -17,7 +17,7 @@ from ckptkit.cli import options
     "devices",
     metavar="A=B",
     multiple=True,
-    callback=options.pairs,
+    callback=parsing.pairs,
     help="Change the device tag A to B (repeatable).",
 )
 @click.option(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ckptkit.cli import options
+from ckptkit.cli import options, parsing
 
 
 @click.command("wrap", cls=options.Writer)
@@ -17,7 +17,7 @@ from ckptkit.cli import options
     "beside",
     metavar="NAME=JSON",
     multiple=True,
-    callback=options.arguments,
+    callback=parsing.arguments,
     help="Add this entry beside it (repeatable).",
 )
 def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:

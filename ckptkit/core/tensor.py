@@ -116,6 +116,12 @@ class Tensor:
         return True
 
     @property
+    def elements_key(self) -> tuple[object, ...]:
+        """What two tensors of the same elements of the same storage have in common."""
+        geometry = self.dtype, self.shape, self.stride, self.offset
+        return id(self.storage), *geometry, self.conj, self.neg
+
+    @property
     def extent(self) -> tuple[int, int]:
         """Start and length in bytes of the part of the storage that the elements span."""
         if 0 in self.shape:

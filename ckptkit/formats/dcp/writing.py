@@ -97,15 +97,7 @@ class _Data:
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
         """Add a tensor as torch writes it, unless its elements are there already."""
-        same = (
-            id(tensor.storage),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride,
-            tensor.offset,
-            tensor.conj,
-            tensor.neg,
-        )
+        same = tensor.elements_key
         if same in self._stored and self.options.ties == "alias":
             self.places[name] = self._stored[same]
             return

@@ -173,15 +173,7 @@ def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[st
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
         if 0 not in tensor.shape:
-            same = (
-                id(tensor.storage),
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride,
-                tensor.offset,
-                tensor.conj,
-                tensor.neg,
-            )
+            same = tensor.elements_key
             groups.setdefault(same, []).append(name)
     taken = {FRAMEWORK, RESERVED, *metadata}
     kept = owners((min(names), names) for names in groups.values() if len(names) > 1)

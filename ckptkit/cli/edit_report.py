@@ -1,0 +1,128 @@
+"""What a command that writes says at the end: a sentence, or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptkit.cli import render
+from ckptkit.remote import urls
+
+if TYPE_CHECKING:
+    from ckptkit.api import Conversion
+    from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.plan import Patch, Plan
+    from ckptkit.formats.format import Loss
+    from ckptkit.rules.applying import Report
+
+SCHEMA = "ckptkit.edit/1"
+SHOWN = 20  # lines of what was lost
+
+
+class Request(Protocol):
+    """What the command was asked for, as far as it matters to the report."""
+
+    @property
+    def src(self) -> str: ...
+    @property
+    def in_place(self) -> bool: ...
+    @property
+    def dry_run(self) -> bool: ...
+    @property
+    def as_json(self) -> bool: ...
+    @property
+    def quiet(self) -> bool: ...
+
+
+def report(
+    edit: Request, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()
+) -> None:
+    """Print what was done, and on standard error what was lost."""
+    count = _tensors(done.checkpoint, done.plan)
+    if edit.as_json:
+        facts = _facts(edit, done, count)
+        if lost:
+            facts["lost"] = list(map(asdict, lost))
+        if rules:
+            from ckptkit.cli.rules_report import facts_of
+
+            facts.update(facts_of(rules))
+        render.emit_json(facts)
+    elif not edit.quiet:
+        sentence = "; ".join(
+            (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes)
+        )
+        render.emit(render.escape(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}"))
+        if edit.dry_run and rules:
+            from ckptkit.cli.rules_report import lines_of
+
+            for each in rules:
+                render.emit(*map(render.escape, lines_of(each)))
+        if edit.dry_run:
+            render.emit(*map(render.escape, str(done.plan).split("\n")))
+    if not edit.quiet:
+        for line in (*what_was_lost(lost), *done.plan.notes, *done.warnings):
+            render.warn(line)
+
+
+def _verb(plan: Plan | Patch, dry_run: bool) -> str:
+    from ckptkit.core.plan import Patch
+
+    if not isinstance(plan, Patch):
+        return "would write" if dry_run else "wrote"
+    if dry_run:
+        return "would change"
+    return "kept" if plan.seal is None else "changed"
+
+
+def _sizes(plan: Plan | Patch) -> str:
+    from ckptkit.core.plan import Plan
+
+    if isinstance(plan, Plan):
+        return render.size(plan.size)
+    return f"{render.size(plan.written)} of {render.size(plan.size)} rewritten"
+
+
+def what_was_lost(lost: Sequence[Loss]) -> list[str]:
+    lines = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
+    return lines + (
+        [f"lost: {len(lost) - SHOWN:,} more, which --json lists"] if len(lost) > SHOWN else []
+    )
+
+
+def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
+    """The tensors that are written: what the plan counts, and names of one tensor; else the
+    weights, or every tensor where it is not clear which they are."""
+    from ckptkit.core.errors import AmbiguousError
+    from ckptkit.core.plan import Plan
+
+    written = plan.tensors if isinstance(plan, Plan) else None
+    try:
+        if checkpoint.selection is not None:
+            nodes = checkpoint.selection.nodes.values()
+            again = len(nodes) - len({id(node) for node in nodes})
+            return len(nodes) if written is None else written + again
+    except AmbiguousError:
+        pass
+    if written is not None:
+        return written
+    from ckptkit.analysis.summary import summarize
+
+    return summarize(checkpoint).totals.tensors
+
+
+def _facts(edit: Request, done: Conversion, count: int) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "source": urls.shown(edit.src),
+        "destination": done.path,
+        "format": done.format,
+        "in_place": edit.in_place,
+        "dry_run": edit.dry_run,
+        "tensors": count,
+        "size": done.plan.size,
+        "done": list(done.notes),
+        "left_out": list(done.plan.notes),
+        "warnings": list(done.warnings),
+    }
