@@ -14,10 +14,23 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckptkit.core.bytesource import LocalFile
+from tests.slow import is_slow, unmatched
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "ckptkit"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow cases of large matrices, before `-m` selects."""
+    are_whole = not any("::" in argument for argument in config.args)
+    missing = unmatched(item.nodeid for item in items) if are_whole else []
+    if missing:
+        raise pytest.UsageError(f"tests/slow.py names cases that are gone: {missing}")
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 class Done(NamedTuple):

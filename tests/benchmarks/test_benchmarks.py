@@ -233,15 +233,16 @@ TENSORS = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One small input of each kind, but those that several processes make."""
-    folder = tmp_path_factory.mktemp("inputs")
-    for kind in ("pth", "safetensors", "wrapped", "zero3", "columns", "fp8", "mxfp4", "gptq"):
-        run([sys.executable, *Input(kind, SMALL, TENSORS).program], folder)
-    return folder
+    """The folder of the small inputs, each made when a test asks for it."""
+    return tmp_path_factory.mktemp("inputs")
 
 
-def source(kind: str) -> str:
-    return Input(kind, SMALL, TENSORS).path
+def source(folder: Path, kind: str) -> Path:
+    """Return a small input of this kind, made unless it is there."""
+    made = Input(kind, SMALL, TENSORS)
+    if not (folder / made.path).exists():
+        run([sys.executable, *made.program], folder)
+    return folder / made.path
 
 
 OF_PROCESSES = ("dcp", "ranks")  # inputs that several processes make
@@ -251,7 +252,7 @@ OF_PROCESSES = ("dcp", "ranks")  # inputs that several processes make
     "work", [each for each in WORKS if each.kind not in OF_PROCESSES], ids=lambda work: work.name
 )
 def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> None:
-    path = folder / source(work.kind)
+    path = source(folder, work.kind)
     fresh = tmp_path / f"out{path.suffix}"
     if "{fresh}" in work.command:
         fresh.write_bytes(path.read_bytes())
@@ -278,7 +279,7 @@ def test_what_torch_does(
     job: str, kind: str, name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plain ways, in this process: what they write is what the work is about."""
-    path = folder / source(kind)
+    path = source(folder, kind)
     monkeypatch.setattr(sys, "argv", ["-c", str(path), str(path)])
     monkeypatch.chdir(tmp_path)
     exec(peers.PROGRAMS[job][name], {})
@@ -307,8 +308,9 @@ def test_optional_peers_are_valid_programs() -> None:
 
 
 def test_inputs_have_their_size(tmp_path: Path) -> None:
-    run([sys.executable, *Input("safetensors", 1 / 64, 4).program], tmp_path)
-    state = load_file(tmp_path / source("safetensors"))
+    made = Input("safetensors", 1 / 64, 4)
+    run([sys.executable, *made.program], tmp_path)
+    state = load_file(tmp_path / made.path)
     assert sum(tensor.nbytes for tensor in state.values()) == 16 << 20
     assert len(state) == 4
     assert set(inputs.PROGRAMS) >= {work.kind for work in WORKS}
