@@ -98,7 +98,7 @@ def step(
     """Apply the rules of one step, which is `number` in a row of steps."""
     given = asked.config
     if given is None:
-        given = configuration.lazily(checkpoint.source)
+        given = configuration.lazily(checkpoint)
     work = _Step(rules.reversed() if asked.reverse else rules, keep, asked, given, number)
     made = names.rewrite(checkpoint, work.rewritten, keys)
     if work.is_relaid:

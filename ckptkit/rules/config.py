@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import PathError, UsageError
 
 NAME = "config.json"
@@ -39,9 +40,10 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
     return folder is not None and NAME in folder
 
 
-def lazily(source: ByteSource | Folder | None) -> Callable[[], Mapping[str, Any] | None]:
-    """`find`, when it is asked for."""
-    return lambda: find(source)
+def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
+    """The one that a checkpoint brings along, else that beside it, when it is asked for."""
+    own = dict(checkpoint.companions).get(NAME)
+    return lambda: find(checkpoint.source) if own is None else json.loads(own)
 
 
 def _folder(source: ByteSource | Folder | None) -> Folder | None:

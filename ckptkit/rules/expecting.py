@@ -107,7 +107,7 @@ class Expectations:
         """Yield what is not as expected. Reads the tensors only for `equal` and `finite`."""
         config = self.config
         if config is None:
-            config = configuration.lazily(checkpoint.source)
+            config = configuration.lazily(checkpoint)
         value = _values(config)
         tensors = checkpoint.weights
         for each in self.parsed:

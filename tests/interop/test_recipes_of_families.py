@@ -85,7 +85,7 @@ def vae() -> Any:
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "meta-llama": causal("llama"),
     "internlm2": causal("llama"),
-    "megatron-core": causal("llama"),
+    "megatron-llama": causal("llama"),
     "phi3": causal("llama"),
     "torchtitan-qwen3": causal("qwen3"),
     "torchtitan-deepseek-v3": causal("deepseek_v3", **MLA),
@@ -99,7 +99,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "openai-whisper": whisper,
     "ldm-vae": vae,
 }
-BACK = {"megatron-core": ("--arg", "pad=16")}
+BACK = {"megatron-llama": ("--arg", "pad=16")}
 STACKED = ("mixtral", "moe-experts")  # recipes to the layout of the model, not to that of its files
 
 
@@ -146,3 +146,23 @@ def test_fused_heads_are_those_that_falcon_takes(
         kept = rows.reshape(count, step, 8, 32)[:, 0].reshape(count * 8, 32)
         expected[f"{key}.{p}_proj.weight"] = kept.contiguous()
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+def test_a_megatron_folder_loads_with_from_pretrained(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    from tests.formats.parallel.making import mcore, megatron
+
+    said = {
+        "normalization": "RMSNorm", "position_embedding_type": "rope", "ffn_hidden_size": 12,
+        "max_position_embeddings": 32, "group_query_attention": True, "norm_epsilon": 1e-5, "rotary_base": 10000,
+    }  # fmt: skip
+    megatron(tmp_path / "in", mcore(2), [[[0]], [[1]]], tp=2, **said)
+    ckptkit("run", "megatron-llama", tmp_path / "in", tmp_path / "out")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert model.config.num_key_value_heads == 2 and model.config.vocab_size == 16
+    assert torch.equal(
+        model.state_dict()["lm_head.weight"],
+        load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"],
+    )

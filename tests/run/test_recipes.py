@@ -269,3 +269,14 @@ def test_the_list(run: Run) -> None:
     found = [[line.split()[0] for line in text.splitlines()[1:]] for text in (others, layouts)]
     assert sorted([*found[0], *found[1]]) == recipes.names()
     assert all(recipes.load(name).source for name in found[1])
+
+
+def test_the_help_lists_what_ships() -> None:
+    text = (ROOT / "ckptkit" / "help" / "rules.md").read_text()
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    shipped = [each for each in map(recipes.load, recipes.names()) if each.source]
+    assert len(shipped) > 20
+    for each in shipped:
+        assert (
+            rows[each.name] == f"| `{each.name}` | {each.about} | {each.checked or 'not checked'} |"
+        )

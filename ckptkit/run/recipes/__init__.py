@@ -6,6 +6,7 @@ A recipe is a YAML or TOML file:
     steps:                          # in this order
       - extract: [ema, model]       # the first of these entries that exists
       - strip: module.
+      - config: megatron-llama          # makes config.json of the arguments of the training
       - cast: {"*": bfloat16, "*norm*": float32}
       - rules: ["a.{l}.w{p:1|3} [o i] -> b.{l} [(p o) i]"]      # the notation of ckptkit.rules
         keep: rest                  # what no rule takes: globs, or all
@@ -39,6 +40,7 @@ from ckptkit.rules.errors import RuleError
 from ckptkit.rules.expecting import Expectations
 from ckptkit.rules.parsing import is_word
 from ckptkit.rules.planner import Rules, unused_argument
+from ckptkit.run.recipes import model_config
 from ckptkit.run.recipes.reversing import WrittenStep, backwards
 from ckptkit.transforms import combine, devices, elements, keys, quantized, quantizing, structure
 
@@ -226,10 +228,12 @@ def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str 
     try:
         if word == "rules":
             return _rules(number, step, asked, defaults)
+        if word == "config":
+            return _config(step.given, asked)
         if word == "expect":
             return Expectations(_texts(step.given), asked.config).check
         if word not in STEPS:
-            known = [*STEPS, "rules", "expect"]
+            known = [*STEPS, "config", "rules", "expect"]
             close = nearest(_shown(word).strip("'"), known) or known
             raise _WrongError(
                 f"step {number}: {_shown(word)} is not a step",
@@ -274,6 +278,15 @@ def _sizes(given: Any) -> dict[str, str | int]:
 
 
 # The arguments of a step
+
+
+def _config(given: Any, asked: Asked) -> Step:
+    if given not in model_config.TABLES:
+        raise _WrongError(
+            f"{_shown(given)} is no table of arguments", hint=", ".join(model_config.TABLES)
+        )
+    table = model_config.TABLES[given]
+    return lambda ck: model_config.with_config(ck, table, asked)
 
 
 def _text(given: Any) -> str:

@@ -17,7 +17,7 @@ class WrittenStep(NamedTuple):
 
 
 # Steps whose effect is left as it is: they lose nothing that the layout needs.
-PASSED_OVER = frozenset({"weights", "select", "cast", "remap", "compact", "drop-entry"})
+PASSED_OVER = frozenset({"config", "weights", "select", "cast", "remap", "compact", "drop-entry"})
 CHECKS = frozenset({"expect"})  # of the other layout
 
 
