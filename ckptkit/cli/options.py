@@ -135,8 +135,16 @@ class Edit:
         return checkpoint.alone() if self.part_only else checkpoint.whole()
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Edit:
-        """Return this Edit, with a recipe's output options where the user gave none."""
-        size = parsing.bytes_of(defaults["shard_size"]) if "shard_size" in defaults else None
+        """Return this Edit, with a recipe's output options where the user gave none.
+
+        A suffix says which format is wanted: DST is one file then.
+        """
+        from ckptkit.formats import of_suffix
+
+        if of_suffix(self.dst) is not None:
+            defaults = {**defaults, "format": None, "shard_size": None}
+        shard_size = defaults.get("shard_size")
+        size = None if shard_size is None else parsing.bytes_of(shard_size)
         return replace(
             self,
             format=self.format or defaults.get("format"),

@@ -165,8 +165,8 @@ def for_writing(
     """
     if name is not None:
         return _writer(name, shards)
+    by_suffix = of_suffix(path)
     lower = os.fspath(path).lower()
-    by_suffix = next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
     only_read = next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
     if only_read is not None and only_read.layout is None:
         return _writer(only_read.name)
@@ -183,6 +183,12 @@ def for_writing(
         where=urls.shown(os.fspath(path)),
         hint=f"use one of {known}, or --format; --shard-size 5GB writes a folder",
     )
+
+
+def of_suffix(path: str | os.PathLike[str]) -> Format | None:
+    """Return the format that the suffix of a path asks for, None if it asks for none."""
+    lower = os.fspath(path).lower()
+    return next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
 
 
 def _sharding(

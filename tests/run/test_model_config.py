@@ -93,13 +93,15 @@ class TestMegatronLlama:
 
     def test_and_back(self, run: Run, tmp_path: Path) -> None:
         saved(tmp_path / "in")
-        merged = tmp_path / "merged.pth"
-        run("extract", tmp_path / "in", merged, "--key", "model")
-        run("run", "megatron-llama", tmp_path / "in", tmp_path / "out")
-        run("run", "megatron-llama", tmp_path / "out", tmp_path / "back.pth", "--reverse")
-        back, before = torch.load(tmp_path / "back.pth"), torch.load(merged)
-        assert sorted(back) == sorted(before)
-        assert all(torch.equal(back[key], tensor) for key, tensor in before.items())
+        run("extract", tmp_path / "in", tmp_path / "merged.pth", "--key", "model")
+        run("run", "megatron-llama", tmp_path / "in", tmp_path / "out", "--arg", "vocab=13")
+        back = ("run", "megatron-llama", tmp_path / "out", tmp_path / "back.pth", "--reverse")
+        run(*back, "--arg", "pad=3")
+        found, before = torch.load(tmp_path / "back.pth"), torch.load(tmp_path / "merged.pth")
+        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            before[key][13:] = 0  # the padding was cut off
+        assert sorted(found) == sorted(before)
+        assert all(torch.equal(found[key], tensor) for key, tensor in before.items())
 
     @pytest.mark.parametrize("layout", ["tp1_pp1", "tp1_pp2", "tp2_pp1", "tp2_pp2"])
     def test_the_vectors(self, run: Run, tmp_path: Path, layout: str) -> None:
@@ -112,3 +114,10 @@ class TestMegatronLlama:
         full = torch.load(source / "full_hf.pt")
         assert sorted(state) == sorted(full)
         assert all(torch.equal(state[key], tensor) for key, tensor in full.items())
+
+
+def test_a_suffix_says_more_than_the_recipe(run: Run, tmp_path: Path) -> None:
+    saved(tmp_path / "in")
+    result = run("run", "megatron-llama", tmp_path / "in", tmp_path / "out.safetensors")
+    assert result.code == 0 and (tmp_path / "out.safetensors").is_file()
+    assert len(load_file(tmp_path / "out.safetensors")) == 39
