@@ -141,7 +141,7 @@ class Edit:
         """
         from ckptkit.formats import of_suffix
 
-        if of_suffix(self.dst) is not None:
+        if self.dst is not None and of_suffix(self.dst) is not None:
             defaults = {**defaults, "format": None, "shard_size": None}
         shard_size = defaults.get("shard_size")
         size = None if shard_size is None else parsing.bytes_of(shard_size)
