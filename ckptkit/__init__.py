@@ -5,7 +5,10 @@ The public names, each imported when it is first used, so that ``import ckptkit`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core import above
 
 if TYPE_CHECKING:
     from ckptkit.api import open_checkpoint as open
@@ -34,6 +37,18 @@ if TYPE_CHECKING:
     from ckptkit.transforms.structure import wrap as wrap
 
 __version__ = "0.1.0"
+
+# What methods of Checkpoint and Tensor call.
+_ABOVE = {
+    "html": ("views.notebook", "html"),
+    "open": ("api", "open_checkpoint"),
+    "numpy": ("compute.arrays", "numpy"),
+    "elements": ("compute.arrays", "elements"),
+    "torch": ("compute.arrays", "torch_tensor"),
+    "map": ("transforms.mapping", "map_weights"),
+    "set": ("transforms.structure", "with_value"),
+    "drop": ("transforms.structure", "without"),
+}
 
 # Public name -> its module, and its name there.
 _PLACES = {
@@ -93,23 +108,24 @@ __all__ = [
 ]
 
 
+def _above(name: str) -> Callable[..., Any]:
+    from importlib import import_module
+
+    module, attribute = _ABOVE[name]
+    found: Callable[..., Any] = getattr(import_module(f"ckptkit.{module}"), attribute)
+    return found
+
+
+above.find = _above
+
+
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
     if name not in _PLACES:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     module, attribute = _PLACES[name]
-    from ckptkit.core import display
-
-    display.render_html = _html
     return getattr(import_module(f"ckptkit.{module}"), attribute)
-
-
-def _html(value: object) -> str:
-    """Render a value for a notebook; the renderer is imported when a notebook needs it."""
-    from ckptkit.views import notebook
-
-    return notebook.html(value)
 
 
 def __dir__() -> list[str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
-from ckptkit.core.bytesource import ByteSource, Folder
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core import arguments
+from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
+from ckptkit.pickles import live
 from ckptkit.pickles.nested import look_with
 from ckptkit.remote import urls
 
@@ -50,7 +52,7 @@ class Publishing(TypedDict, total=False):
     progress: Callable[[int, int], None] | None  # called with bytes since the last call, and total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Conversion:
     """The result of a conversion: the checkpoint as it was written, and the plan."""
 
@@ -59,6 +61,10 @@ class Conversion:
     format: str
     path: str
     published: Published | None  # None: a dry run
+
+    def __repr__(self) -> str:
+        done = "planned" if self.published is None else "written"
+        return f"<Conversion {self.path}: {self.format}, {self.plan!r} {done}>"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -80,20 +86,57 @@ class Conversion:
 
 
 def open_checkpoint(
-    path: PathLike | Checkpoint, *, key: str | None = None, asked: Asked | None = None
+    source: Source, *, key: str | None = None, asked: Asked | None = None
 ) -> Checkpoint:
-    """The checkpoint in a file or folder: headers are read, no tensor is, and torch is not
-    imported.
+    """Open a checkpoint: headers are read, no tensor is, and torch is not imported.
 
-    `key` names the entry to take as the weights (``"model"``, ``"ema.generator"``), `asked` says
-    how the files of many processes are put together. Raises an InputError for what is not a
-    checkpoint, PathError for what is not there.
+    `source` is the path or URL of a file or folder, the bytes of a file, a binary file object, a
+    mapping in memory (a state_dict), or a Checkpoint. `key` names the entry to take as the weights
+    (``"model"``, ``"ema.generator"``), `asked` says how the files of many processes are put
+    together. Raises an InputError for what is not a checkpoint, MissingFileError (a
+    FileNotFoundError) for what is not there. ``with ckptkit.open(path) as ck`` closes the files.
     """
-    if isinstance(path, Checkpoint):
-        checkpoint = path
-    else:
-        checkpoint = _read(open_place(path), lambda place: formats.read(place, asked))
-    return checkpoint if key is None else checkpoint.with_key(key)
+    checkpoint = _opened(source, asked)
+    return checkpoint if key is None else checkpoint.with_key(arguments.text("key", key))
+
+
+def _opened(source: Source, asked: Asked | None) -> Checkpoint:
+    if isinstance(source, Checkpoint):
+        return source
+    if isinstance(source, Mapping):
+        return live.checkpoint(source)
+    return _read(_place(source), lambda place: formats.read(place, asked))
+
+
+def _place(source: object) -> ByteSource | Folder:
+    """Return where the bytes of a file or folder are."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return Memory(bytes(source), "<bytes>")
+    if hasattr(source, "read") and hasattr(source, "seek"):
+        return FileObject(source)  # type: ignore[arg-type]
+    return open_place(_path("source", source))
+
+
+def _path(name: str, value: object) -> str:
+    """Return the path that an argument is. Raises UsageError for what is none."""
+    try:
+        path = os.fsdecode(value) if not isinstance(value, bytes) else None  # type: ignore[arg-type]
+    except TypeError:
+        path = None
+    if path is None:
+        hint = "torch.nn.Module: give model.state_dict()" if hasattr(value, "state_dict") else None
+        error = arguments.wrong(name, _SOURCES[name], value)
+        error.hint = hint
+        raise error
+    if not path:
+        raise UsageError(f"{name} is an empty path")
+    return path
+
+
+_SOURCES = {
+    "source": "a path, a URL, bytes, a binary file object, a mapping or a Checkpoint",
+    "destination": "a path or URL",
+}
 
 
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
@@ -106,20 +149,22 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
         raise
 
 
-def recover(path: PathLike, *, unverified: bool = False) -> Recovered:
-    """Read what is intact in a cut or damaged file: a checkpoint without its damaged tensors, and
-    the list of those.
+def recover(source: Source, *, unverified: bool = False) -> Recovered:
+    """Return what is whole of a cut or damaged file: a checkpoint without the tensors that are
+    not, and their list.
 
     A tensor is intact if its bytes have the checksum that the file records. A format without
     checksums has nothing but its length: where that is wrong, bytes may be shifted. With
     `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
     UnsupportedError for a format from which nothing can be recovered.
     """
-    return _read(open_place(path, undo=True), partial(formats.recover, unverified=unverified))
+    is_path = isinstance(source, (str, os.PathLike))
+    place = open_place(_path("source", source), undo=True) if is_path else _place(source)
+    return _read(place, partial(formats.recover, unverified=unverified))
 
 
 def save(
-    checkpoint: Checkpoint,
+    checkpoint: Source,
     path: PathLike,
     *,
     format: str | None = None,
@@ -129,18 +174,22 @@ def save(
 ) -> Conversion:
     """Write a checkpoint to `path`, in `format` or in that of the suffix.
 
-    Nothing is written before the plan is complete, and `path` appears whole or not at all. Further
-    arguments, all off by default: ``force``, ``durable``, ``verify``, ``allow_expand``,
-    ``executor``, ``progress`` (:class:`Publishing`). Raises OutputExistsError without ``force``,
-    OutputError where it cannot be written.
+    `checkpoint` is a Checkpoint, anything that `open` takes, or a mapping of torch tensors, numpy
+    arrays, tensors of checkpoints and plain values, nested as you like; tensors that share memory
+    share it again. Nothing is written before the plan is complete, and `path` appears whole or not
+    at all. Further arguments, all off by default: ``force``, ``durable``, ``verify``,
+    ``allow_expand``, ``executor``, ``progress`` (:class:`Publishing`). Raises OutputExistsError (a
+    FileExistsError) without ``force``, OutputError (an OSError) where it cannot be written.
     """
+    path = _path("destination", path)
+    checkpoint = opened(checkpoint)
     chosen = formats.for_writing(path, format, keep=checkpoint.format, shards=_in_shards(options))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=False)
 
 
 def convert(
-    source: PathLike | Checkpoint,
-    destination: PathLike | None,
+    source: Source,
+    destination: PathLike | None = None,
     *steps: Step,
     in_place: bool = False,
     keep_format: bool = True,
@@ -159,16 +208,16 @@ def convert(
     part of a checkpoint of several processes is taken for itself with `part_only` alone; `asked` is
     as for `open_checkpoint`, the rest as for `save`.
     """
-    if in_place and not isinstance(source, Checkpoint):
+    if in_place and isinstance(source, (str, os.PathLike)):
         source = _read(open_place(source, undo=True), formats.read)
     checkpoint = open_checkpoint(source, key=key, asked=asked)
     if part_only:
         checkpoint = checkpoint.alone()
     elif not keep_format:
         checkpoint = checkpoint.whole()
-    path = _own_place(checkpoint, format) if in_place else destination
-    if path is None:
-        raise UsageError("there is no destination")
+    if not in_place and destination is None:
+        raise UsageError("there is no destination", hint="in_place=True changes the source")
+    path = _own_place(checkpoint, format) if in_place else _path("destination", destination)
     keep = checkpoint.format if keep_format or in_place else None
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
     # Otherwise it is released: there may be little memory.
@@ -240,7 +289,10 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
     name = checkpoint.name
     try:
         for step in steps:
-            checkpoint = step(checkpoint)
+            changed = arguments.function("a step", step)(checkpoint)
+            if not isinstance(changed, Checkpoint):
+                raise arguments.wrong("the result of a step", "a Checkpoint", changed)
+            checkpoint = changed
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__
     return checkpoint

@@ -58,12 +58,22 @@ OTHERS = {
     "fsspec": ("remote", "publish"),
     "aiohttp": ("remote",),
     "safetensors": ("compute", "loading"),
+    "ml_dtypes": ("compute",),
     "transformers": ("compute",),
     "distributed": ("run",),
     "zstandard": ("containers",),
     "yaml": ("run", "formats"),
 }
-LAZY = ("torch", "transformers", "numpy", "fsspec", "aiohttp", "safetensors", "distributed")
+LAZY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "fsspec",
+    "aiohttp",
+    "safetensors",
+    "distributed",
+    "ml_dtypes",
+)
 
 
 @cache

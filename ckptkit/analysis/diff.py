@@ -15,7 +15,7 @@ from ckptkit.analysis.matching import Matching
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.analysis.pairing import is_taken_by_torch, pairs
 from ckptkit.compute import Difference
-from ckptkit.core import display
+from ckptkit.core import above
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, some
@@ -51,7 +51,7 @@ class Silent(NamedTuple):
     all_parameters: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diff:
     """The differences of two sets of weights, A and B.
 
@@ -110,9 +110,17 @@ class Diff:
             f"sides{''.join(looks)}"
         )
 
-    def _repr_html_(self) -> str | None:
+    def __bool__(self) -> bool:
+        """Return whether there are differences."""
+        return not self.equal
+
+    def __repr__(self) -> str:
+        return f"<Diff {self.summary}>"
+
+    def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        return display.html(self)
+        html: str = above.call("html", self)
+        return html
 
     def __str__(self) -> str:
         """The summary, the first names of each kind, and what to type."""

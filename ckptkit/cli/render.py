@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TextIO
 
-from ckptkit.core.errors import OutputError
+from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.text import escape as escape
 from ckptkit.core.text import plural as plural
 from ckptkit.core.text import shape as shape
@@ -45,7 +45,7 @@ def write(pieces: Iterable[str]) -> None:
         raise OutputError("is closed", where=STDOUT)
     try:
         sys.stdout.writelines(pieces)
-    except BrokenPipeError:
+    except (BrokenPipeError, CkptkitError):
         raise
     except OSError as error:
         raise stdout_failed(error) from error

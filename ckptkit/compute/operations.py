@@ -34,6 +34,7 @@ blocks    a `Blocks`                      elements of a quantized weight, whose 
                                           (:mod:`ckptkit.compute.dequantizing`)
 quantize  kind, part, dtype, rows,        codes or scales (`part`) of a matrix of floating-point
           columns                         elements (:mod:`ckptkit.compute.quantizing`)
+apply     an `Application`                elements of what a function makes of a tensor
 ========  ==============================  ========================================================
 
 dtypes are names of :mod:`ckptkit.core.dtypes`; elements are little-endian. Each operation but
@@ -314,6 +315,19 @@ def _quantize(derived: Derived, start: int, stop: int) -> Pieces:
     return quantize(lambda at, length: bytes(read(at, length)), derived, start, stop)
 
 
+def _apply(derived: Derived, start: int, stop: int) -> Pieces:
+    from ckptkit.compute.application import Application, result
+
+    (job,) = derived.parameters
+    assert isinstance(job, Application)
+    data = bytearray(derived.inputs[0].length)
+    read_into(derived.inputs[0], 0, memoryview(data))
+    made = result(job, data)
+    del data
+    for at in range(start, stop, PIECE):
+        yield made[at : min(at + PIECE, stop)]
+
+
 def _mean(derived: Derived, start: int, stop: int) -> Pieces:
     mean = Mean(derived)
     size = mean.target.itemsize
@@ -468,4 +482,5 @@ OPERATIONS: dict[str, Callable[[Derived, int, int], Pieces]] = {
     "sum": _mean,
     "blocks": _blocks,
     "quantize": _quantize,
+    "apply": _apply,
 }

@@ -16,9 +16,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
-from ckptkit.core.errors import InputChangedError, InputError, PathError, TruncatedError
+from ckptkit.core.errors import (
+    ArgumentError,
+    InputChangedError,
+    InputError,
+    MissingFileError,
+    PathError,
+    TruncatedError,
+    UsageError,
+)
 from ckptkit.core.text import nearest
 
 Identity = tuple[int | str, ...]
@@ -61,6 +69,9 @@ class ByteSource(ABC):
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
         """Release what keeps the source open. Reading again is an error."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
     def _missing(self, offset: int, length: int) -> TruncatedError:
         return TruncatedError(
             f"ends at byte {self.size:,}, {offset + length - self.size:,} bytes too early",
@@ -72,11 +83,14 @@ class ByteSource(ABC):
 class Memory(ByteSource):
     """Bytes in memory."""
 
-    def __init__(self, data: bytes, name: str = "<memory>") -> None:
+    def __init__(self, data: bytes | memoryview, name: str = "<memory>") -> None:
         self.data = data
         self.name = name
         self.size = len(data)
         self.identity = ("memory", id(data))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Memory, (bytes(self.data), self.name)
 
     def check_unchanged(self) -> None:
         if self.whole is not None:
@@ -85,7 +99,53 @@ class Memory(ByteSource):
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise self._missing(offset, length)
-        return self.data[offset : offset + length]
+        return bytes(self.data[offset : offset + length])
+
+
+class FileObject(ByteSource):
+    """An open binary file object, from its beginning; it stays the caller's to close."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        given = getattr(file, "name", None)
+        self.name = given if isinstance(given, str) else "<file object>"
+        self._file = file
+        self._lock = threading.Lock()
+        try:
+            is_text = not isinstance(file.read(0), bytes)
+            self.size = file.seek(0, os.SEEK_END)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"the file object cannot be read at any place: {error}",
+                where=self.name,
+                hint="ckptkit.open(file.read()) takes its bytes",
+            ) from error
+        if is_text:
+            raise ArgumentError(
+                "the file object gives text, not bytes", where=self.name, hint='open(path, "rb")'
+            )
+        self.identity = ("file object", id(file), self.size)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise UsageError(
+            "an open file object cannot be given to other processes",
+            where=self.name,
+            hint="open its path instead",
+        )
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise self._missing(offset, length)
+        with self._lock:
+            try:
+                self._file.seek(offset)
+                data = self._file.read(length)
+                while len(data) < length and (more := self._file.read(length - len(data))):
+                    data += more
+            except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
+                raise InputError(f"cannot be read: {error}", where=self.name) from error
+        if len(data) < length:
+            raise InputChangedError("became shorter while it was read", where=self.name)
+        return data
 
 
 class Section(ByteSource):
@@ -204,7 +264,7 @@ def _open_regular(path: str, name: str, follow: bool) -> int:
     try:
         fd = os.open(path, flags)
     except FileNotFoundError as error:
-        raise PathError("does not exist", where=name, hint=_instead(path, name)) from error
+        raise MissingFileError("does not exist", where=name, hint=_instead(path, name)) from error
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno == errno.ELOOP and not follow:

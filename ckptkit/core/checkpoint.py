@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from ckptkit.core import display
+from ckptkit.core import above, arguments
 from ckptkit.core.bytesource import ByteSource, Folder
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import escape, plural, size
-from ckptkit.core.tree import Global, Node, Object, join
+from ckptkit.core.tree import Global, Node, Object, children, find, join
 from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
 
 if TYPE_CHECKING:
@@ -170,6 +170,78 @@ class Checkpoint:
         """Return this checkpoint with the weights taken from the entry `key`."""
         return replace(self, key=key)
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return an entry: one of `keys`, or the dotted path of a value inside of these.
+
+        Raises UnknownNameError (a KeyError).
+        """
+        try:
+            for each, value in children(self.root):
+                if each == key and type(each) is type(key):
+                    return _plain_entry(value)
+        except RecursionError:
+            pass  # a key that nests too deep to be compared
+        if not isinstance(key, str):
+            raise UnknownNameError(f"there is no entry {key!r}", where=self.name)
+        try:
+            return _plain_entry(find(self.root, key)[1])
+        except UnknownNameError as error:
+            if self._has_weight(key):
+                error.hint = f"ck.weights[{key!r}] is the weight of that name"
+            raise error.at(self.name or "") from None
+
+    def _has_weight(self, name: str) -> bool:
+        try:
+            return self.selection is not None and name in self.selection.nodes
+        except CkptkitError:
+            return False
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]
+        except UnknownNameError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over `keys`."""
+        return iter(self.keys())
+
+    def keys(self) -> list[Any]:
+        """Return the keys of the entries at the root, in the order of the file."""
+        return [key for key, _ in children(self.root)]
+
+    def with_value(self, path: str, value: object) -> Checkpoint:
+        """Return this checkpoint with another value at the dotted `path`, or a new entry there.
+
+        `value` is anything that `ckptkit.save` takes: plain values, torch tensors, numpy arrays,
+        tensors of checkpoints, and containers of these.
+        """
+        made: Checkpoint = above.call("set", self, path, value)
+        return made
+
+    def without(self, path: str) -> Checkpoint:
+        """Return this checkpoint without the entry at the dotted `path`."""
+        made: Checkpoint = above.call("drop", self, path)
+        return made
+
+    def map(self, function: Callable[[Any], Any], keys: str | Iterable[str] = "*") -> Checkpoint:
+        """Return this checkpoint with `function` applied to the weights that match a glob.
+
+        `function` takes a torch tensor on the CPU and returns one (or a numpy array), and gives the
+        same result for the same tensor each time: it is called on a tensor of the meta device for
+        the shape (or on the weight, where it cannot do with that), and on each weight when this is
+        written. One weight at a time is in memory.
+        """
+        made: Checkpoint = above.call("map", self, function, keys)
+        return made
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         """Return one line for the prompt, without any address.
 
@@ -177,9 +249,10 @@ class Checkpoint:
         """
         return f"<Checkpoint {self.heading}>"
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         """Return what a notebook shows: the weights and the other entries."""
-        return display.html(self)
+        html: str = above.call("html", self)
+        return html
 
     @property
     def heading(self) -> str:
@@ -204,6 +277,38 @@ class Checkpoint:
         """Close the files that tensors are read from."""
         if self.source is not None:
             self.source.close()
+
+
+Source: TypeAlias = (
+    str | os.PathLike[str] | bytes | BinaryIO | Mapping[Any, Any] | Checkpoint
+)  # what every function takes for a checkpoint
+
+
+def opened(source: Source) -> Checkpoint:
+    """Return a checkpoint as it is, or open what else stands for one."""
+    if isinstance(source, Checkpoint):
+        return source
+    made: Checkpoint = above.call("open", source)
+    return made
+
+
+def several(sources: Iterable[Source]) -> list[Checkpoint]:
+    """Open several checkpoints. Raises ArgumentError for one alone."""
+    if isinstance(sources, (str, bytes, os.PathLike, Mapping, Checkpoint)) or not isinstance(
+        sources, Iterable
+    ):
+        raise arguments.wrong("checkpoints", "a list of checkpoints", sources)
+    return [opened(each) for each in sources]
+
+
+def _plain_entry(node: Node) -> Node:
+    """Return the tensor or number that a call in the file makes; any other node as it is."""
+    if not isinstance(node, Object):
+        return node
+    tensor = node.tensor
+    if tensor is not None and tensor.layout == "strided" and tensor.dtype.kind != "quantized":
+        return tensor
+    return node if node.value is None else node.value
 
 
 def _class_of(node: Node) -> str:

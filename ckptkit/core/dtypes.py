@@ -8,7 +8,9 @@ bits, while the elements of a quint4x2 tensor are 4 bits each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from ckptkit.core import arguments
 from ckptkit.core.errors import FormatError
 from ckptkit.core.text import meant
 
@@ -107,6 +109,8 @@ ALIASES: dict[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 
+DTypeLike: TypeAlias = Any  # a name, a DType, or a type of torch, numpy or ml_dtypes
+
 UINT8 = BY_NAME["uint8"]
 NOT_IN_TORCH = frozenset({FLOAT4.name, "float6_e2m3", "float6_e3m2"})
 UNKNOWN = "unknown dtype"  # the layout of a tensor of unknown element size
@@ -117,11 +121,13 @@ def unknown(name: str) -> DType:
     return DType(name, 8, "unknown")
 
 
-def parse(name: str) -> DType:
-    """Return the type called `name`: ``float32``, ``torch.float32``, ``fp16``, ``bf16``...
+def parse(given: DTypeLike) -> DType:
+    """Return the type that is meant: ``float32``, ``fp16``, ``torch.float32``, ``np.float32``...
 
-    Raises FormatError.
+    A name or an object of torch, numpy or ml_dtypes. Raises FormatError for an unknown name,
+    ArgumentError for what is neither.
     """
+    name = _name(given)
     plain = name.strip().lower().removeprefix("torch.")
     found = BY_NAME.get(ALIASES.get(plain, plain))
     if found is None:
@@ -131,3 +137,17 @@ def parse(name: str) -> DType:
             hint=f"{meant(plain, [*BY_NAME, *ALIASES])}known dtypes: {known}",
         )
     return found
+
+
+def _name(given: object) -> str:
+    """Return the name of a type, given as a name, a torch.dtype, a numpy.dtype or its class."""
+    if isinstance(given, (str, DType)):
+        return str(given)
+    origin = (given if isinstance(given, type) else type(given)).__module__.partition(".")[0]
+    if origin == "torch" and type(given).__name__ == "dtype":
+        return str(given)
+    if origin in ("numpy", "ml_dtypes"):
+        name = getattr(given, "__name__" if isinstance(given, type) else "name", None)
+        if isinstance(name, str):
+            return name
+    raise arguments.wrong("a dtype", "a name, a torch.dtype or a numpy dtype", given)

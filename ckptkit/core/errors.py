@@ -2,7 +2,7 @@
 
 Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is
 about, a hint (what to type next) and the exit code of the command line. Any other exception that
-escapes is a bug.
+escapes is a bug. Each kind is also the builtin error that Python code catches for such a failure.
 """
 
 from __future__ import annotations
@@ -45,20 +45,38 @@ class CkptkitError(Exception):
         return self
 
 
-class UsageError(CkptkitError):
+class UsageError(CkptkitError, ValueError):
     """The request is invalid as typed: a bad option, DST is SRC, an unknown key or suffix."""
 
     code = "usage"
     exit_code = 2
 
 
-class MissingPackageError(UsageError):
+class ArgumentError(UsageError, TypeError):
+    """An argument of a function is of the wrong type."""
+
+    code = "argument"
+
+
+class UnknownNameError(UsageError, KeyError):
+    """The checkpoint has no entry of that name."""
+
+    code = "unknown-name"
+
+
+class PositionError(UsageError, IndexError):
+    """An index is outside of a tensor."""
+
+    code = "position"
+
+
+class MissingPackageError(UsageError, ImportError):
     """The request needs a package that is not installed."""
 
     code = "missing-package"
 
 
-class OutputExistsError(UsageError):
+class OutputExistsError(UsageError, FileExistsError):
     """The destination exists and `force` was not given."""
 
     code = "output-exists"
@@ -76,7 +94,13 @@ class PathError(InputError):
     code = "path"
 
 
-class FormatError(InputError):
+class MissingFileError(PathError, FileNotFoundError):
+    """There is no file or folder at the path."""
+
+    code = "missing-file"
+
+
+class FormatError(InputError, ValueError):
     """Malformed: the bytes break a rule of their format, or are in no format that ckptkit knows."""
 
     code = "format"
@@ -94,7 +118,7 @@ class CorruptError(FormatError):
     code = "corrupt"
 
 
-class AmbiguousError(InputError):
+class AmbiguousError(InputError, ValueError):
     """Two readers could understand the input differently, or more than one part could be meant."""
 
     code = "ambiguous"
@@ -124,25 +148,25 @@ class LimitError(InputError):
     code = "limit"
 
 
-class TensorError(InputError):
+class TensorError(InputError, ValueError):
     """A tensor's geometry does not fit its storage, or the operation is undefined for its dtype."""
 
     code = "tensor"
 
 
-class DeviceError(InputError):
+class DeviceError(InputError, RuntimeError):
     """The device is not on this machine."""
 
     code = "device"
 
 
-class ModelError(InputError):
+class ModelError(InputError, RuntimeError):
     """A model class cannot be imported or built, or the weights do not fit it."""
 
     code = "model"
 
 
-class OutputError(CkptkitError):
+class OutputError(CkptkitError, OSError):
     """The output could not be written; the destination is as it was."""
 
     code = "output"

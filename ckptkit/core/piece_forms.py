@@ -20,7 +20,7 @@ from math import prod
 from typing import Literal
 
 from ckptkit.core.bytesource import Range, RecordSlice
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.pieces import (
     PARTIAL,
@@ -63,6 +63,8 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
         if name == "DTensor":
             return _mesh_piece(whole, state, {} if meshes is None else meshes)
         return _shard_piece(whole, state)
+    except CkptkitError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise FormatError(f"holds a {name} in a form that no known torch writes") from error
 

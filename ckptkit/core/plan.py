@@ -20,10 +20,14 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
+from ckptkit.core.text import plural
 
 SEEKABLE = frozenset(
     {"blocks", "quantize"}
 )  # operations of which any part costs no more than its share
+
+
+ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
 
 
 class Summed(NamedTuple):
@@ -67,7 +71,7 @@ def length(segment: Segment) -> int:
     return segment.length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class OutputFile:
     """One file and its segments in order: its name inside a folder, with slashes where that has
     folders of its own, "" if the plan is that file alone."""
@@ -80,8 +84,11 @@ class OutputFile:
         """Bytes of the whole file."""
         return sum(map(length, self.segments))
 
+    def __repr__(self) -> str:
+        return f"<OutputFile {self.name or 'alone'}: {self.size:,} bytes>"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Everything that one command writes.
 
@@ -110,6 +117,9 @@ class Plan:
                 found.setdefault(id(source), source)
         return list(found.values())
 
+    def __repr__(self) -> str:
+        return f"<Plan of {plural(len(self.files), 'file')}, {self.size:,} bytes>"
+
     def __str__(self) -> str:
         """Describe the plan for --dry-run, a line per file."""
         lines = []
@@ -136,7 +146,7 @@ class Edit(NamedTuple):
         return self.offset + len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Patch:
     """An edit of `base` in place: other bytes in a few places, and the size `size`.
 
@@ -156,6 +166,9 @@ class Patch:
     def written(self) -> int:
         """Bytes that are written."""
         return sum(len(edit.data) for edit in (*self.edits, self.seal) if edit is not None)
+
+    def __repr__(self) -> str:
+        return f"<Patch {self}>"
 
     def __str__(self) -> str:
         """Describe the patch for --dry-run, in a line."""

@@ -10,17 +10,24 @@ three times as long to make, and there may be a hundred thousand of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from ckptkit.core import above
 from ckptkit.core.bytesource import Record
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import TensorError
+from ckptkit.core.errors import ArgumentError, TensorError
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.text import shape as shape_text
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 Shape = tuple[int, ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Storage:
     """`record.length` bytes, the device that they were saved from, and their CRC-32 where known."""
 
@@ -33,8 +40,11 @@ class Storage:
     def nbytes(self) -> int:
         return self.record.length
 
+    def __repr__(self) -> str:
+        return f"<Storage {self.nbytes:,} bytes, {self.device}>"
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, repr=False)
 class TypedStorage:
     """A storage seen as elements of one type, or of none (`dtype` None: torch's UntypedStorage).
 
@@ -54,8 +64,11 @@ class TypedStorage:
             return self.stop - self.start
         return self.storage.nbytes // (1 if self.dtype is None else self.dtype.itemsize)
 
+    def __repr__(self) -> str:
+        return f"<TypedStorage {self.dtype or 'of bytes'} [{self.elements}]>"
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, repr=False)
 class Tensor:
     """A strided view of a storage: `shape`, `stride` and `offset` (from its start) in elements.
 
@@ -63,6 +76,9 @@ class Tensor:
     Where ``layout`` is not ``strided`` (``sparse_coo``, ``nested``...), the tensor is made of
     others: ``storage`` is then that of its values and ``stride`` is empty. ``conj`` and ``neg``
     mean that the stored bytes are still to be conjugated or negated.
+
+    Elements are read when they are asked for: ``t[0:3, :, 5]`` and ``t.numpy()`` give numpy
+    arrays, ``t.torch()`` a torch tensor.
     """
 
     storage: Final[Storage | None]
@@ -79,6 +95,46 @@ class Tensor:
     def __post_init__(self) -> None:
         strided = self.storage if self.layout == "strided" else None
         check_geometry(strided, self.dtype, self.shape, self.stride, self.offset)
+
+    def numpy(self) -> Array:
+        """Read the elements into a numpy array.
+
+        bfloat16 and floats of 8 bits have the types of ml_dtypes: MissingPackageError without it.
+        Raises TensorError for what numpy has no array of.
+        """
+        array: Array = above.call("numpy", self)
+        return array
+
+    def torch(self, device: object = None) -> Any:
+        """Read the elements into a torch tensor on `device` (default: the CPU)."""
+        return above.call("torch", self, device)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read some elements, as numpy slices: integers, slices, ``...`` and None.
+
+        Only these bytes are read, with gaps below 64 KiB between them.
+        """
+        return above.call("elements", self, index)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension."""
+        if not self.shape:
+            raise ArgumentError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        """Return True, whatever the elements: these are not read."""
+        return True
+
+    def __repr__(self) -> str:
+        place = "" if self.device == "cpu" else f" on {self.device}"
+        kind = {"tensor": "Tensor", "parameter": "Parameter"}.get(self.kind, self.kind)
+        layout = "" if self.layout == "strided" else f" {self.layout}"
+        return f"<{kind} {self.dtype} {shape_text(self.shape)}{layout}{place}>"
 
     @property
     def device(self) -> str:

@@ -15,10 +15,10 @@ from itertools import chain
 from typing import Any
 
 from ckptkit.core.bytesource import Extent
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import UnknownNameError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import entries
+from ckptkit.core.text import entries, plural, shown
 
 Node = Any
 Path = tuple[Node, ...]
@@ -133,6 +133,9 @@ class SetNode:
         self.items = items
         self.frozen = frozen
 
+    def __repr__(self) -> str:
+        return f"<{'frozenset' if self.frozen else 'set'} of {plural(len(self.items), 'value')}>"
+
 
 class Pairs:
     """A mapping that Python could not hold: repeated, colliding or unhashable keys.
@@ -145,6 +148,9 @@ class Pairs:
     def __init__(self, pairs: list[tuple[Node, Node]], state: Node = None) -> None:
         self.pairs = pairs
         self.state = state
+
+    def __repr__(self) -> str:
+        return f"<mapping of {plural(len(self.pairs), 'pair')}, with keys that Python cannot hold>"
 
 
 class ByteString:
@@ -164,6 +170,9 @@ class ByteString:
     def __str__(self) -> str:
         return self.data.decode("latin-1")
 
+    def __repr__(self) -> str:
+        return shown(self.data)
+
 
 class StoredBytes:
     """A long byte string left in its source.
@@ -177,11 +186,15 @@ class StoredBytes:
         self.extent = extent
         self.kind = kind
 
+    def __repr__(self) -> str:
+        return f"<{self.kind}: {self.extent.length:,} bytes in the file>"
+
 
 LEAVES = (
     *(Tensor, TypedStorage, Global, ByteString, StoredBytes),
     *(str, bytes, bytearray, int, float, complex, type(None)),
 )
+_SIZED = (dict, list, tuple, str, bytes)
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
@@ -314,7 +327,7 @@ def _size(node: Node) -> int:
     if isinstance(node, (dict, list, tuple)):
         return 1 + len(node)
     if isinstance(node, Object):
-        return 1 + sum(len(value) if hasattr(value, "__len__") else 1 for _, value in node.steps)
+        return 1 + sum(len(value) if isinstance(value, _SIZED) else 1 for _, value in node.steps)
     return 1 + len(node.items if isinstance(node, SetNode) else node.pairs)
 
 
@@ -362,7 +375,7 @@ def key_text(key: Node) -> str:
 def find(root: Node, dotted: str) -> tuple[Path, Node]:
     """Return the path and node that `dotted` addresses. Keys may contain dots themselves.
 
-    Raises UsageError if there is none.
+    Raises UnknownNameError if there is none.
     """
     if dotted == "":
         return (), root
@@ -380,7 +393,7 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
             if rest.startswith(text + "."):
                 waiting.append(((*path, key), child, rest[len(text) + 1 :]))
     hint = entries(dotted, [key_text(key) for key, _ in children(root)])
-    raise UsageError(f"there is no entry {dotted!r}", hint=hint)
+    raise UnknownNameError(f"there is no entry {dotted!r}", hint=hint)
 
 
 class Rebuild:

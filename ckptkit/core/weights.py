@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import some
+from ckptkit.core.text import plural, some
 from ckptkit.core.tree import (
     Global,
     Node,
@@ -40,7 +40,7 @@ WELL_KNOWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Weights:
     """The state_dict of a checkpoint: its path, the node that holds it, and its tensors by name.
 
@@ -62,6 +62,9 @@ class Weights:
             for name, node in self.nodes.items()
             if (tensor := as_tensor(node)) is not None
         }
+
+    def __repr__(self) -> str:
+        return f"<Weights {join(self.path) or 'at the root'}: {plural(len(self.nodes), 'tensor')}>"
 
     @property
     def is_module(self) -> bool:

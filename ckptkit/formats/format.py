@@ -104,12 +104,15 @@ class Loss:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Recovered:
     """A recovered checkpoint, and the list of losses."""
 
     checkpoint: Checkpoint
     lost: tuple[Loss, ...]
+
+    def __repr__(self) -> str:
+        return f"<Recovered {self.checkpoint.heading}; {len(self.lost):,} lost>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 GROUP = 1 << 30  # bytes in memory at once, beside the model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """The result of `load_into`: names are those of the model, those in `unexpected` of the file.
 
@@ -52,6 +52,9 @@ class LoadReport:
     def complete(self) -> bool:
         """Return whether file and model have the same entries."""
         return not (self.missing or self.unexpected or self.mismatched)
+
+    def __repr__(self) -> str:
+        return f"<LoadReport {'; '.join(str(self).splitlines())}>"
 
     def __str__(self) -> str:
         changes = [f"stripped {self.stripped!r}"] * bool(self.stripped) + [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.grouping import flatten
-from ckptkit.core.plan import Deferred, Segment, Summed, crc32_combine, length
+from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, crc32_combine, length
 from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
@@ -85,13 +86,25 @@ def execute(
 
 
 def _work(path: str, segments: Sequence[Segment]) -> int:
-    """Count the bytes whose copying gains from threads."""
+    """Count the bytes whose copying gains from threads.
+
+    None do where whole tensors are held in memory: there is one at a time.
+    """
+    if any(map(_is_whole, segments)):
+        return -sys.maxsize
     copies = in_memory(os.stat(path).st_dev)
     return sum(
         length(each)
         for each in segments
         if copies or isinstance(each, (Summed, Derived)) or _is_remote(each)
     )
+
+
+def _is_whole(segment: Segment | Extent) -> bool:
+    extent = segment.extent if isinstance(segment, Summed) else segment
+    if not isinstance(extent, Derived):
+        return False
+    return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
 
 
 def _is_remote(segment: Segment) -> bool:

@@ -230,6 +230,8 @@ def look(path: str) -> None:
     for journal, file in journals_of(path):
         try:
             _look(journal, file)
+        except CkptkitError:
+            raise
         except OSError as error:
             raise InputError(f"{_INTERRUPTED}: {error.strerror}", where=file) from error
 
@@ -266,6 +268,8 @@ def undo_interrupted(path: str) -> None:
     for journal, file in journals_of(path):
         try:
             _undo_interrupted(journal, file)
+        except CkptkitError:
+            raise
         except OSError as error:
             raise OutputError(
                 f"{_INTERRUPTED}, and cannot be undone: {error.strerror}", where=file

@@ -10,7 +10,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputChangedError,
+    InputError,
+    MissingFileError,
+    OutputError,
+    PathError,
+)
 from ckptkit.remote.urls import shown, without_query
 
 # The package to install for a scheme; for others, the message of fsspec names one.
@@ -33,7 +40,7 @@ class Status(Exception):
         self.status = status
 
 
-class MissingError(PathError):
+class MissingError(MissingFileError):
     """The URL does not exist."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from ckptkit.compute import contiguous
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
@@ -60,7 +60,7 @@ class Asked:
 
 
 def apply_rules(
-    checkpoint: Checkpoint,
+    checkpoint: Source,
     rules: Rules | str | Sequence[str],
     *,
     keep: str | Sequence[str] = (),
@@ -78,6 +78,7 @@ def apply_rules(
     mappings by their paths. Raises UsageError where a rule is wrong, TensorError where the tensors
     do not fit.
     """
+    checkpoint = opened(checkpoint)
     if not isinstance(rules, Rules):
         rules = Rules.parse([rules] if isinstance(rules, str) else rules, sizes)
     unused = (args or {}).keys() - rules.words()

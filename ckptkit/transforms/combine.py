@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckptkit.compute import contiguous, has_mean, mean_record
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
@@ -32,7 +32,7 @@ AVERAGED = (
 )  # fmt: skip
 
 
-def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = None) -> Checkpoint:
+def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None) -> Checkpoint:
     """Return weights whose floating-point elements are the means of all checkpoints, in float64.
 
     ``shares`` are their weights, which need not add up to 1. What has no mean (integer and bool
@@ -40,6 +40,7 @@ def average(checkpoints: Sequence[Checkpoint], shares: Sequence[float] | None = 
     torch.optim.swa_utils; so are dtypes, devices and order. Only the weights are kept. Raises
     UsageError where names or shapes differ.
     """
+    checkpoints = several(checkpoints)
     shares = tuple(shares) if shares is not None else (1.0,) * len(checkpoints)
     if (
         not checkpoints
@@ -123,12 +124,13 @@ class _Means:
         )
 
 
-def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Checkpoint:
+def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """The weights of all checkpoints in one state_dict, in order, with the ``_metadata`` of all.
 
     Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for
     weights that are quantized in different ways.
     """
+    checkpoints = several(checkpoints)
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
     merged: dict[Node, Node] = {}
@@ -152,12 +154,13 @@ def merge(checkpoints: Sequence[Checkpoint], *, last_wins: bool = False) -> Chec
     return parts[-1].with_root(OrderedMapping(merged, state), notes=notes)
 
 
-def ema(ck: Checkpoint) -> Checkpoint:
+def ema(ck: Source) -> Checkpoint:
     """Return the averaged weights that a training loop kept with the trained ones.
 
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
     UsageError if there is no entry that training loops use for them.
     """
+    ck = opened(ck)
     ck.whole()
     groups.refuse(ck, None, "its weights are not those that training has averaged")
     for name in AVERAGED:

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core import arguments
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted
@@ -46,13 +47,14 @@ _FROM_TYPE = (
 Remap = Callable[[str], str]
 
 
-def remap(ck: Checkpoint, devices: str | Mapping[str, str], *, values: bool = False) -> Checkpoint:
+def remap(ck: Source, devices: str | Mapping[str, str], *, values: bool = False) -> Checkpoint:
     """Change device tags: all to the device `devices`, or those that a mapping names, exactly.
 
     The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it.
     ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
     UsageError for what is no device.
     """
+    ck = opened(ck)
     places = _Places.of(ck.root)
     new = _mapping(devices, places.devices)
     storages = {
@@ -127,18 +129,19 @@ class _Places:
 
 
 def _mapping(devices: str | Mapping[str, str], known: set[str]) -> Remap:
-    if isinstance(devices, str):
+    if not isinstance(devices, Mapping):
         target = check_device(devices)
         return lambda device: device if device == "meta" else target
     table = {
         old if old in known else check_device(old): check_device(new)
-        for old, new in devices.items()
+        for old, new in arguments.mapping("devices", devices).items()
     }
     return lambda device: table.get(device, device)
 
 
 def check_device(device: str) -> str:
     """Return `device` if torch knows it by name; raises UsageError."""
+    device = str(arguments.device("a device", device))
     if _VALID.fullmatch(device):
         return device
     kind = device.partition(":")[0].strip().lower()

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
 from ckptkit.compute import cast_record
+from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
 from ckptkit.core.bytesource import RecordSlice
-from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import DType
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import guess, plural, quoted
@@ -31,7 +32,7 @@ _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild
                "_rebuild_parameter", "_rebuild_parameter_with_state")  # fmt: skip
 
 
-def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
+def cast(ck: Source, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     """Cast floating-point weights: all of them, or those whose names match a glob.
 
     `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts,
@@ -41,6 +42,7 @@ def cast(ck: Checkpoint, dtypes: str | Mapping[str, str]) -> Checkpoint:
     unknown dtype, for a glob that matches nothing, and for one that matches codes or scales of
     quantized weights.
     """
+    ck = opened(ck)
     weights = ck.required
     rules = _rules(dtypes, weights)
     met = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
@@ -79,10 +81,12 @@ def _cast_notes(weights: Weights, wanted: Mapping[int, DType]) -> list[str]:
 
 
 def _rules(
-    dtypes: str | Mapping[str, str], weights: Weights
+    dtypes: DTypeLike | Mapping[str, DTypeLike], weights: Weights
 ) -> list[tuple[re.Pattern[str], DType]]:
     """Return patterns and targets, the one that counts first."""
-    given = {"*": dtypes} if isinstance(dtypes, str) else dtypes
+    given = {"*": dtypes}
+    if isinstance(dtypes, Mapping):
+        given = dict(arguments.mapping("dtypes", dtypes))
     rules = [(re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()]
     for (pattern, _), glob in zip(rules, given, strict=True):
         if not any(map(pattern.match, weights.nodes)) and weights.nodes:
@@ -90,14 +94,14 @@ def _rules(
     return rules[::-1]
 
 
-def _float(name: str) -> DType:
+def _float(name: DTypeLike) -> DType:
     try:
         dtype = table.parse(name)
     except FormatError as error:
         raise UsageError(error.message, hint=error.hint) from error
     if not _is_castable(dtype):
         raise UsageError(
-            f"{name!r} is not a floating-point type to cast to",
+            f"{dtype.name!r} is not a floating-point type to cast to",
             hint="e.g. float32, float16, bfloat16",
         )
     return dtype
@@ -216,12 +220,13 @@ def _cast_storage(storage: Storage, source: DType, target: DType) -> Storage:
     )
 
 
-def compact(ck: Checkpoint) -> Checkpoint:
+def compact(ck: Source) -> Checkpoint:
     """Cut every storage to the parts that tensors of the whole tree span.
 
     Tensors that overlap or touch stay on one storage, so views and ties are kept; a storage that is
     used from end to end is left alone, and so is one that the file refers to as a whole.
     """
+    ck = opened(ck)
     uses = _uses(ck.root)
     cuts = {key: cut for key, use in uses.items() if (cut := use.cut()) is not None}
     if not cuts:

@@ -16,7 +16,8 @@ from fnmatch import translate
 from glob import escape
 
 from ckptkit import quantized
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core import arguments
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted
@@ -65,17 +66,18 @@ class Target:
         return module_versions.like(self.entries, new, edit_metadata)
 
 
-def strip_prefix(ck: Checkpoint, *prefixes: str, keys: Sequence[str] = ()) -> Checkpoint:
+def strip_prefix(ck: Source, *prefixes: str, keys: str | Sequence[str] = ()) -> Checkpoint:
     """Remove leading prefixes (``module.`` if none is given) from the names of the weights.
 
     Each prefix is taken once, whatever the order in which they nest. `keys` names the mappings to
     edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
     """
+    ck, prefixes = opened(ck), tuple(arguments.text("a prefix", each) for each in prefixes)
     prefixes = prefixes or ("module.",)
     if "" in prefixes:
         raise UsageError("an empty prefix cannot be stripped")
     edit = _Stripping(prefixes)
-    targets = list(_targets(ck, keys))
+    targets = list(_targets(ck, arguments.texts("keys", keys)))
     return edit.result(ck, targets)
 
 
@@ -158,17 +160,18 @@ def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
     return any(isinstance(key, str) and key.startswith(prefixes) for key in mapping)
 
 
-def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()) -> Checkpoint:
+def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = ()) -> Checkpoint:
     """Put `prefix` before the names of the weights, or of the mappings at the dotted paths `keys`.
 
     ``_metadata`` becomes what torch would give for the module that holds this one. Raises
     CollisionError, UsageError.
     """
+    ck, prefix = opened(ck), arguments.text("prefix", prefix)
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
     swap: dict[int, Node] = {}
     notes: list[str] = []
-    for target in _targets(ck, keys):
+    for target in _targets(ck, arguments.texts("keys", keys)):
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
         swap[id(target.node)] = target.renamed(
@@ -182,7 +185,7 @@ def add_prefix(ck: Checkpoint, prefix: str = "module.", keys: Sequence[str] = ()
 
 
 def rename(
-    ck: Checkpoint,
+    ck: Source,
     mapping: Mapping[str, str] | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
@@ -191,8 +194,10 @@ def rename(
     A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
     order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
     """
+    ck, mapping = opened(ck), arguments.mapping("mapping", mapping or {})
+    substitutions = arguments.text_pairs("substitutions", substitutions)
     (target,) = _targets(ck, ())
-    names = _new_names(target, mapping or {}, substitutions)
+    names = _new_names(target, mapping, substitutions)
     if not names:
         return ck.with_root(ck.root, warnings=[f"nothing{target.place} is renamed"])
     names, ck = groups.followed(ck, names)
@@ -326,12 +331,16 @@ def _substituted(name: str, compiled: Iterable[tuple[re.Pattern[str], str]]) -> 
     return name
 
 
-def select(ck: Checkpoint, keep: Sequence[str] = (), drop: Sequence[str] = ()) -> Checkpoint:
+def select(
+    ck: Source, keep: str | Sequence[str] = (), drop: str | Sequence[str] = ()
+) -> Checkpoint:
     """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
 
     ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches
     nothing.
     """
+    ck = opened(ck)
+    keep, drop = arguments.texts("keep", keep), arguments.texts("drop", drop)
     (target,) = _targets(ck, ())
     found = quantized.find(ck)
     kept = _matching(target, keep, found) if keep else set(target.names)

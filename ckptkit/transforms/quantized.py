@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptkit import quantized
 from ckptkit.core import dtypes
-from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.dtypes import DType
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
@@ -23,7 +23,7 @@ _HEADERS = ("tensor_names", "_quantization_metadata")
 _CONFIG = ("quantization_config", "quantization", "compression_config")
 
 
-def dequantize(ck: Checkpoint, dtype: str | None = None) -> Checkpoint:
+def dequantize(ck: Source, dtype: DTypeLike | None = None) -> Checkpoint:
     """Every quantized weight as `dtype`, byte for byte as its own library computes it.
 
     Without a dtype: that of the model's configuration, else the one that the file names, else
@@ -31,6 +31,7 @@ def dequantize(ck: Checkpoint, dtype: str | None = None) -> Checkpoint:
     made of goes, and what serves quantized inference alone. Raises UsageError if nothing is
     quantized, UnsupportedError for a weight that is not read.
     """
+    ck = opened(ck)
     wanted = None if dtype is None else target(dtype)
     own = torch_quantized.dequantized(ck, wanted or dtypes.BY_NAME["float32"])
     found = quantized.find(ck)
@@ -43,7 +44,7 @@ def dequantize(ck: Checkpoint, dtype: str | None = None) -> Checkpoint:
     return _without_groups(ck, quantized.find(ck) if own is not None else found, wanted)
 
 
-def target(name: str) -> DType:
+def target(name: DTypeLike) -> DType:
     """The dtype to make. Raises UsageError for one that weights are not dequantized to."""
     try:
         dtype = dtypes.parse(name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import UsageError
+from ckptkit.core import arguments
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import (
     LEAVES,
@@ -19,13 +20,15 @@ from ckptkit.core.tree import (
     type_name,
 )
 from ckptkit.core.weights import plain_state_dict
+from ckptkit.pickles import live
 
 
-def extract(ck: Checkpoint, key: str) -> Checkpoint:
+def extract(ck: Source, key: str) -> Checkpoint:
     """Return the entry at the dotted path `key` as a checkpoint of its own.
 
     Raises UsageError if it is not there.
     """
+    ck, key = opened(ck), arguments.text("key", key)
     path, node = find(ck.whole().root, key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
@@ -46,6 +49,68 @@ def _key_below(ck: Checkpoint, path: Path) -> str | None:
     return join(weights[len(path) :]) if inside else None
 
 
+def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
+    """Return the checkpoint with `value` at the dotted `path`: another one there, or a new entry.
+
+    A new entry goes into the deepest mapping that the path leads through. Raises UsageError where
+    it leads through something else, ArgumentError for a value that no file can hold.
+    """
+    new = live.node(value)
+    holder, key, is_new = _place(ck, arguments.text("path", path))
+    if isinstance(holder, list):
+        changed: Node = [new if number == key else each for number, each in enumerate(holder)]
+    elif isinstance(holder, dict):
+        changed = _like(holder, {**holder, key: new})
+    else:
+        raise UsageError(f"the entry {path!r} is not in a mapping or list, and cannot be set")
+    note = f"{'added' if is_new else 'set'} {path!r}"
+    return ck.with_root(rebuild(ck.root, swap={id(holder): changed}), notes=[note])
+
+
+def _place(ck: Checkpoint, path: str) -> tuple[Node, Node, bool]:
+    """Return what holds the entry at `path`, the entry's key there, and whether it is new."""
+    if not path:
+        raise UsageError("an entry needs a name")
+    try:
+        found, _ = find(ck.root, path)
+    except UnknownNameError:
+        pass
+    else:
+        return _holder(ck.root, found), found[-1], False
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, -1, -1):
+        try:
+            _, holder = find(ck.root, ".".join(parts[:cut]))
+        except UnknownNameError:
+            continue
+        if isinstance(holder, dict):
+            return holder, ".".join(parts[cut:]), True
+    raise UsageError(f"the entry {path!r} is not in a mapping, and cannot be added")
+
+
+def _holder(root: Node, path: Path) -> Node:
+    """Return the node that holds the node at `path`."""
+    for part in path[:-1]:
+        root = dict(children(root))[part]
+    return root
+
+
+def _like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> Node:
+    """Return a mapping of the class of another one, with its attributes."""
+    return (
+        OrderedMapping(entries, mapping.state) if isinstance(mapping, OrderedMapping) else entries
+    )
+
+
+def without(ck: Checkpoint, path: str) -> Checkpoint:
+    """Return the checkpoint without the entry at the dotted `path`.
+
+    Raises UnknownNameError if there is none, UsageError for an entry of what is no mapping.
+    """
+    find(ck.root, arguments.text("path", path))
+    return drop(ck, path)
+
+
 def drop(ck: Checkpoint, key: str) -> Checkpoint:
     """The checkpoint without the entry at the dotted path `key`; as it is if there is none.
 
@@ -55,14 +120,12 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
         path, _ = find(ck.root, key)
     except UsageError:
         return ck.with_root(ck.root, warnings=[f"there is no entry {key!r} to leave out"])
-    holder = ck.root
-    for part in path[:-1]:
-        holder = dict(children(holder))[part]
+    holder = _holder(ck.root, path)
     if not path or not isinstance(holder, dict):
         raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
     entries = {name: value for name, value in holder.items() if name != path[-1]}
-    new = OrderedMapping(entries, holder.state) if isinstance(holder, OrderedMapping) else entries
-    return ck.with_root(rebuild(ck.root, swap={id(holder): new}), notes=[f"left out {key!r}"])
+    swap = {id(holder): _like(holder, entries)}
+    return ck.with_root(rebuild(ck.root, swap=swap), notes=[f"left out {key!r}"])
 
 
 def bare(ck: Checkpoint) -> Checkpoint:
@@ -89,14 +152,15 @@ def bare(ck: Checkpoint) -> Checkpoint:
     return ck.with_key(None).with_root(node, notes=notes)
 
 
-def wrap(ck: Checkpoint, key: str, beside: Mapping[str, Node] | None = None) -> Checkpoint:
+def wrap(ck: Source, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
     """Return ``{key: root, **beside}``: `key` is one plain key, dots and all.
 
     Raises UsageError if it is empty, or is one of `beside`.
     """
+    ck, key = opened(ck), arguments.text("key", key)
     if not key:
         raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
-    others = dict(beside or {})
+    others = {name: live.node(value) for name, value in (beside or {}).items()}
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
     inner = ck.key

@@ -1,0 +1,71 @@
+"""Checks of what callers pass: each raises an ArgumentError that says what is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ckptkit.core.errors import ArgumentError
+from ckptkit.core.text import shown
+
+
+def text(name: str, value: object) -> str:
+    """Return a string argument."""
+    if not isinstance(value, str):
+        raise wrong(name, "a string", value)
+    return value
+
+
+def texts(name: str, value: object) -> list[str]:
+    """Return an argument of several strings; one alone stands for a list of it."""
+    if isinstance(value, str):
+        return [value]
+    is_several = isinstance(value, Iterable) and not isinstance(value, bytes)
+    listed: list[Any] = list(value) if is_several else [None]  # type: ignore[call-overload]
+    if not all(isinstance(each, str) for each in listed):
+        raise wrong(name, "a string or several", value)
+    return listed
+
+
+def text_pairs(name: str, value: object) -> list[tuple[str, str]]:
+    """Return an argument of pairs of strings."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise wrong(name, "pairs of strings", value)
+    listed: list[Any] = list(value)
+    if not all(map(_is_pair, listed)):
+        raise wrong(name, "pairs of strings", value)
+    return [(old, new) for old, new in listed]
+
+
+def _is_pair(value: object) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return all(isinstance(each, str) for each in value)
+
+
+def device(name: str, value: object) -> object:
+    """Return an argument that names a device: a string or a torch.device."""
+    if not isinstance(value, str) and type(value).__name__ != "device":
+        raise wrong(name, "a name such as 'cpu' or a torch.device", value)
+    return value
+
+
+def mapping(name: str, value: object) -> Mapping[Any, Any]:
+    """Return an argument that maps strings to strings or other names."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise wrong(name, "a mapping from strings", value)
+    return value
+
+
+def function(name: str, value: object) -> Callable[..., Any]:
+    """Return an argument that can be called."""
+    if not callable(value):
+        raise wrong(name, "a function", value)
+    return value
+
+
+def wrong(name: str, meant: str, value: object) -> ArgumentError:
+    """Return the error for an argument of the wrong type."""
+    plain = isinstance(value, (str, int, float, bytes, type(None)))
+    given = shown(value) if plain else f"a value of type {type(value).__name__}"
+    return ArgumentError(f"{name} is {meant}, not {given}")
