@@ -17,7 +17,6 @@ from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
-from ckptkit.pickles import live
 from ckptkit.pickles.nested import look_with
 from ckptkit.remote import urls
 
@@ -104,6 +103,8 @@ def _opened(source: Source, asked: Asked | None) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     if isinstance(source, Mapping):
+        from ckptkit.pickles import live
+
         return live.checkpoint(source)
     return _read(_place(source), lambda place: formats.read(place, asked))
 
@@ -179,7 +180,7 @@ def save(
     share it again. Nothing is written before the plan is complete, and `path` appears whole or not
     at all. Further arguments, all off by default: ``force``, ``durable``, ``verify``,
     ``allow_expand``, ``executor``, ``progress`` (:class:`Publishing`). Raises OutputExistsError (a
-    FileExistsError) without ``force``, OutputError (an OSError) where it cannot be written.
+    FileExistsError) without ``force``, OutputError where it cannot be written.
     """
     path = _path("destination", path)
     checkpoint = opened(checkpoint)

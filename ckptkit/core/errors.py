@@ -2,7 +2,7 @@
 
 Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is
 about, a hint (what to type next) and the exit code of the command line. Any other exception that
-escapes is a bug. Each kind is also the builtin error that Python code catches for such a failure.
+escapes is a bug. Many are also the builtin error that Python code catches for such a failure.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ModelError(InputError, RuntimeError):
     code = "model"
 
 
-class OutputError(CkptkitError, OSError):
+class OutputError(CkptkitError):
     """The output could not be written; the destination is as it was."""
 
     code = "output"
