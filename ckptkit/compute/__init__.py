@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptkit.compute.application import dtype_of
+    from ckptkit.compute.arrays import overflows
     from ckptkit.compute.expanded import Allowance
     from ckptkit.compute.mean import has_mean, mean_record, sum_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
@@ -39,11 +41,13 @@ __all__ = [
     "compare",
     "contiguous",
     "dequantized_record",
+    "dtype_of",
     "flow",
     "has_mean",
     "mean_record",
     "numbers",
     "ordered",
+    "overflows",
     "parts",
     "rebuild",
     "stream",
@@ -73,6 +77,8 @@ _PLACES = {
     **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
     "Allowance": "expanded",
+    "dtype_of": "application",
+    "overflows": "arrays",
 }
 
 

@@ -6,7 +6,7 @@ from operator import index as integer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.expanded import refusal
-from ckptkit.compute.operations import read_into
+from ckptkit.compute.operations import read_into, torch_dtype
 from ckptkit.compute.tensors import contiguous, rebuild, to_torch_storage
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -175,3 +175,22 @@ def _device(device: object) -> torch.device:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def overflows(tensor: Tensor, target: DType) -> int:
+    """Count the finite elements of a tensor that are out of the range of another dtype.
+
+    Nothing is read where none can be. Both are floating-point or both integer types.
+    """
+    import torch
+
+    old, new = torch_dtype(tensor.dtype), torch_dtype(target)
+    info = torch.finfo if target.kind == "float" else torch.iinfo
+    if info(old).max <= info(new).max and info(old).min >= info(new).min:
+        return 0
+    values = torch_tensor(tensor, None)
+    if target.kind == "int":
+        wide = values.to(torch.int64)
+        return int(((wide < info(new).min) | (wide > info(new).max)).sum())
+    wide = values.to(torch.promote_types(torch.float32, old) if old.itemsize > 1 else torch.float32)
+    return int((wide.isfinite() & ~wide.to(new).to(torch.float32).isfinite()).sum())

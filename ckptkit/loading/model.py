@@ -7,22 +7,24 @@ import re
 import shlex
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import compute
 from ckptkit.analysis import diff as reports
 from ckptkit.analysis.pairing import Shapes, Way, certain, fits, prefixes
 from ckptkit.api import open_checkpoint
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core import arguments
+from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import some
+from ckptkit.core.text import plural, some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.loading import building
 from ckptkit.loading.tensors import Tensors
-from ckptkit.loading.values import PathLike, Values, entries
+from ckptkit.loading.values import Values, entries
 from ckptkit.quantized import look_through_both
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
@@ -38,7 +40,8 @@ class LoadReport:
     """The result of `load_into`: names are those of the model, those in `unexpected` of the file.
 
     ``stripped`` and ``added`` are the prefixes by which the names of the file had to be changed.
-    ``mismatched`` maps a name to its shape in the file and in the model.
+    ``mismatched`` maps a name to its shape in the file and in the model, ``narrowed`` a name to
+    what its values lose in the dtype of the model beside precision.
     """
 
     loaded: tuple[str, ...]
@@ -47,6 +50,7 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: Mapping[str, tuple[Shape | None, Shape | None]]
+    narrowed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -73,49 +77,69 @@ class LoadReport:
         if self.mismatched:
             shapes = [f"{name} {a} instead of {b}" for name, (a, b) in self.mismatched.items()]
             yield f"of another shape: {some(shapes, 8)}"
+        if self.narrowed:
+            lost = [f"{name} ({how})" for name, how in self.narrowed.items()]
+            yield f"not kept in the dtypes of the model: {some(lost, 8)}"
 
 
 def load_into(
-    model: nn.Module, source: PathLike | Checkpoint, *, strict: bool = True, key: str | None = None
+    model: nn.Module,
+    source: Source,
+    *,
+    strict: bool = True,
+    key: str | None = None,
+    assign: bool = False,
 ) -> LoadReport:
-    """Copy the weights of a file, folder or Checkpoint into `model`, on its devices, in its dtypes.
+    """Copy weights into `model`, on its devices, in its dtypes; `source` may be a loaded dict.
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
     takes for most names to meet; of tied weights of the model one name is enough; what hooks of
     modules take under other names, they get. About 1 GiB of the file is in memory at once, more
-    only if one module has more. Raises ModelError if `strict` and anything is missing, unexpected
-    or of another shape (before anything is copied), and for a model on the meta device, which has
-    nowhere to copy to.
+    where one module has more, and all of it where code of the model looks at the state_dict. With
+    `assign` the tensors of the file replace those of the model, on the CPU and in their own dtypes:
+    this is how a model on the meta device is filled. Raises ModelError if `strict` and anything is
+    missing, unexpected, of another shape, or would lose values in the dtypes of the model (before
+    anything is copied), and for a model on the meta device without `assign`.
     """
+    _check_model(model, assign)
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
     theirs = {name: _shape(value) for name, value in own.items()}
-    if any(
-        theirs[name] is not None and getattr(value, "is_meta", False) for name, value in own.items()
-    ):
-        raise ModelError(
-            "the model is on the meta device", hint="model.to_empty(device='cpu') gives it memory"
-        )
     before = dict(entries(ck.required))
     way = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
     changed = _changed(ck, way, theirs)
     found = dict(entries(changed.required))
     versions = Values(Tensors("cpu"))(module_versions.of(changed.required.node))
     unchanged = dict(zip(found, before, strict=True))
-    twins = _twins(own, found)
+    twins = _twins(model, found)
     needed = {name: shape for name, shape in theirs.items() if name not in twins}
     report = _report(found, unchanged, needed, versions or {}, way)
     handed = set(report.loaded)
-    if report.missing or report.unexpected:
-        left = {name: node for name, node in found.items() if name not in report.mismatched}
-        answer = _rehearsed(model, left, versions)
-        if answer is not None:
-            handed = left.keys() - answer.unexpected
-            report = _as_torch_counts(report, answer, unchanged)
-    if strict and not report.complete:
+    if not report.complete:
+        report, handed = _as_torch_counts(model, found, versions, report, unchanged)
+    nodes = {name: node for name, node in found.items() if name in handed}
+    if not assign:
+        report = replace(report, narrowed=dict(_narrowed(nodes, own)))
+    if strict and (report.narrowed or not report.complete):
         raise _misfit(report, model, ck)
-    _copy(model, {name: node for name, node in found.items() if name in handed}, versions)
+    if assign:
+        _assign(model, nodes, versions, twins)
+    else:
+        _copy(model, nodes, versions)
     return report
+
+
+def _check_model(model: object, assign: bool) -> None:
+    from torch.nn import Module
+
+    if not isinstance(model, Module):
+        raise arguments.wrong("model", "a torch.nn.Module", model)
+    if not assign and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            "the model is on the meta device",
+            hint="assign=True puts the tensors of the file into it; "
+            "model.to_empty(device='cpu') gives it memory",
+        )
 
 
 class _Answer(NamedTuple):
@@ -128,22 +152,45 @@ class _Answer(NamedTuple):
 def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _Answer | None:
     """Return torch's answer to all of `nodes`: hooks of modules take names that are not their own.
 
-    Nothing is loaded: a copy of the model on the meta device takes tensors without bytes. None
-    where that cannot be had: a module that cannot be copied, a hook that looks at values.
+    Nothing is loaded: a copy of the model on the meta device takes tensors without bytes; where
+    hooks look at values, a copy on the CPU takes the tensors. None where torch refuses them, or
+    the model cannot be copied.
     """
-    values = Values(Tensors("meta"))
-    try:
-        state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
-        if versions is not None:
-            state._metadata = versions
-        result = _shell(model).load_state_dict(state, strict=False)
-    except Exception:  # whatever the code of a model raises; our own count stands then
-        return None
-    return _Answer(frozenset(result.missing_keys), frozenset(result.unexpected_keys))
+    for device, copied in (("meta", _shell), ("cpu", _twin_model)):
+        if device == "cpu" and not _has_own_loading(model):
+            continue
+        values = Values(Tensors(device))
+        try:
+            state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
+            if versions is not None:
+                state._metadata = versions
+            said = copied(model).load_state_dict(state, strict=False)
+        except Exception:  # whatever the code of a model raises; our own count stands then
+            continue
+        return _Answer(frozenset(said.missing_keys), frozenset(said.unexpected_keys))
+    return None
+
+
+def _has_own_loading(model: nn.Module) -> bool:
+    """Return whether code beside torch's own modules looks at the state_dict while it is loaded."""
+    from torch.nn import Module
+
+    return type(model).load_state_dict is not Module.load_state_dict or any(
+        each._load_state_dict_pre_hooks
+        or each._load_state_dict_post_hooks
+        or not type(each)._load_from_state_dict.__module__.startswith("torch.nn.")
+        for each in model.modules()
+    )
+
+
+def _twin_model(model: nn.Module) -> nn.Module:
+    from copy import deepcopy
+
+    return deepcopy(model).cpu()
 
 
 def _shell(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device."""
+    """Return a copy of a model whose parameters and buffers are on the meta device."""
     from copy import deepcopy
 
     from torch.nn import Parameter
@@ -159,30 +206,61 @@ def _shell(model: nn.Module) -> nn.Module:
 
 
 def _as_torch_counts(
-    report: LoadReport, answer: _Answer, unchanged: Mapping[str, str]
-) -> LoadReport:
-    return replace(
-        report,
-        loaded=(*report.loaded, *(n for n in report.missing if n not in answer.missing)),
-        missing=tuple(name for name in report.missing if name in answer.missing),
-        unexpected=tuple(old for name, old in unchanged.items() if name in answer.unexpected),
-    )
+    model: nn.Module,
+    found: Mapping[str, Node],
+    versions: Any,
+    report: LoadReport,
+    unchanged: Mapping[str, str],
+) -> tuple[LoadReport, set[str]]:
+    """Return the report as torch counts, and the names to hand to it.
+
+    What it takes in another shape does not count as mismatched: hooks reshape some.
+    """
+    left = {name: node for name, node in found.items() if name not in report.mismatched}
+    for nodes in (found, left) if report.mismatched else (found,):
+        answer = _rehearsed(model, nodes, versions)
+        if answer is None:
+            continue
+        taken = [name for name in nodes if name not in answer.unexpected]
+        mismatched = report.mismatched if nodes is left else {}
+        gained = [name for name in report.missing if name not in answer.missing]
+        gained += [name for name in report.mismatched if name not in mismatched]
+        made = replace(
+            report,
+            loaded=tuple(dict.fromkeys((*report.loaded, *gained))),
+            missing=tuple(name for name in report.missing if name in answer.missing),
+            unexpected=tuple(old for name, old in unchanged.items() if name in answer.unexpected),
+            mismatched=mismatched,
+        )
+        return made, set(taken)
+    return report, set(report.loaded)
 
 
-def _twins(own: Mapping[str, Any], found: Mapping[str, Node]) -> set[str]:
-    """Return the tied names of the model that the file lacks: another one fills their memory."""
-    places = {name: place for name, value in own.items() if (place := _place(value)) is not None}
-    filled = {places[name] for name in places.keys() & found.keys()}
-    return {name for name, place in places.items() if name not in found and place in filled}
+def _twins(model: nn.Module, found: Mapping[str, Node]) -> dict[str, str]:
+    """Return the tied names of the model that the file lacks, and a name that it has for each."""
+    held = model.state_dict(keep_vars=True)
+    places = {name: place for name, value in held.items() if (place := _place(value)) is not None}
+    filled = {places[name]: name for name in reversed([*found]) if name in places}
+    return {
+        name: filled[place]
+        for name, place in places.items()
+        if name not in found and place in filled
+    }
 
 
-def _place(value: Any) -> tuple[int, Shape, Shape] | None:
-    """Return where the elements of a plain tensor are in memory, and their layout."""
+def _place(value: Any) -> tuple[object, ...] | None:
+    """Return what two names of one plain tensor have in common: memory and layout, or itself."""
     from torch import Tensor as TorchTensor
     from torch import strided
+    from torch.nn import Parameter
+    from torch.nn.parameter import is_lazy
 
-    plain = type(value) is TorchTensor and value.layout is strided and value.numel()
-    return (value.data_ptr(), tuple(value.shape), value.stride()) if plain else None
+    plain = type(value) in (TorchTensor, Parameter) and not is_lazy(value)
+    if not plain or value.layout is not strided or not value.numel():
+        return None
+    if value.is_meta:
+        return (id(value),)
+    return (value.data_ptr(), tuple(value.shape), value.stride())
 
 
 def _changed(ck: Checkpoint, way: Way, theirs: Shapes) -> Checkpoint:
@@ -249,16 +327,60 @@ def _misfit(report: LoadReport, model: nn.Module, ck: Checkpoint) -> ModelError:
     )
 
 
+def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of weights that lose more than precision in the model, and how."""
+    for name, node in nodes.items():
+        value: Any = own.get(name)
+        if isinstance(node, Tensor) and node.storage is not None and hasattr(value, "dtype"):
+            lost = _loss(node, compute.dtype_of(value))
+            if lost:
+                yield name, f"{node.dtype} to {value.dtype}: {lost}".replace("torch.", "")
+
+
+def _loss(tensor: Tensor, target: DType) -> str | None:
+    """Return what a tensor loses in another dtype beside precision, None for nothing."""
+    source = tensor.dtype
+    if source.kind == "complex" and target.kind in ("float", "int", "bool"):
+        return "imaginary parts"
+    if source.kind == "float" and target.kind in ("int", "bool"):
+        return "fractions"
+    if source.kind != target.kind or source.kind not in ("float", "int"):
+        return None
+    count = compute.overflows(tensor, target)
+    return f"{plural(count, 'value')} too large" if count else None
+
+
 def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
-    for group in _groups(nodes):
+    whole = [list(nodes)] if _has_own_loading(model) else _groups(nodes)
+    for group in whole:
         values = Values(Tensors("cpu"))
         part: Any = OrderedDict((name, values(_alone(nodes[name]))) for name in group)
-        if versions is not None:
-            part._metadata = versions
-        try:
-            model.load_state_dict(part, strict=False)
-        except RuntimeError as error:
-            raise ModelError(f"{type(model).__name__} refuses the weights: {error}") from error
+        _load(model, part, versions)
+
+
+def _assign(
+    model: nn.Module, nodes: Mapping[str, Node], versions: Any, twins: Mapping[str, str]
+) -> None:
+    """Put the tensors of the file into the model; tied weights stay one parameter."""
+    from torch.nn import Parameter
+
+    held = model.state_dict(keep_vars=True)
+    values = Values(Tensors("cpu"))
+    state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
+    for new, old in twins.items():
+        if isinstance(held[new], Parameter) and not isinstance(state[old], Parameter):
+            state[old] = Parameter(state[old], held[new].requires_grad)
+        state[new] = state[old]
+    _load(model, state, versions, assign=True)
+
+
+def _load(model: nn.Module, state: Any, versions: Any, **options: bool) -> None:
+    if versions is not None:
+        state._metadata = versions
+    try:
+        model.load_state_dict(state, strict=False, **options)
+    except RuntimeError as error:
+        raise ModelError(f"{type(model).__name__} refuses the weights: {error}") from error
 
 
 def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
@@ -298,8 +420,8 @@ _SPEC = re.compile(r"(?:[^\W\d][\w.]*|.*\.py):[^\W\d][\w.]*")
 
 
 def diff(
-    checkpoint: PathLike | Checkpoint,
-    other: PathLike | Checkpoint | nn.Module,
+    checkpoint: Source,
+    other: Source | nn.Module,
     *,
     key: str | None = None,
     values: bool = False,
@@ -316,11 +438,12 @@ def diff(
     name = ck.name or "FILE"
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
         other = building.model_from(other)
-    if isinstance(other, (str, os.PathLike, Checkpoint)):
+    if not hasattr(other, "state_dict"):
         ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
         return reports.compare(
             ours.weights, theirs.weights, values=values, atol=atol, rtol=rtol, name=name
         )
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
-    return reports.against(ck.weights, building.model_shapes(other), name=name)
+    module: Any = other
+    return reports.against(ck.weights, building.model_shapes(module), name=name)

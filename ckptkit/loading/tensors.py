@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit import compute
 from ckptkit.core.dtypes import BY_NAME, UINT8, DType
-from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError, UsageError
+from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, check_geometry
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
@@ -116,6 +116,8 @@ class Tensors:
                 return make(self, node)
             if node.tensor is not None and node.tensor.layout == "strided":
                 return self._strided(node.tensor)
+        except CkptkitError:
+            raise
         except (
             RuntimeError,
             ValueError,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ckptkit import compute
 from ckptkit.api import open_checkpoint
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Source
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor, TypedStorage
@@ -30,19 +29,17 @@ from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.loading.tensors import MapLocation, Tensors, attributes, dtype_of, typed_storage
 from ckptkit.transforms import module_versions
 
-PathLike = str | os.PathLike[str]
-
 
 def load(
-    path: PathLike | Checkpoint,
-    key: str | None = None,
+    path: Source,
     map_location: MapLocation = None,
     *,
+    key: str | None = None,
     whole: bool = False,
 ) -> Any:
     """Return the weights of a file, folder or Checkpoint, name -> torch tensor, as torch.load.
 
-    `key` is the entry to take as the weights, `map_location` what ``torch.load`` takes. Tensors
+    `map_location` is what ``torch.load`` takes, `key` the entry to take as the weights. Tensors
     that shared memory share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree
     is given: plain values as what they are, and what only its own class could make left as a
     :class:`ckptkit.core.tree.Object`. Raises UsageError where there are no weights, DeviceError for
