@@ -147,7 +147,8 @@ class _Step:
         if lost:
             entry = plural(len(lost), "_metadata entry")
             making.warnings.append(f"dropped {entry}: made of several that differ: {quoted(lost)}")
-        return names.Rewritten(entries, lambda _: paths, [*making.notes()], making.warnings)
+        moved = {} if making.is_relaid else {old: new for old, new in making.pairs if old != new}
+        return names.Rewritten(entries, lambda _: paths, [*making.notes()], making.warnings, moved)
 
     def _reversible(self, shapes: Mapping[str, tuple[int, ...]], outcome: Outcome) -> str | None:
         """Why the step cannot be run backwards, where that is asked. Raises where it is needed."""
@@ -342,7 +343,7 @@ def _check_optimizers(ck: Checkpoint) -> None:
         if not is_optimizer(node):
             continue
         state = node["state"] if isinstance(node, dict) else None
-        if isinstance(state, dict) and any(isinstance(key, int) for key in state):
+        if state:
             raise UsageError(
                 "the state of an optimizer belongs to the old order and shapes of the weights",
                 hint="take the weights alone: `- weights: true` before the rules",

@@ -11,7 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from glob import escape
 
@@ -24,7 +24,7 @@ from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.quantized import Quantization
-from ckptkit.transforms import groups, module_versions
+from ckptkit.transforms import groups, module_versions, optimizers
 
 Paths = dict[str, Node]
 
@@ -98,6 +98,7 @@ class _Stripping:
     def result(self, ck: Checkpoint, targets: list[Target]) -> Checkpoint:
         swap: dict[int, Node] = {}
         notes, warnings = [], []
+        renamed: dict[str, str] = {}
         for target in targets:
             names = {
                 name: short
@@ -111,10 +112,12 @@ class _Stripping:
                 continue
             names, ck = groups.followed(ck, names)
             swap[id(target.node)] = self._edited(target, names)
+            renamed |= names
             notes += [*self._notes(target, names), *_as_plain(target)]
             warnings += self._warnings(target, names)
-        warnings += self._elsewhere(ck, targets)
-        return _replaced(ck, swap, notes, warnings)
+        more, follow = optimizers.followed(ck.root, renamed, [each.node for each in targets])
+        warnings += self._elsewhere(ck, targets, more)
+        return _replaced(ck, {**swap, **more}, [*notes, *follow], warnings)
 
     def _edited(self, target: Target, names: dict[str, str]) -> Node:
         kept = [name for name in target.names if name not in names]
@@ -141,9 +144,12 @@ class _Stripping:
                 f"a second level: run again to strip it too"
             )
 
-    def _elsewhere(self, ck: Checkpoint, targets: list[Target]) -> Iterator[str]:
+    def _elsewhere(
+        self, ck: Checkpoint, targets: list[Target], others: Iterable[int]
+    ) -> Iterator[str]:
         """Yield warnings on other mappings that have the prefix, and how to edit them."""
         edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
+        edited.update(others)
         found = {
             join(path): None
             for path, node in walk(ck.root)
@@ -171,8 +177,11 @@ def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = 
         raise UsageError("an empty prefix cannot be added")
     swap: dict[int, Node] = {}
     notes: list[str] = []
-    for target in _targets(ck, arguments.texts("keys", keys)):
+    renamed: dict[str, str] = {}
+    targets = list(_targets(ck, arguments.texts("keys", keys)))
+    for target in targets:
         names = {name: prefix + name for name in target.names}
+        renamed |= names
         _, ck = groups.followed(ck, names)
         swap[id(target.node)] = target.renamed(
             names, lambda paths: module_versions.prefixed(paths, prefix)
@@ -181,7 +190,8 @@ def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = 
             f"added {prefix!r} to {plural(len(names), 'key')}{target.place}",
             *_as_plain(target),
         ]
-    return _replaced(ck, swap, notes, ())
+    more, follow = optimizers.followed(ck.root, renamed, [each.node for each in targets])
+    return _replaced(ck, {**swap, **more}, [*notes, *follow], ())
 
 
 def rename(
@@ -209,8 +219,9 @@ def rename(
         if lost
         else []
     )
-    notes = [f"renamed {plural(len(names), 'key')}{target.place}", *_as_plain(target)]
-    return _replaced(ck, {id(target.node): new}, notes, warnings)
+    more, follow = optimizers.followed(ck.root, names, [target.node])
+    notes = [f"renamed {plural(len(names), 'key')}{target.place}", *_as_plain(target), *follow]
+    return _replaced(ck, {id(target.node): new, **more}, notes, warnings)
 
 
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
@@ -264,13 +275,14 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 @dataclass(frozen=True)
 class Rewritten:
     """A mapping after a change of names: its entries, an edit of its ``_metadata``, and the notes
-    for the user.
+    for the user. ``renamed`` are the names that optimizers follow.
     """
 
     entries: Mapping[Node, Node]
     edit_metadata: Callable[[Paths], Paths]
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
 
 def rewrite(
@@ -281,12 +293,16 @@ def rewrite(
     swap: dict[int, Node] = {}
     notes: list[str] = []
     warnings: list[str] = []
-    for target in _targets(ck, keys):
+    renamed: dict[str, str] = {}
+    targets = list(_targets(ck, keys))
+    for target in targets:
         new = edit(target)
+        renamed.update(new.renamed)
         swap[id(target.node)] = module_versions.like(target.entries, new.entries, new.edit_metadata)
         notes += [*new.notes, *_as_plain(target)]
         warnings += new.warnings
-    return _replaced(ck, swap, notes, warnings)
+    more, follow = optimizers.followed(ck.root, renamed, [each.node for each in targets])
+    return _replaced(ck, {**swap, **more}, [*notes, *follow], warnings)
 
 
 def _new_names(
