@@ -41,7 +41,7 @@ def report(command):
         code = main()
     except SystemExit as exit:
         code = exit.code
-    heavy = sorted({"torch", "numpy", "safetensors"} & set(sys.modules))
+    heavy = sorted({"torch", "numpy", "safetensors", "pickle"} & set(sys.modules))
     return {"code": code or 0, "heavy": heavy, "unpicklers": len(unpicklers)}
 print(json.dumps([report(command) for command in json.load(sys.stdin)]), file=sys.stderr)
 """
@@ -103,6 +103,13 @@ def test_convert_copies_without_torch(name: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"out.safetensors", "back.pth"}
 
 
+def test_scan_traces_pickles_without_pickle(tmp_path: Path) -> None:
+    """In this process: of a folder, workers would send their verdicts as pickles."""
+    reports = spied(tmp_path, *(["scan", "--workers", "1", each.path] for each in READABLE))
+    assert all(report["code"] in (0, 1) for report in reports)
+    assert {(*report["heavy"], report["unpicklers"]) for report in reports} == {(0,)}
+
+
 def test_importing_the_library_imports_nothing_heavy() -> None:
     program = "import ckptkit, sys; print(sorted({'torch', 'numpy', 'click', 'tabulate', 'pickle'} & set(sys.modules)))"
     assert (
@@ -122,7 +129,7 @@ def test_floats_are_cast_without_torch(dtype: str, tmp_path: Path) -> None:
     ]
     (report,) = spied(tmp_path, cast)
     assert report["code"] == report["unpicklers"] == 0
-    assert set(report["heavy"]) == {"numpy"}
+    assert set(report["heavy"]) == {"numpy", "pickle"}  # the second imported by the first
 
 
 def test_the_spy_sees(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
 from itertools import islice
 from typing import NamedTuple
@@ -76,6 +75,8 @@ def _spread(
     files: Iterator[str | Failure], trusted: Trusted, workers: int
 ) -> Iterator[FileVerdict | Failure]:
     """Yield by processes, a few files ahead of the consumer."""
+    from concurrent.futures import ProcessPoolExecutor  # which imports pickle
+
     waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
     pool = ProcessPoolExecutor(workers)
     try:
@@ -92,7 +93,7 @@ def _spread(
 def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileVerdict | Failure:
     try:
         return future.result()
-    except BrokenProcessPool:
+    except BrokenExecutor:
         path = file.path if isinstance(file, Failure) else file
         return Failure(
             path,

@@ -11,7 +11,6 @@ a Sign for everything else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pickletools import opcodes
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource
@@ -383,48 +382,45 @@ def _is_mapping(target: Any) -> bool:
     return isinstance(target, Result) and target.callable in _MAPPINGS
 
 
-_RUN: dict[str, tuple[Any, ...]] = {  # by the names of pickletools: the method, and its argument
-    "PROTO": (Tracer.proto,), "FRAME": (Tracer.frame,), "STOP": (Tracer.stop,),
-    "NONE": (Tracer.push, None), "NEWTRUE": (Tracer.push, True), "NEWFALSE": (Tracer.push, False),
-    "EMPTY_TUPLE": (Tracer.push, ()), "EMPTY_LIST": (Tracer.push_new, "list"),
-    "EMPTY_DICT": (Tracer.push_new, "dict"), "EMPTY_SET": (Tracer.push_new, "set"),
-    "BININT": (Tracer.push_int, 4), "BININT1": (Tracer.push_int, 1),
-    "BININT2": (Tracer.push_int, 2),
-    "BINFLOAT": (Tracer.binfloat,), "LONG1": (Tracer.long, 1), "LONG4": (Tracer.long, 4),
-    "INT": (Tracer.number_line, "INT"), "LONG": (Tracer.number_line, "LONG"),
-    "FLOAT": (Tracer.number_line, "FLOAT"),
-    "BINUNICODE": (Tracer.text, 4), "SHORT_BINUNICODE": (Tracer.text, 1),
-    "BINUNICODE8": (Tracer.text, 8),
-    "UNICODE": (Tracer.unicode_line,), "STRING": (Tracer.string_line,),
-    "BINSTRING": (Tracer.string, 4), "SHORT_BINSTRING": (Tracer.string, 1),
-    "BINBYTES": (Tracer.byte_string, 4), "SHORT_BINBYTES": (Tracer.byte_string, 1),
-    "BINBYTES8": (Tracer.byte_string, 8), "BYTEARRAY8": (Tracer.byte_string, 8),
-    "NEXT_BUFFER": (Tracer.buffer,), "READONLY_BUFFER": (Tracer.nothing,),
-    "MARK": (Tracer.mark,), "POP": (Tracer.pop,), "POP_MARK": (Tracer.items,), "DUP": (Tracer.dup,),
-    "PUT": (Tracer.put, 0), "BINPUT": (Tracer.put, 1), "LONG_BINPUT": (Tracer.put, 4),
-    "MEMOIZE": (Tracer.memoize,),
-    "GET": (Tracer.get, 0), "BINGET": (Tracer.get, 1), "LONG_BINGET": (Tracer.get, 4),
-    "TUPLE": (Tracer.tuple_,), "TUPLE1": (Tracer.tuple_of, 1), "TUPLE2": (Tracer.tuple_of, 2),
-    "TUPLE3": (Tracer.tuple_of, 3),
-    "LIST": (Tracer.collected, "list"), "DICT": (Tracer.collected, "dict"),
-    "FROZENSET": (Tracer.collected, "set"),
-    "APPEND": (Tracer.append,), "APPENDS": (Tracer.extend, "list"),
-    "ADDITEMS": (Tracer.extend, "set"),
-    "SETITEM": (Tracer.setitem,), "SETITEMS": (Tracer.setitems,),
-    "GLOBAL": (Tracer.global_,), "STACK_GLOBAL": (Tracer.stack_global,),
-    "EXT1": (Tracer.extension, 1), "EXT2": (Tracer.extension, 2), "EXT4": (Tracer.extension, 4),
-    "PERSID": (Tracer.persid,), "BINPERSID": (Tracer.binpersid,),
-    "REDUCE": (Tracer.reduce,), "INST": (Tracer.inst,), "OBJ": (Tracer.obj,),
-    "NEWOBJ": (Tracer.newobj,), "NEWOBJ_EX": (Tracer.newobj_ex,), "BUILD": (Tracer.build,),
+_RUN: dict[int, tuple[Any, ...]] = {  # by byte: the name, the method, its argument
+    0x80: ("PROTO", Tracer.proto), 0x95: ("FRAME", Tracer.frame), ord("."): ("STOP", Tracer.stop),
+    ord("N"): ("NONE", Tracer.push, None), 0x88: ("NEWTRUE", Tracer.push, True),
+    0x89: ("NEWFALSE", Tracer.push, False), ord(")"): ("EMPTY_TUPLE", Tracer.push, ()),
+    ord("]"): ("EMPTY_LIST", Tracer.push_new, "list"),
+    ord("}"): ("EMPTY_DICT", Tracer.push_new, "dict"), 0x8F: ("EMPTY_SET", Tracer.push_new, "set"),
+    ord("J"): ("BININT", Tracer.push_int, 4), ord("K"): ("BININT1", Tracer.push_int, 1),
+    ord("M"): ("BININT2", Tracer.push_int, 2), ord("G"): ("BINFLOAT", Tracer.binfloat),
+    0x8A: ("LONG1", Tracer.long, 1), 0x8B: ("LONG4", Tracer.long, 4),
+    ord("I"): ("INT", Tracer.number_line, "INT"), ord("L"): ("LONG", Tracer.number_line, "LONG"),
+    ord("F"): ("FLOAT", Tracer.number_line, "FLOAT"), ord("X"): ("BINUNICODE", Tracer.text, 4),
+    0x8C: ("SHORT_BINUNICODE", Tracer.text, 1), 0x8D: ("BINUNICODE8", Tracer.text, 8),
+    ord("V"): ("UNICODE", Tracer.unicode_line), ord("S"): ("STRING", Tracer.string_line),
+    ord("T"): ("BINSTRING", Tracer.string, 4), ord("U"): ("SHORT_BINSTRING", Tracer.string, 1),
+    ord("B"): ("BINBYTES", Tracer.byte_string, 4),
+    ord("C"): ("SHORT_BINBYTES", Tracer.byte_string, 1), 0x8E: ("BINBYTES8", Tracer.byte_string, 8),
+    0x96: ("BYTEARRAY8", Tracer.byte_string, 8), 0x97: ("NEXT_BUFFER", Tracer.buffer),
+    0x98: ("READONLY_BUFFER", Tracer.nothing), ord("("): ("MARK", Tracer.mark),
+    ord("0"): ("POP", Tracer.pop), ord("1"): ("POP_MARK", Tracer.items),
+    ord("2"): ("DUP", Tracer.dup), ord("p"): ("PUT", Tracer.put, 0),
+    ord("q"): ("BINPUT", Tracer.put, 1), ord("r"): ("LONG_BINPUT", Tracer.put, 4),
+    0x94: ("MEMOIZE", Tracer.memoize), ord("g"): ("GET", Tracer.get, 0),
+    ord("h"): ("BINGET", Tracer.get, 1), ord("j"): ("LONG_BINGET", Tracer.get, 4),
+    ord("t"): ("TUPLE", Tracer.tuple_), 0x85: ("TUPLE1", Tracer.tuple_of, 1),
+    0x86: ("TUPLE2", Tracer.tuple_of, 2), 0x87: ("TUPLE3", Tracer.tuple_of, 3),
+    ord("l"): ("LIST", Tracer.collected, "list"), ord("d"): ("DICT", Tracer.collected, "dict"),
+    0x91: ("FROZENSET", Tracer.collected, "set"), ord("a"): ("APPEND", Tracer.append),
+    ord("e"): ("APPENDS", Tracer.extend, "list"), 0x90: ("ADDITEMS", Tracer.extend, "set"),
+    ord("s"): ("SETITEM", Tracer.setitem), ord("u"): ("SETITEMS", Tracer.setitems),
+    ord("c"): ("GLOBAL", Tracer.global_), 0x93: ("STACK_GLOBAL", Tracer.stack_global),
+    0x82: ("EXT1", Tracer.extension, 1), 0x83: ("EXT2", Tracer.extension, 2),
+    0x84: ("EXT4", Tracer.extension, 4), ord("P"): ("PERSID", Tracer.persid),
+    ord("Q"): ("BINPERSID", Tracer.binpersid), ord("R"): ("REDUCE", Tracer.reduce),
+    ord("i"): ("INST", Tracer.inst), ord("o"): ("OBJ", Tracer.obj), 0x81: ("NEWOBJ", Tracer.newobj),
+    0x92: ("NEWOBJ_EX", Tracer.newobj_ex), ord("b"): ("BUILD", Tracer.build),
 }  # fmt: skip
 _TABLE: list[tuple[str, bool, Callable[..., None], tuple[Any, ...]] | None] = [None] * 256
-for _op in opcodes:
-    _TABLE[ord(_op.code)] = (
-        _op.name,
-        _op.name in WEIGHTS_ONLY_OPCODES,
-        _RUN[_op.name][0],
-        _RUN[_op.name][1:],
-    )
+for _byte, (_name, _method, *_arguments) in _RUN.items():
+    _TABLE[_byte] = (_name, _name in WEIGHTS_ONLY_OPCODES, _method, tuple(_arguments))
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None, before: int = 0) -> Trace:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.analysis.verify import Verdict, verify
-from ckptkit.core.errors import CkptkitError, FormatError, InputError, PathError
+from ckptkit.core.errors import CkptkitError, FormatError, InputChangedError, InputError, PathError
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State, files_of
 from tests.formats.dcp.test_reading import TestDcp as Dcp
@@ -344,8 +344,10 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return pieces(parts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(checksums, "_pieces", cut)
-    with pytest.raises(InputError, match="changed"):
+    with pytest.raises(InputError, match="changed") as caught:
         verify(path)
+    assert (caught.value.code, caught.value.exit_code) == (InputChangedError.code, 3)
+    assert caught.value.where == str(path) and "again" in str(caught.value.hint)
 
 
 # Large parts, in pieces

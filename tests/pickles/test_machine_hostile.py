@@ -262,6 +262,13 @@ def test_PK_06_names_that_only_look_like_others_are_other_names(name: str) -> No
 def test_PK_07_old_names_are_mapped_first() -> None:
     assert to_python(machine(b"c__builtin__\nset\n(]K\x01atR.")) == {1}
     refused(b"c__builtin__\neval\n(X\x01\0\0\x001tR.")
+    old = b"ccopy_reg\n_reconstructor\n(c__main__\nThing\nc__builtin__\n%s\nNtR."
+    made = machine(old % b"object")
+    assert made.callable == Global("copyreg", "_reconstructor")
+    assert made.args == (Global("__main__", "Thing"), Global("builtins", "object"), None)
+    assert b"__main__\nThing" in emit(made).data  # object.__new__(Thing), as protocol 0 has it
+    assert "copyreg._reconstructor" in str(refused(old % b"list"))
+    assert "copyreg._reconstructor" in str(refused((old % b"object").replace(b"NtR", b"}tR")))
 
 
 def test_PK_07_old_names_of_a_later_protocol_do_not_come_alive_when_written() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+import zipfile
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
+from ckptkit.api import convert
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
+from ckptkit.pickles.allowlist import names
 from ckptkit.pickles.trust import (
     WEIGHTS_ONLY,
     describe,
@@ -20,6 +27,9 @@ from ckptkit.pickles.trust import (
     refused_by_weights_only,
 )
 from ckptkit.pickles.versions import SINCE
+from ckptkit.scan.files import scan
+from ckptkit.scan.verdict import CLASSES, UNKNOWN
+from tests.scan import hostile_pickles as hostile
 
 
 def call(name: str, *args: Node, new: bool = False) -> Object:
@@ -94,6 +104,49 @@ def test_the_names_of_weights_only_are_torchs_own() -> None:
 def test_calls_that_have_no_business_in_a_checkpoint(name: str) -> None:
     assert is_harmful(call(name, "touch canary"))
     assert refused_by_weights_only(Global(*name.rpartition(".")[::2]))
+
+
+class Thing:
+    """An object of a user's class."""
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_objects_of_protocols_0_and_1_are_judged_as_those_of_newobj(
+    protocol: int, tmp_path: Path
+) -> None:
+    thing = Thing()
+    vars(thing).update(depth=3, names=["a"])
+    path, out = tmp_path / "in.pkl", tmp_path / "out.pth"
+    path.write_bytes(pickle.dumps({"thing": thing, "w": 1.5}, protocol))
+    newer = tmp_path / "newer.pkl"
+    newer.write_bytes(pickle.dumps({"thing": thing, "w": 1.5}, 2))
+    assert scan(path).verdict == scan(newer).verdict == CLASSES
+    convert(path, out)
+    with zipfile.ZipFile(out) as archive:
+        data = archive.read(next(each for each in archive.namelist() if each.endswith("data.pkl")))
+    again = pickle.loads(data)
+    assert type(again["thing"]) is Thing and vars(again["thing"]) == vars(thing)
+    assert again["w"] == 1.5
+
+
+@pytest.mark.parametrize("name", hostile.RECONSTRUCTED)
+def test_reconstructing_in_any_other_way_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.pkl"
+    path.write_bytes(hostile.UNCLEAR[f"reconstructor-{name}"])
+    assert scan(path).verdict == UNKNOWN
+    with pytest.raises(UnsafeGlobalError, match=r"copyreg\._reconstructor"):
+        convert(path, tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_the_users_module_is_no_package_whatever_runs_here() -> None:
+    """`__main__` is ckptkit or a test runner here, both of which may be installed packages."""
+    runner = ModuleSpec("__main__", None, origin="/x/site-packages/y.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["__main__"], "__spec__", runner)
+        names._is_package.cache_clear()
+        assert not is_harmful(call("__main__.Net", new=True))
+    names._is_package.cache_clear()
 
 
 def test_harm_through_new() -> None:

@@ -174,6 +174,21 @@ CALLS = {
     "underflow-after": b"\x80\x02" + SYSTEM + b"0000000.",
 }  # fmt: skip
 
+# copyreg._reconstructor with another base than object, another state than None, or of a class of
+# an installed package: not what NEWOBJ would do.
+_NET, _OBJECT = name("mine.Net"), name("__builtin__.object")
+RECONSTRUCTED = {
+    "list": (_NET, name("__builtin__.list"), b"N"),
+    "list-state": (_NET, name("__builtin__.list"), b"](K\1K\2e"),
+    "dict-state": (_NET, name("__builtin__.dict"), b"}" + text("a") + b"K\1s"),
+    "text": (_NET, name("__builtin__.str"), text("a")),
+    "own-base": (_NET, name("mine.Base"), b"N"),
+    "own-base-state": (_NET, name("mine.Base"), text(TOUCH)),
+    "object-state": (_NET, _OBJECT, b"}"),
+    "object-text": (_NET, _OBJECT, text("a")),
+    "package": (name("torch.utils.data.datapipes.datapipe.IterDataPipe"), _OBJECT, b"N"),
+}  # fmt: skip
+
 # What no machine would come through, or two machines would come through differently.
 UNCLEAR = {
     "extension": pickle2(b"\x82\x01"),
@@ -187,6 +202,8 @@ UNCLEAR = {
     "frame-in-frame": b"\x80\x04\x95" + struct.pack("<Q", 12) + b"\x95" + struct.pack("<Q", 2) + b"N.",
     "buffer": b"\x80\x05\x97.",
     "protocol-6": b"\x80\x06N.",
+    **{f"reconstructor-{key}": pickle2(call("copyreg._reconstructor", *args))
+       for key, args in RECONSTRUCTED.items()},
     "cut": PLAIN[:-3],
 }  # fmt: skip
 

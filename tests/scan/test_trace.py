@@ -119,7 +119,8 @@ def test_names_and_end_are_those_of_cpython(value: Any, protocol: int) -> None:
 def test_all_opcodes_are_known() -> None:
     from ckptkit.scan.trace import _TABLE
 
-    assert {entry[0] for entry in _TABLE if entry} == {each.name for each in pickletools.opcodes}
+    known = {byte: entry[0] for byte, entry in enumerate(_TABLE) if entry}
+    assert known == {ord(each.code): each.name for each in pickletools.opcodes}
 
 
 def test_the_opcodes_of_weights_only_are_torchs_own() -> None:

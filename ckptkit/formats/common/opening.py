@@ -60,7 +60,9 @@ def _changing(place: ByteSource | Folder) -> CkptkitError | None:
                 patching.look(each.path)
         except InputChangedError:
             hint = "run the command again when it is no longer written to"
-            return InputError("was changed while it was read", where=each.name, hint=hint)
+            code = InputChangedError.code  # an InputError: there is no output that could fail
+            said = "was changed while it was read"
+            return InputError(said, where=each.name, hint=hint, code=code)
         except InputError as error:
             return error
     return None

@@ -341,20 +341,16 @@ def _new_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
 
 
 def _reconstruct(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
-    """copyreg._reconstructor(class, base, state): the base makes it, of a literal."""
-    if len(args) != 3 or not _is_plain_base(args[1]):
+    """copyreg._reconstructor(class, object, None): an empty object, as protocols 0 and 1 write it.
+
+    It is what NEWOBJ does to the class. Another base would be handed the third argument.
+    """
+    if len(args) != 3:
         return Judged(HARMFUL, table.UNKNOWN_SORT)
     judged = judge_call(view, args[0], (), new=True)
-    known = fits_word(view, "scalar/literal", args[2])
-    if args[1].name not in ("list", "tuple"):  # which only keep what they are given
-        known = known and _is_handed(view, args[2])
-    return judged if known else Judged(UNSURE, judged.sort)
-
-
-def _is_plain_base(base: Node) -> bool:
-    return isinstance(base, Global) and base.module == "builtins" and base.name in (
-        "object", "list", "dict", "tuple", "set", "frozenset", "str", "bytes", "int", "float", "complex",
-    )  # fmt: skip
+    if args[1] == Global("builtins", "object") and view.sort(args[2]) == table.NONE:
+        return judged
+    return Judged(max(judged.kind, UNSURE, key=LEVELS.index), table.UNKNOWN_SORT)
 
 
 def _getattr(view: View, name: Name, args: tuple[Node, ...]) -> Judged:

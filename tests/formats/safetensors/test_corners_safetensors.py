@@ -19,7 +19,7 @@ from ckptkit.api import convert, open_checkpoint
 from ckptkit.core.bytesource import LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import FormatError, UnsafeGlobalError
+from ckptkit.core.errors import FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Patch
 from ckptkit.core.tensor import Tensor
@@ -151,8 +151,11 @@ def again(root: Any) -> Any:
 
 
 def test_an_object_that_is_an_argument_of_itself() -> None:
-    made = Object(Global("m", "C"))
+    made = Object(Global("m", "C"), new=True)
     made.args = (made,)
+    with pytest.raises(UnsupportedError, match="an argument of its own construction"):
+        statements(made)
+    made.new = False  # a call of what may be a function
     with pytest.raises(UnsafeGlobalError, match="allowlist"):
         statements(made)
 
@@ -171,9 +174,13 @@ def test_a_sparse_tensor_without_bytes() -> None:
 
 @pytest.mark.parametrize("step", ["append", "add"])
 def test_what_is_put_into_an_object(step: str) -> None:
-    made = Object(Global("m", "C"))
+    made = Object(Global("m", "C"), new=True)
     made.steps.append((step, [1, "x", made]))
-    with pytest.raises(UnsafeGlobalError, match="allowlist"):  # its class decides what that does
+    found = again(made)
+    assert found.steps[0][0] == step and found.steps[0][1][:2] == [1, "x"]
+    assert found.steps[0][1][2] is found
+    made.new = False  # a call of what may be a function: what it gives decides what that does
+    with pytest.raises(UnsafeGlobalError, match="allowlist"):
         again(made)
 
 

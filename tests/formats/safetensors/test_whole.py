@@ -7,7 +7,7 @@ import argparse
 import collections
 import json
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,19 @@ def test_PK_a_harmful_call_is_not_written_back(tmp_path: Path) -> None:
 
 
 def test_PK_a_call_that_somebody_wrote_into_a_skeleton_is_not_written_back(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "harm": PurePosixPath("true")}, tmp_path / "in.pth")
+    between = tmp_path / "all.safetensors"
+    convert(tmp_path / "in.pth", between, options=ALL)
+    data = between.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].decode()
+    for old, new in (("PurePosixPath", "system"), ("pathlib", "posix")):
+        assert header.count(old) == 1
+        header = header.replace(old, new)
+    between.write_bytes(data[:8] + header.ljust(size).encode() + data[8 + size :])
+    with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
+        convert(between, tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
     harm = [["global", "posix", "system"], ["tuple", "true"], ["object", [0], [1], None, False]]
     rest = [["storage", "w", "cpu"], ["tensor", [3], {}], ["list"], ["fill", 5, "append", [2], [4]]]
     with pytest.raises(UnsafeGlobalError, match=r"posix\.system"):
