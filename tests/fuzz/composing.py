@@ -21,6 +21,7 @@ from typing import Any
 from tests.fuzz.catalog import HOOKS, Catalog, Name
 from tests.fuzz.compositions import (
     CALLS,
+    NONE,
     Node,
     call,
     changed,
@@ -424,7 +425,10 @@ class Composer:
                 "builtins",
                 self.random.choice(("object", "list", "dict", "tuple", "str", "int", "type")),
             )
-            return call(named("copyreg", "_reconstructor"), made, base, self.value(depth))
+            plain = self.random.random() < 0.5  # as protocols 0 and 1 write it
+            state = NONE if plain else self.value(depth)
+            base = named("builtins", "object") if plain else base
+            return call(named("copyreg", "_reconstructor"), made, base, state)
         if kind == 1:
             return call(named("copyreg", "__newobj__"), made, *self.values(depth, 2))
         args: Node = ("tuple", None, self.values(depth, 2))
