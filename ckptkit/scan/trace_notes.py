@@ -124,7 +124,7 @@ class Notes:
             made.__class__ is Global
             and args.__class__ is tuple
             and kwargs is None
-            and trust.by_sorts(made)
+            and trust.by_sorts(made, len(args))
         ):
             sorts = self.view.flat(args)
         known = None if sorts is None else self.judged.get((made, new, sorts))

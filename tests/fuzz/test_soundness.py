@@ -172,6 +172,8 @@ FOUND = {
 # What is seen by nothing but scan: torch refuses the rest of the arguments, or reads what lies
 # behind.
 SILENT = {
+    "metadata": call(named(UTILS, "_rebuild_tensor_v2"), STORED, const(0), tuple_of(), tuple_of(),
+                     const(False), const(None), mapping(const(True), const(64))),
     "newobj-ex-keys": ("newex", None, (USER, tuple_of(), owned(keys=FIRE))),  # as Python's own pickle
     "beyond-the-element": array(
         record(tuple_of(call(named("numpy", "dtype"), const("i8")), const(1 << 20)), 16),

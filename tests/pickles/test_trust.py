@@ -28,7 +28,7 @@ from ckptkit.pickles.trust import (
 )
 from ckptkit.pickles.versions import SINCE
 from ckptkit.scan.files import scan
-from ckptkit.scan.verdict import CLASSES, UNKNOWN
+from ckptkit.scan.verdict import CLASSES, SAFE, UNKNOWN
 from tests.scan import hostile_pickles as hostile
 
 
@@ -147,6 +147,29 @@ def test_the_users_module_is_no_package_whatever_runs_here() -> None:
         names._is_package.cache_clear()
         assert not is_harmful(call("__main__.Net", new=True))
     names._is_package.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("bits", "harmful"),
+    [
+        (None, False), ({}, False), ({"conj": True}, False), ({"conj": False, "neg": True}, False),
+        ({"neg": 1}, True), ({"neg": "x"}, True), ({True: True}, True), ({"neg": None}, True),
+        ([], True), ({"neg": Object(Global("mine", "Flag"), new=True)}, True),
+    ],
+)  # fmt: skip
+def test_the_bits_of_a_tensor_are_texts_and_flags(bits: Node, harmful: bool) -> None:
+    storage = TypedStorage(BY_NAME["float32"], Storage(Range(Memory(b"abcd"), 0, 4)))
+    args = (storage, 0, (1,), (1,), False, OrderedMapping(), bits)
+    assert is_harmful(call("torch._utils._rebuild_tensor_v2", *args)) == harmful
+
+
+def test_tensors_with_bits_are_safe(tmp_path: Path) -> None:
+    bits = {"c": torch.ones(2, dtype=torch.complex64).conj(), "n": torch._neg_view(torch.ones(2))}
+    torch.save(bits, tmp_path / "in.pth")
+    assert scan(tmp_path / "in.pth").verdict == SAFE
+    convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    again = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert all(torch.equal(again[name], tensor) for name, tensor in bits.items())
 
 
 def test_harm_through_new() -> None:

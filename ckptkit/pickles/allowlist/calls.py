@@ -84,13 +84,14 @@ _DTYPE: Name = ("numpy", "dtype")
 
 
 @lru_cache(maxsize=4096)
-def by_sorts(made: Global) -> bool:
-    """Return whether the sorts of the arguments, and of what they hold, decide how a call is
+def by_sorts(made: Global, count: int) -> bool:
+    """Return whether the sorts of `count` arguments, and of what they hold, decide how a call is
     judged."""
     row = ROWS.get((made.module, made.name))
     if row is None or made.name in _SIZED or (made.module, made.name) in _SPECIAL:
         return False
-    words = flatten(_alternatives(word.lstrip("?*")) for word in flatten(row.takes))
+    signatures = (signature[:count] for signature in row.takes)
+    words = flatten(_alternatives(word.lstrip("?*")) for word in flatten(signatures))
     return all(word in WORDS for word in words)
 
 
@@ -280,8 +281,20 @@ def _is_text(pattern: re.Pattern[str]) -> Callable[[View, Node], bool]:
     return lambda view, value: isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
+def _are_bits(view: View, value: Node) -> bool:
+    """Return whether it is what torch keeps of a conjugated or negated tensor: texts and flags.
+
+    For anything else torch makes a message of the tensor, which imports more of torch.
+    """
+    pairs = [] if value is None else view.pairs(value)
+    return pairs is not None and all(
+        isinstance(key, str) and isinstance(flag, bool) for key, flag in pairs
+    )
+
+
 _PREDICATES: dict[str, Callable[[View, Node], bool]] = {
     "attributes": _is_attributes,
+    "bits": _are_bits,
     "byte": lambda view, value: value in ("b", b"b") if isinstance(value, (str, bytes)) else False,
     "class": lambda view, value: isinstance(value, Global) and _is_tensor_class(value),
     "decimal": _is_text(_DECIMAL),

@@ -264,11 +264,11 @@ _row("torch", "Size", "|shape", SIZE)
 _row("torch", "device", "text ?int")
 _row("torch.serialization", "_get_layout", "text")
 _row("torch._utils", "_rebuild_tensor", "storage int shape shape", TENSOR)
-_row("torch._utils", "_rebuild_tensor_v2", "storage int shape shape flag hooks ?dict/none", TENSOR)
+_row("torch._utils", "_rebuild_tensor_v2", "storage int shape shape flag hooks ?bits", TENSOR)
 _row(
     "torch._utils",
     "_rebuild_tensor_v3",
-    "storage int shape shape flag hooks name ?dict/none",
+    "storage int shape shape flag hooks name ?bits",
     TENSOR,
 )
 _row("torch._utils", "_rebuild_parameter", "tensor flag hooks", TENSOR, state="attributes")
