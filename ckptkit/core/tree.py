@@ -296,10 +296,11 @@ def nodes(root: Node) -> Iterator[Node]:
         seen.add(id(node))
         yield node
         if node.__class__ is not Tensor:
-            waiting.extend(_held(node))
+            waiting.extend(held(node))
 
 
-def _held(node: Node) -> Iterable[Node]:
+def held(node: Node) -> Iterable[Node]:
+    """Return what a node holds directly: keys, values, states, the parts of a call."""
     if isinstance(node, OrderedMapping):
         return (*node, *node.values(), node.state)
     if isinstance(node, dict):

@@ -19,7 +19,7 @@ from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
-from ckptkit.pickles.nested import check_bytes, check_text
+from ckptkit.pickles.nested import check_no_calls
 from ckptkit.pickles.trust import refused_by_weights_only
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
@@ -88,7 +88,7 @@ class Emitter:
         index = self.strings.get(text)
         if index is not None:
             return get(index)
-        check_text(text)
+        check_no_calls(text)
         self.strings[text] = self.count
         data = text.encode("utf-8", "surrogatepass")
         return b"X" + _U4(len(data)) + data + self._put()
@@ -120,7 +120,7 @@ class Emitter:
             self.emit(get(self.by_value[key]))
 
     def _encoded(self, value: bytes) -> bytes:
-        check_bytes(value)
+        check_no_calls(value)
         text = value.decode("latin-1").encode()
         encode = self._global(_ENCODE)
         return encode + b"X" + _U4(len(text)) + text + b"X\x06\0\0\0latin1\x86R"
@@ -330,5 +330,5 @@ def _integer(value: int) -> bytes:
 
 def _python2(data: bytes) -> bytes:
     """SHORT_BINSTRING or BINSTRING."""
-    check_bytes(data)
+    check_no_calls(data)
     return (b"U%c" % len(data) if len(data) < 256 else b"T" + pack("<i", len(data))) + data

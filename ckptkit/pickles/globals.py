@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from ckptkit.core.dtypes import BY_NAME, UNKNOWN, DType, unknown
-from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
+from ckptkit.core.errors import FormatError, TensorError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode, StoredBytes
 from ckptkit.core.weights import as_tensor, inner_tensors
@@ -58,7 +58,7 @@ def _bytes(made: Global, args: Args) -> Node:
         return StoredBytes(args[0].extent, made.name)
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return make(_latin1(args[0]))
-    raise UnsupportedError(f"pickle calls {made} with something other than bytes")
+    return Object(made, args)  # shown, and never written
 
 
 def _encode(made: Global, args: Args) -> Node:

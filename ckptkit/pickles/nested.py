@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
-from ckptkit.core.tree import StoredBytes
+from ckptkit.core.tree import ByteString, Node, StoredBytes
 from ckptkit.pickles.streams import Program, Remark, Traced
 
 Look = Callable[[ByteSource], Iterable[Traced | Remark | Program]]
@@ -36,31 +36,41 @@ def looks_like_a_pickle(head: bytes) -> bool:
     return len(head) > 2 and head[0] in OPCODES
 
 
-def check_text(text: str) -> None:
-    """Refuse a text that is a pickle, a byte string of Python 2. Raises UnsafeGlobalError."""
-    if text[-1:] == "." or text[:1] == "\x80":
-        try:
-            check_bytes(text.encode("latin-1"))
-        except UnicodeEncodeError:
-            pass
+def holds_calls(value: Node) -> bool:
+    """Return whether a byte string or a text is a file of its own with calls in it.
+
+    A text may be a byte string of Python 2.
+    """
+    if isinstance(value, str):
+        return (value[-1:] == "." or value[:1] == "\x80") and _text_holds_calls(value)
+    if isinstance(value, (bytes, bytearray)):
+        return _source_holds_calls(Memory(bytes(value)))
+    if isinstance(value, ByteString):
+        return _source_holds_calls(Memory(value.data))
+    if isinstance(value, StoredBytes) and isinstance(value.extent, Range):  # else made here
+        return _source_holds_calls(Section(*value.extent))
+    return False
 
 
-def check_blob(blob: StoredBytes) -> None:
-    """Refuse a long byte string that is a file with calls in it. Raises UnsafeGlobalError."""
-    if isinstance(blob.extent, Range):  # else its bytes were computed here
-        check_bytes(Section(*blob.extent))
-
-
-def check_bytes(data: bytes | bytearray | ByteSource) -> None:
-    """Refuse bytes that are a file with calls in it. Raises UnsafeGlobalError."""
-    source = data if isinstance(data, ByteSource) else Memory(bytes(data))
-    if looks_like_a_file(source.read(0, min(8, source.size))) and not _is_proved(source):
+def check_no_calls(value: Node) -> None:
+    """Refuse a byte string or text that is a file with calls in it. Raises UnsafeGlobalError."""
+    if holds_calls(value):
         raise UnsafeGlobalError(
             "the file holds a byte string that is a file of its own, with calls that are not "
             "in the allowlist",
-            hint="`ckptkit scan` says what is in it; `ckptkit extract` takes another part of "
-            "the file",
+            hint="`ckptkit scan` says what is in it; --objects drop leaves it out",
         )
+
+
+def _text_holds_calls(text: str) -> bool:
+    try:
+        return _source_holds_calls(Memory(text.encode("latin-1")))
+    except UnicodeEncodeError:
+        return False
+
+
+def _source_holds_calls(source: ByteSource) -> bool:
+    return looks_like_a_file(source.read(0, min(8, source.size))) and not _is_proved(source)
 
 
 def _is_proved(source: ByteSource) -> bool:

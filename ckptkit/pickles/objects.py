@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import NoneType
 
 from ckptkit.core.errors import UsageError
-from ckptkit.core.tensor import TypedStorage
+from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.text import plural, some
-from ckptkit.core.tree import Global, Node, Object, SetNode, join, nodes, walk
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    Path,
+    SetNode,
+    StoredBytes,
+    held,
+    join,
+    nodes,
+    walk,
+)
 from ckptkit.core.weights import as_tensor
+from ckptkit.pickles.nested import holds_calls
 from ckptkit.pickles.pruning import without
 from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 SHOWN = 8  # names in a note
+TEXTS = (str, bytes, bytearray, ByteString, StoredBytes)
 
 
 def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """The tree without its opaque values, and a note that names them.
+    """Return the tree without its opaque values and without files with calls; notes name them.
 
     An object that weights_only accepts goes all the same if it holds one that it refuses. Raises
     UsageError where no tensor is left of those that there were, or nothing at all, unless it
@@ -32,10 +47,19 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
             hint="`ckptkit inspect` shows what it holds; `ckptkit convert SRC DST.safetensors` "
             "writes its weights alone, if it has any",
         )
-    named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
+    files = [each for each in dropped if isinstance(each[1], TEXTS)]
+    objects = [each for each in dropped if not isinstance(each[1], TEXTS)]
     return pruned, (
-        f"left out {plural(len(named), 'value')} that weights_only refuses: {some(named, SHOWN)}",
+        *_left_out(objects, "value", "that weights_only refuses"),
+        *_left_out(files, "byte string", "that would be a file with calls in it"),
     )
+
+
+def _left_out(dropped: list[tuple[Path, Node]], what: str, why: str) -> Iterator[str]:
+    """Yield the note that names values that are left out, if there are any."""
+    if dropped:
+        named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
+        yield f"left out {plural(len(named), what)} {why}: {some(named, SHOWN)}"
 
 
 def _has_more(root: Node, tensors: bool) -> bool:
@@ -51,21 +75,24 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_refused(node: Node) -> bool:
-    """Return whether weights_only refuses a name or call anywhere in what makes the value."""
-    return any(map(_is_refused_part, nodes(node)))
+    """Return whether weights_only refuses a name or call anywhere in what makes the value, or a
+    byte string in it is a file with calls."""
+    return holds_calls(node) or any(map(_is_refused_part, nodes(node)))
 
 
 def _is_refused_part(node: Node) -> bool:
-    if isinstance(node, Object):
-        return is_harmful(node)
-    return (
-        refused_by_weights_only(node)
-        if isinstance(node, Global)
-        else isinstance(node, SetNode) and node.frozen
-    )
+    if isinstance(node, Object) and is_harmful(node):
+        return True
+    if isinstance(node, Global):
+        return refused_by_weights_only(node)
+    if isinstance(node, SetNode) and node.frozen:
+        return True
+    return not isinstance(node, Tensor) and any(map(holds_calls, held(node)))
 
 
 def _name(node: Node) -> str:
     if isinstance(node, SetNode):
         return "frozenset"
+    if isinstance(node, TEXTS):
+        return "byte string"
     return describe(node.callable) if isinstance(node, Object) else str(node)

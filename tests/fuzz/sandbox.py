@@ -310,7 +310,7 @@ def _touch(made: object, depth: int) -> None:
         np.ndarray.tolist(made)
     elif isinstance(made, np.generic):
         made.item()
-    elif type(made) is torch.Tensor and made.numel() < 1_000:
+    elif type(made) is torch.Tensor and max(made.numel(), *made.shape, 0) < 1_000:
         made.tolist()
     for each in islice(inside if depth else (), 20):
         _touch(each, depth - 1)

@@ -143,6 +143,8 @@ def made_by_cpp() -> Node:
 
 UTILS, NOTHING = "torch._utils", call(named("collections", "OrderedDict"))
 TEXT_TYPE = call(named("numpy", "dtype"), const("V8"), const(False), const(True))
+LONGS = changed(call(named("numpy", "dtype"), const("i8"), const(False), const(True)), "build",
+                tuple_of(*map(const, (3, "<", None, None, None, -1, -1, 0))))  # fmt: skip
 STORED = ("binpersid", None, (tuple_of(const("storage"), named("torch", "FloatStorage"),
                                        const("0"), const("cpu"), const(0)),))  # fmt: skip
 PARAMETER = call(named(UTILS, "_rebuild_parameter_with_state"),
@@ -154,6 +156,8 @@ FOUND = {
         record(tuple_of(call(named("numpy", "dtype"), const("O8")), const(0)), 0),
         tuple_of(const(0)), const(b"A" * 8)),
     "shape": array(NONE, tuple_of(const(2**63 - 1))),
+    "shape-of-numbers": changed(array(NONE, tuple_of(const(0))), "build", tuple_of(
+        const(1), tuple_of(const(2**63 - 1)), LONGS, const(False), const(b"A" * 8))),
     "owned-detach": call(named("torch.nn.parameter", "Parameter"), owned(detach=FIRE)),
     "owned-to": call(named(UTILS, "_rebuild_device_tensor_from_cpu_tensor"),
                      owned(to=FIRE), named("torch", "float32"), const("cpu"), const(False)),

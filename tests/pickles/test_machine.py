@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptkit.core.bytesource import Memory
-from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
+from ckptkit.core.errors import FormatError, LimitError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import (
     ByteString,
@@ -29,7 +29,7 @@ from ckptkit.core.tree import (
 from ckptkit.pickles import machine as module
 from ckptkit.pickles import opcode_values, opcodes
 from ckptkit.pickles.machine import unpickle
-from tests.pickles.making import machine, same, to_python
+from tests.pickles.making import emit, machine, same, to_python
 
 PROTOCOLS = range(6)
 
@@ -540,13 +540,29 @@ def test_values_spelt_as_calls(protocol: int, value: Any) -> None:
         b"c__builtin__\ncomplex\n(L" + b"9" * 400 + b"L\nK\x01tR.",
         b"c__builtin__\ncomplex\n(X\x01\0\0\x001K\x01tR.",
         b"c__builtin__\nset\n(K\x05tR.",
-        b"c__builtin__\nbytearray\n(X\x01\0\0\0aX\x06\0\0\0utf-16tR.",
         b"c_codecs\nencode\n(X\x02\0\0\0\xc4\x80X\x06\0\0\0latin1tR.",
     ],
 )
 def test_calls_that_python_would_fail_or_do_otherwise(data: bytes) -> None:
     with pytest.raises((FormatError, UnsupportedError)):
         machine(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "args"),
+    [
+        (b"c__builtin__\nbytearray\n(X\x01\0\0\0aX\x06\0\0\0utf-16tR.", ("a", "utf-16")),
+        (b"c__builtin__\nbytes\n(](K\x01K\x02etR.", ([1, 2],)),
+        (b"c__builtin__\nbytearray\n(L1099511627776L\ntR.", (1 << 40,)),
+    ],
+)
+def test_bytes_of_anything_but_bytes_stay_a_call_that_is_not_written(
+    data: bytes, args: tuple[Any, ...]
+) -> None:
+    made = machine(data)
+    assert isinstance(made, Object) and made.args == args
+    with pytest.raises(UnsafeGlobalError):
+        emit(made)
 
 
 def test_encode_in_another_encoding_stays_a_call() -> None:

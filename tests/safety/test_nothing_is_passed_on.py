@@ -3,28 +3,38 @@ not see."""
 
 from __future__ import annotations
 
+import gzip
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from ckptkit.cli import main
 from ckptkit.scan.files import scan, scan_all
 from ckptkit.scan.verdict import FileVerdict, counts
 from tests.conftest import ENVIRONMENT
+from tests.containers.zips import Member
 from tests.scan.hostile_pickles import (
     CALLS,
     CASES,
     DISGUISED,
+    EVIL,
+    PLAIN,
     STANDARD,
     UNCLEAR,
     Case,
+    archive,
     beside_a_tensor,
+    call,
     pickle4,
+    raw,
+    text,
 )
 
 # A pickle of hostile_pickles that is nothing but opcodes for one value can stand beside a tensor.
@@ -110,15 +120,53 @@ def test_what_is_refused_and_what_drop_leaves(name: str, tmp_path: Path) -> None
         ["strip-module", src, out],
     ):
         assert invoke([*line]) in (2, 3) and not out.exists() and not whole.exists()
-    code = invoke(["convert", src, out, *DROP])
-    assert code == (3 if name == "wrapper-hidden" else 0)  # bytes of a list of numbers are not read
-    assert code == 3 or loaded(out) == [1.0, 1.0]
+    assert invoke(["convert", src, out, *DROP]) == 0
+    assert loaded(out) == [1.0, 1.0]
+
+
+FILES = {
+    "bytes": raw(EVIL),
+    "bytearray": call("builtins.bytearray", raw(EVIL)),
+    "python2": b"T" + struct.pack("<I", len(EVIL)) + EVIL,
+    "text": text(EVIL.decode("latin-1")),
+    "zip": raw(archive(EVIL)),
+    "gzip": raw(gzip.compress(EVIL)),
+    "long": raw(archive(PLAIN, Member("archive/data/0", bytes(1 << 17)), Member("x.pkl", EVIL))),
+    "list": b"](N" + raw(EVIL) + b"K\1e",
+    "tuple": b"N" + raw(EVIL) + b"K\1\x87",
+    "key": b"}" + raw(EVIL) + b"K\1s",
+    "text-as-key": b"}" + text(EVIL.decode("latin-1")) + b"K\1s",
+    "set": call("builtins.set", b"](" + raw(EVIL) + b"e"),
+    "attribute": call("collections.Counter", b"}" + raw(EVIL) + b"K\1s"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("everything", [False, True])
+def test_drop_leaves_out_byte_strings_that_are_files(
+    name: str, everything: bool, tmp_path: Path
+) -> None:
+    """Whoever reads the checkpoint may load them; what stands beside them stays."""
+    src, out, back = tmp_path / "src.pth", tmp_path / "out.pth", tmp_path / "back.pth"
+    src.write_bytes(beside_a_tensor(FILES[name]).data)
+    assert invoke(["scan", src]) == 1 and invoke(["convert", src, out]) == 3
+    if everything:
+        between = tmp_path / "all.safetensors"
+        assert invoke(["convert", "--all", src, between]) == 3
+        assert invoke(["convert", "--all", *DROP, src, between]) == 0
+        done = CliRunner().invoke(main, ["convert", str(between), str(back)])
+    else:
+        done = CliRunner().invoke(main, ["convert", str(src), str(back), *DROP])
+        assert "left out 1 " in done.output and "extra" in done.output
+    assert done.exit_code == 0 and not counts(scan(back), strict=False)
+    found = torch.load(back, weights_only=True)
+    assert found["w"].tolist() == [1.0, 1.0]
+    kept = {"list": [None, None, 1], "tuple": (None, None, 1), "key": {}, "text-as-key": {}}
+    assert found.get("extra") == kept.get(name)
 
 
 def loaded(path: Path) -> list[float]:
     """Load what is left with torch's own weights_only."""
-    import torch
-
     found = torch.load(path, weights_only=True)
     assert list(found) in (["w"], ["w", "extra"])
     return list(found["w"].tolist())

@@ -8,8 +8,10 @@ import argparse
 import collections
 import datetime
 import decimal
+import enum as enum_
 import fractions
 import functools
+import importlib
 import itertools
 import pathlib
 import random
@@ -26,6 +28,7 @@ import pytest
 import torch
 
 from ckptkit import api as convert
+from ckptkit.pickles.allowlist.rows import ENUMS
 from ckptkit.scan.files import scan
 from ckptkit.scan.verdict import counts, findings
 from tests.scan.hostile_pickles import beside_a_tensor, built, call, name, text
@@ -163,6 +166,12 @@ OF_LIBRARIES = {
         text("granularity"),
         built(name("torchao.quantization.granularity.PerRow") + b")\x81", text("dim"), b"K\1"),
         text("mapping_type"), enum("torchao.quantization.quant_primitives.MappingType", b"K\1")),
+    "torchao-config": built(
+        name("torchao.float8.config.CastConfig") + b")\x81",
+        text("scaling_type"), enum("torchao.float8.config.ScalingType", text("dynamic")),
+        text("scaling_granularity"),
+        enum("torchao.float8.config.ScalingGranularity", text("tensorwise")),
+        text("target_dtype"), _NONE),
     "tensordict": call(
         "tensordict._reductions._make_td", name("tensordict._td.TensorDict"),
         mapping(text("_tensordict"), mapping(text("a"), _INNER), text("_device"), _NONE,
@@ -202,6 +211,21 @@ def test_values_of_libraries(case: str, tmp_path: Path) -> None:
     no_alarm(path)
 
 
+def test_all_enumerations_are_enumerations() -> None:
+    """As far as their packages are installed: a class that is called runs its __init__."""
+    found = [made for made in map(resolved, sorted(ENUMS)) if made is not None]
+    assert found
+    assert [made for made in found if not issubclass(made, enum_.Enum)] == []
+
+
+def resolved(row: tuple[str, str]) -> Any:
+    """Return what a row names; None if it is not here."""
+    try:
+        return getattr(importlib.import_module(row[0]), row[1], None)
+    except ImportError:
+        return None
+
+
 def test_the_same_names_with_other_arguments_are_findings(tmp_path: Path) -> None:
     """The rows hold what the libraries write and nothing else."""
     bag = built(name("types.SimpleNamespace") + b")R", text("x"), name("mine.nets.run"))
@@ -209,6 +233,7 @@ def test_the_same_names_with_other_arguments_are_findings(tmp_path: Path) -> Non
         call("tensordict._reductions._make_td", name("mine.nets.Net"), mapping()),
         call("pandas._libs.tslibs.timedeltas._timedelta_unpickle", bag, b"K\1"),
         enum("torchao.quantization.quant_primitives.MappingType", bag),
+        call("torchao.float8.config.CastConfig", text("dynamic")),  # through its __init__
         call("numpy.dtype", bag),
         call("functools.reduce", name("operator.add"), b"(" + name("builtins.int") + b"t"),
         call("operator.getitem", name("os.environ"), text("HOME")),

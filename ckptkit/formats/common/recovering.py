@@ -100,7 +100,7 @@ class _Verdicts:
         self._keep: list[Node] = []  # ids stay taken
 
     def is_lost(self, node: Node) -> bool:
-        return self._find(node) is not None
+        return not isinstance(node, (str, bytes)) and self._find(node) is not None
 
     def reason(self, node: Node) -> str:
         return self._find(node) or ""

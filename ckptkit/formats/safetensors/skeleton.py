@@ -53,7 +53,7 @@ from ckptkit.core.tree import (
     StoredBytes,
 )
 from ckptkit.formats.common.plain_json import is_utf8
-from ckptkit.pickles.nested import check_blob, check_bytes, check_text
+from ckptkit.pickles.nested import check_no_calls
 from ckptkit.pickles.trust import check_fields, check_name, check_object
 
 Statement = list[Any]
@@ -107,7 +107,7 @@ class Writer:
 
     def _value(self, node: Node) -> Any:
         if node.__class__ is str:
-            check_text(node)
+            check_no_calls(node)
         return node if _is_inline(node) else [self._number(node)]
 
     def _values(self, nodes: Iterable[Node]) -> list[Any]:
@@ -190,7 +190,7 @@ class Writer:
             dtype = None if node.dtype is None else node.dtype.name
             self._emit(node, "typed", self._storage(node.storage), dtype, node.start, node.stop)
         elif isinstance(node, StoredBytes):
-            check_blob(node)
+            check_no_calls(node)
             self._emit(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
             check_name(node)
@@ -255,10 +255,10 @@ def _encoded(node: Node) -> tuple[str, str]:
     if isinstance(node, str):
         return "text", _base64(node.encode("utf-8", "surrogatepass"))
     if isinstance(node, (bytes, bytearray)):
-        check_bytes(node)
+        check_no_calls(node)
         return type(node).__name__, _base64(node)
     if isinstance(node, ByteString):
-        check_bytes(node.data)
+        check_no_calls(node)
         return "python2", _base64(node.data)
     if isinstance(node, int):
         return "int", node.to_bytes(node.bit_length() // 8 + 1, "big", signed=True).hex()

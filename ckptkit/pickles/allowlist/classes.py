@@ -302,6 +302,7 @@ _LISTED = {
     "torchao.dtypes.uintx.plain_layout": "PlainAQTTensorImpl",
     "torchao.dtypes.uintx.tensor_core_tiled_layout": "TensorCoreTiledAQTTensorImpl TensorCoreTiledLayout",
     "torchao.dtypes.utils": "PlainLayout",
+    "torchao.float8.config": "CastConfig Float8TypeConfig",
     "torchao.float8.inference": "Float8MMConfig",
     "torchao.quantization": (
         "Float8Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4Tensor Int4TilePackedTo4dTensor "

@@ -149,9 +149,17 @@ def _field(view: NumpyView, field: Node, size: int) -> NumpyType | None:
     return found if found is not None and 0 <= field[1] <= size - found.size else None
 
 
-def is_shape(value: Node) -> bool:
-    """Return whether it is a tuple of sizes."""
-    return isinstance(value, tuple) and all(type(each) is int and each >= 0 for each in value)
+def is_shape(value: Node, size: int = 1) -> bool:
+    """Return whether it is a tuple of sizes, of elements of `size` bytes that numpy can count.
+
+    Where it cannot, it raises MemoryError instead of comparing with the bytes that there are.
+    """
+    if not isinstance(value, tuple):
+        return False
+    if not all(type(each) is int and each >= 0 for each in value):
+        return False
+    nbytes: int = max(size, 1) * prod(max(each, 1) for each in value)
+    return nbytes < 1 << 63
 
 
 def array(view: NumpyView, state: Node) -> NumpyType | None:
@@ -161,7 +169,7 @@ def array(view: NumpyView, state: Node) -> NumpyType | None:
         return None
     _, shape, dtype, order, data = state
     found = view.numpy(dtype)
-    if found is None or not is_shape(shape) or type(order) not in (bool, int):
+    if found is None or not is_shape(shape, found.size) or type(order) not in (bool, int):
         return None
     if not found.objects:
         return found if view.is_bytes(data) else None

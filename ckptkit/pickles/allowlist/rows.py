@@ -364,7 +364,7 @@ ENUMS = names_in({
     "torchao.quantization.quantize_.workflows.int4.int4_choose_qparams_algorithm": "Int4ChooseQParamsAlgorithm",
     "torchao.quantization.quantize_.workflows.int4.int4_packing_format": "Int4PackingFormat",
     "torchao.quantization.quantize_.workflows.intx.intx_packing_format": "IntxPackingFormat",
-    "torchao.float8.config": "CastConfig Float8TypeConfig ScalingGranularity ScalingType",
+    "torchao.float8.config": "ScalingGranularity ScalingType",
     "torchao.float8.float8_training_tensor": "GemmInputRole",
     "torchvision.transforms.functional": "InterpolationMode",
     "transformers.debug_utils": "DebugOption",
