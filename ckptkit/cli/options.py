@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from ckptkit.cli import parsing, render
-from ckptkit.cli.edit_report import SCHEMA, report
+from ckptkit.cli import edit_report, parsing, render
+from ckptkit.cli.edit_report import SCHEMA
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
+    from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.formats.format import Asked, Loss
     from ckptkit.rules.applying import Asked as RulesAsked
+    from ckptkit.rules.applying import Report
     from ckptkit.run.workers import Pool
 
 
@@ -115,7 +117,11 @@ class Edit:
                 progress=progress,
                 executor=pool,
             )
-        report(self, done, lost, () if ruled is None else ruled.reports)
+        self.report(done, lost, () if ruled is None else ruled.reports)
+
+    def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
+        """Print what was done; a batch keeps it."""
+        edit_report.report(self, done, lost, rules)
 
     def _checks(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
         """Yield what is looked at before anything is written."""
