@@ -54,7 +54,8 @@ _SETUP = frozenset((
 # Functions that C code of Python, numpy and torch calls on its own.
 _INSIDE = (
     "abc.ABCMeta.", "namedtuple_", "dataclasses._dataclass_setstate", "abc.ABC.", "encodings.search_function",
-    "tensordict.tensorclass._setstate",
+    "tensordict.tensorclass._setstate", "weakref.WeakValueDictionary.", "zoneinfo._tzpath.find_tzfile",
+    "zoneinfo._common.load_tzdata",
     "enum.EnumMeta.", "enum.EnumType.", "importlib._bootstrap.", "numpy._core._exceptions.",
     "numpy._core._internal.", "numpy._core._dtype.", "numpy.core._internal.",
     "numpy._core._methods.", "torch._utils._validate_loaded_sparse_tensors",

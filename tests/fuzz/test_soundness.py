@@ -176,6 +176,8 @@ FOUND = {
 # What is seen by nothing but scan: torch refuses the rest of the arguments, or reads what lies
 # behind.
 SILENT = {
+    "zone": call(named("zoneinfo", "ZoneInfo._unpickle"), const("os.path/x"), const(True)),
+    "zone-of-a-path": call(named("zoneinfo", "ZoneInfo._unpickle"), const("../x"), const(True)),
     "metadata": call(named(UTILS, "_rebuild_tensor_v2"), STORED, const(0), tuple_of(), tuple_of(),
                      const(False), const(None), mapping(const(True), const(64))),
     "newobj-ex-keys": ("newex", None, (USER, tuple_of(), owned(keys=FIRE))),  # as Python's own pickle

@@ -274,6 +274,7 @@ def _is_quantizer(view: View, value: Node) -> bool:
 _DECIMAL = re.compile(
     r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
 )
+_ZONE = re.compile(r"[A-Za-z][\w+-]{0,99}(/[A-Za-z][\w+-]{0,99}){0,3}", re.ASCII)  # Asia/Tokyo
 _FRACTION = re.compile(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?")
 
 
@@ -309,6 +310,7 @@ _PREDICATES: dict[str, Callable[[View, Node], bool]] = {
     "partial_state": _is_partial_state,
     "quantizer": _is_quantizer,
     "type_text": lambda view, value: numpy_types.named(value) is not None,
+    "zone": _is_text(_ZONE),
 }  # fmt: skip
 
 

@@ -196,7 +196,7 @@ _row("collections", "defaultdict", "?factory ?pairs", INERT, fill="set", keeps=T
 _row("collections", "deque", "?literal ?optional_int", fill="append", keeps=True)
 _row("collections", "ChainMap", "", BAG, state="fields", new=True)
 _row("datetime", "date datetime time timedelta timezone", "*time", TIME)
-_row("zoneinfo", "ZoneInfo._unpickle", "text flag", TIME)
+_row("zoneinfo", "ZoneInfo._unpickle", "zone flag", TIME)
 _row("decimal", "Decimal", "decimal")
 _row("fractions", "Fraction", "fraction|int ?int")
 _row("functools", "partial", "name *any", BAG, state="partial_state", keeps=True)
