@@ -128,7 +128,7 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
         ("strip-module colliding.pth out.pth", 3, ["colliding.pth", "module.w", "--drop"]),
         ("strip-module empty.pth out.pth", 3, ["empty.pth"]),
         ("remap good.pth out.pth", 2, ["--to"]),
-        ("remap good.pth out.pth --map nonsense", 2, ["nonsense"]),
+        ("remap good.pth out.pth --device nonsense", 2, ["nonsense"]),
         ("remap good.pth", 2, ["DST"]),
         ("remap good.pth there.pth --to cpu", 2, ["there.pth", "--force"]),
         ("remap good.pth good.pth --to cpu", 2, ["good.pth", "--in-place"]),

@@ -20,7 +20,7 @@ COMMANDS = (
     "inspect --json SRC",
     "strip-module SRC DST",
     "remap SRC DST --to cpu",
-    "remap SRC DST --map cuda:1=cuda:0",
+    "remap SRC DST --device cuda:1=cuda:0",
 )
 
 # Runs command lines, a JSON list, one after the other; then says how each ended, and what was

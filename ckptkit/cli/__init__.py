@@ -53,6 +53,14 @@ COMMANDS = tuple(TOPICS)
 ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
+TRACEBACK = "--traceback"
+# Options that had another name, or are looked for under it.
+RENAMED = {
+    ("remap", "--map"): "--device", ("convert", "--map-device"): "--device",
+    ("convert", "--device-map"): "--device", ("remap", "--values"): "--device-values",
+    ("convert", "--prefix"): "--strip", ("strip-module", "--strip"): "--prefix",
+    ("add-module", "--add"): "--prefix", ("convert", "--keys"): "--keep",
+}  # fmt: skip
 # Other names under which people look for a command.
 SYNONYMS = {
     "cat": "show", "checksum": "digest", "compare": "diff", "fix": "doctor",
@@ -124,8 +132,10 @@ class CommandLine(click.Group):
         **extra: Any,
     ) -> NoReturn:
         """Run a command, print its error if it fails, and exit with the matching code."""
+        words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra) or 0
+            words = _traceback_first(words)
+            code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra) or 0
             _flush()
         except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
             code = CLOSED_PIPE if left.code else 0
@@ -144,6 +154,14 @@ class CommandLine(click.Group):
 
                 traceback.print_exc()
             raise
+
+
+def _traceback_first(words: list[str]) -> list[str]:
+    """Return the words with --traceback, which may be typed anywhere, before the command."""
+    options = words[: words.index("--")] if "--" in words else words
+    if TRACEBACK not in options:
+        return words
+    return [TRACEBACK, *(word for word in options if word != TRACEBACK), *words[len(options) :]]
 
 
 class UnknownCommand(click.UsageError):
@@ -178,7 +196,7 @@ class UnknownCommand(click.UsageError):
     envvar="CKPTKIT_TRACEBACK",
     help="Show the Python traceback of an error.",
 )
-@click.version_option(__version__, prog_name="ckptkit")
+@click.version_option(__version__, "--version", "-V", prog_name="ckptkit")
 @click.pass_context
 def main(ctx: click.Context, traceback: bool) -> int:
     """Inspect, change and convert PyTorch checkpoints, without running them and without a GPU.
@@ -220,7 +238,8 @@ def _failed(error: BaseException) -> int:
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "ckptkit"
-        say(error.format_message(), getattr(error, "hint", None) or f"see `{command} --help`")
+        hint = getattr(error, "hint", None) or _renamed(error) or f"see `{command} --help`"
+        say(error.format_message(), hint)
         return error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         say("interrupted")
@@ -241,6 +260,14 @@ def _failed(error: BaseException) -> int:
         "`ckptkit --traceback COMMAND...` shows where it is; please report it",
     )
     return BUG
+
+
+def _renamed(error: click.ClickException) -> str | None:
+    """Return a hint for an option that has another name now."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return None
+    new = RENAMED.get((error.ctx.info_name or "", error.option_name))
+    return None if new is None else f"it is {new}: see `{error.ctx.command_path} --help`"
 
 
 def _flush() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,19 +52,35 @@ if TYPE_CHECKING:
     metavar="[GLOB=]DTYPE",
     multiple=True,
     callback=parsing.casts,
-    help="Cast floating-point weights to DTYPE, all or those whose names match (repeatable).",
+    help="Cast floating-point weights to DTYPE: those whose names match, or all others "
+    "(repeatable).",
 )
 @click.option(
     "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
 )
 @click.option("--to", "device", metavar="DEVICE", help="Change all device tags to DEVICE.")
 @click.option(
-    "--device-map",
+    "--device",
     "devices",
     metavar="A=B",
     multiple=True,
     callback=parsing.pairs,
     help="Change the device tag A to B (repeatable).",
+)
+@click.option(
+    "--drop-entry",
+    "entries",
+    metavar="PATH",
+    multiple=True,
+    help="Leave out the entry at PATH, such as optimizer, and keep the rest (repeatable).",
+)
+@click.option(
+    "--set-metadata",
+    "extras",
+    metavar="NAME=TEXT",
+    multiple=True,
+    callback=parsing.texts,
+    help="Set an entry of the metadata of safetensors (repeatable).",
 )
 @click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")
 @options.key
@@ -81,12 +98,14 @@ def command(
     Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
     format; `ckptkit formats` lists them.
 
-    Transforms apply in this order, whatever the order of the options: dequantize, keep and drop
-    (by names in SRC), strip, add, map and sub, rule, cast, quantize, to and device-map, compact.
+    Transforms apply in this order, whatever the order of the options: drop-entry and set-metadata,
+    dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to
+    and device, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
              ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
+             ckptkit convert run.pth model.pth --drop-entry optimizer
     """
     ruled = rule_options.asked(edit, config, args) if rules else None
     if ruled is None and (config is not None or args):
@@ -125,13 +144,16 @@ def _steps(
     device: str | None,
     devices: dict[str, str],
     compact: bool,
+    entries: tuple[str, ...],
+    extras: dict[str, str],
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the requested transforms, in the documented order."""
     from ckptkit.transforms import devices as places
     from ckptkit.transforms import elements
 
     if device is not None and devices:
-        raise click.UsageError("say either --to DEVICE or --device-map A=B")
+        raise click.UsageError("say either --to DEVICE or --device A=B")
+    yield from _entries(entries, extras)
     if dequantize is not None:
         from ckptkit.transforms import quantized
 
@@ -149,6 +171,18 @@ def _steps(
         yield lambda ck: places.remap(ck, device or devices)
     if compact:
         yield elements.compact
+
+
+def _entries(
+    entries: tuple[str, ...], extras: dict[str, str]
+) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
+    """Yield the transforms of what is beside the weights."""
+    from ckptkit.transforms import structure
+
+    for entry in entries:
+        yield partial(structure.without, path=entry)
+    if extras:
+        yield lambda ck: structure.with_extras(ck, extras)
 
 
 def _names(

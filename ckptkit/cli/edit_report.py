@@ -50,20 +50,26 @@ def report(
             facts.update(facts_of(rules))
         render.emit_json(facts)
     elif not edit.quiet:
-        sentence = "; ".join(
-            (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes)
-        )
-        render.emit(render.escape(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}"))
-        if edit.dry_run and rules:
-            from ckptkit.cli.rules_report import lines_of
-
-            for each in rules:
-                render.emit(*map(render.escape, lines_of(each)))
-        if edit.dry_run:
-            render.emit(*map(render.escape, str(done.plan).split("\n")))
+        _print(edit, done, count, rules)
     if not edit.quiet:
-        for line in (*what_was_lost(lost), *done.plan.notes, *done.warnings):
+        after = done.warnings if edit.as_json or done.notes else ()
+        for line in (*what_was_lost(lost), *done.plan.notes, *after):
             render.warn(line)
+
+
+def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report]) -> None:
+    """Print the sentence, after the warnings if nothing was changed; with --dry-run, the plan."""
+    for line in () if done.notes else done.warnings:
+        render.warn(line)
+    sentence = "; ".join((f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes))
+    render.emit(render.escape(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}"))
+    if edit.dry_run and rules:
+        from ckptkit.cli.rules_report import lines_of
+
+        for each in rules:
+            render.emit(*map(render.escape, lines_of(each)))
+    if edit.dry_run:
+        render.emit(*map(render.escape, str(done.plan).split("\n")))
 
 
 def _verb(plan: Plan | Patch, dry_run: bool) -> str:

@@ -29,6 +29,7 @@ class Wanted(NamedTuple):
     sort: str
     flat: bool
     tree: bool
+    names: bool
     digest: bool
     stored: bool
 
@@ -44,6 +45,7 @@ class Wanted(NamedTuple):
     is_flag=True,
     help="Print a tree of all values, with bars for parameters, instead of tables.",
 )
+@click.option("--names", is_flag=True, help="Print the names of the weights alone, one per line.")
 @click.option(
     "--keys",
     "globs",
@@ -81,6 +83,7 @@ def command(
 
     \b
     Example: ckptkit inspect run.pth
+             ckptkit inspect --names run.pth
              ckptkit inspect --json --digest run.pth
              git config diff.ckptkit.textconv 'ckptkit inspect --textconv'
     """
@@ -89,6 +92,8 @@ def command(
     if textconv:
         return _textconv(files[0], key)
     want = Wanted(**wanted)
+    if want.names and (as_json or want.tree):
+        raise click.UsageError("--names prints lines of names: leave out --json and --tree")
     if want.digest and not as_json:
         raise click.UsageError("--digest needs --json")
     failures: list[CkptkitError] = []
@@ -175,6 +180,8 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     checkpoint = checkpoint if want.stored else look_through(checkpoint)
     summary = summarize(checkpoint)
     rows = _rows(summary, want)
+    if want.names:
+        return (render.escape(row.name) for row in rows if row.name is not None)
     if want.tree:
         shown = _tree(checkpoint, summary, rows, want)
     else:
@@ -183,7 +190,26 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     hints = (*_wider(want, rows, summary), *advise(summary))
     remarks = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in hints)]
     return chain(
-        shown, [""] * bool(remarks), (render.labelled(render.escape(each)) for each in remarks)
+        shown,
+        _selected(rows, want),
+        [""] * bool(remarks),
+        (render.labelled(render.escape(each)) for each in remarks),
+    )
+
+
+def _selected(rows: list[TensorRow], want: Wanted) -> Iterator[str]:
+    """Yield the totals of what --keys selects; tied tensors count once."""
+    if not want.globs or not rows:
+        return
+    different = {row.tensor.elements_key: row for row in rows}.values()
+    parameters, nbytes = (
+        sum(row.tensor.numel for row in different),
+        sum(row.nbytes for row in different),
+    )
+    yield ""
+    yield (
+        f"selected: {render.plural(len(rows), 'tensor')}, {parameters:,} parameters, "
+        f"{render.size(nbytes)}"
     )
 
 

@@ -12,6 +12,7 @@ import click
 
 from ckptkit.cli import edit_report, parsing, render
 from ckptkit.cli.edit_report import SCHEMA
+from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Edit:
     workers: int | None
     scheduler: str | None
     like: str | None = None
+    no_extras: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.in_place and self.dst is not None:
@@ -94,7 +97,7 @@ class Edit:
             done = convert(
                 self.src if source is None else source,
                 self.dst,
-                *steps,
+                *map(self._stricter, steps),
                 *self._checks(),
                 in_place=self.in_place,
                 keep_format=keep_format,
@@ -106,6 +109,7 @@ class Edit:
                     everything=self.everything,
                     shard_size=self.shard_size,
                     ranks=self.ranks,
+                    record=not self.no_extras,
                 ),
                 force=self.force,
                 durable=self.durable,
@@ -122,6 +126,20 @@ class Edit:
     def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
         """Print what was done; a batch keeps it."""
         edit_report.report(self, done, lost, rules)
+
+    def _stricter(
+        self, step: Callable[[Checkpoint], Checkpoint]
+    ) -> Callable[[Checkpoint], Checkpoint]:
+        """Return the step; with --strict, one that changes nothing is an error."""
+
+        def strict(before: Checkpoint) -> Checkpoint:
+            after = step(before)
+            new = after.warnings[len(before.warnings) :]
+            if self.strict and after.root is before.root and after.notes == before.notes and new:
+                raise UsageError(new[0], hint="--strict: a change that changes nothing is an error")
+            return after
+
+        return strict
 
     def _checks(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
         """Yield what is looked at before anything is written."""
@@ -243,6 +261,16 @@ _EDIT = (
         "package.module:Class.",
     ),
     click.option(
+        "--no-extras",
+        is_flag=True,
+        help="Leave ckptkit's own entry out of the metadata of safetensors.",
+    ),
+    click.option(
+        "--strict",
+        is_flag=True,
+        help="Fail, and write nothing, if a change changes nothing (such as no key to strip).",
+    ),
+    click.option(
         "--all",
         "everything",
         is_flag=True,
@@ -274,7 +302,7 @@ dequantize = click.option(
 
 
 _OUTPUT = "force format objects ties shard_size ranks part_only like everything"
-_OUTPUT += " allow_expand in_place into"
+_OUTPUT += " allow_expand in_place into no_extras strict"
 _RUNNING = "dry_run as_json quiet verify durable workers scheduler"
 _SECTIONS = {
     **dict.fromkeys(_OUTPUT.split(), "Output"),

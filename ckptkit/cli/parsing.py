@@ -62,8 +62,24 @@ def arguments(
 
 
 def casts(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    """Parse --cast into glob to dtype; a dtype alone applies to every name (click callback)."""
-    return {glob or "*": dtype for glob, _, dtype in (text.rpartition("=") for text in given)}
+    """Parse --cast into glob to dtype; a dtype alone is for all other names (click callback)."""
+    found: dict[str, str] = {}
+    for text in given:
+        glob, _equals, dtype = text.rpartition("=")
+        if found.setdefault(glob or "*", dtype) != dtype:
+            raise click.BadParameter(f"{glob or 'a dtype without a glob'} is given twice")
+    return found
+
+
+def texts(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Parse repeatable options of the form NAME=TEXT, where the text may be empty."""
+    found = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{each!r} is not of the form {parameter.metavar}")
+        found[name] = text
+    return found
 
 
 def mapping(_: click.Context, __: click.Parameter, path: str | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from ckptkit.cli import options, parsing
     "--to", "device", metavar="DEVICE", help="Change all device tags to DEVICE: cpu, cuda:0, mps..."
 )
 @click.option(
-    "--map",
+    "--device",
     "devices",
     metavar="A=B",
     multiple=True,
@@ -21,7 +21,10 @@ from ckptkit.cli import options, parsing
     help="Change the device tag A to B (repeatable).",
 )
 @click.option(
-    "--values", is_flag=True, help="Also change torch.device values that are not part of a tensor."
+    "--device-values",
+    "values",
+    is_flag=True,
+    help="Also change torch.device values that are not part of a tensor.",
 )
 def command(edit: options.Edit, device: str | None, devices: dict[str, str], values: bool) -> None:
     """Change device tags (such as cuda:1 to cpu), without a GPU.
@@ -30,10 +33,10 @@ def command(edit: options.Edit, device: str | None, devices: dict[str, str], val
 
     \b
     Example: ckptkit remap run.pth cpu.pth --to cpu
-             ckptkit remap run.pth moved.pth --map cuda:1=cuda:0
+             ckptkit remap run.pth moved.pth --device cuda:1=cuda:0
     """
     if (device is None) == (not devices):
-        raise click.UsageError("give either --to DEVICE or --map A=B")
+        raise click.UsageError("give either --to DEVICE or --device A=B")
     from ckptkit.transforms.devices import remap
 
     edit.run(lambda ck: remap(ck, device or devices, values=values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.show/1"
 ROWS = 12
+FIRST = 10  # places that --nan lists
 CELL = 10  # characters of a number and the space before it
 PLAIN = 100  # characters of a line where there is no terminal
 COUNTED = 1 << 20  # elements that are read for their statistics without being asked for
@@ -77,6 +79,9 @@ class Shown(NamedTuple):
     is_flag=True,
     help="Compute statistics of the whole part, even if it is large.",
 )
+@click.option(
+    "--nan", "nonfinite", is_flag=True, help="Print where the first NaN and infinities are."
+)
 @click.option("--heat", is_flag=True, help="Print a heat map, one character per element.")
 @click.option("--png", metavar="FILE", help="Write a picture to FILE (PNG; needs matplotlib).")
 @click.option("--force", is_flag=True, help="Replace FILE of --png if it exists.")
@@ -92,6 +97,7 @@ def command(
     rows: int,
     columns: int | None,
     counted: bool,
+    nonfinite: bool,
     heat: bool,
     png: str | None,
     force: bool,
@@ -108,27 +114,44 @@ def command(
     \b
     Example: ckptkit show run.pth conv1.weight
              ckptkit show run.pth conv1.weight '[0, :, 0:3]' --with other.safetensors
+             ckptkit show run.pth fc.weight --nan
              ckptkit show run.pth fc.weight --png fc.png
     """
+    if nonfinite and (index or as_json):
+        raise click.UsageError("--nan looks at the whole tensor, and prints lines")
     with ExitStack() as stack:
         shown = [_chosen(stack, file, name, index, key, stored)]
         if other is not None:
             shown.append(_chosen(stack, other, name_b or name, index, key, stored))
         if png is not None:
-            from ckptkit.cli.picture import write
-
-            write(
-                [(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown],
-                png,
-                PICTURE,
-                force=force,
-            )
-        if as_json:
+            _draw(shown, png, force)
+        if nonfinite:
+            render.emit(*chain.from_iterable(map(_nonfinite, shown)))
+        elif as_json:
             render.emit_json(_facts(shown, counted))
         else:
             lines = list(_heat(shown) if heat else _grids(shown, rows, columns))
             render.emit(*lines, *_summaries(shown, rows, columns, counted))
     return 0
+
+
+def _draw(shown: list[Shown], png: str, force: bool) -> None:
+    from ckptkit.cli.picture import write
+
+    drawn = [(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown]
+    write(drawn, png, PICTURE, force=force)
+
+
+def _nonfinite(shown: Shown) -> Iterator[str]:
+    """Yield where the first elements that are not finite are, and how many there are."""
+    from ckptkit.compute import nonfinite
+
+    nan, infinite = nonfinite.nonfinite(shown.tensor)
+    yield render.escape(f"{shown.path}: {shown.name}: {nan:,} NaN, {infinite:,} infinite")
+    for index, kind in nonfinite.first_nonfinite(shown.tensor, FIRST):
+        yield f"  {list(index)} {kind}"
+    if nan + infinite > FIRST:
+        yield f"  and {nan + infinite - FIRST:,} more"
 
 
 def _chosen(

@@ -221,6 +221,10 @@ def _writer(name: str, shards: bool = False) -> Format:
 def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
     """Plan a file of `checkpoint` in `format`. Every error says which checkpoint."""
     assert format.layout is not None
+    if options.everything and not options.record:
+        raise UsageError(
+            "--all keeps the rest in ckptkit's own entry, which --no-extras leaves out"
+        )
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(

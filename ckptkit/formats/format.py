@@ -85,7 +85,8 @@ class WriteOptions:
     in a format without views. ``shard_size``: the most bytes in a file of a sharded format, a
     single larger tensor aside; None: the default. ``ranks``: the parts that a format of
     model-parallel parts cuts the weights into. ``everything``: write the whole tree, not only
-    what the format is made for; see `Format.everything`.
+    what the format is made for; see `Format.everything`. ``record``: keep in safetensors' metadata
+    what their header cannot express (`_metadata`, values): not for readers that want none.
     """
 
     objects: str = "keep"
@@ -93,6 +94,7 @@ class WriteOptions:
     everything: bool = False
     shard_size: int | None = None
     ranks: int | None = None
+    record: bool = True
 
 
 @dataclass(frozen=True, slots=True)

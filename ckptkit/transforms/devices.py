@@ -177,8 +177,8 @@ def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
 def _left(root: Node, changing: Container[int]) -> str:
     paths = [f"{join(path)} ({_text(node)})" for path, node in walk(root) if id(node) in changing]
     return (
-        f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; --values "
-        "changes them too"
+        f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; "
+        "--device-values changes them too"
     )
 
 

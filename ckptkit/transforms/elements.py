@@ -32,15 +32,18 @@ _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild
                "_rebuild_parameter", "_rebuild_parameter_with_state")  # fmt: skip
 
 
+DEFAULT = "*"  # the glob of the dtype that is for all other weights
+
+
 def cast(ck: Source, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     """Cast floating-point weights: all of them, or those whose names match a glob.
 
-    `dtypes` is one dtype, or glob -> dtype; where several globs match a name the last one counts,
-    so exceptions follow the rule (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools,
+    `dtypes` is one dtype, or glob -> dtype in any order; ``*`` is the default, which other globs
+    override (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools,
     complex and quantized weights stay. Tensors on one storage are cast together; those that then
     differ in dtype get storages of their own, which is said in a warning. Raises UsageError for an
-    unknown dtype, for a glob that matches nothing, and for one that matches codes or scales of
-    quantized weights.
+    unknown dtype, for a glob that matches nothing, for two that want different dtypes of one name,
+    and for one that matches codes or scales of quantized weights.
     """
     ck = opened(ck)
     weights = ck.required
@@ -83,15 +86,31 @@ def _cast_notes(weights: Weights, wanted: Mapping[int, DType]) -> list[str]:
 def _rules(
     dtypes: DTypeLike | Mapping[str, DTypeLike], weights: Weights
 ) -> list[tuple[re.Pattern[str], DType]]:
-    """Return patterns and targets, the one that counts first."""
-    given = {"*": dtypes}
+    """Return patterns and targets, the default last."""
+    given = {DEFAULT: dtypes}
     if isinstance(dtypes, Mapping):
         given = dict(arguments.mapping("dtypes", dtypes))
-    rules = [(re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()]
-    for (pattern, _), glob in zip(rules, given, strict=True):
+    default = [(DEFAULT, given.pop(DEFAULT))] if DEFAULT in given else []
+    rules = {glob: (re.compile(translate(glob)), _float(dtype)) for glob, dtype in given.items()}
+    for glob, (pattern, _) in rules.items():
         if not any(map(pattern.match, weights.nodes)) and weights.nodes:
             raise UsageError(f"no weight matches {glob!r}", hint=guess(glob, weights.nodes))
-    return rules[::-1]
+    _check_overlap(rules, weights)
+    return [
+        *rules.values(),
+        *((re.compile(translate(glob)), _float(dtype)) for glob, dtype in default),
+    ]
+
+
+def _check_overlap(rules: Mapping[str, tuple[re.Pattern[str], DType]], weights: Weights) -> None:
+    """Raise UsageError if two globs want different dtypes of one weight."""
+    for name in weights.nodes if len(rules) > 1 else ():
+        met = {glob: dtype for glob, (pattern, dtype) in rules.items() if pattern.match(name)}
+        if len(set(met.values())) > 1:
+            raise UsageError(
+                f"{name!r} matches {quoted(met)}, which differ",
+                hint="make one of them narrower; a dtype without a glob is for all other weights",
+            )
 
 
 def _float(name: DTypeLike) -> DType:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import quoted
 from ckptkit.core.tree import (
     LEAVES,
     Node,
@@ -21,6 +23,8 @@ from ckptkit.core.tree import (
 )
 from ckptkit.core.weights import plain_state_dict
 from ckptkit.pickles import live
+
+OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/safetensors/record.py
 
 
 def extract(ck: Source, key: str) -> Checkpoint:
@@ -126,6 +130,17 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
     entries = {name: value for name, value in holder.items() if name != path[-1]}
     swap = {id(holder): _like(holder, entries)}
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[f"left out {key!r}"])
+
+
+def with_extras(ck: Checkpoint, extras: Mapping[str, str]) -> Checkpoint:
+    """Return the checkpoint with these strings in its `extras`, which safetensors keep.
+
+    Raises UsageError for a name that ckptkit itself uses there.
+    """
+    if OWN_RECORD in extras:
+        raise UsageError(f"the metadata entry {OWN_RECORD!r} is ckptkit's own record")
+    note = f"set the metadata of {quoted(extras)}"
+    return replace(ck, extras={**ck.extras, **extras}, notes=(*ck.notes, note))
 
 
 def bare(ck: Checkpoint) -> Checkpoint:

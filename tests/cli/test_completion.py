@@ -86,7 +86,7 @@ def test_prefixes_devices_tags_dtypes_formats_recipes(tab: Tab, run_pth: Path) -
     assert tab("strip-module", run_pth, "--prefix", "") == ["module.", "module.1."]
     assert tab("add-module", run_pth, "--prefix", "") == ["module.", "module.1."]
     assert tab("remap", run_pth, "--to", "c") == ["cpu", "cuda", "cuda:0"]
-    assert tab("remap", run_pth, "--map", "") == ["cpu="]
+    assert tab("remap", run_pth, "--device", "") == ["cpu="]
     assert tab("convert", run_pth, "--cast", "bf") == ["bfloat16"]
     assert tab("convert", run_pth, "out.pth", "--quantize", "") == ["fp8-block", "mxfp4"]
     assert tab("convert", run_pth, "--format", "shard") == ["sharded", "sharded-bin"]
@@ -153,7 +153,7 @@ def every_text() -> Iterator[tuple[str, click.Parameter]]:
 # Texts of one's own: nothing can be offered.
 FREE = {
     "add-module: P", "convert: NAME", "SIZE", "URL", "NAME=JSON", "REGEX=REPLACEMENT", "[SLICE]", "TEXT", "A,B",
-    "NAME=INT", "'NAME CONDITION'", "'LEFT -> RIGHT'", "MODEL_TYPE",
+    "NAME=INT", "NAME=TEXT", "'NAME CONDITION'", "'LEFT -> RIGHT'", "MODEL_TYPE",
     "help: None", "help: NAME",
 }  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_remap(
 ) -> None:
     with simulated_cuda(1):
         torch.save({"w": torch.ones(3)}, tmp_path / "c.pth")
-    assert ckptkit("remap", tmp_path / "c.pth", out, "--map", "cuda:1=cuda:0").exit_code == 0
+    assert ckptkit("remap", tmp_path / "c.pth", out, "--device", "cuda:1=cuda:0").exit_code == 0
     assert as_json("inspect", out)["files"][0]["tensors"][0]["device"] == "cuda:0"
     result = ckptkit("remap", tmp_path / "c.pth", out, "--to", "cpu", "--force")
     assert "cuda:1 -> cpu" in result.stdout
@@ -107,8 +107,8 @@ def test_remap(
 
 def test_remap_says_one_thing(ckptkit: Ckptkit, run_pth: Path, out: Path) -> None:
     assert ckptkit("remap", run_pth, out).exit_code == 2
-    assert ckptkit("remap", run_pth, out, "--to", "cpu", "--map", "cuda:0=cpu").exit_code == 2
-    assert ckptkit("remap", run_pth, out, "--map", "cuda:0").exit_code == 2
+    assert ckptkit("remap", run_pth, out, "--to", "cpu", "--device", "cuda:0=cpu").exit_code == 2
+    assert ckptkit("remap", run_pth, out, "--device", "cuda:0").exit_code == 2
     assert ckptkit("remap", run_pth, out, "--to", "gpu").exit_code == 2
 
 

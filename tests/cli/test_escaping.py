@@ -102,7 +102,7 @@ CALLS: dict[str, list[list[str]]] = {
     ],
     "strip-module": [["G", "O"], ["F", "O", "--key", "model"], ["F", "O", "--dry-run"], ["S", "OS"], ["F", "F"]],
     "add-module": [["G", "O"], ["G", "O", "--prefix", "\x1b[2J"]],
-    "remap": [["G", "O", "--to", "cpu"], ["F", "O", "--to", "cpu"], ["F", "O", "--map", "\x1b[2J=cpu"]],
+    "remap": [["G", "O", "--to", "cpu"], ["F", "O", "--to", "cpu"], ["F", "O", "--device", "\x1b[2J=cpu"]],
     "diff": [
         *(["F", "G", "--key", "model", "--key-b", ""], ["G", "S"], ["G", "S", "--values"], ["G", "--model", "\x1b[2J"]),
         ["G", "S", "--write-map", "O"],

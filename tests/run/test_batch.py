@@ -145,14 +145,21 @@ class TestCommands:
         text = run("batch", "remap", "--help").stdout
         assert all(
             each in text
-            for each in ("--map", "--values", "--into DIR", "--workers", "SRC...", "batch/1")
+            for each in (
+                "--device",
+                "--device-values",
+                "--into DIR",
+                "--workers",
+                "SRC...",
+                "batch/1",
+            )
         )
         assert "DST" not in text and "--in-place" not in text
 
     def test_options_that_do_not_go_together(self, runs: list[Path], into: Path, run: Run) -> None:
         done = run("batch", "remap", "--into", into, *runs)
         assert (done.code, into.exists()) == (2, False)
-        assert done.stderr.count("give either --to DEVICE or --map A=B") == 1
+        assert done.stderr.count("give either --to DEVICE or --device A=B") == 1
 
     def test_dry_run(self, runs: list[Path], into: Path, run: Run, tmp_path: Path) -> None:
         pattern = tmp_path / "runs/**/*.pth"

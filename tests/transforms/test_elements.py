@@ -107,7 +107,7 @@ def test_cast_keeps_views_and_ties() -> None:
     assert not done.warnings
 
 
-def test_cast_by_globs_the_last_one_counts() -> None:
+def test_cast_by_globs_in_any_order() -> None:
     ck = ck_of(**{"a.w": torch.ones(2), "a.norm": torch.ones(2), "b.w": torch.ones(2).double()})
     done = cast(ck, {"*": "bf16", "*norm*": "float32"})
     assert [each.dtype.name for each in done.weights.values()] == [
@@ -120,7 +120,18 @@ def test_cast_by_globs_the_last_one_counts() -> None:
         "cast 1 weight: float64 -> bfloat16",
     ]
     reverse = cast(ck, {"*norm*": "float32", "*": "bf16"})
-    assert {each.dtype.name for each in reverse.weights.values()} == {"bfloat16"}
+    assert [each.dtype.name for each in reverse.weights.values()] == [
+        "bfloat16",
+        "float32",
+        "bfloat16",
+    ]
+
+
+def test_cast_by_globs_that_contradict_is_refused() -> None:
+    ck = ck_of(**{"a.w": torch.ones(2), "a.norm": torch.ones(2)})
+    with pytest.raises(UsageError, match=r"'a\.norm' matches 'a\.\*', '\*norm', which"):
+        cast(ck, {"a.*": "bf16", "*norm": "float16"})
+    assert cast(ck, {"a.*": "bf16", "*norm": "bf16"}).notes  # the same of both
 
 
 def test_cast_splits_a_storage_whose_tensors_differ_and_says_so() -> None:

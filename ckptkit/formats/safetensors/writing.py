@@ -84,7 +84,7 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
         FRAMEWORK: "pt",
         **checkpoint.extras,
         **ties,
-        RESERVED: text,
+        RESERVED: text if options.record else None,
     }
     notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)

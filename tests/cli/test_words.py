@@ -1,0 +1,182 @@
+"""Words of the command line: one for each meaning, in any order, and the old ones answer."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ckptkit.cli import render
+from tests.cli.conftest import Ckptkit
+from tests.conftest import Run
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        found: dict[str, str] = file.metadata()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        ("remap SRC DST --map cuda:1=cpu", "--device"),
+        ("convert SRC DST --device-map cuda:1=cpu", "--device"),
+        ("remap SRC DST --to cpu --values", "--device-values"),
+        ("convert SRC DST --prefix module.", "--strip"),
+        ("strip-module SRC DST --strip module.", "--prefix"),
+        ("convert SRC DST --keys a", "--keep"),
+    ],
+)
+def test_an_old_word_answers_with_the_new_one(words: str, new: str, ckptkit: Ckptkit) -> None:
+    done = ckptkit(*words.split())
+    assert done.exit_code == 2 and f"it is {new}:" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--version", "-V"])
+def test_version(words: str, ckptkit: Ckptkit) -> None:
+    assert ckptkit(words).stdout.startswith("ckptkit, version ")
+
+
+@pytest.mark.parametrize(
+    "words", ["--traceback inspect NONE", "inspect --traceback NONE", "inspect NONE --traceback"]
+)
+def test_traceback_anywhere(words: str, run: Run, tmp_path: Path) -> None:
+    assert "Traceback" in run(*words.split(), cwd=tmp_path).stderr
+    assert "Traceback" not in run("inspect", "--", "--traceback", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    "casts", [("bfloat16", "*norm*=float32"), ("*norm*=float32", "bfloat16")], ids=str
+)
+def test_a_bare_dtype_is_the_default(
+    casts: tuple[str, ...], ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    torch.save({"w": torch.ones(2), "norm": torch.ones(2)}, tmp_path / "a.pth")
+    given = [word for each in casts for word in ("--cast", each)]
+    assert ckptkit("convert", tmp_path / "a.pth", tmp_path / "b.pth", *given).exit_code == 0
+    found = torch.load(tmp_path / "b.pth")
+    assert (found["w"].dtype, found["norm"].dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("casts", "word"),
+    [
+        (("bfloat16", "float16"), "given twice"),
+        (("w*=bfloat16", "w*=float16"), "given twice"),
+        (("w*=bfloat16", "*1=float16"), "which differ"),
+        (("bfloat16", "x*=float16"), "no weight matches"),
+    ],
+    ids=str,
+)
+def test_a_cast_that_is_overridden_or_unmatched_is_an_error(
+    casts: tuple[str, ...], word: str, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    torch.save({"w1": torch.ones(2), "w2": torch.ones(2)}, tmp_path / "a.pth")
+    given = [part for each in casts for part in ("--cast", each)]
+    done = ckptkit("convert", tmp_path / "a.pth", tmp_path / "b.pth", *given)
+    assert done.exit_code == 2 and word in done.stderr
+    assert not (tmp_path / "b.pth").exists()
+
+
+def test_drop_entry(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.pth"
+    assert ckptkit("convert", run_pth, out, "--drop-entry", "optimizer").exit_code == 0
+    before, after = torch.load(run_pth), torch.load(out)
+    assert before.keys() - after.keys() == {"optimizer"}
+    assert all(torch.equal(each, after["model"][name]) for name, each in before["model"].items())
+    done = ckptkit("convert", run_pth, out, "--force", "--drop-entry", "optimiser")
+    assert done.exit_code == 2 and "optimizer" in done.stderr
+
+
+def test_set_metadata(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    out, more = tmp_path / "out.safetensors", tmp_path / "more.safetensors"
+    given = ["--set-metadata", "license=mit", "--set-metadata", "note=a=b"]
+    assert ckptkit("convert", run_pth, out, *given).exit_code == 0
+    assert metadata(out) | {"license": "mit", "note": "a=b"} == metadata(out)
+    assert ckptkit("convert", out, more, "--set-metadata", "license=").exit_code == 0
+    assert metadata(more)["license"] == "" and metadata(more)["note"] == "a=b"
+    for words in (["ckptkit=x"], ["=x"], ["x"]):
+        done = ckptkit("convert", run_pth, more, "--force", "--set-metadata", *words)
+        assert done.exit_code == 2
+
+
+def test_no_extras(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.safetensors"
+    assert ckptkit("convert", run_pth, out, "--no-extras").exit_code == 0
+    assert metadata(out) == {"format": "pt"}
+    (length,) = struct.unpack("<Q", out.read_bytes()[:8])
+    header: dict[str, Any] = json.loads(out.read_bytes()[8 : 8 + length])
+    assert header.keys() - {"__metadata__"} == torch.load(run_pth)["model"].keys()
+    done = ckptkit("convert", run_pth, out, "--force", "--no-extras", "--all")
+    assert done.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["strip-module SRC DST --prefix x.", "remap SRC DST --to cpu", "convert SRC DST --strip x."],
+)
+def test_strict(words: str, ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    """A change that changes nothing is a warning, and an error if it is asked for."""
+    out = tmp_path / "out.pth"
+    given = [{"SRC": str(run_pth), "DST": str(out)}.get(word, word) for word in words.split()]
+    refused = ckptkit(*given, "--strict")
+    assert refused.exit_code == 2 and not out.exists()
+    done = ckptkit(*given)
+    assert done.exit_code == 0 and out.exists()
+    assert refused.stderr.splitlines()[0].partition(": ")[2] in done.stderr.replace(
+        "ckptkit: ", f"ckptkit: {run_pth}: "
+    )
+    assert ckptkit("strip-module", run_pth, out, "--force", "--strict").exit_code == 0
+
+
+def test_a_change_that_changes_nothing_is_said_first(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(render, "warn", lambda line, *_: lines.append(line))
+    monkeypatch.setattr(render, "emit", lambda *given: lines.extend(given))
+    ckptkit("strip-module", run_pth, tmp_path / "out.pth", "--prefix", "x.")
+    assert len(lines) == 2
+    assert "no key of model begins with 'x.'" in lines[0] and lines[1].startswith("wrote ")
+
+
+def test_inspect_names(ckptkit: Ckptkit, run_pth: Path) -> None:
+    assert ckptkit("inspect", "--names", run_pth).stdout.split() == list(
+        torch.load(run_pth)["model"]
+    )
+    done = ckptkit("inspect", "--names", "--keys", "*bias", "--sort", "name", run_pth)
+    assert done.stdout.split() == ["module.0.bias", "module.1.bias", "module.2.bias"]
+    assert ckptkit("inspect", "--names", "--json", run_pth).exit_code == 2
+
+
+def test_totals_of_what_is_selected(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    weight = torch.ones(3, 4)
+    torch.save({"a.weight": weight, "tied.weight": weight, "b": torch.ones(2)}, tmp_path / "a.pth")
+    found = ckptkit("inspect", "--keys", "*.weight", tmp_path / "a.pth").stdout
+    assert "selected: 2 tensors, 12 parameters, 48 B" in found
+    assert "selected" not in ckptkit("inspect", tmp_path / "a.pth").stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_show_nan(dtype: torch.dtype, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    values = torch.zeros(300, 1000)
+    values[7, 31], values[299, 999], values[0, 5] = float("nan"), float("-inf"), float("inf")
+    torch.save({"w": values.to(dtype).t(), "none": torch.arange(3)}, tmp_path / "a.pth")
+    lines = ckptkit("show", tmp_path / "a.pth", "w", "--nan").stdout.splitlines()
+    odd = (~torch.isfinite(values.t())).nonzero().tolist()
+    assert lines[0].endswith(": w: 1 NaN, 2 infinite")
+    assert [line.rpartition(" ")[0].strip() for line in lines[1:]] == list(map(str, odd))
+    assert [line.split()[-1] for line in lines[1:]] == ["inf", "nan", "-inf"]
+    assert "0 NaN" in ckptkit("show", tmp_path / "a.pth", "none", "--nan").stdout
+
+
+def test_show_nan_lists_the_first(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"w": torch.full((4, 5), float("nan"))}, tmp_path / "a.pth")
+    lines = ckptkit("show", tmp_path / "a.pth", "w", "--nan").stdout.splitlines()
+    assert lines[1] == "  [0, 0] nan" and lines[-1] == "  and 10 more" and len(lines) == 12
