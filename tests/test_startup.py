@@ -67,9 +67,9 @@ MOST = {
     "remap PTH out.pth --to cpu": 78,
     "extract PTH out.pth --key model": 77,
     "rename SAFETENSORS out.safetensors --sub conv=c": 95,
-    "convert PTH out.safetensors": 92,
-    "convert SAFETENSORS out.pth": 103,
-    "convert PTH out.npz": 91,
+    "convert PTH out.safetensors": 95,
+    "convert SAFETENSORS out.pth": 106,
+    "convert PTH out.npz": 94,
     "diff --json PTH PTH": 83,
     "diff PTH PTH": 88,
 }
