@@ -215,7 +215,7 @@ def test_RS_06_names_that_are_hard_to_match(names: list[str], command: str, tmp_
     assert child.code in (0, 1, 2, 3), child.stderr[:500]
 
 
-# What is no file
+# What is not a file
 
 
 @pytest.fixture

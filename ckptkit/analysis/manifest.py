@@ -76,10 +76,12 @@ def parse(data: bytes) -> dict[str, str]:
     try:
         first, *rest = data.decode("utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        raise FormatError("is no manifest: not UTF-8") from error
+        raise FormatError("is not a manifest: not UTF-8") from error
     heading = _FIRST.match(first)
     if heading is None:
-        raise FormatError("is no manifest", hint="`ckptkit digest FILE --manifest OUT` writes one")
+        raise FormatError(
+            "is not a manifest", hint="`ckptkit digest FILE --manifest OUT` writes one"
+        )
     ids: dict[str, str] = {}
     for number, line in enumerate(rest, 2):
         if line.startswith("# ckptkit.digest/"):

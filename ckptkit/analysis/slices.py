@@ -82,7 +82,7 @@ def _pick(item: str, size: int, dimension: int, text: str) -> Pick:
     found = _ITEM.fullmatch(item)
     if found is None:
         raise UsageError(
-            f"{item!r} in {text!r} is no index", hint="e.g. '[0, :, 3:7:2]'; steps are positive"
+            f"{item!r} in {text!r} is not an index", hint="e.g. '[0, :, 3:7:2]'; steps are positive"
         )
     if found["at"] is not None:
         index = int(found["at"])

@@ -83,7 +83,7 @@ class Value(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """A Python object that is no tensor or plain value, or a class or function itself."""
+    """A Python object that is not a tensor or plain value, or a class or function itself."""
 
     path: Path
     global_: str

@@ -61,7 +61,7 @@ def verify(
     With `expected`, ids by name, its weights (those that `matches` says) are compared with them;
     with `values`, NaN and infinities in any of its tensors are findings too. Neither is done where
     bytes are damaged. Raises what keeps it from being read: PathError, UnsupportedError,
-    LimitError, FormatError for what is no checkpoint.
+    LimitError, FormatError for what is not a checkpoint.
     """
     place = open_place(path)
     try:

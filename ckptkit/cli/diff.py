@@ -41,7 +41,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @options.stored
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option(
-    "--key", metavar="PATH", help="The entry that holds the weights, where several could be meant."
+    "--key", metavar="PATH", help="Path of the weights in A, if several entries could be meant."
 )
 @click.option(
     "--write-map",

@@ -48,7 +48,7 @@ def _index(name: str) -> dict[str, str]:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=name) from error
     except (ValueError, RecursionError) as error:
-        raise UsageError("is no index of a sharded checkpoint", where=name) from error
+        raise UsageError("is not an index of a sharded checkpoint", where=name) from error
     places = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise UsageError("has no weight_map", where=name)

@@ -232,7 +232,7 @@ _EDIT = (
     click.option(
         "--part-only",
         is_flag=True,
-        help="Take one part of a checkpoint of several processes as it is.",
+        help="Write the part of one rank alone, without the others.",
     ),
     click.option(
         "--shard-size",
@@ -244,7 +244,7 @@ _EDIT = (
         "--ranks",
         metavar="N",
         type=click.IntRange(1, 1 << 16),
-        help="Cut the weights into N parts.",
+        help="Split the weights into N parts, one for each rank.",
     ),
     click.option(
         "--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."
@@ -289,14 +289,16 @@ model_arguments = click.option(
     help="Keyword argument for the model's constructor (repeatable).",
 )
 stored = click.option(
-    "--stored", is_flag=True, help="Codes and scales of quantized weights, as they are stored."
+    "--stored",
+    is_flag=True,
+    help="Show the codes and scales of quantized weights, as they are stored.",
 )
 dequantize = click.option(
     "--dequantize",
     metavar="[DTYPE]",
     is_flag=False,
     flag_value="",
-    help="Make floats of quantized weights: bfloat16, float16 or float32, by default that of "
+    help="Convert quantized weights to floats: bfloat16, float16 or float32, by default that of "
     "the model.",
 )
 
@@ -403,18 +405,18 @@ _ASKED = (
         "--parts",
         "table",
         metavar="FILE",
-        help="A YAML table that says how the parts in SRC were cut.",
+        help="YAML table that describes how the parts in SRC were split.",
     ),
     click.option(
         "--check-copies",
         is_flag=True,
-        help="Read and compare all that several processes hold alike.",
+        help="Read and compare the tensors of which several ranks hold copies.",
     ),
     click.option(
         "--copies",
         type=click.Choice(["compare", "first"]),
         default="compare",
-        help="Of copies that differ, refuse them or take the first.",
+        help="If the copies of a tensor differ: refuse them, or take the first.",
     ),
 )
 

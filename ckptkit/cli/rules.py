@@ -16,12 +16,12 @@ from ckptkit.cli import render
     help="Build the model of this config.json, not that of the defaults.",
 )
 def command(source: str, model_type: str, config: str | None) -> int:
-    """Write tensor rules from what a library knows.
+    """Write tensor rules from the conversions of a library.
 
     from-transformers: from the layout of the files of MODEL_TYPE to that of the installed
     transformers. Its registry of conversions is read as data, and the model built without weights:
-    the names and shapes that the rules give are compared with its own, both ways. Exit code 1 if
-    something cannot be said; a comment says what.
+    the names and shapes that the rules give are compared with its own, both ways. Exit code 1 if a
+    conversion cannot be written as a rule; a comment names it.
 
     \b
     Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml

@@ -61,7 +61,7 @@ def decode(data: Data, dtype: DType) -> Array:
     """The elements as an array of one dimension, of their own type or of a wider one; bools as 0
     and 1.
 
-    Raises UnsupportedError for elements that are no numbers by themselves: quantized, packed,
+    Raises UnsupportedError for elements that are not numbers by themselves: quantized, packed,
     smaller than a byte.
     """
     import numpy as np

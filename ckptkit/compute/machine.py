@@ -26,7 +26,7 @@ WIDE = 1 << 18  # elements of a row that is made in several pieces
 # as make a cache line of the input. Such tiles are cut into columns.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
 # Codes of 8 bits become float32 by a shift; what is lacking in the exponent goes into the scale.
-# Shift, mask (sign, exponent, mantissa), missing exponent, first code that is no number.
+# Shift, mask (sign, exponent, mantissa), missing exponent, first code that is not a number.
 _SHIFTED = {
     "float8_e4m3fn": (20, 0x87F00000, 120, 0x7F),
     "float8_e5m2": (21, 0x8FE00000, 112, 0x7C),
@@ -206,7 +206,7 @@ class Machine:
         """Make numbers of codes of 8 bits without a table: 2**120 times too small.
 
         The result is the scale that makes up for it, None where that is not possible: codes that
-        are no numbers, scales that are too large. Products are the same, as are their roundings.
+        are not numbers, scales that are too large. Products are the same, as are their roundings.
         """
         import numpy as np
 

@@ -15,7 +15,7 @@ from ckptkit.core.tensor import Tensor
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
     """Return how many elements are NaN and infinite; of complex ones, in one part at least.
 
-    None where the type has neither, or its elements are no numbers by themselves. Raises
+    None where the type has neither, or its elements are not numbers by themselves. Raises
     TensorError for a tensor without elements to read.
     """
     import numpy as np

@@ -209,7 +209,7 @@ class ElementRange(NamedTuple):
 def parts(tensor: Tensor) -> Iterator[ElementRange]:
     """The elements of a tensor, in parts of a bounded size where each can be read by itself.
 
-    Raises TensorError for elements that are no numbers by themselves, or are not there.
+    Raises TensorError for elements that are not numbers by themselves, or are not there.
     """
     if not is_decoded(tensor.dtype):
         raise TensorError(f"elements of {tensor.dtype} are not numbers by themselves")

@@ -79,7 +79,7 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
     """The elements of `record`, of dtype `source`, as little-endian elements of dtype `target`.
 
     Raises TensorError for a conversion that has no plain meaning (quantized types, complex to
-    anything else) and for a record that is no whole number of elements.
+    anything else) and for a record that is not a whole number of elements.
     """
     if (
         source.kind not in _NUMBERS

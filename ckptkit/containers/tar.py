@@ -228,7 +228,7 @@ def _member(
     kind = _KINDS.get(header.type)
     if kind is None:
         raise UnsupportedError(
-            f"the tar member {shown(header.name)} is no file: "
+            f"the tar member {shown(header.name)} is not a file: "
             f"its type is {header.type.decode('latin-1')!r}"
         )
     if kind != "file" and data.length:

@@ -243,7 +243,7 @@ def _within(index: Node, size: int) -> int:
 def integers(tensor: Node) -> tuple[int, ...]:
     """The elements of a small tensor of integers."""
     if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
-        raise FormatError("holds a mesh whose ranks are no integers")
+        raise FormatError("holds a mesh whose ranks are not integers")
     if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:
         raise FormatError(f"holds a mesh of {tensor.numel:,} ranks that are not in a row")
     size = tensor.dtype.itemsize
@@ -270,7 +270,9 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
         _, offsets, sizes = _listed(held["metadata"])
         tensor = held["tensor"]
         if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
-            raise FormatError("holds a shard that is no tensor, or of another type than the whole")
+            raise FormatError(
+                "holds a shard that is not a tensor, or of another type than the whole"
+            )
         shards.append(Box(offsets, sizes, tensor))
     ranks = tuple(sorted({rank for rank, _, _ in listed}))
     rank, world = _integer(process["global_rank"]), _integer(process["global_world_size"])
@@ -293,5 +295,5 @@ def _sizes(node: Node) -> Shape:
 
 def _integer(node: Node) -> int:
     if type(node) is not int or node < 0 or node >> 63:
-        raise FormatError("holds a piece of a tensor whose sizes are no numbers from 0 to 2**63")
+        raise FormatError("holds a piece of a tensor whose sizes are not numbers from 0 to 2**63")
     return node

@@ -36,7 +36,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
             "quantized-unread",
             WARNING,
             what,
-            f"{some(names)}. Codes without what they mean are no numbers: nothing is guessed."
+            f"{some(names)}. Codes without what they mean are not numbers: nothing is guessed."
             + (f" {hint[:1].upper()}{hint[1:]}." if hint else ""),
         )
     if facts.method and not (found and found.groups):

@@ -73,7 +73,7 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
         "wrapper",
         ERROR,
         f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict wants that entry, not the dict around it, whose keys are no names of a "
+        "load_state_dict wants that entry, not the dict around it, whose keys are not names of a "
         "model's: "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
         alone(facts, "weights"),

@@ -150,7 +150,7 @@ def cure(
     if fix is None or found.checkpoint is None:
         if found.checkpoint is not None:
             found.checkpoint.whole()
-        raise UsageError("there is nothing that ckptkit could do about it", where=found.path)
+        raise UsageError("none of the causes has a fix that ckptkit can apply", where=found.path)
     found.checkpoint.whole()
     options = WriteOptions(objects="drop" if fix.drop_objects else "keep")
     return convert(

@@ -176,7 +176,7 @@ def _tracked(probe: Probe) -> Folder:
     found = [name for each in _TRACKED if (name := each.format(word)) in there]
     if not found or not word.isalnum():
         raise CorruptError(
-            f"{TRACKER} names {word[:40]!r}, which is no folder there",
+            f"{TRACKER} names {word[:40]!r}, which is not a folder there",
             hint=f"it holds {_listed(there)}: name the folder that is meant" if there else None,
         )
     inner = probe.folder.sub(found[0])

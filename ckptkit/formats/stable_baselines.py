@@ -30,8 +30,8 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe) -> Checkpoint:
     """Read policy.pth; a warning names the other members.
 
-    Raises UnsupportedError where it is compressed, FormatError where it is no file of torch.save,
-    and what its own format raises.
+    Raises UnsupportedError if it is compressed, FormatError if it is not a file of torch.save, and
+    the errors of its own format.
     """
     archive = probe.zip
     assert archive is not None
@@ -44,7 +44,7 @@ def read(probe: Probe) -> Checkpoint:
             found = format.read(inner)
             break
     else:
-        raise FormatError(f"{POLICY} in it is no file of torch.save")
+        raise FormatError(f"{POLICY} in it is not a file of torch.save")
     others = [name for name in archive.entries if name != POLICY]
     left = f"only {POLICY} is read, not {some(others, 8)}"
     return replace(

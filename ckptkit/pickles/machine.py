@@ -261,7 +261,7 @@ class _Machine(Opcodes):
                 else:
                     rare = RARE.get(op)
                     if rare is None:
-                        raise FormatError(f"byte 0x{op:02x} is no pickle opcode")
+                        raise FormatError(f"byte 0x{op:02x} is not a pickle opcode")
                     self.stack = stack
                     pos = rare(self, data, pos)
                     stack = self.stack

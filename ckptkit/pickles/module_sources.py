@@ -32,7 +32,7 @@ class ModuleSources:
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
             text = ByteString(b"".join(compute.stream(text.extent)))
         if not isinstance(text, (str, ByteString, type(None))):
-            raise FormatError(f"the source of {made} is no text")
+            raise FormatError(f"the source of {made} is not text")
         self._texts[str(made)] = "" if text is None else str(text)
         check("memo_sparse", len(self._texts), "classes with their source")
         return made

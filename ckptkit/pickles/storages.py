@@ -126,7 +126,7 @@ def dtype_of_storage(made: Global) -> DType | None:
     try:
         return _DTYPES[made.module, made.name]
     except KeyError:
-        raise FormatError(f"{made} is no storage class that ckptkit knows") from None
+        raise FormatError(f"{made} is not a storage class that ckptkit knows") from None
 
 
 def storage_class(dtype: DType | None) -> Global:

@@ -35,7 +35,7 @@ def recognize4(view: View, mark: str) -> Group | None:
         or not all(type(n) is int and n >= 0 for n in shape)
         or type(size) is not int
     ):
-        return g.refused(group, "its quant_state is no JSON text with a shape and a blocksize")
+        return g.refused(group, "its quant_state is not JSON text with a shape and a blocksize")
     group = Group(
         group.family, f"{state.get('quant_type')} {size}", name, tuple(shape), group.parts
     )

@@ -235,7 +235,9 @@ class _Making:
         for key in sources:
             tensor, node = self.tensors[key], self.target.entries[key]
             if not isinstance(node, Tensor) or tensor.storage is None or tensor.layout != "strided":
-                message = f"{key} can only be renamed: it is no plain tensor with bytes of its own"
+                message = (
+                    f"{key} can only be renamed: it is not a plain tensor with bytes of its own"
+                )
                 raise TensorError(about(rule, message), hint="a rule without [ ] renames")
             if tensor.dtype != first.dtype:
                 message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"

@@ -56,12 +56,12 @@ def _folder(source: ByteSource | Folder | None) -> Folder | None:
 def _parsed(source: ByteSource) -> Mapping[str, Any]:
     if source.size > BYTES:
         raise UsageError(
-            f"is larger than {BYTES:,} bytes: it is no configuration", where=source.name
+            f"is larger than {BYTES:,} bytes: it is not a configuration", where=source.name
         )
     try:
         found = json.loads(source.read(0, source.size).decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not JSON: {str(error)[:100]}", where=source.name) from error
     if not isinstance(found, dict):
-        raise UsageError("is no JSON object", where=source.name)
+        raise UsageError("is not a JSON object", where=source.name)
     return found

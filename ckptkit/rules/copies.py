@@ -83,7 +83,7 @@ class Arrangement:
         agreed = self.known_sizes.setdefault((word, None), count)
         if agreed != count:
             raise RuleError(
-                about(self.number, f"{word} has {count} labels, and {word}={agreed} is said")
+                about(self.number, f"{word} has {count} labels, and {word}={agreed} is given")
             )
 
     def symbol(self, word: str, indices: Indices) -> Symbol:

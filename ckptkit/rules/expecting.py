@@ -64,7 +64,7 @@ def parse_expectation(text: str) -> Expectation:
         if found is None or found["word"] not in _WORDS:
             odd = rest[at:].split()[0]
             raise RuleError(
-                f"{text!r}: {odd!r} is no condition", hint=f"one of {', '.join(_WORDS)}"
+                f"{text!r}: {odd!r} is not a condition", hint=f"one of {', '.join(_WORDS)}"
             )
         if (found["value"] is None) != (found["word"] in _BARE):
             raise RuleError(
@@ -92,7 +92,7 @@ def _shape(text: str | None) -> tuple[Given, ...] | None:
     if text is None:
         return None
     if not text.startswith("["):
-        raise RuleError(f"shape={text} is no shape", hint="shape=[config.vocab_size _]")
+        raise RuleError(f"shape={text} is not a shape", hint="shape=[config.vocab_size _]")
     return tuple(map(parse_given, text[1:-1].replace(",", " ").split()))
 
 

@@ -145,7 +145,7 @@ def _variable(text: str) -> Variable:
     found = _VARIABLE.fullmatch(text)
     if found is None:
         raise RuleError(
-            f"{{{text}}} is no variable", hint="e.g. {l}, {l+1}, {p:q|k|v}, {m:*}, {(m e)}"
+            f"{{{text}}} is not a variable", hint="e.g. {l}, {l+1}, {p:q|k|v}, {m:*}, {(m e)}"
         )
     words: tuple[str, ...] = (found["word"],) if found["word"] else tuple(found["words"].split())
     odd = [word for word in words if not is_word(word)]
@@ -208,10 +208,12 @@ def _axis(token: str, text: str) -> Iterator[str]:
         return
     if token.isdigit():
         raise RuleError(
-            f"[{text}]: {token} is no axis", hint=f"name it: two, and `with two={token}`"
+            f"[{text}]: {token} is not an axis", hint=f"name it: two, and `with two={token}`"
         )
     if not is_word(token):
-        raise RuleError(f"[{text}]: {token!r} is no axis", hint="an axis is letters, digits and _")
+        raise RuleError(
+            f"[{text}]: {token!r} is not an axis", hint="an axis is letters, digits and _"
+        )
     yield token
 
 
@@ -223,7 +225,7 @@ def _sizes(text: str) -> Iterator[tuple[str, Given]]:
     while tokens.peek() is not None:
         kind, word = tokens.next()
         if kind != "word" or tokens.next() != ("sign", "="):
-            raise RuleError(f"{text!r}: {word!r} is no size", hint="with h=32 two=2")
+            raise RuleError(f"{text!r}: {word!r} is not a size", hint="with h=32 two=2")
         if word in seen:
             raise RuleError(f"{text!r} gives {word} twice")
         seen.add(word)
@@ -327,11 +329,11 @@ class _Tokens:
                 return inner
             raise RuleError(f"{self.text!r}: a ( without its )")
         raise RuleError(
-            f"{self.text!r}: {text!r} is no size", hint="a number, a word, or config.NAME"
+            f"{self.text!r}: {text!r} is not a size", hint="a number, a word, or config.NAME"
         )
 
 
 def _integer(text: str) -> int:
     if len(text) > _DIGITS:
-        raise RuleError(f"{text[:30]}... is no size: it has {len(text)} digits")
+        raise RuleError(f"{text[:30]}... is not a size: it has {len(text)} digits")
     return int(text)

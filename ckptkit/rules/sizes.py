@@ -66,7 +66,7 @@ class Settings:
         if node is None:
             return None
         if type(node) is not int:
-            raise RuleError(f"config.{path} is {str(node)[:40]!r}, which is no whole number")
+            raise RuleError(f"config.{path} is {str(node)[:40]!r}, which is not a whole number")
         return node
 
     def check_used(self, rules: list[Rule]) -> None:
@@ -95,7 +95,7 @@ class Known:
 
 
 def evaluate(rule: Rule, settings: Settings) -> Known:
-    """The sizes of a rule that are said. Raises RuleError for one that is no size."""
+    """The sizes of a rule that are said. Raises RuleError for one that is not a size."""
     machine = _Evaluation(rule, settings)
     sizes: dict[str, Size] = {}
     for word in sorted(words_of(rule)):
@@ -164,7 +164,7 @@ class _Evaluation:
         elif term.operator == "*":
             value = left * right
         elif right == 0 or left % right:
-            raise RuleError(f"{term}: {left} / {right} is no whole number")
+            raise RuleError(f"{term}: {left} / {right} is not a whole number")
         else:
             value = left // right
         if abs(value) > MOST:

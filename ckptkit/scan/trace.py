@@ -32,7 +32,7 @@ from ckptkit.scan.trace_window import Stop
 
 LARGE = 1 << 16  # byte strings from this length on are not read
 
-_NOT_CHANGED = "changes what is no list or dict"
+_NOT_CHANGED = "changes what is not a list or dict"
 _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "Counter"))
 
 
@@ -160,7 +160,7 @@ class Tracer(Notes):
         try:
             self.stack.append(float(line) if kind == "FLOAT" else int(line.removesuffix(b"L")))
         except ValueError:
-            raise Stop("a line that is no number") from None
+            raise Stop("a line that is not a number") from None
 
     def text(self, size: int) -> None:
         data = self.window.take(number(self.window.take(size)))
@@ -246,7 +246,7 @@ class Tracer(Notes):
         try:
             return int(self.window.line()[:20])
         except ValueError:
-            raise Stop("an index that is no number") from None
+            raise Stop("an index that is not a number") from None
 
     def put(self, size: int) -> None:
         self.memo[self._index(size)] = self.stack[-1]

@@ -170,7 +170,7 @@ def resume(run: Run, path: Path) -> str:
         )
     if tree["epoch"] >= run.config.epochs:
         raise RequestError(
-            f"has {tree['epoch']} of {run.config.epochs} epochs behind it",
+            f"is already trained for {tree['epoch']} of {run.config.epochs} epochs",
             where=str(path),
             hint=f"--epochs {tree['epoch'] + 1} or more: they are counted from the beginning",
         )

@@ -71,7 +71,9 @@ def remap(ck: Source, devices: str | Mapping[str, str], *, values: bool = False)
         id(value): _device(new(device)) for value, device in places.values if _moves(device, new)
     }
     notes = [
-        *_arrows("retagged", "storage", [each.device for each in places.storages], new),
+        *_arrows(
+            "changed the device tag of", "storage", [each.device for each in places.storages], new
+        ),
         *_arrows(
             "changed the argument of", "rebuild call", [device for _, device in places.calls], new
         ),
@@ -169,9 +171,9 @@ def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[st
 def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
     there = ", ".join(sorted({each.device for each in places.storages}))
     if not there:
-        return "nothing to retag: there are no tensors"
+        return "no device tags to change: there are no tensors"
     wanted = "another device" if isinstance(devices, str) else ", ".join(devices)
-    return f"nothing to retag: the storages are on {there}, none on {wanted}"
+    return f"no device tags to change: the storages are on {there}, none on {wanted}"
 
 
 def _left(root: Node, changing: Container[int]) -> str:

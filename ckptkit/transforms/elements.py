@@ -49,7 +49,7 @@ def cast(ck: Source, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     weights = ck.required
     rules = _rules(dtypes, weights)
     met = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
-    groups.refuse(ck, met, "codes are no numbers to cast, and scales must keep their bits")
+    groups.refuse(ck, met, "codes are not numbers to cast, and scales must keep their bits")
     wanted, left = _wanted(weights, rules)
     new = _Cast(wanted)
     warnings = (

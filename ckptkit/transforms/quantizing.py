@@ -37,7 +37,7 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     and what does not divide into blocks stay. Raises UsageError for codes, and if nothing is left.
     """
     if kind not in KINDS:
-        raise UsageError(f"{kind!r} is no way of quantizing", hint=f"one of {', '.join(KINDS)}")
+        raise UsageError(f"{kind!r} is not a way to quantize", hint=f"one of {', '.join(KINDS)}")
     groups.refuse(ck, None, "codes are not quantized again")
     weights = ck.required
     done: list[str] = []

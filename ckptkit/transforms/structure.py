@@ -109,7 +109,7 @@ def _like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> Node:
 def without(ck: Checkpoint, path: str) -> Checkpoint:
     """Return the checkpoint without the entry at the dotted `path`.
 
-    Raises UnknownNameError if there is none, UsageError for an entry of what is no mapping.
+    Raises UnknownNameError if there is none, UsageError for an entry of what is not a mapping.
     """
     find(ck.root, arguments.text("path", path))
     return drop(ck, path)
@@ -118,7 +118,7 @@ def without(ck: Checkpoint, path: str) -> Checkpoint:
 def drop(ck: Checkpoint, key: str) -> Checkpoint:
     """The checkpoint without the entry at the dotted path `key`; as it is if there is none.
 
-    Raises UsageError for an entry of what is no mapping.
+    Raises UsageError for an entry of what is not a mapping.
     """
     try:
         path, _ = find(ck.root, key)

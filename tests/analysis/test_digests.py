@@ -168,9 +168,9 @@ GOOD = "\n".join(manifest.lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is no manifest"),
-        ("0" * 64 + "  a\n", "is no manifest"),
-        (GOOD.replace("/1 ", "/2 "), "is no manifest"),
+        ("", "is not a manifest"),
+        ("0" * 64 + "  a\n", "is not a manifest"),
+        (GOOD.replace("/1 ", "/2 "), "is not a manifest"),
         (GOOD.rpartition("1" * 64)[0], "is not whole"),
         (GOOD.replace("  b", "  c"), "is not whole"),
         (GOOD.replace("  b", "  a"), "line 3: the name is there twice"),

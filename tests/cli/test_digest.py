@@ -121,4 +121,4 @@ def test_what_does_not_go_together(ckptkit: Ckptkit, words: tuple[str, ...]) -> 
 def test_a_manifest_that_is_none(ckptkit: Ckptkit, net: Path) -> None:
     done = ckptkit("digest", "--check", net, net)
     assert done.exit_code == 3
-    assert "is no manifest" in done.stderr
+    assert "is not a manifest" in done.stderr

@@ -100,7 +100,7 @@ def test_a_cut_file_is_a_finding(kind: type[FormatConformance], tmp_path: Path) 
             file.write_bytes(data[: len(data) * part // 8])
             try:
                 assert not verify(path).ok, f"{file.name} cut at {part}/8"
-            except CkptkitError as error:  # what is left is no checkpoint by any sign
+            except CkptkitError as error:  # what is left is not a checkpoint by any sign
                 assert error.exit_code == 3, str(error)
         file.write_bytes(data)
     assert verify(path).ok
@@ -306,7 +306,7 @@ def test_several_files_in_a_folder_are_no_damage(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-# What is no checkpoint
+# What is not a checkpoint
 
 
 def test_what_is_no_checkpoint_is_no_finding(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_NP_06_bytes_after_the_array() -> None:
 
 
 def test_NP_07_a_size_beyond_64_bits() -> None:
-    """Nothing is in it, and still it is no size."""
+    """Nothing is in it, and still it is not a size."""
     with pytest.raises(TensorError):
         read(made("{'descr': '<f4', 'fortran_order': False, 'shape': (0," + "9" * 19 + ")}"))
 

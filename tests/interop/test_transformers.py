@@ -171,7 +171,7 @@ def test_trainer_resumes_from_what_we_wrote(
 
 
 def test_files_of_the_trainer(trained: Path, ckptkit: Ckptkit) -> None:
-    """Each is shown; what is no checkpoint of weights says what it is, and runs nothing."""
+    """Each is shown; what is not a checkpoint of weights says what it is, and runs nothing."""
     for name in (
         "model.safetensors",
         "optimizer.pt",

@@ -56,7 +56,7 @@ def test_plain_tensors_are_tensors() -> None:
         + VIEW
         + b"I00\n}}X\x01\0\0\0aI01\nstR",  # metadata that nobody knows
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}}X\x04\0\0\0conjI00\nstR",
-        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}K\x05tR",  # metadata that is no dict
+        NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}K\x05tR",  # metadata that is not a dict
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}\x8ftR",
         NAMES["tensor"] + b"(" + FLOATS + VIEW + b"I00\n}(]ltR",
         NAMES["v3"] + b"(" + FLOATS + VIEW + b"I00\n}ctorch\nfloat32\ntR",  # not as torch writes it

@@ -218,9 +218,9 @@ def test_what_cannot_be_undone(step: Any, said: str, tmp_path: Path, command: Ck
         ("- rules: [a]", "step 1, rule 1"),
         ("- rules: []", "no rule"),
         ("- rules: [a -> b]\n  kep: rest", "'kep' is nothing that rules have"),
-        ("- rules: [a -> b]\n  sizes: {h: [1]}", "no size"),
-        ("- rules: [a -> b]\n  sizes: 3", "no table of sizes"),
-        ("- rules: [a -> b]\nargs: {x: 1.5}", "no size"),
+        ("- rules: [a -> b]\n  sizes: {h: [1]}", "not a size"),
+        ("- rules: [a -> b]\n  sizes: 3", "not a table of sizes"),
+        ("- rules: [a -> b]\nargs: {x: 1.5}", "not a size"),
         ("- rulez: [a -> b]", "did you mean rules"),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_checkpoint_without_optimizer_is_no_beginning(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_no_beginning(tmp_path: Path) -> None:
     error = refused(FULL, tmp_path / "out.pth", trained(tmp_path, save_form="full"))
-    assert "has 2 of 2 epochs behind it" in str(error)
+    assert "trained for 2 of 2 epochs" in str(error)
     assert (error.hint or "").startswith("--epochs 3 or more")
 
 

@@ -29,7 +29,10 @@ def test_all_to_one() -> None:
     ck = on("cuda:1", "cuda:0", "cpu")
     done = remap(ck, "cpu")
     assert devices(done) == ["cpu", "cpu", "cpu"]
-    assert done.notes == ("retagged 1 storage: cuda:0 -> cpu", "retagged 1 storage: cuda:1 -> cpu")
+    assert done.notes == (
+        "changed the device tag of 1 storage: cuda:0 -> cpu",
+        "changed the device tag of 1 storage: cuda:1 -> cpu",
+    )
     assert not done.warnings
     assert devices(ck) == ["cuda:1", "cuda:0", "cpu"], "the input is as it was"
 
@@ -62,7 +65,7 @@ def test_bytes_checksums_and_ties_stay() -> None:
     assert done.root["again"] is done.root["whole"]
     assert (new.record, new.crc32, new.device) == (one.record, one.crc32, "cpu")
     assert (done.root["view"].offset, done.root["view"].kind) == (2, "parameter")
-    assert done.notes == ("retagged 1 storage: cuda:1 -> cpu",)
+    assert done.notes == ("changed the device tag of 1 storage: cuda:1 -> cpu",)
 
 
 def test_meta_stays_unless_it_is_named() -> None:
@@ -88,7 +91,7 @@ def test_tensors_without_storage() -> None:
 def test_tensors_anywhere(place: Node) -> None:
     leaf = tensor(device="cuda:1")
     done = remap(Checkpoint({"x": place(leaf), "w": leaf}), "cpu")
-    assert done.notes == ("retagged 1 storage: cuda:1 -> cpu",)
+    assert done.notes == ("changed the device tag of 1 storage: cuda:1 -> cpu",)
 
 
 def test_nothing_to_do() -> None:

@@ -34,7 +34,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """Plan a folder with the whole tree, nested as it is.
 
     Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a
-    root that is no dict and holds no weights; UnsupportedError for pieces of ranks; and what the
+    root that is not a dict and holds no weights; UnsupportedError for pieces of ranks; and what the
     pickle writer raises.
     """
     root, notes = _root(checkpoint)

@@ -5,7 +5,7 @@ checkpoint.
 holds; the others are tables (:mod:`tables`): which file holds which part, and how each tensor was
 cut.
 
-A part alone is no checkpoint; see :mod:`ckptkit.parts`.
+A part alone is not a checkpoint; see :mod:`ckptkit.parts`.
 """
 
 from __future__ import annotations

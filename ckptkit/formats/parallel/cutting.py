@@ -32,7 +32,7 @@ def cut(tensors: Mapping[str, Tensor], table: Table, count: int) -> list[Ordered
     parts: list[dict[Node, Node]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():
         if tensor.storage is None or tensor.layout != "strided":
-            raise TensorError(f"{name[:80]!r} is no plain tensor, and cannot be cut")
+            raise TensorError(f"{name[:80]!r} is not a plain tensor, and cannot be cut")
         verb = table.verb(name)
         if isinstance(verb, (Drop, Refuse)):
             raise UsageError(f"{name[:80]!r} has no place in parts: {verb.reason}")

@@ -78,7 +78,7 @@ def read_params(text: bytes) -> dict[str, Any]:
     """Parse ``params.json``; empty if there is none."""
     found = strict_json.parse(text, PARAMS) if text else {}
     if not isinstance(found, dict):
-        raise FormatError(f"{PARAMS} is no JSON object")
+        raise FormatError(f"{PARAMS} is not a JSON object")
     return found
 
 
@@ -176,7 +176,7 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
     expected = dim // heads * groups
     if key.shape[0] > expected and key.shape[0] % expected == 0:
         raise UnsupportedError(
-            f"its {groups} key heads stand {key.shape[0] // expected} times in its parts (MP16)",
+            f"its parts repeat its {groups} key heads {key.shape[0] // expected} times (MP16)",
             hint="take the release with fewer parts (MP8)",
         )
     if key.shape[0] != expected:

@@ -58,13 +58,13 @@ class OwnTable:
             or not {"files", "rules"} <= set(content)
         ):
             raise self._wrong(
-                "is no table with files and rules", f"it may have {', '.join(sorted(_KEYS))}"
+                "is not a table with files and rules", f"it may have {', '.join(sorted(_KEYS))}"
             )
         self.files = self._pattern(content["files"])
         self.root = content.get("root")
         if TP not in self.files.groupindex:
             raise self._wrong(
-                "names no rank in files", r"write (?P<tp>[0-9]+) where its number stands"
+                "names no rank in files", r"write (?P<tp>[0-9]+) in place of its number"
             )
         self.table = Table(
             tuple(map(self._rule, self._list(content["rules"]))),
@@ -88,7 +88,7 @@ class OwnTable:
         try:
             return re.compile(text)
         except (re.error, TypeError) as error:
-            raise self._wrong(f"{text!r} is no regular expression: {error}") from error
+            raise self._wrong(f"{text!r} is not a regular expression: {error}") from error
 
     def _list(self, node: Any) -> list[Any]:
         if not isinstance(node, list):
@@ -97,7 +97,7 @@ class OwnTable:
 
     def _rule(self, node: Any) -> Any:
         if not isinstance(node, dict) or len(node) != 1:
-            raise self._wrong(f"{node!r} is no rule", "a rule is `- 'expression': verb`")
+            raise self._wrong(f"{node!r} is not a rule", "a rule is `- 'expression': verb`")
         ((pattern, word),) = node.items()
         return rule(self._pattern(pattern).pattern, self._verb(str(word)))
 

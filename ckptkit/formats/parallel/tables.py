@@ -107,7 +107,7 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
     there = {_point(part.at, axes): part.file for part in parts}
     if len(there) < len(parts):
         twice = [part.file for part in parts if there[_point(part.at, axes)] != part.file]
-        raise CorruptError(f"{twice[0]} stands where another file does")
+        raise CorruptError(f"{twice[0]} has the same rank as another file")
     missing = [point for point in product(*map(range, axes.values())) if point not in there]
     if missing:
         places = [_place(point, axes, name) for point in missing[:_SHOWN]]
@@ -239,7 +239,7 @@ class _Merge:
                     first, place = rows[of][rank][0]
                     tensor, other = as_tensor(first), as_tensor(node)
                     if tensor is None or other is None:
-                        raise CorruptError(f"{name!r} or {of!r} is no tensor")
+                        raise CorruptError(f"{name!r} or {of!r} is not a tensor")
                     self.joiner.same(f"{of} ({name})", [(tensor, place), (other, file)])
             self.dropped.setdefault(f"a copy of {of}", []).append(name)
 
@@ -315,7 +315,7 @@ class _Merge:
 def _as_tensor(name: str, node: Node, file: str) -> Tensor:
     tensor = as_tensor(node)
     if tensor is None or tensor.storage is None or tensor.layout != "strided":
-        raise UnsupportedError(f"{name[:80]!r} in {file} is no plain tensor")
+        raise UnsupportedError(f"{name[:80]!r} in {file} is not a plain tensor")
     return tensor
 
 

@@ -21,4 +21,4 @@ def parse(data: bytes, where: str) -> Any:
             raise UsageError("uses anchors, which ckptkit does not follow", where=where)
         return yaml.safe_load(data)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"is no YAML: {str(error).splitlines()[0]}", where=where) from error
+        raise UsageError(f"is not YAML: {str(error).splitlines()[0]}", where=where) from error

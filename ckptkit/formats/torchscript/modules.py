@@ -138,7 +138,7 @@ def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
 
 
 def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
-    """Return the texts saved with it, and a warning about bytes that are no text or too long."""
+    """Return the texts saved with it, and a warning about bytes that are not text or too long."""
     texts: dict[str, str] = {}
     lost: list[str] = []
     left = LIMITS.line_bytes

@@ -268,11 +268,11 @@ def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> Rules:
 def _sizes(given: Any) -> dict[str, str | int]:
     """Words with what is said of their sizes."""
     if not isinstance(given, dict):
-        raise _WrongError(f"{_shown(given)} is no table of sizes")
+        raise _WrongError(f"{_shown(given)} is not a table of sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
             raise _WrongError(
-                f"{word}: {_shown(size)} is no size", hint="h: 32, h: config.num_attention_heads"
+                f"{word}: {_shown(size)} is not a size", hint="h: 32, h: config.num_attention_heads"
             )
     return {str(word): size for word, size in given.items()}
 
@@ -283,7 +283,7 @@ def _sizes(given: Any) -> dict[str, str | int]:
 def _config(given: Any, asked: Asked) -> Step:
     if given not in model_config.TABLES:
         raise _WrongError(
-            f"{_shown(given)} is no table of arguments", hint=", ".join(model_config.TABLES)
+            f"{_shown(given)} is not a table of arguments", hint=", ".join(model_config.TABLES)
         )
     table = model_config.TABLES[given]
     return lambda ck: model_config.with_config(ck, table, asked)

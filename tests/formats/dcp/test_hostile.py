@@ -288,7 +288,7 @@ def test_DC_06_items_that_are_something_else(
 
 
 def test_DC_06_an_item_that_would_run_code(tmp_path: Path) -> None:
-    """It is no tensor then; nothing runs."""
+    """It is not a tensor then; nothing runs."""
     made = Crafted(tmp_path / "x")
     made.tensor("w", (2, 3), [(((0, 0), (2, 3)), archive(Evil(tmp_path / "canary")))])
     with pytest.raises(CorruptError):

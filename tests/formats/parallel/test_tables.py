@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[CkptkitError], str]] = {
         lambda saved: saved["model"].update({"decoder.layers.1.mlp.linear_fc2.weight": torch.ones(8, 6)}),
         CorruptError, "layers",
     ),
-    "not a tensor": (lambda saved: saved["model"].update({NORM: [1.0]}), UnsupportedError, "no plain tensor"),
+    "not a tensor": (lambda saved: saved["model"].update({NORM: [1.0]}), UnsupportedError, "not a plain tensor"),
 }  # fmt: skip
 
 
@@ -429,7 +429,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
         ("part_", "other_", "no file"),
         ("by: [pp]", "by: [vp]", "axes"),
         ("'.*norm': same", "'.*norm': &a same\n  - 'x': *a", "anchors"),
-        ("layers: {", "layers: [", "no YAML"),
+        ("layers: {", "layers: [", "not YAML"),
     ],
 )
 def test_tables_that_are_wrong(old: str, new: str, says: str, tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
 
 
 def test_shards_that_hold_only_values_of_the_state_dict(tmp_path: Path) -> None:
-    """Packed parameters of quantized modules are no tensors of the state_dict; a shard may hold
+    """Packed parameters of quantized modules are not tensors of the state_dict; a shard may hold
     nothing else."""
     weight = torch.quantize_per_tensor(torch.randn(30, 30), 0.1, 0, torch.qint8)
     state = OrderedDict(

@@ -362,7 +362,7 @@ def test_a_format_without_edits(tmp_path: Path) -> None:
 
 
 def test_an_edit_that_changes_nothing(tmp_path: Path) -> None:
-    """Nothing is written; what is no file is not edited, changed or not."""
+    """Nothing is written; what is not a file is not edited, changed or not."""
     before = held(tmp_path / "x.pt")
     made = formats.patch(before, before, ZIP, WriteOptions())
     assert isinstance(before.source, LocalFile)
