@@ -13,8 +13,9 @@ from ckptkit import formats
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import ArgumentError, CkptkitError, PathError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
+from ckptkit.core.text import guess, some
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
 from ckptkit.pickles.nested import look_with
@@ -95,6 +96,7 @@ def open_checkpoint(
     together. Raises an InputError for what is not a checkpoint, MissingFileError (a
     FileNotFoundError) for what is not there. ``with ckptkit.open(path) as ck`` closes the files.
     """
+    arguments.instance("asked", Asked, asked)
     checkpoint = _opened(source, asked)
     return checkpoint if key is None else checkpoint.with_key(arguments.text("key", key))
 
@@ -131,6 +133,8 @@ def _path(name: str, value: object) -> str:
         raise error
     if not path:
         raise UsageError(f"{name} is an empty path")
+    if "\0" in path:
+        raise PathError("cannot be a path: it has a null character", where=path)
     return path
 
 
@@ -159,6 +163,7 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
     `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
     UnsupportedError for a format from which nothing can be recovered.
     """
+    arguments.flags(unverified=unverified)
     is_path = isinstance(source, (str, os.PathLike))
     place = open_place(_path("source", source), undo=True) if is_path else _place(source)
     return _read(place, partial(formats.recover, unverified=unverified))
@@ -183,6 +188,7 @@ def save(
     FileExistsError) without ``force``, OutputError where it cannot be written.
     """
     path = _path("destination", path)
+    _check_writing(format, options, dry_run, publishing)
     checkpoint = opened(checkpoint)
     chosen = formats.for_writing(path, format, keep=checkpoint.format, shards=_in_shards(options))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=False)
@@ -209,6 +215,8 @@ def convert(
     part of a checkpoint of several processes is taken for itself with `part_only` alone; `asked` is
     as for `open_checkpoint`, the rest as for `save`.
     """
+    _check_writing(format, options, dry_run, publishing)
+    arguments.flags(in_place=in_place, keep_format=keep_format, part_only=part_only)
     if in_place and isinstance(source, (str, os.PathLike)):
         source = _read(open_place(source, undo=True), formats.read)
     checkpoint = open_checkpoint(source, key=key, asked=asked)
@@ -230,6 +238,28 @@ def convert(
         kept = f"was a link to {os.readlink(path)}, which is unchanged"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
     return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+
+
+def _check_writing(
+    format: object, options: object, dry_run: object, publishing: Publishing
+) -> None:
+    """Check the arguments that `save` and `convert` share."""
+    if format is not None:
+        arguments.text("format", format)
+    arguments.instance("options", WriteOptions, options)
+    known = Publishing.__annotations__
+    for name in publishing:
+        if name not in known:
+            raise ArgumentError(
+                f"there is no argument {name!r}", hint=guess(name, known) or some(known, 9)
+            )
+    given = dict(publishing)
+    executor, progress = given.pop("executor", None), given.pop("progress", None)
+    arguments.flags(dry_run=dry_run, **given)
+    if executor is not None and not hasattr(executor, "submit"):
+        raise arguments.wrong("executor", "a concurrent.futures.Executor", executor)
+    if progress is not None:
+        arguments.function("progress", progress)
 
 
 def _own_place(checkpoint: Checkpoint, format: str | None) -> str:

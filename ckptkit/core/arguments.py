@@ -51,10 +51,40 @@ def device(name: str, value: object) -> object:
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
-    """Return an argument that maps strings to strings or other names."""
+    """Return an argument that maps strings to something; None stands for an empty one."""
+    if value is None:
+        return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise wrong(name, "a mapping from strings", value)
     return value
+
+
+def flags(**values: object) -> None:
+    """Check arguments that are True or False."""
+    for name, value in values.items():
+        if not isinstance(value, (int, type(None))):
+            raise wrong(name, "True or False", value)
+
+
+def numbers(name: str, value: object) -> list[float]:
+    """Return an argument of several numbers."""
+    listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
+    if not all(isinstance(each, (int, float)) for each in listed):
+        raise wrong(name, "a list of numbers", value)
+    return listed
+
+
+def tolerances(**values: object) -> None:
+    """Check arguments that are numbers from 0 on, or None."""
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, (int, float)) and value >= 0):
+            raise wrong(name, "a number from 0 on", value)
+
+
+def instance(name: str, kind: type, value: object) -> None:
+    """Check an argument that is of a class, or None."""
+    if value is not None and not isinstance(value, kind):
+        raise wrong(name, f"of class {kind.__name__}", value)
 
 
 def function(name: str, value: object) -> Callable[..., Any]:

@@ -101,6 +101,7 @@ def load_into(
     missing, unexpected, of another shape, or would lose values in the dtypes of the model (before
     anything is copied), and for a model on the meta device without `assign`.
     """
+    arguments.flags(strict=strict, assign=assign)
     _check_model(model, assign)
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
@@ -434,6 +435,8 @@ def diff(
     or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also
     compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`).
     """
+    arguments.flags(values=values)
+    arguments.tolerances(atol=atol, rtol=rtol)
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):

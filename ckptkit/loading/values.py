@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptkit import compute
 from ckptkit.api import open_checkpoint
+from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Source
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.grouping import flatten
@@ -45,6 +46,7 @@ def load(
     :class:`ckptkit.core.tree.Object`. Raises UsageError where there are no weights, DeviceError for
     a device that is not there.
     """
+    arguments.flags(whole=whole)
     ck = open_checkpoint(path, key=key)
     values = Values(Tensors(map_location))
     try:

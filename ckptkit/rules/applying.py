@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from ckptkit.compute import contiguous
+from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
@@ -79,7 +80,12 @@ def apply_rules(
     do not fit.
     """
     checkpoint = opened(checkpoint)
+    keep, keys = arguments.texts("keep", keep), arguments.texts("keys", keys)
+    sizes = arguments.mapping("sizes", sizes)
+    args = arguments.mapping("args", args)
+    arguments.flags(reverse=reverse)
     if not isinstance(rules, Rules):
+        rules = arguments.texts("rules", rules)
         rules = Rules.parse([rules] if isinstance(rules, str) else rules, sizes)
     unused = (args or {}).keys() - rules.words()
     if unused:

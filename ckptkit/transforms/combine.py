@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckptkit.compute import contiguous, has_mean, mean_record
+from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
@@ -41,7 +42,11 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
     UsageError where names or shapes differ.
     """
     checkpoints = several(checkpoints)
-    shares = tuple(shares) if shares is not None else (1.0,) * len(checkpoints)
+    shares = (
+        tuple(arguments.numbers("shares", shares))
+        if shares is not None
+        else (1.0,) * len(checkpoints)
+    )
     if (
         not checkpoints
         or len(shares) != len(checkpoints)
@@ -131,6 +136,9 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     weights that are quantized in different ways.
     """
     checkpoints = several(checkpoints)
+    arguments.flags(last_wins=last_wins)
+    if not checkpoints:
+        raise UsageError("there are no checkpoints to merge")
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
     merged: dict[Node, Node] = {}

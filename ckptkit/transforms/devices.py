@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
@@ -44,10 +45,11 @@ _FROM_TYPE = (
     "_rebuild_from_type",
 )  # called with function, class, arguments[, state]
 
+Device: TypeAlias = Any  # a name, or a torch.device
 Remap = Callable[[str], str]
 
 
-def remap(ck: Source, devices: str | Mapping[str, str], *, values: bool = False) -> Checkpoint:
+def remap(ck: Source, devices: Device | Mapping[Any, Any], *, values: bool = False) -> Checkpoint:
     """Change device tags: all to the device `devices`, or those that a mapping names, exactly.
 
     The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it.
@@ -55,6 +57,11 @@ def remap(ck: Source, devices: str | Mapping[str, str], *, values: bool = False)
     UsageError for what is no device.
     """
     ck = opened(ck)
+    arguments.flags(values=values)
+    if isinstance(devices, Mapping):
+        devices = {_name(old): _name(new) for old, new in devices.items()}
+    else:
+        devices = _name(devices)
     places = _Places.of(ck.root)
     new = _mapping(devices, places.devices)
     storages = {
@@ -131,19 +138,23 @@ class _Places:
 
 
 def _mapping(devices: str | Mapping[str, str], known: set[str]) -> Remap:
-    if not isinstance(devices, Mapping):
+    if isinstance(devices, str):
         target = check_device(devices)
         return lambda device: device if device == "meta" else target
     table = {
         old if old in known else check_device(old): check_device(new)
-        for old, new in arguments.mapping("devices", devices).items()
+        for old, new in devices.items()
     }
     return lambda device: table.get(device, device)
 
 
+def _name(device: object) -> str:
+    """Return the name of a device, given as a name or a torch.device."""
+    return str(arguments.device("a device", device))
+
+
 def check_device(device: str) -> str:
     """Return `device` if torch knows it by name; raises UsageError."""
-    device = str(arguments.device("a device", device))
     if _VALID.fullmatch(device):
         return device
     kind = device.partition(":")[0].strip().lower()

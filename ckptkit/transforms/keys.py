@@ -204,7 +204,7 @@ def rename(
     A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
     order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
     """
-    ck, mapping = opened(ck), arguments.mapping("mapping", mapping or {})
+    ck, mapping = opened(ck), arguments.mapping("mapping", mapping)
     substitutions = arguments.text_pairs("substitutions", substitutions)
     (target,) = _targets(ck, ())
     names = _new_names(target, mapping, substitutions)

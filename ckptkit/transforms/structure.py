@@ -175,7 +175,7 @@ def wrap(ck: Source, key: str, beside: Mapping[str, object] | None = None) -> Ch
     ck, key = opened(ck), arguments.text("key", key)
     if not key:
         raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
-    others = {name: live.node(value) for name, value in (beside or {}).items()}
+    others = {name: live.node(value) for name, value in arguments.mapping("beside", beside).items()}
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
     inner = ck.key

@@ -1,0 +1,163 @@
+"""Every public function with a wrong argument of each common kind: a sentence, never a raw error."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.tensor import Tensor
+
+FUNCTIONS = [name for name in ckptkit.__all__ if isinstance(getattr(ckptkit, name), FunctionType)]
+METHODS = [
+    (kind, name)
+    for kind, names in (
+        (Checkpoint, ("map", "with_value", "without", "with_key", "__getitem__", "__contains__")),
+        (Tensor, ("torch", "__getitem__")),
+    )
+    for name in names
+]
+
+# An object of no use, and what people give by mistake.
+WRONG: dict[str, Any] = {
+    "None": None,
+    "bool": True,
+    "int": 3,
+    "negative": -1,
+    "float": 1.5,
+    "nan": float("nan"),
+    "text": "nowhere",
+    "empty text": "",
+    "null": "a\0b",
+    "surrogate": "\udcff",
+    "bytes": b"\x80nothing",
+    "empty bytes": b"",
+    "list": [],
+    "list of None": [None],
+    "nested list": [["a"], 3],
+    "tuple": (1, 2),
+    "set": {1},
+    "dict": {},
+    "dict of numbers": {1: 2},
+    "dict of None": {"a": None},
+    "itself": object(),
+    "class": dict,
+    "function": len,
+    "failing function": lambda *given: given[7],
+    "generator": (each for each in ()),
+    "module": nn.Linear(1, 1),
+    "tensor": torch.ones(2),
+    "dtype": torch.float16,
+    "device": torch.device("cpu"),
+    "text file": io.StringIO("text"),
+    "exception": ValueError("x"),
+    "folder": Path("/"),
+}  # fmt: skip
+# A mistake inside a function of the caller is the caller's to see.
+OWN_CODE = {("map", "function"), ("convert", "steps"), ("load", "map_location")}
+# Everything may be a value; anything is compared with the keys of a mapping.
+ANYTHING = {("with_value", "value")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}, "a.pth")
+    return tmp_path
+
+
+def right(name: str) -> dict[str, Any]:
+    """Return arguments that the function takes, for those that it needs."""
+    return {
+        "source": "a.pth", "ck": "a.pth", "checkpoint": "a.pth", "path": "a.pth",
+        "destination": "b.pth", "model": nn.Linear(2, 2), "other": "a.pth", "dtypes": "float16",
+        "devices": "cpu", "key": "module", "rules": "module.{x} -> {x}",
+        "checkpoints": ["a.pth", "a.pth"],
+        **({"path": "b.pth"} if name == "save" else {}),
+        **({"key": "module.weight"} if name == "extract" else {}),
+        **({"key": None} if name in ("open", "load", "load_into", "diff", "convert") else {}),
+    }  # fmt: skip
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    for name in FUNCTIONS:
+        for each in inspect.signature(getattr(ckptkit, name)).parameters.values():
+            if each.kind is not each.VAR_KEYWORD:
+                yield name, each.name
+
+
+def is_sentence(error: BaseException) -> bool:
+    return isinstance(error, ckptkit.CkptkitError) and len(str(error)) > 8
+
+
+@pytest.mark.parametrize(("name", "parameter"), list(cases()))
+def test_a_sentence(name: str, parameter: str, folder: Path) -> None:
+    function = getattr(ckptkit, name)
+    parameters = inspect.signature(function).parameters
+    needed = {
+        each: value
+        for each, value in right(name).items()
+        if each in parameters
+        and (parameters[each].default is parameters[each].empty or value is None)
+    }
+    raw = {}
+    for kind, value in WRONG.items():
+        positional = parameters[parameter].kind is inspect.Parameter.VAR_POSITIONAL
+        given = {**needed} if positional else {**needed, parameter: value}
+        if name == "save":
+            given.setdefault("force", True)
+        try:
+            if positional:
+                function(*given.values(), value)
+            else:
+                function(**given)
+        except Exception as error:
+            own = (name, parameter) in OWN_CODE and callable(value)
+            if not is_sentence(error) and not own:
+                raw[kind] = f"{type(error).__name__}: {error}"
+    assert raw == {}
+
+
+@pytest.mark.parametrize(("kind", "name"), METHODS)
+def test_a_sentence_of_methods(kind: type, name: str, folder: Path) -> None:
+    ck = ckptkit.open("a.pth")
+    method = getattr(ck if kind is Checkpoint else ck.weights["module.weight"], name)
+    first, *more = inspect.signature(method).parameters
+    raw = {}
+    for title, value in WRONG.items():
+        rest = [1] if more == ["value"] else []
+        try:
+            method(value, *rest)
+        except Exception as error:
+            own = (name, first) in OWN_CODE and callable(value)
+            if not is_sentence(error) and not own:
+                raw[title] = f"{type(error).__name__}: {error}"
+    assert raw == {}
+
+
+@pytest.mark.parametrize("option", ["force", "durable", "verify", "allow_expand", "executor", "progress", "nonsense"])  # fmt: skip
+def test_a_sentence_of_options(option: str, folder: Path) -> None:
+    raw = {}
+    for kind, value in WRONG.items():
+        try:
+            ckptkit.save("a.pth", "c.pth", **{"force": True, option: value})
+        except Exception as error:
+            own = option in ("executor", "progress")
+            if not is_sentence(error) and not (own and callable(value)):
+                raw[kind] = f"{type(error).__name__}: {error}"
+    assert raw == {}
+
+
+def test_nothing_is_left_out() -> None:
+    assert {*FUNCTIONS} | {"Checkpoint", "CkptkitError", "Storage", "Tensor", "__version__"} == {
+        *ckptkit.__all__
+    }
