@@ -86,6 +86,8 @@ def apply_rules(
     arguments.flags(reverse=reverse)
     if not isinstance(rules, Rules):
         rules = arguments.texts("rules", rules)
+        if not any(map(str.strip, rules)):
+            raise UsageError("there is no rule", hint="e.g. 'model.{x} -> {x}'")
         rules = Rules.parse([rules] if isinstance(rules, str) else rules, sizes)
     unused = (args or {}).keys() - rules.words()
     if unused:
