@@ -21,7 +21,7 @@ import click
 
 from ckptkit import __version__
 from ckptkit.cli import render
-from ckptkit.core.errors import CkptkitError, foreseen
+from ckptkit.core.errors import CkptkitError, UsageError, foreseen
 from ckptkit.core.grouping import merge_all
 from ckptkit.core.text import nearest
 
@@ -51,6 +51,7 @@ GROUPS = {
 TOPICS = merge_all(GROUPS.values())
 COMMANDS = tuple(TOPICS)
 ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
+ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 TRACEBACK = "--traceback"
@@ -133,6 +134,7 @@ class CommandLine(click.Group):
     ) -> NoReturn:
         """Run a command, print its error if it fails, and exit with the matching code."""
         words = list(sys.argv[1:] if args is None else args)
+        render.begun = False
         try:
             words = _traceback_first(words)
             code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra) or 0
@@ -141,6 +143,8 @@ class CommandLine(click.Group):
             code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
             code = _failed(error)
+            if "--json" in words:
+                _say_as_json(error)
         sys.exit(code)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -268,6 +272,23 @@ def _renamed(error: click.ClickException) -> str | None:
         return None
     new = RENAMED.get((error.ctx.info_name or "", error.option_name))
     return None if new is None else f"it is {new}: see `{error.ctx.command_path} --help`"
+
+
+def _say_as_json(error: BaseException) -> None:
+    """Print the error as one JSON object, unless output has begun."""
+    error = foreseen(error)
+    if render.begun or not isinstance(error, (CkptkitError, click.ClickException)):
+        return
+    from ckptkit.analysis.view_model.as_json import failure
+
+    if isinstance(error, click.ClickException):
+        hint = getattr(error, "hint", None)
+        error = UsageError(error.format_message(), hint=hint)
+    try:
+        render.emit_json({"schema": ERROR_SCHEMA, **failure(error)})
+        _flush()
+    except (OSError, CkptkitError):
+        pass  # standard output is closed or full, and the error is on standard error
 
 
 def _flush() -> None:

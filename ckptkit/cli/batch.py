@@ -7,14 +7,14 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from copy import copy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
 from ckptkit.cli import edit_report, options, render
-from ckptkit.core.errors import InputError
+from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import and_more
 from ckptkit.remote import urls
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.rules.applying import Report
     from ckptkit.run.batch import Job, Outcome
 
-SCHEMA = "ckptkit.batch/1"
+SCHEMA = "ckptkit.batch/2"
 COMMANDS = (
     "strip-module",
     "add-module",
@@ -320,12 +320,26 @@ _STATES = (
 
 
 def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
-    facts = {
-        name: value for name, value in asdict(outcome).items() if name not in ("made", "exit_code")
+    file = urls.shown(job.input.path)
+    error = None
+    if outcome.error is not None:
+        from ckptkit.analysis.view_model.as_json import failure
+
+        failed = CkptkitError(outcome.error, hint=outcome.hint, code=outcome.code)
+        error = failure(failed)["error"]
+    return {
+        "file": file,
+        "output": job.output,
+        "state": outcome.state,
+        "size": outcome.size,
+        "format": outcome.format,
+        "done": outcome.notes,
+        "left_out": outcome.left_out,
+        "warnings": outcome.warnings,
+        "error": error,
     }
-    return {"source": urls.shown(job.input.path), "output": job.output, **facts}
 
 
 def _line(row: dict[str, Any]) -> str:
     verb = "would write" if row["state"] == "planned" else "done before"
-    return render.escape(f"{verb} {row['output']}: from {row['source']}") + "\n"
+    return render.escape(f"{verb} {row['output']}: from {row['file']}") + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests, Matches
     from ckptkit.core.checkpoint import Checkpoint
 
-SCHEMA = "ckptkit.digest/1"
+SCHEMA = "ckptkit.digest/2"
 DIFFERENT = 1
 
 
@@ -72,14 +73,15 @@ def command(
     failures: list[CkptkitError] = []
     found = _each(files, key, everything, matches, failures, dequantize)
     if expected is not None:
-        ((path, _, digests),) = found
+        ((path, _, digests),) = _readable(found)
         return _compare(path, digests, expected, matches, as_json, quiet)
     if manifest is not None:
-        _write(next(found)[2], manifest, force)
+        _write(next(_readable(found))[2], manifest, force)
     elif as_json:
+        found = chain(list(islice(found, 1)), found)  # a single file raises before any output
         render.emit_json({"schema": SCHEMA, "files": (_facts(*each) for each in found)})
     else:
-        for path, _, digests in found:
+        for path, _, digests in _readable(found):
             render.write(f"{line}\n" for line in _lines(digests, path if len(files) > 1 else None))
     return InputError.exit_code if failures else 0
 
@@ -91,8 +93,8 @@ def _each(
     matches: Matches | None,
     failures: list[CkptkitError],
     dequantize: str | None,
-) -> Iterator[tuple[str, str, Digests]]:
-    """Yield path, format and digests of each file.
+) -> Iterator[tuple[str, str, Digests | CkptkitError]]:
+    """Yield path, format and digests, or the error, of each file.
 
     A single file raises its error; of several, the error is printed and the others go on.
     """
@@ -114,12 +116,22 @@ def _each(
                 raise
             render.warn(str(error), error.hint)
             failures.append(error)
+            yield file, "", error
             continue
         for name, why in found.without.items():
             render.warn(f"{urls.shown(file)}: left out: {name}: {why}")
         if not found.tensors and matches is not None:
             render.warn(f"{urls.shown(file)}: no tensor name matches --keys")
         yield checkpoint.name or "", checkpoint.format, found
+
+
+def _readable(
+    found: Iterator[tuple[str, str, Digests | CkptkitError]],
+) -> Iterator[tuple[str, str, Digests]]:
+    """Yield the files that could be read."""
+    for path, format, digests in found:
+        if not isinstance(digests, CkptkitError):
+            yield path, format, digests
 
 
 def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
@@ -170,7 +182,14 @@ def _compare(
     known = read_manifest(expected)
     found = list(differences(digests, known, matches))
     if as_json:
-        render.emit_json({"schema": SCHEMA, **_comparison(digests.ids, known, matches)})
+        render.emit_json(
+            {
+                "schema": SCHEMA,
+                "file": path,
+                "manifest": expected,
+                **_comparison(digests.ids, known, matches),
+            }
+        )
     elif found:
         number = render.plural(len(found), "difference")
         render.emit(
@@ -199,20 +218,23 @@ def _comparison(
     }
 
 
-def _facts(path: str, format: str, digests: Digests) -> dict[str, Any]:
+def _facts(path: str, format: str, digests: Digests | CkptkitError) -> dict[str, Any]:
     """Return FILE of the JSON schema, its tensors as an iterator."""
     from ckptkit.analysis.values import number
+    from ckptkit.analysis.view_model.as_json import failure
 
+    if isinstance(digests, CkptkitError):
+        return failure(digests, path)
     return {
-        "path": path,
+        "file": path,
         "format": format,
-        "sha256": digests.whole,
+        "digest": digests.whole,
         "tensors": (
             {
                 "name": name,
                 "dtype": digests.tensors[name].dtype.name,
                 "shape": [number(size) for size in digests.tensors[name].shape],
-                "id": id,
+                "digest": id,
             }
             for name, id in digests.ids.items()
         ),

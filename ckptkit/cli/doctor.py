@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptkit.doctor.cause import Cause
     from ckptkit.doctor.diagnose import Diagnosis
 
-SCHEMA = "ckptkit.doctor/1"
+SCHEMA = "ckptkit.doctor/2"
 FOUND = 1
 
 
@@ -134,7 +134,7 @@ def _say(
 def _facts(found: Diagnosis, done: Conversion | None, left: Diagnosis) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "path": found.path,
+        "file": found.path,
         "readable": found.readable,
         "format": None if found.checkpoint is None else found.checkpoint.format,
         "causes": list(map(_cause, found.causes)),
@@ -144,7 +144,7 @@ def _facts(found: Diagnosis, done: Conversion | None, left: Diagnosis) -> dict[s
 
 def _fixed(found: Diagnosis, done: Conversion, left: Diagnosis) -> dict[str, Any]:
     return {
-        "destination": done.path,
+        "output": done.path,
         "format": done.format,
         "done": list(done.notes),
         "left_out": list(done.plan.notes),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.formats.format import Loss
     from ckptkit.rules.applying import Report
 
-SCHEMA = "ckptkit.edit/1"
+SCHEMA = "ckptkit.edit/2"
 SHOWN = 20  # lines of what was lost
 
 
@@ -121,12 +121,12 @@ def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 def _facts(edit: Request, done: Conversion, count: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "source": urls.shown(edit.src),
-        "destination": done.path,
+        "inputs": [urls.shown(edit.src)],
+        "output": done.path,
         "format": done.format,
         "in_place": edit.in_place,
         "dry_run": edit.dry_run,
-        "tensors": count,
+        "tensor_count": count,
         "size": done.plan.size,
         "done": list(done.notes),
         "left_out": list(done.plan.notes),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.formats.format import Asked
 
-SCHEMA = "ckptkit.inspect/1"
+SCHEMA = "ckptkit.inspect/2"
 T = TypeVar("T")
 
 
@@ -98,7 +98,9 @@ def command(
         raise click.UsageError("--digest needs --json")
     failures: list[CkptkitError] = []
     if as_json:
-        found = _each(files, key, asked, lambda ck: _facts(ck, want), failures)
+        from ckptkit.analysis.view_model import as_json as model
+
+        found = _each(files, key, asked, lambda ck: _facts(ck, want), failures, model.failure)
         render.emit_json({"schema": SCHEMA, "files": found})
     else:
         _print(_each(files, key, asked, lambda ck: _lines(ck, want), failures))
@@ -125,9 +127,13 @@ def _each(
     asked: Asked | None,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
+    failed: Callable[[CkptkitError], T] | None = None,
 ) -> Iterator[T]:
-    """Yield the result of `show` for each file. A single file raises before anything is printed."""
-    shown = _readable(files, key, asked, show, failures)
+    """Yield the result of `show` for each file. A single file raises before anything is printed.
+
+    Of a file that cannot be read, yield what `failed` makes of its error.
+    """
+    shown = _readable(files, key, asked, show, failures, failed)
     return chain(list(islice(shown, 1)), shown)
 
 
@@ -137,6 +143,7 @@ def _readable(
     asked: Asked | None,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
+    failed: Callable[[CkptkitError], T] | None,
 ) -> Iterator[T]:
     from ckptkit.api import open_checkpoint
 
@@ -149,6 +156,8 @@ def _readable(
                 raise
             render.warn(str(error.at(urls.shown(file))), error.hint)
             failures.append(error)
+            if failed is not None:
+                yield failed(error)
         else:
             yield shown
 

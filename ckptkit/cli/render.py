@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, TextIO
 
 from ckptkit.core.errors import CkptkitError, OutputError
@@ -39,12 +39,18 @@ def emit(*lines: str) -> None:
     write(f"{line}\n" for line in lines)
 
 
+begun = False  # whether anything was written to standard output
+
+
 def write(pieces: Iterable[str]) -> None:
     """Write pieces of text to standard output."""
+    global begun
     if sys.stdout is None:
         raise OutputError("is closed", where=STDOUT)
     try:
-        sys.stdout.writelines(pieces)
+        for piece in pieces:
+            sys.stdout.write(piece)
+            begun = True
     except (BrokenPipeError, CkptkitError):
         raise
     except OSError as error:
@@ -171,14 +177,20 @@ def _json_items(items: Iterator[Any]) -> Iterator[str]:
     from json import dumps
 
     before = ""
-    for first in items:
-        if isinstance(first, dict) and any(isinstance(part, Iterator) for part in first.values()):
+    for is_plain, same in groupby(items, key=_is_plain):
+        while batch := list(islice(same, BATCH if is_plain else 1)):
             yield before
-            yield from json_pieces(first)
-        else:
-            batch = [first, *islice(items, BATCH)]
-            yield before + dumps(batch, allow_nan=False)[1:-1]
-        before = ",\n"
+            if is_plain:
+                yield dumps(batch, allow_nan=False)[1:-1]
+            else:
+                yield from json_pieces(batch[0])
+            before = ",\n"
+
+
+def _is_plain(item: Any) -> bool:
+    return not (
+        isinstance(item, dict) and any(isinstance(part, Iterator) for part in item.values())
+    )
 
 
 def emit_json(value: dict[str, Any]) -> None:

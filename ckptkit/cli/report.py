@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.views.page.seen import Seen
 
-SCHEMA = "ckptkit.report/1"
+SCHEMA = "ckptkit.report/2"
 PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 
 
@@ -100,8 +100,8 @@ def command(
         else:
             data, count = _picture(found[0], kind[1:], by or "parameters", title)
     _publish(data, output, force=force)
-    sources = [urls.shown(name) for name in (file, other) if name is not None]
-    facts = {"source": sources, "destination": output, "tensors": count, "size": len(data)}
+    inputs = [urls.shown(name) for name in (file, other) if name is not None]
+    facts = {"inputs": inputs, "output": output, "tensor_count": count, "size": len(data)}
     _report(facts, as_json, quiet)
     return 0
 
@@ -111,8 +111,8 @@ def _report(facts: dict[str, Any], as_json: bool, quiet: bool) -> None:
     if as_json:
         render.emit_json({"schema": SCHEMA, **facts})
     elif not quiet:
-        tensors, size = render.plural(facts["tensors"], "tensor"), render.size(facts["size"])
-        render.emit(render.escape(f"wrote {facts['destination']}: {tensors}, {size}"))
+        tensors, size = render.plural(facts["tensor_count"], "tensor"), render.size(facts["size"])
+        render.emit(render.escape(f"wrote {facts['output']}: {tensors}, {size}"))
 
 
 def _kind(output: str, *, plain: bool, styled: bool) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptkit.scan.files import Failure
     from ckptkit.scan.verdict import FileVerdict
 
-SCHEMA = "ckptkit.scan/1"
+SCHEMA = "ckptkit.scan/2"
 FOUND = 1
 
 

@@ -1,9 +1,10 @@
-"""Verdicts as JSON: the schema ckptkit.scan/1."""
+"""Verdicts as JSON: the schema ckptkit.scan/2."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ckptkit.analysis.view_model.as_json import failure
 from ckptkit.pickles.streams import Call
 from ckptkit.scan.files import Failure
 from ckptkit.scan.verdict import LABELS, FileVerdict, PickleVerdict
@@ -12,14 +13,9 @@ from ckptkit.scan.verdict import LABELS, FileVerdict, PickleVerdict
 def file(result: FileVerdict | Failure) -> dict[str, Any]:
     """Return the JSON object of one file, or the error if it could not be read."""
     if isinstance(result, Failure):
-        return {
-            "path": result.path,
-            "verdict": None,
-            "error": result.error.message,
-            "hint": result.error.hint,
-        }
+        return failure(result.error, result.path)
     return {
-        "path": result.path,
+        "file": result.path,
         "size": result.size,
         "verdict": result.verdict,
         "label": LABELS[result.verdict],

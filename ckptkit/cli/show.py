@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.compute import Tally
     from ckptkit.core.tensor import Tensor
 
-SCHEMA = "ckptkit.show/1"
+SCHEMA = "ckptkit.show/2"
 ROWS = 12
 FIRST = 10  # places that --nan lists
 CELL = 10  # characters of a number and the space before it
@@ -332,7 +332,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
     tally, _ = _counted(shown, ROWS, ROWS, True)
     numbers = statistics.numbers(tally, part.dtype.kind)
     return {
-        "path": shown.path,
+        "file": shown.path,
         "name": shown.name,
         "dtype": shown.tensor.dtype.name,
         "shape": list(shown.tensor.shape),

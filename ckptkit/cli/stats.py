@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.core.checkpoint import Checkpoint
 
-SCHEMA = "ckptkit.stats/1"
+SCHEMA = "ckptkit.stats/2"
 SHOWN = 8  # names in a warning
 NUMBERS = (
     "count",
@@ -181,7 +181,7 @@ def _facts(
 
     return {
         "schema": SCHEMA,
-        "path": checkpoint.name,
+        "file": checkpoint.name,
         "format": checkpoint.format,
         "groups" if found.grouped else "tensors": map(statistics.as_json, rows),
         "totals": _totals(found),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.verify import Verdict
     from ckptkit.formats.format import Finding
 
-SCHEMA = "ckptkit.verify/1"
+SCHEMA = "ckptkit.verify/2"
 FINDINGS = 1
 SHOWN = 20  # findings about one file
 NAMED = 3  # tensors of a finding
@@ -134,22 +134,19 @@ class _Shown:
 
     def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
         if isinstance(found, CkptkitError):
-            return {
-                "path": found.where,
-                "ok": False,
-                "unreadable": found.message,
-                "hint": found.hint,
-            }
+            from ckptkit.analysis.view_model.as_json import failure
+
+            return failure(found)
         self.wrong |= not found.ok
         return {
-            "path": found.path,
+            "file": found.path,
             "format": found.format,
             "ok": found.ok,
-            "tensors": found.tensors,
+            "tensor_count": found.tensors,
             "records": found.records,
             "nbytes": found.nbytes,
             "findings": [
-                {"file": each.file or None, "what": each.what, "tensors": list(each.tensors)}
+                {"part": each.file or None, "what": each.what, "names": list(each.tensors)}
                 for each in found.findings
             ],
             "notes": list(found.notes),

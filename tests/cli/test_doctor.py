@@ -61,7 +61,7 @@ def diagnose(ckptkit: Ckptkit) -> Diagnose:
         result = ckptkit("doctor", "--json", *args)
         assert result.exit_code == code, result.stderr
         found = json.loads(result.stdout)
-        assert found["schema"] == "ckptkit.doctor/1"
+        assert found["schema"] == "ckptkit.doctor/2"
         assert found["readable"] == (code != 3)
         assert bool(found["causes"]) == (code != 0)
         return {cause["id"]: cause for cause in found["causes"]}

@@ -300,9 +300,9 @@ def test_the_json_report(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> Non
     target = tmp_path / "run.safetensors"
     result = ckptkit("convert", "--json", "--strip", "module.", run_pth, target)
     found = json.loads(result.stdout)
-    assert found["schema"] == "ckptkit.edit/1"
-    assert (found["source"], found["destination"]) == (str(run_pth), str(target))
-    assert (found["format"], found["tensors"], found["size"]) == (
+    assert found["schema"] == "ckptkit.edit/2"
+    assert (found["inputs"], found["output"]) == ([str(run_pth)], str(target))
+    assert (found["format"], found["tensor_count"], found["size"]) == (
         "safetensors",
         9,
         target.stat().st_size,

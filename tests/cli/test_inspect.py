@@ -24,7 +24,7 @@ TENSOR = {
 
 
 def file(found: Any) -> Any:
-    assert found["schema"] == "ckptkit.inspect/1"
+    assert found["schema"] == "ckptkit.inspect/2"
     (only,) = found["files"]
     return only
 
@@ -32,17 +32,17 @@ def file(found: Any) -> Any:
 def test_the_schema(as_json: Json, run_pth: Path) -> None:
     found = file(as_json("inspect", run_pth))
     assert set(found) == {
-        "path", "format", "size", "weights", "tensors", "values", "objects", "globals", "metadata", "warnings",
-        "totals",
+        "file", "format", "size", "weights", "tensors", "values", "objects", "globals", "metadata", "warnings",
+        "totals", "about", "part",
     }  # fmt: skip
-    assert (found["path"], found["format"], found["size"]) == (
+    assert (found["file"], found["format"], found["size"]) == (
         str(run_pth),
         "torch-zip",
         run_pth.stat().st_size,
     )
     assert found["weights"] == "model"
     assert all(set(each) == TENSOR for each in found["tensors"])
-    assert set(found["totals"]) == {"tensors", "parameters", "nbytes", "storage_nbytes"}
+    assert set(found["totals"]) == {"tensor_count", "parameters", "nbytes", "storage_nbytes"}
     assert "collections.OrderedDict" in found["globals"]
 
 
@@ -187,7 +187,7 @@ def test_advice(ckptkit: Ckptkit, run_pth: Path) -> None:
 def test_several_files_in_one_object(as_json: Json, run_pth: Path, tmp_path: Path) -> None:
     torch.save(torch.zeros(2), tmp_path / "b.pth")
     found = as_json("inspect", run_pth, tmp_path / "b.pth")
-    assert [each["path"] for each in found["files"]] == [str(run_pth), str(tmp_path / "b.pth")]
+    assert [each["file"] for each in found["files"]] == [str(run_pth), str(tmp_path / "b.pth")]
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -200,7 +200,10 @@ def test_of_several_files_the_readable_are_shown(
     assert "bad.pth" in result.stderr and "absent.pth" in result.stderr
     assert "module.0.weight" in result.stdout
     if options:
-        assert len(json.loads(result.stdout)["files"]) == 1
+        bad, shown, absent = json.loads(result.stdout)["files"]
+        assert shown["file"] == str(run_pth)
+        assert (bad["file"], bad["error"]["code"]) == (str(tmp_path / "bad.pth"), "format")
+        assert absent["error"]["code"] == "path"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -209,8 +212,13 @@ def test_one_bad_file_prints_nothing_else(
 ) -> None:
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
     result = ckptkit("inspect", *options, tmp_path / "bad.pth")
-    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.exit_code == 3
     assert result.stderr.startswith(f"ckptkit: {tmp_path / 'bad.pth'}: ")
+    if options:
+        found = json.loads(result.stdout)
+        assert (found["schema"], found["error"]["code"]) == ("ckptkit.error/1", "format")
+    else:
+        assert result.stdout == ""
 
 
 def test_digest_needs_json(ckptkit: Ckptkit, run_pth: Path) -> None:

@@ -90,11 +90,10 @@ def test_json(ckptkit: Ckptkit, evil: Path, fine: Path) -> None:
     result = ckptkit("scan", "--json", evil, fine, evil.parent / "missing")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
-    assert found["schema"] == "ckptkit.scan/1" and [each["verdict"] for each in found["files"]] == [
-        "code",
-        "safe",
-        None,
-    ]
+    assert found["schema"] == "ckptkit.scan/2" and [
+        each.get("verdict") for each in found["files"]
+    ] == ["code", "safe", None]
+    assert found["files"][2]["error"]["code"] == "path"
     (pickle,) = found["files"][0]["pickles"]
     assert pickle["runs"] == [
         {

@@ -112,7 +112,7 @@ def test_unsharding(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
 
 def test_json_and_dry_run(as_json: Callable[..., Any], model: Path, tmp_path: Path) -> None:
     facts = as_json("convert", model, tmp_path / "out", "--shard-size", "400", "--dry-run")
-    assert facts["format"] == "sharded" and facts["tensors"] == 3
+    assert facts["format"] == "sharded" and facts["tensor_count"] == 3
     assert not (tmp_path / "out").exists()
 
 

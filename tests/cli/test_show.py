@@ -123,12 +123,12 @@ def test_two_files_side_by_side(ckptkit: Ckptkit, file: Path, tmp_path: Path) ->
 
 def test_the_schema(ckptkit: Ckptkit, file: Path) -> None:
     found: Any = json.loads(ckptkit("show", file, "half", "--json").stdout)
-    assert found["schema"] == "ckptkit.show/1"
+    assert found["schema"] == "ckptkit.show/2"
     (shown,) = found["tensors"]
     assert shown.pop("stats")["nan"] == 1
     exact = float(torch.tensor(0.1, dtype=torch.bfloat16))
     assert shown == {
-        "path": str(file), "name": "half", "dtype": "bfloat16", "shape": [3], "device": "cpu", "slice": "[0:3]",
+        "file": str(file), "name": "half", "dtype": "bfloat16", "shape": [3], "device": "cpu", "slice": "[0:3]",
         "selected": [3], "values": [exact, "NaN", "Infinity"],
     }  # fmt: skip
     both = json.loads(ckptkit("show", file, "w", "0, 0", "--with", file, "--json").stdout)[

@@ -62,13 +62,13 @@ def test_the_table(ckptkit: Ckptkit, file: Path) -> None:
 
 def test_the_schema(as_json: Callable[..., Any], file: Path) -> None:
     found = as_json("stats", file)
-    assert list(found) == ["schema", "path", "format", "tensors", "totals", "skipped"]
-    assert found["schema"] == "ckptkit.stats/1"
+    assert list(found) == ["schema", "file", "format", "tensors", "totals", "skipped"]
+    assert found["schema"] == "ckptkit.stats/2"
     first, second, steps = found["tensors"]
     histogram = first.pop("histogram")
     assert first == {
         "name": "layers.0.w", "path": "model.layers.0.w", "keys": ["model", "layers.0.w"], "shape": [2, 2],
-        "kind": "float", "dtypes": ["float32"], "tensors": 1, "count": 4, "nan": 0, "inf": 0, "zeros": 1,
+        "kind": "float", "dtypes": ["float32"], "tensor_count": 1, "count": 4, "nan": 0, "inf": 0, "zeros": 1,
         "sparsity": 0.25, "mean": 0.5, "std": pytest.approx(math.sqrt(13 / 3)), "norm": pytest.approx(math.sqrt(14)),
         "min": -2.0, "max": 3.0, "abs_max": 3.0,
     }  # fmt: skip
@@ -84,7 +84,7 @@ def test_the_schema(as_json: Callable[..., Any], file: Path) -> None:
 
 def test_groups(ckptkit: Ckptkit, as_json: Callable[..., Any], file: Path) -> None:
     found = as_json("stats", file, "--fold")
-    assert [(each["name"], each["tensors"], each["count"]) for each in found["groups"]] == [
+    assert [(each["name"], each["tensor_count"], each["count"]) for each in found["groups"]] == [
         ("layers.*.w", 2, 7),
         ("steps", 1, 1),
     ]

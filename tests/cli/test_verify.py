@@ -89,9 +89,9 @@ def test_json(ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path) -> Non
     done = ckptkit("verify", "--json", net, damaged, tmp_path / "nowhere.pth")
     assert done.exit_code == 3
     found = json.loads(done.stdout)
-    assert found["schema"] == "ckptkit.verify/1"
+    assert found["schema"] == "ckptkit.verify/2"
     fine, bad, missing = found["files"]
-    assert (fine["path"], fine["format"], fine["ok"], fine["tensors"]) == (
+    assert (fine["file"], fine["format"], fine["ok"], fine["tensor_count"]) == (
         str(net),
         "torch-zip",
         True,
@@ -101,9 +101,10 @@ def test_json(ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path) -> Non
     assert fine["nbytes"] > 800
     assert (fine["findings"], fine["notes"]) == ([], [])
     assert bad["ok"] is False
-    assert [(each["file"], each["tensors"]) for each in bad["findings"]] == [(None, ["w"])]
-    assert missing["ok"] is False
-    assert missing["unreadable"] == "does not exist"
+    assert [(each["part"], each["names"]) for each in bad["findings"]] == [(None, ["w"])]
+    assert missing["error"] == {
+        "code": "path", "message": "does not exist", "hint": None, "command": None,
+    }  # fmt: skip
     assert json.loads(ckptkit("verify", "--json", damaged).stdout)["files"] == [bad]
 
 

@@ -446,6 +446,6 @@ def test_command(tmp_path: Path, run: Run) -> None:
         main, ["recover", "--json", "--force", str(path), str(tmp_path / "out.pth")]
     )
     facts = json.loads(said.stdout)
-    assert facts["tensors"] + len(facts["lost"]) == 40
+    assert facts["tensor_count"] + len(facts["lost"]) == 40
     assert facts["lost"][-1]["path"] == "model.w39"
     assert set(facts["lost"][0]) == {"path", "what", "why"}

@@ -114,7 +114,7 @@ def test_inspect_fetches_headers_only(kind: str, served: Nginx, run: Run) -> Non
     answers = served.answers()
     path.unlink()
     assert done.code == 0, done.stderr
-    assert json.loads(done.stdout)["files"][0]["totals"]["tensors"] == TENSORS
+    assert json.loads(done.stdout)["files"][0]["totals"]["tensor_count"] == TENSORS
     assert 0 < len(answers) <= REQUESTS
     assert 0 < fetched(answers) <= HEADERS
 

@@ -88,7 +88,7 @@ def url(store: Any, tmp_path: Path) -> str:
 
 def test_commands(url: str, s3_run: Run, tmp_path: Path) -> None:
     done = s3_run("inspect", "--json", url)
-    assert json.loads(done.stdout)["files"][0]["totals"]["tensors"] == 2, done.stderr
+    assert json.loads(done.stdout)["files"][0]["totals"]["tensor_count"] == 2, done.stderr
     done = s3_run("strip-module", url, "out.safetensors", cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"])

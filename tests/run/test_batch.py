@@ -76,7 +76,7 @@ def batch_json(run: Run, *args: object, code: int = 0) -> dict[str, Any]:
     done = run("batch", *args, "--json")
     assert done.code == code, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
-    assert answer["schema"] == "ckptkit.batch/1"
+    assert answer["schema"] == "ckptkit.batch/2"
     return answer
 
 
@@ -151,7 +151,7 @@ class TestCommands:
                 "--into DIR",
                 "--workers",
                 "SRC...",
-                "batch/1",
+                "batch/2",
             )
         )
         assert "DST" not in text and "--in-place" not in text
@@ -272,7 +272,7 @@ class TestSkipping:
         (into / manifest.NAME).unlink()
         assert counts(batch_json(run, "strip-module", *args)) == {"found": 2}
         answer = batch_json(run, "add-module", *args, code=2)
-        assert "is a folder that is not empty" in answer["jobs"][0]["error"]
+        assert "is a folder that is not empty" in answer["jobs"][0]["error"]["message"]
 
     def test_what_somebody_changed_is_not_replaced(
         self, runs: list[Path], into: Path, run: Run
@@ -282,7 +282,7 @@ class TestSkipping:
         (into / "0.pth").write_bytes(b"mine")
         answer = batch_json(run, *args, code=2)
         assert counts(answer) == {"skipped": 1, "failed": 1}
-        assert answer["jobs"][0]["hint"] == "--force replaces it"
+        assert answer["jobs"][0]["error"]["hint"] == "--force replaces it"
         assert (into / "0.pth").read_bytes() == b"mine"
         assert counts(batch_json(run, *args, "--force")) == {"skipped": 1, "done": 1}
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.summary import Opaque, Summary, TensorRow, Value
 from ckptkit.analysis.values import json_number, key_list, number
 from ckptkit.analysis.view_model import tensors as model
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tree import join
+
+if TYPE_CHECKING:
+    from ckptkit.core.parts import PartOf
 
 
 def file(
@@ -23,7 +28,7 @@ def file(
             for row, digest in zip(map(model.as_json, rows), digests, strict=True)
         )
     return {
-        "path": summary.path,
+        "file": summary.path,
         "format": summary.format,
         "size": summary.size,
         "weights": None if summary.weights is None else join(summary.weights),
@@ -34,28 +39,21 @@ def file(
         "metadata": dict(summary.extras),
         "warnings": list(summary.warnings),
         "totals": {
-            "tensors": totals.tensors,
+            "tensor_count": totals.tensors,
             "parameters": number(totals.parameters),
             "nbytes": number(totals.nbytes),
             "storage_nbytes": number(totals.storage_nbytes),
         },
-        **_of_processes(summary),
+        "about": summary.about or None,
+        "part": _part(summary.part),
     }
 
 
-def _of_processes(summary: Summary) -> dict[str, Any]:
-    """Return the facts about ranks, of one part or of a folder; empty for other checkpoints."""
-    found: dict[str, Any] = {"about": summary.about} if summary.about else {}
-    if summary.part is not None:
-        part = summary.part
-        facts = {
-            "kind": part.kind,
-            "said": part.name,
-            "detail": part.detail,
-            "folder": part.folder,
-        }
-        found["part"] = facts
-    return found
+def _part(part: PartOf | None) -> dict[str, Any] | None:
+    """Return which part of a checkpoint of several processes a file is."""
+    if part is None:
+        return None
+    return {"kind": part.kind, "name": part.name, "detail": part.detail, "folder": part.folder}
 
 
 def value(found: Value) -> dict[str, Any]:
@@ -69,3 +67,18 @@ def value(found: Value) -> dict[str, Any]:
 
 def opaque(found: Opaque) -> dict[str, Any]:
     return {"path": join(found.path), "keys": key_list(found.path), "global": found.global_}
+
+
+_COMMAND = re.compile("`(ckptkit [^`]+)`|^(ckptkit .+)$")
+
+
+def failure(error: CkptkitError, file: str | None = None) -> dict[str, Any]:
+    """Return a file that could not be read, or a command that failed: what, and what to type."""
+    command = _COMMAND.search(error.hint or "")
+    facts = {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "command": None if command is None else command[1] or command[2],
+    }
+    return {"file": file or error.where, "error": facts}

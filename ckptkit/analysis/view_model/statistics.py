@@ -43,7 +43,7 @@ def numbers(tally: Tally, kind: str) -> dict[str, Any]:
 def as_json(row: TensorStats) -> dict[str, Any]:
     """Return STATS of the JSON schema."""
     source = row.source
-    place: dict[str, Any] = {}
+    place: dict[str, Any] = {"path": None, "keys": None, "shape": None}
     if source is not None:
         place = {"path": source.place, "keys": key_list(source.path), "shape": row.shape}
     found = numbers(row.tally, row.kind)
@@ -53,7 +53,7 @@ def as_json(row: TensorStats) -> dict[str, Any]:
         **place,
         "kind": row.kind,
         "dtypes": row.dtypes,
-        "tensors": row.tensors,
+        "tensor_count": row.tensors,
         **{name: json_number(_plain(value)) for name, value in found.items()},
         "histogram": _bins(histogram) if histogram.counts else None,
     }

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptkit.analysis.summary import TensorRow
 from ckptkit.analysis.values import key_list, number
 from ckptkit.analysis.view_model import Table
-from ckptkit.core.fold import Folded, Item, fold, unfolded
 from ckptkit.core.text import escape, plural, shape, size
 
 if TYPE_CHECKING:
+    from ckptkit.core.fold import Folded
     from ckptkit.quantized import Group
 
 
@@ -198,7 +198,16 @@ def table(
     rows: Iterable[TensorRow], title: str = "", *, flat: bool = False, sort: str = "file"
 ) -> Table:
     """Return the table of tensors; those that differ only in an index are one row unless `flat`."""
-    items = list(map(_item, rows))
+    from ckptkit.core.fold import Item, fold, unfolded
+
+    items = [
+        Item(
+            row.place if row.name is None else row.name,
+            tuple([fact.value(row) for fact in _FOLDED]),
+            row.nbytes,
+        )
+        for row in rows
+    ]
     found = unfolded(items) if flat else fold(items)
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)
@@ -210,11 +219,6 @@ def table(
     cells = [_cells(row) for row in found]
     made = Table(title, tuple(headers), cells, ("tensors", SIZE.title), len(items))
     return made.without_empty()
-
-
-def _item(row: TensorRow) -> Item:
-    name = row.name if row.name is not None else row.place
-    return Item(name, tuple([fact.value(row) for fact in _FOLDED]), row.nbytes)
 
 
 def _cells(row: Folded) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from ckptkit import __version__
 from ckptkit.core.errors import OutputError
 from ckptkit.remote import urls
 from ckptkit.run.batch import manifest
-from ckptkit.run.batch.attempt import Outcome, Task, Work, attempt
+from ckptkit.run.batch.attempt import Outcome, Task, Work, attempt, failed
 from ckptkit.run.batch.inputs import find
 from ckptkit.run.batch.jobs import Job, plan
 from ckptkit.run.batch.manifest import JobRecord, Manifest
@@ -151,7 +151,7 @@ def _alone(pool: Pool, work: Work, each: _Item) -> Outcome:
         job, _ = each
         error = f"{urls.shown(job.input.path)}: its worker was killed, twice"
         hint = "it may need more memory than there is; `dmesg` may say what killed it"
-        return Outcome("failed", error=error, hint=hint, exit_code=OutputError.exit_code)
+        return failed(OutputError(error, hint=hint))
 
 
 def _submitted(pool: Pool, work: Work, group: Sequence[_Item]) -> Future[list[Outcome]]:

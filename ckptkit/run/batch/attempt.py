@@ -55,6 +55,7 @@ class Outcome:
     error: str | None = None
     hint: str | None = None
     exit_code: int = 0
+    code: str = ""  # of the error
 
 
 def attempt(work: Work, tasks: Sequence[Task], version: str) -> list[Outcome]:
@@ -74,9 +75,11 @@ def failed(error: Exception) -> Outcome:
     """Return the outcome of a job that ended in `error`."""
     known = foreseen(error)
     if isinstance(known, CkptkitError):
-        return Outcome("failed", error=str(known), hint=known.hint, exit_code=known.exit_code)
+        return Outcome(
+            "failed", error=str(known), hint=known.hint, exit_code=known.exit_code, code=known.code
+        )
     message = f"a bug in ckptkit: {type(error).__name__}: {error}"
-    return Outcome("failed", error=message, hint="please report it", exit_code=BUG)
+    return Outcome("failed", error=message, hint="please report it", exit_code=BUG, code="bug")
 
 
 def _one(work: Work, task: Task) -> Outcome:
