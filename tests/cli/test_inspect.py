@@ -203,7 +203,7 @@ def test_of_several_files_the_readable_are_shown(
         bad, shown, absent = json.loads(result.stdout)["files"]
         assert shown["file"] == str(run_pth)
         assert (bad["file"], bad["error"]["code"]) == (str(tmp_path / "bad.pth"), "format")
-        assert absent["error"]["code"] == "path"
+        assert absent["error"]["code"] == "missing-file"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

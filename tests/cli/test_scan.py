@@ -93,7 +93,7 @@ def test_json(ckptkit: Ckptkit, evil: Path, fine: Path) -> None:
     assert found["schema"] == "ckptkit.scan/2" and [
         each.get("verdict") for each in found["files"]
     ] == ["code", "safe", None]
-    assert found["files"][2]["error"]["code"] == "path"
+    assert found["files"][2]["error"]["code"] == "missing-file"
     (pickle,) = found["files"][0]["pickles"]
     assert pickle["runs"] == [
         {

@@ -80,7 +80,7 @@ def test_of_the_corpus(ckptkit: Ckptkit, command: str) -> None:
 def test_inspect_with_digests(ckptkit: Ckptkit, run_pth: Path) -> None:
     found = check(ckptkit, "inspect --digest", run_pth, "absent.pth")
     assert found["files"][0]["tensors"][0]["sha256"]
-    assert found["files"][1]["error"]["code"] == "path"
+    assert found["files"][1]["error"]["code"] == "missing-file"
 
 
 def test_what_commands_write(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_there_is(ckptkit: Ckptkit, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [("inspect absent.pth", "path"), ("diff a.pth", "usage"), ("stats", "usage")]
+    ("words", "code"), [("inspect absent.pth", "missing-file"), ("diff a.pth", "usage"), ("stats", "usage")]
 )
 def test_a_command_that_fails_says_so_as_json(ckptkit: Ckptkit, words: str, code: str) -> None:
     found = check(ckptkit, words)

@@ -103,7 +103,7 @@ def test_json(ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path) -> Non
     assert bad["ok"] is False
     assert [(each["part"], each["names"]) for each in bad["findings"]] == [(None, ["w"])]
     assert missing["error"] == {
-        "code": "path", "message": "does not exist", "hint": None, "command": None,
+        "code": "missing-file", "message": "does not exist", "hint": None, "command": None,
     }  # fmt: skip
     assert json.loads(ckptkit("verify", "--json", damaged).stdout)["files"] == [bad]
 
