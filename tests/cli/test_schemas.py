@@ -118,7 +118,8 @@ def test_what_there_is(ckptkit: Ckptkit, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [("inspect absent.pth", "missing-file"), ("diff a.pth", "usage"), ("stats", "usage")]
+    ("words", "code"),
+    [("inspect absent.pth", "missing-file"), ("diff a.pth", "usage"), ("stats", "usage")],
 )
 def test_a_command_that_fails_says_so_as_json(ckptkit: Ckptkit, words: str, code: str) -> None:
     found = check(ckptkit, words)
