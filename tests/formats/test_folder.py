@@ -15,6 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit import formats
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError
 from ckptkit.formats.folder import best, candidates
 
@@ -267,3 +270,20 @@ def test_an_empty_cache(tmp_path: Path) -> None:
     (folder / "snapshots").mkdir()
     with pytest.raises(AmbiguousError, match="0 revisions"):
         ckptkit.open(folder)
+
+
+def read(folder: Path) -> Checkpoint:
+    return formats.read(Folder(folder))
+
+
+def test_a_cache_with_other_refs_than_main(tmp_path: Path) -> None:
+    folder = tmp_path / "models--me--net"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "v1.0").write_text("aaa")
+    for revision in ("aaa", "bbb"):
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        torch.save({revision: torch.ones(1)}, folder / "snapshots" / revision / "model.pt")
+    with pytest.raises(AmbiguousError, match="2 revisions and none called main: aaa, bbb"):
+        read(folder)
+    shutil.rmtree(folder / "snapshots" / "bbb")
+    assert list(read(folder).weights) == ["aaa"]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.api import Conversion
+from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -330,3 +330,9 @@ def test_the_checksum_that_is_zero(tmp_path: Path) -> None:
     write(tmp_path / "x.npz", tmp_path / "y.npz")
     with zipfile.ZipFile(tmp_path / "y.npz") as file:
         assert zlib.crc32(file.read("a.npy")) == file.getinfo("a.npy").CRC
+
+
+def test_a_compressed_array_of_objects(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", a=np.array([None, "x"], dtype=object), b=np.ones(2))
+    root = open_checkpoint(tmp_path / "a.npz").root
+    assert list(root) == ["a", "b"]

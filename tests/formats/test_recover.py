@@ -19,11 +19,15 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.api import convert, recover
 from ckptkit.cli import main
-from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError
+from ckptkit.formats.format import Probe
+from ckptkit.formats.safetensors.recovering import recover as safetensors_recover
+from ckptkit.formats.torch_zip.recovering import recover as torch_zip_recover
 from tests.conftest import Run
-from tests.containers.zips import Member
+from tests.containers.zips import Member, build
 from tests.formats.safetensors.test_whole import Other
+from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor, text
 from tests.matrix import Fixture
 
 State = dict[str, torch.Tensor]
@@ -73,8 +77,8 @@ def check(path: Path, whole: State) -> set[str]:
     out = path.with_name("out.pth")
     convert(found.checkpoint, out, force=True)
     saved = torch.load(out, weights_only=True)["model"]
-    for name, tensor in saved.items():
-        assert torch.equal(tensor, whole[name])
+    for name, value in saved.items():
+        assert torch.equal(value, whole[name])
     lost = {loss.path.removeprefix("model.") for loss in found.lost}
     assert lost.isdisjoint(saved)
     assert lost | set(saved) == set(whole)
@@ -449,3 +453,25 @@ def test_command(tmp_path: Path, run: Run) -> None:
     assert facts["tensor_count"] + len(facts["lost"]) == 40
     assert facts["lost"][-1]["path"] == "model.w39"
     assert set(facts["lost"][0]) == {"path", "what", "why"}
+
+
+@pytest.mark.parametrize("entry", [5, None, ["U8"], "text"])
+def test_an_entry_that_is_none_is_lost_alone(entry: object) -> None:
+    header = {"bad": entry, "good": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}
+    text = json.dumps(header).encode()
+    found = safetensors_recover(Probe(Memory(len(text).to_bytes(8, "little") + text + b"ab")))
+    assert found is not None and list(found.checkpoint.root) == ["good"]
+    assert [(loss.path, loss.what) for loss in found.lost] == [("bad", "an entry")]
+
+
+def test_a_compressed_storage_without_the_directory() -> None:
+    """Its own header has its size and its checksum."""
+    both = pickle_of(tensor(storage()), tensor(storage(key=text("1"))))
+    members = [
+        Member("a/data.pkl", both),
+        Member("a/data/0", FLOATS, deflated=True),
+        Member("a/data/1", FLOATS),
+    ]
+    data = build(*members)
+    found = torch_zip_recover(Probe(Memory(data[: data.index(b"PK\1\2")])), False)
+    assert found is not None and not found.lost and list(found.checkpoint.root) == ["a", "b"]

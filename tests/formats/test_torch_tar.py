@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptkit import formats
 from ckptkit.compute import stream
+from ckptkit.containers import tar
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -33,6 +34,7 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_TAR as FORMAT
+from tests.containers import tars
 from tests.containers.tars import (
     BLOCK,
     SYSTEM,
@@ -551,3 +553,14 @@ def test_nothing_but_our_errors_whichever_byte_is_wrong() -> None:
                     FORMAT.read(probe)
             except CkptkitError as error:
                 assert len(str(error)) < 500
+
+
+def read_made(data: bytes) -> Checkpoint:
+    return formats.read(Memory(data, "made"))
+
+
+def test_a_tar_file_of_records_alone() -> None:
+    data = b"".join(tars.records((b"mtime", b"1")) for _ in range(4)) + bytes(1024)
+    assert tar.first_name(Memory(data)) == b""
+    with pytest.raises(UnsupportedError, match="tar archive"):
+        read_made(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 import pickle
 import pickletools
@@ -29,7 +30,10 @@ from ckptkit.core.tree import (
 from ckptkit.pickles import machine as module
 from ckptkit.pickles import opcode_values, opcodes
 from ckptkit.pickles.machine import unpickle
+from ckptkit.scan.trace import trace
+from tests.formats.torch_zip.archives import pickle_of, storage, tensor, text
 from tests.pickles.making import emit, machine, same, to_python
+from tests.pickles.test_plain_tensor import table
 
 PROTOCOLS = range(6)
 
@@ -578,3 +582,55 @@ def test_an_opaque_value_is_compared_by_identity() -> None:
     a, b = machine(pickle.dumps([Reduced(len, ((),)), Reduced(len, ((),))]))
     assert a != b
     assert a == a
+
+
+@pytest.mark.parametrize("line", [b"g-1\n", b"p-1\n"])
+def test_entries_of_the_memo_below_zero(line: bytes) -> None:
+    with pytest.raises(FormatError, match="index"):
+        machine(b"N" + line + b".")
+
+
+NOT_UTF8 = "a string of Python 2 that is not UTF-8 (SHORT_BINSTRING at byte 2)"
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("encoding", ["latin1", "latin-1"])
+def test_bytes_spelt_as_text(kind: type, encoding: str) -> None:
+    call = f"c__builtin__\n{kind.__name__}\n".encode()
+    made = machine(b"\x80\x02" + call + text("a\xff") + text(encoding) + b"\x86R.")
+    assert type(made) is kind and made == b"a\xff"
+
+
+def test_the_collector_stays_off() -> None:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        assert machine(b"\x80\x02K\x05.") == 5
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert machine(b"\x80\x02K\x05.") == 5 and gc.isenabled()
+    if not enabled:
+        gc.disable()
+
+
+def test_a_storage_of_a_long_name() -> None:
+    """A key and a device that are together longer than a name may be."""
+    half = LIMITS.name_bytes // 2
+    fits = pickle_of(tensor(storage(key=text("k" * half), location="d" * half)))
+    assert unpickle(Memory(fits), persistent_load=table().load).root["a"].shape == (4,)
+    over = pickle_of(tensor(storage(key=text("k" * half), location="d" * (half + 1))))
+    with pytest.raises(LimitError, match="name_bytes"):
+        unpickle(Memory(over), persistent_load=table().load)
+
+
+def test_text_of_python_2_that_is_utf_8() -> None:
+    """Text that torch.load cannot decode is refused; text that it decodes is kept."""
+    fine = trace(Memory(b"\x80\x02U\x02\xc3\xa9."))
+    assert (fine.error, fine.refused) == (None, trace(Memory(b"\x80\x02U\x02ab.")).refused)
+    assert trace(Memory(b"\x80\x02U\x02\xc3\xff.")).refused == NOT_UTF8
+
+
+def test_bytes_with_characters_that_are_none() -> None:
+    spelt = b"\x80\x02c_codecs\nencode\n" + text("\u0100") + text("latin1") + b"\x86R."
+    assert "spells bytes with characters beyond 255" in str(trace(Memory(spelt)).error)

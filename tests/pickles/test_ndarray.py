@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ckptkit import formats
 from ckptkit.compute import stream
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import CorruptError, FormatError, LimitError
 from ckptkit.core.tensor import Tensor
@@ -201,3 +205,16 @@ def test_axes_of_a_transposed_array() -> None:
     for axes in (b"K\x02K\x00K\x00\x87", b"K\x00K\x01\x86", b"]", b"NNN\x87"):
         with pytest.raises(FormatError, match="axes"):
             machine(head + axes + b"tR.")
+
+
+def read(data: bytes) -> Checkpoint:
+    return formats.read(Memory(data, "made"))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_text_of_numpy_that_is_none(order: str) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array("ab", dtype=f"{order}U2"))
+    data = buffer.getvalue()[:-4] + b"\xff\xff\xff\xff"
+    with pytest.raises(FormatError, match="UTF-32"):
+        read(data)

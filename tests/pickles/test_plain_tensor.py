@@ -6,7 +6,8 @@ import io
 import random
 import zipfile
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import Node
 from ckptkit.pickles import machine as module
 from ckptkit.pickles.machine import unpickle
-from ckptkit.pickles.plain_tensor import PlainTensors
+from ckptkit.pickles.plain_tensor import PlainTensors, _match
 from ckptkit.pickles.storages import StorageTable, storage_class
 from ckptkit.pickles.writer import write_pickle
 from tests.pickles.making import isomorphic, saved
@@ -170,3 +171,90 @@ def test_what_ckptkit_writes_is_recognised(
         len(recognised) > len(PLAIN) // 2
     )  # the first that names something is not as the others are
     assert isomorphic(found, expected)
+
+
+def outcome_made(data: bytes, load: Any) -> Node:
+    try:
+        return unpickle(Memory(data), persistent_load=load).root
+    except CkptkitError as error:
+        return type(error).__name__, str(error)
+
+
+def second_tensor() -> tuple[bytes, Any]:
+    """A pickle, and how the last of its tensors is recognised; its class is fetched by a number of
+    four bytes."""
+    data = pickled(a=torch.zeros(2, dtype=torch.float64), b=torch.zeros(2, dtype=torch.float64))
+    found = [match for at in range(len(data)) if (match := _match(data, at))][-1]
+    assert len(found[2]) == 5
+    return data, found
+
+
+@pytest.mark.parametrize("group", [1, 2, 6, 18])
+def test_a_tensor_of_what_the_memo_does_not_have(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused as the machine refuses it that knows opcodes alone."""
+    data, found = second_tensor()
+    assert isinstance(outcome_made(data, table().load), dict)
+    start, stop = found.span(group)
+    if group == 2:
+        start += 1  # after the opcode
+        data = data[:start] + b"\xff" * 4 + data[stop:]
+    else:
+        data = data[: start - 1] + b"j" + b"\xff\xff\xff\x7f" + data[stop:]
+    fast = outcome_made(data, table().load)
+    monkeypatch.setattr(PlainTensors, "read", lambda *_: 0)
+    assert fast == outcome_made(data, table().load)
+    assert fast == ("NotStoredError", "pickle refers to a value that it has not stored")
+
+
+def of_no_type(typed: TypedStorage) -> Node:
+    return replace(typed, dtype=None)
+
+
+def of_a_part(typed: TypedStorage) -> Node:
+    return replace(typed, stop=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (of_no_type, "does not say its dtype"),
+        (of_a_part, "reach beyond a view of a storage"),
+        (lambda typed: "text", "is built from something that is not a storage"),
+    ],
+)
+def test_a_tensor_of_a_storage_that_is_not_plain(
+    change: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, found = second_tensor()
+    storages = table()
+
+    def load(pid: Any) -> Node:
+        typed = storages.load(pid)
+        return change(typed) if pid[2] == found[4].decode() else typed
+
+    fast = outcome_made(data, load)
+    monkeypatch.setattr(PlainTensors, "read", lambda *_: 0)
+    storages = table()
+    assert fast == outcome_made(data, load)
+    assert isinstance(fast, tuple) and why in fast[1]
+
+
+def test_a_gpu_is_spelt_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a new string for each tag: none of them is fetched from the memo."""
+    with monkeypatch.context() as gpu:
+        gpu.setattr(
+            torch.serialization,
+            "location_tag",
+            lambda storage: "cuda:" + str(storage.nbytes() // 24),
+        )
+        data = pickled(**{name: torch.zeros(2, 3) for name in "abcd"})
+    taken: list[int] = []
+    read = PlainTensors.read
+    monkeypatch.setattr(PlainTensors, "read", lambda *args: taken.append(read(*args)) or taken[-1])
+    fast = outcome_made(data, table().load)
+    assert sum(map(bool, taken)) == 4
+    monkeypatch.setattr(PlainTensors, "read", lambda *_: 0)
+    assert repr(fast) == repr(outcome_made(data, table().load))
+    assert data.count(b"cuda:1") == 4

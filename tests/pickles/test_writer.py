@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import pickletools
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from ckptkit.api import convert
 from ckptkit.core.bytesource import Memory, Range
-from ckptkit.core.dtypes import TABLE
-from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME, TABLE
+from ckptkit.core.errors import (
+    AmbiguousError,
+    FormatError,
+    LimitError,
+    UnsafeGlobalError,
+    UnsupportedError,
+)
+from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import (
     ByteString,
@@ -34,6 +44,8 @@ from ckptkit.core.tree import (
 )
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles import opcode_values
+from ckptkit.pickles.writer import write_pickle
+from tests.formats.torch_zip.archives import text
 from tests.pickles.making import (
     Written,
     emit,
@@ -607,3 +619,52 @@ def test_a_copy_of_a_tree_is_written_the_same(tmp_path: Path) -> None:
 def test_to_python_is_what_pickle_reads() -> None:
     value = {"a": [1, (2,)], "b": {1}}
     assert to_python(machine(emit(machine(pickle.dumps(value))).data)) == value
+
+
+F32 = BY_NAME["float32"]
+
+
+def emitted(root: Any) -> bytes:
+    made = write_pickle(root, lambda typed: ()).data
+    assert isinstance(made, bytes)
+    return made
+
+
+def test_a_value_of_no_kind_is_not_written() -> None:
+    with pytest.raises(FormatError, match="has no place"):
+        emitted({"a": object()})
+
+
+def test_values_too_deep_to_be_written() -> None:
+    root: list[Any] = []
+    for _ in range(LIMITS.depth + 10):
+        root = [root]
+    with pytest.raises(LimitError, match="depth"):
+        emitted(root)
+
+
+def test_a_tensor_of_another_layout_that_nobody_made() -> None:
+    with pytest.raises(UnsupportedError, match="does not say what it is made of"):
+        emitted(Tensor(None, F32, (2,), (), layout="sparse_csr"))
+
+
+def test_a_tensor_without_memory_is_written_as_torch_does(tmp_path: Path) -> None:
+    checkpoint = Checkpoint({"a": Tensor(None, F32, (2, 3), (3, 1))}, "made", Memory(b""))
+    convert(checkpoint, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["a"].is_meta
+    assert not Tensor(None, F32, (2,), (), layout="nested").is_contiguous
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytearray"])
+def test_long_bytes_made_by_a_call(kind: str) -> None:
+    """They stay in the file, whichever of the two they become."""
+    data = b"B" + struct.pack("<I", 1 << 17) + bytes(1 << 17)
+    made = machine(b"\x80\x03cbuiltins\n" + kind.encode() + b"\n" + data + b"\x85R.")
+    assert made.kind == kind and made.extent.length == 1 << 17
+
+
+def test_bytes_spelt_as_text() -> None:
+    assert (
+        machine(b"\x80\x02c__builtin__\nbytearray\n" + text("\xff\0") + text("latin-1") + b"\x86R.")
+        == b"\xff\0"
+    )

@@ -28,10 +28,11 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.formats import torch_tar
 from ckptkit.formats.common.dropped import refuse_objects
 from ckptkit.formats.common.recovering import recovered
-from ckptkit.formats.format import Loss
-from ckptkit.pickles.streams import Inner, Remark, Traced
+from ckptkit.formats.format import Loss, Probe
+from ckptkit.pickles.streams import Inner, PickleStream, Remark, Traced
 from ckptkit.scan import find as hidden
 from ckptkit.scan import find_tar as hidden_tar
 from tests.containers import tars
@@ -285,3 +286,18 @@ def test_two_spellings_of_one_member(tmp_path: Path) -> None:
     source = tarred(tmp_path, "./a", "a", data=b"text")
     said = [each for each in hidden.pickles(source) if isinstance(each, Remark)]
     assert any("two members" in each.reason for each in said)
+
+
+def test_folders_in_an_archive_hold_no_pickles() -> None:
+    made = build(
+        Member("a/data.pkl", pickle_of(b"N")), Member("a/data/", b""), Member("a/version", b"3\n")
+    )
+    assert [each.where for each in hidden.pickles(Memory(made, "made.pth"))] == ["a/data.pkl"]  # type: ignore[union-attr]
+
+
+def test_an_empty_member_of_a_tar_file_is_no_pickle() -> None:
+    root = tars.torch_tar(tars.ids(), [], [], empty=b"", more=b"something")
+    found = torch_tar.pickles(Probe(Memory(root)))
+    assert found is not None
+    kinds = {each.where: type(each) for each in found if isinstance(each, (PickleStream, Inner))}
+    assert "empty" not in kinds and kinds["more"] is Inner and kinds["pickle"] is PickleStream

@@ -18,8 +18,10 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import Global
 from ckptkit.pickles.streams import Trace
-from ckptkit.scan.trace import trace
+from ckptkit.scan.trace import LARGE, trace
 from ckptkit.scan.trace_symbols import WEIGHTS_ONLY_OPCODES
+from ckptkit.scan.trace_window import FIRST_WINDOW, WINDOW
+from tests.formats.torch_zip.archives import text as text_of_archives
 from tests.scan.hostile_pickles import (
     CALLS,
     SYSTEM,
@@ -322,3 +324,21 @@ def test_what_weights_only_refuses_besides_names(body: bytes, refused: str | Non
     else:
         with pytest.raises((pickle.UnpicklingError, UnicodeDecodeError)):
             machine.load()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [(b"V\\u12\n.", "malformed escape"), (b"S'\\x1'\n.", "malformed escape")],
+)
+def test_text_that_stops_the_tracer(data: bytes, why: str) -> None:
+    assert why in str(trace(Memory(data), 0, len(data)).error)
+
+
+def test_large_bytes_in_what_is_read_already() -> None:
+    """They are passed over wherever they are: behind the window, or, after something large, in
+    it."""
+    first = text_of_archives("x" * WINDOW)
+    large = b"B" + struct.pack("<I", LARGE) + bytes(LARGE)
+    data = b"\x80\x03(" + first + large + large + b"K\x01t."
+    found = trace(Memory(data))
+    assert LARGE > FIRST_WINDOW and found.error is None and found.stop == len(data)

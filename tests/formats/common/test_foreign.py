@@ -18,7 +18,13 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit import formats
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.formats.format import Probe, WriteOptions
+from tests.containers.zips import Member, build
+from tests.formats.torch_zip.archives import archive, pickle_of
 
 GOOD = pickle.dumps({"a": 1}) * 100
 
@@ -238,3 +244,33 @@ def test_a_pickle_of_a_model_of_sklearn_is_shown(tmp_path: Path) -> None:
     checkpoint = ckptkit.open(tmp_path / "x.pkl")
     assert "sklearn.linear_model._base.LinearRegression" in map(str, checkpoint.globals)
     assert not isinstance(checkpoint.root, UnsupportedError)
+
+
+def read(data: bytes) -> Checkpoint:
+    return formats.read(Memory(data, "made"))
+
+
+def test_a_package_of_code() -> None:
+    with pytest.raises(UnsupportedError, match=r"torch\.package"):
+        read(build(Member("a/.data/extern_modules", b""), Member("a/model.py", b"")))
+
+
+def test_formats_that_are_none() -> None:
+    with pytest.raises(UsageError, match="not a format"):
+        formats.for_writing("a.pth", "odd")
+    with pytest.raises(UsageError, match="cannot be written"):
+        formats.for_writing("a.pth", "torch-tar")
+    with pytest.raises(UsageError, match="suffix does not say"):
+        formats.for_writing("a.odd")
+    with pytest.raises(UsageError, match="cannot hold a whole checkpoint"):
+        npz = formats.by_name("npz")
+        assert npz is not None
+        formats.layout(read(archive(pickle_of(b"N"))), npz, WriteOptions(everything=True))
+    assert formats.for_writing("a.odd", keep="torch-legacy").name == "torch-zip"
+
+
+def test_the_page_of_a_file_is_not_the_file() -> None:
+    page = Memory(b"<!doctype html><html>", "https://huggingface.co/a/b/blob/main/model.bin")
+    with pytest.raises(CkptkitError) as caught:
+        formats.identify(Probe(page))
+    assert "resolve/main" in str(caught.value.hint)

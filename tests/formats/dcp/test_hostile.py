@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 
 import ckptkit
@@ -490,3 +491,44 @@ def test_DC_10_what_lightning_keeps_beside_twice(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         read(folder)
     assert caught.value.where == str(folder / "meta.pt")
+
+
+def one(folder: Path) -> Crafted:
+    made = Crafted(folder)
+    made.tensor("w", (2,), [(((0,), (2,)), archive(torch.ones(2)))])
+    return made
+
+
+def test_DC_01_a_chunk_without_its_fields(tmp_path: Path) -> None:
+    made = one(tmp_path / "x")
+    described = made.metadata.state_dict_metadata["w"]
+    assert isinstance(described, TensorStorageMetadata)
+    described.chunks = [object.__new__(ChunkStorageMetadata)]
+    with pytest.raises(FormatError, match="'w': holds ChunkStorageMetadata without its fields"):
+        read(made.write())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("size", "2", "the size of a tensor is not a torch.Size"),
+        ("chunks", (), "its chunks are not a list"),
+    ],
+)
+def test_DC_01_a_tensor_described_in_other_types(
+    tmp_path: Path, field: str, value: Any, why: str
+) -> None:
+    made = one(tmp_path / "x")
+    setattr(made.metadata.state_dict_metadata["w"], field, value)
+    with pytest.raises(FormatError, match=f"'w': {why}"):
+        read(made.write())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_DC_09_a_value_to_one_rank_and_a_tensor_to_another(tmp_path: Path, first: int) -> None:
+    folder, value = one(tmp_path / "x").write(), Crafted(tmp_path / "y")
+    value.value("w", archive(1))
+    os.rename(folder / ".metadata", folder / f"__{first}.metadata")
+    shutil.copy(value.write() / ".metadata", folder / f"__{1 - first}.metadata")
+    with pytest.raises(AmbiguousError, match="'w' is described differently"):
+        read(folder)

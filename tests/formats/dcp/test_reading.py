@@ -23,14 +23,18 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 import ckptkit
 from ckptkit import formats
+from ckptkit.analysis.verify import verify
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Range, runs
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import CorruptError, FormatError
+from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.format import Probe
+from ckptkit.pickles.streams import Traced
+from ckptkit.scan import find as hidden
 from tests.conftest import ENVIRONMENT, ROOT, Corpus
 from tests.formats.conformance import FormatConformance, State, elements
-from tests.formats.dcp.making import Crafted, alone, archive, save, whole
+from tests.formats.dcp.making import DATA, Crafted, alone, archive, save, whole
 from tests.formats.dcp.ranks import tensors
 
 PLAIN = [
@@ -351,3 +355,30 @@ def test_strides_that_cannot_be(
     with_strides(monkeypatch, stride)
     with pytest.raises((CorruptError, FormatError), match=r"'w'.*stride"):
         read(crafted.write())
+
+
+def test_what_lightning_keeps_beside_is_checked(tmp_path: Path) -> None:
+    folder = save(tmp_path / "x", {"w": torch.ones(2)})
+    before = verify(folder).records
+    torch.save({"note": "told here"}, folder / "meta.pt")
+    assert (verify(folder).findings, verify(folder).records > before) == ((), True)
+    whole = (folder / "meta.pt").read_bytes()
+    (folder / "meta.pt").write_bytes(whole.replace(b"told here", b"told hers"))
+    assert "meta.pt" in {finding.file for finding in verify(folder).findings}
+    torch.save({"note": "told here"}, folder / "meta.pt", _use_new_zipfile_serialization=False)
+    assert (verify(folder).findings, verify(folder).records) == ((), before)
+
+
+def test_a_data_file_beside_damaged_metadata_is_searched_all_the_same(tmp_path: Path) -> None:
+    """Only the metadata say where its items are: without them it is what any archive is."""
+    folder = save(tmp_path / "x", {"a": torch.ones(2), "b": 1})
+    listed = [
+        each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
+    ]
+    assert len(listed) == 2 and all(where.startswith("item at byte") for where in listed)
+    (folder / ".metadata").write_bytes(b"\x80\x02")
+    found = [
+        each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
+    ]
+    assert found and not any(where.startswith("item at byte") for where in found)
+    assert hidden_items.pickles(Probe(Folder(folder))) is None

@@ -18,18 +18,24 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
+from ckptkit import formats
+from ckptkit.api import convert as ckptkit_convert
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     CollisionError,
+    FormatError,
     LimitError,
     OutputExistsError,
     UnsafeGlobalError,
     UsageError,
 )
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.dcp.nesting import Flat
+from ckptkit.formats.format import Probe, WriteOptions
 from tests.conftest import ENVIRONMENT, ROOT, Run
-from tests.formats.conformance import elements
-from tests.formats.dcp.making import alone, whole
+from tests.formats.conformance import elements, elements_of
+from tests.formats.dcp.making import Crafted, alone, archive, whole
 from tests.formats.dcp.test_reading import same
 
 
@@ -289,3 +295,40 @@ def test_two_processes_load_their_shards(tmp_path: Path) -> None:
         cwd=ROOT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def read(folder: Path) -> Checkpoint:
+    return formats.read(Folder(folder))
+
+
+def test_a_shard_that_holds_more_than_tensors(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "epoch": 3}, tmp_path / "a.pth")
+    (tmp_path / "x").mkdir()
+    name = "shard-00001-model-00001-of-00001.safetensors"
+    ckptkit_convert(
+        tmp_path / "a.pth", tmp_path / "x" / name, options=WriteOptions(everything=True)
+    )
+    with pytest.raises(FormatError, match="holds 'epoch', which is not a tensor") as caught:
+        formats.by_name("dcp").read(Probe(Folder(tmp_path / "x")))  # type: ignore[union-attr]
+    assert caught.value.where == str(tmp_path / "x" / name)
+
+
+def test_columns_that_are_conjugated(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(4, 3) + 1j
+    made = Crafted(tmp_path / "x")
+    columns = [((0, 0), (4, 2)), ((0, 2), (4, 1))]
+    held = [whole[:, :2].conj().resolve_conj().conj(), whole[:, 2:].clone()]
+    made.tensor(
+        "w",
+        (4, 3),
+        [(box, archive(each)) for box, each in zip(columns, held, strict=True)],
+        torch.complex64,
+    )
+    assert held[0].is_conj()
+    assert elements_of(read(made.write()).weights["w"]) == whole.numpy().tobytes()
+
+
+def test_a_list_that_holds_another_twice() -> None:
+    inner: list[Any] = [1]
+    assert list(Flat({"a": [inner, inner]}).entries) == ["a"]
+    assert list(Flat({"a": [inner, inner, {}]}).entries) == ["a.0", "a.1"]

@@ -27,6 +27,7 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
+from ckptkit.core.notices import NO_CHECKSUM, coded
 from tests.formats.deepspeed.making import TAG, Run, State, load
 from tests.formats.deepspeed.test_reading import odd
 
@@ -560,3 +561,81 @@ def test_TM_01_a_flat_tensor_beyond_its_storage(tmp_path: Path) -> None:
     path.write_bytes(data.replace(sizes, b"M\x2d\x01\x85"))
     with pytest.raises((TensorError, CorruptError)):
         read(tag)
+
+
+def read_made(folder: Path) -> Checkpoint:
+    return formats.read(Folder(folder))
+
+
+def small_state() -> State:
+    return {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+
+
+def test_a_buffer_that_is_no_tensor_has_another_name(tmp_path: Path) -> None:
+    tag = Run(small_state()).save(tmp_path / "x")
+
+    def change(content: dict[str, Any]) -> None:
+        content["module"]["note"] = "x"
+        content |= {"buffer_names": ["note"], "shared_params": {"other": "note"}}
+
+    edit(tag / MODEL, change)
+    module = read_made(tmp_path / "x").root["module"]
+    assert (module["note"], module["other"]) == ("x", "x")
+
+
+def test_ranks_without_groups(tmp_path: Path) -> None:
+    tag = Run(small_state(), stage=3).save(tmp_path / "x")
+    for path in tag.glob("*_model_states.pt"):
+        edit(path, lambda content: content.update(param_shapes=[]))
+    with pytest.raises(CorruptError, match="take 2 flat tensors, there are 0"):
+        read_made(tmp_path / "x")
+
+
+def test_a_model_file_without_a_module(tmp_path: Path) -> None:
+    tag = Run(small_state()).save(tmp_path / "x")
+    edit(tag / MODEL, lambda content: content.pop("module"))
+    with pytest.raises(FormatError, match=f"{MODEL} has no module"):
+        read_made(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "group", [{"lr": 0.5, "params": ["a"]}, {"lr": 0.5, "params": [1]}, {"lr": 0.5}, "odd"]
+)
+def test_groups_that_do_not_number_flat_tensors(tmp_path: Path, group: Any) -> None:
+    """They are kept as they are."""
+    tag = Run(small_state()).save(tmp_path / "x")
+    edit_optims(tag, lambda content: content["base_optimizer_state"].update(param_groups=[group]))
+    assert read_made(tmp_path / "x").root["optimizer"]["param_groups"] == [group]
+
+
+@pytest.mark.parametrize("content", [b"nothing of torch", b""])
+def test_a_file_of_a_rank_that_is_none(tmp_path: Path, content: bytes) -> None:
+    tag = Run(small_state()).save(tmp_path / "x")
+    (tag / OPTIM.format(1)).write_bytes(content)
+    with pytest.raises(FormatError, match=r"is not a file of torch\.save") as caught:
+        read_made(tmp_path / "x")
+    assert caught.value.where == str(tag / OPTIM.format(1))
+
+
+def test_what_files_of_ranks_warn_of_is_said_once(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        Run(small_state()).save(tmp_path / "x")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    said = "of its storages have no checksum: damage to them cannot be seen"
+    warnings = read_made(tmp_path / "x").warnings
+    assert warnings == (f"{MODEL}: 2 {said}", f"{OPTIM.format(0)} and 1 more: 4 {said}")
+    assert coded(warnings, NO_CHECKSUM) == [*warnings]
+
+
+def test_a_step_without_memory(tmp_path: Path) -> None:
+    tag = Run(small_state()).save(tmp_path / "x")
+    step = torch.empty((), device="meta")
+    edit_optims(tag, lambda content: content["base_optimizer_state"]["state"][0].update(step=step))
+    state = read_made(tmp_path / "x").root["optimizer"]["state"]
+    assert [(each["step"].storage, each["step"].shape) for each in state.values()] == [
+        (None, ())
+    ] * 2
+    assert list(state["a"]) == ["step", "exp_avg", "exp_avg_sq"]

@@ -7,6 +7,8 @@ import argparse
 import collections
 import json
 import pickle
+import struct
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,21 +18,31 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 
+from ckptkit import formats
 from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import main
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import AmbiguousError, UnsafeGlobalError, UnsupportedError, UsageError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    FormatError,
+    UnsafeGlobalError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.tree import walk
+from ckptkit.core.tree import Global, Object, walk
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.safetensors import skeleton, skeleton_reader
 from ckptkit.formats.safetensors.record import RESERVED
+from ckptkit.formats.safetensors.skeleton import Skeleton, Statement
 from ckptkit.formats.table import SAFETENSORS as FORMAT
-from tests.formats.torch_zip.archives import archive
+from tests.formats.torch_zip.archives import archive, text
 from tests.formats.torchscript.scripts import QUIET, script
 from tests.matrix import NAMES, Fixture
+from tests.pickles.making import isomorphic
 from tests.random_checkpoints import make
 from tests.torch_equality import same
 
@@ -438,3 +450,116 @@ def test_a_program_comes_back_as_its_state_dict(tmp_path: Path) -> None:
     ours = torch.load(tmp_path / "back.pth")
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def read(data: bytes) -> Checkpoint:
+    return formats.read(Memory(data, "made"))
+
+
+def whole(**change: Any) -> bytes:
+    """A file that says it holds a whole tree, with something in what it says replaced."""
+    said = {"version": 1, "root": [0], "tree": [["dict"]], "ties": [], "values": {}} | change
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "ckptkit": json.dumps(said)}}
+    entries["a"] = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps(entries).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"ties": [1]}, {"tree": [["dict"], ["fill", 0, "odd", 1, 2]]}], ids=["ties", "step"]
+)
+def test_a_tree_that_is_none(change: dict[str, Any]) -> None:
+    checkpoint = read(whole(**change))
+    assert list(checkpoint.root) == ["a"] and any(
+        "is not understood" in each for each in checkpoint.warnings
+    )
+
+
+def test_names_of_ours_that_are_taken(tmp_path: Path) -> None:
+    """A tensor that is called as ckptkit calls storages keeps its name."""
+    base = torch.arange(6.0)
+    torch.save({"a": base[1:3], "b": base[2:5], "ckptkit.storage.1": torch.ones(1), "ckptkit.storage.0": base},
+               tmp_path / "a.pth")  # fmt: skip
+    convert(tmp_path / "a.pth", tmp_path / "b.safetensors", options=WriteOptions(everything=True))
+    convert(tmp_path / "b.safetensors", tmp_path / "c.pth")
+    back = torch.load(tmp_path / "c.pth", weights_only=True)
+    assert back["a"].tolist() == [1, 2] and back["ckptkit.storage.1"].tolist() == [1]
+
+
+def test_a_repeated_key_is_in_no_output(tmp_path: Path) -> None:
+    made = archive(b"\x80\x02}(" + text("a") + b"K\1" + text("a") + b"K\2u.", records={})
+    for name in ("pth", "safetensors"):
+        with pytest.raises(AmbiguousError):
+            convert(read(made), tmp_path / f"out.{name}", options=WriteOptions(everything=True))
+
+
+F32 = BY_NAME["float32"]
+
+
+def statements(root: Any) -> Skeleton:
+    """Of a tree without bytes."""
+    return skeleton.Writer(lambda held: pytest.fail("nothing has bytes")).write(root)
+
+
+def again(root: Any) -> Any:
+    return skeleton_reader.read(statements(root), {}).root
+
+
+def test_an_object_that_is_an_argument_of_itself() -> None:
+    made = Object(Global("m", "C"), new=True)
+    made.args = (made,)
+    with pytest.raises(UnsupportedError, match="an argument of its own construction"):
+        statements(made)
+    made.new = False  # a call of what may be a function
+    with pytest.raises(UnsafeGlobalError, match="allowlist"):
+        statements(made)
+
+
+def test_a_value_that_is_none_of_a_checkpoint() -> None:
+    with pytest.raises(FormatError, match="of type object cannot be kept"):
+        statements({"a": object()})
+
+
+def test_a_sparse_tensor_without_bytes() -> None:
+    tensor = Tensor(None, F32, (2, 3), (), layout="sparse_csr")
+    made = statements(tensor).statements
+    assert made == [["tensor", None, {"dtype": "float32", "shape": [2, 3], "layout": "sparse_csr"}]]
+    assert isomorphic(again(tensor), tensor)
+
+
+@pytest.mark.parametrize("step", ["append", "add"])
+def test_what_is_put_into_an_object(step: str) -> None:
+    made = Object(Global("m", "C"), new=True)
+    made.steps.append((step, [1, "x", made]))
+    found = again(made)
+    assert found.steps[0][0] == step and found.steps[0][1][:2] == [1, "x"]
+    assert found.steps[0][1][2] is found
+    made.new = False  # a call of what may be a function: what it gives decides what that does
+    with pytest.raises(UnsafeGlobalError, match="allowlist"):
+        again(made)
+
+
+def test_an_object_is_filled_in_no_other_way() -> None:
+    made: list[Statement] = [["global", "m", "C"], ["tuple"], ["object", [0], [1], None, True]]
+    assert isinstance(skeleton_reader.read(Skeleton(made, [2]), {}).root, Object)
+    with pytest.raises(FormatError, match="an object cannot be filled"):
+        skeleton_reader.read(Skeleton([*made, ["fill", 2, "odd", 1]], [2]), {})
+
+
+def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
+    """A storage that no tensor fills gets a name of ours; a tensor of that name keeps it."""
+    kept = torch.arange(3.0)
+    torch.save(
+        {"view": torch.arange(8.0)[2:5], "ckptkit": {"storage": {"0": kept}}}, tmp_path / "in.pth"
+    )
+    options = WriteOptions(everything=True)
+    convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=options)
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("ckptkit.storage.0"), kept)
+        assert sorted(file.keys()) == ["ckptkit.storage.0", "ckptkit.storage.1"]
+        assert bytes(file.get_tensor("ckptkit.storage.1").tolist()) == struct.pack("<8f", *range(8))
+    with closing(open_checkpoint(tmp_path / "out.safetensors")) as back:
+        view = back.root["view"]
+        assert (view.shape, view.offset) == ((3,), 2) and isinstance(
+            view.storage.record.locate(), Range
+        )

@@ -18,21 +18,28 @@ from torch.serialization import set_crc32_options, skip_data
 from torch.utils.serialization import config
 
 import ckptkit
+from ckptkit import formats
+from ckptkit.containers.zip_entries import MAGIC
+from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core import tree
 from ckptkit.core.bytesource import Derived, LocalFile, Memory
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     AmbiguousError,
     CorruptError,
     FormatError,
     InputError,
+    LimitError,
     TensorError,
     TruncatedError,
     UnsupportedError,
 )
 from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
+from ckptkit.formats.common.zip_pickles import pickles
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
+from ckptkit.formats.torch_zip import extra_records
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements_of
@@ -511,3 +518,69 @@ def test_an_empty_storage_of_several_types(tmp_path: Path, zipped: bool) -> None
     ckptkit.save(ckptkit.open(tmp_path / "a.pth"), tmp_path / "b.pth")
     for ours in (ckptkit.load(tmp_path / "a.pth"), torch.load(tmp_path / "b.pth")):
         assert list(map(str, ours.items())) == list(map(str, theirs.items()))
+
+
+def read_made(data: bytes) -> Checkpoint:
+    return formats.read(Memory(data, "made"))
+
+
+def test_an_archive_of_nothing() -> None:
+    """Its end record alone has no member to begin with: it is no zip file to torch, and none to
+    us."""
+    with pytest.raises(FormatError):
+        read_directory(Memory(build()))
+
+
+@pytest.mark.parametrize(
+    "said", [b"[]", b'{"version":1,"metadata":{"a":1}}', b'{"version":99,"metadata":{}}', b"{"]
+)
+def test_a_record_of_ours_that_is_none(said: bytes) -> None:
+    with pytest.raises(FormatError):
+        extra_records.read(said)
+
+
+def test_a_storage_without_a_device() -> None:
+    odd = storage().replace(text("cpu"), b"K\1")
+    with pytest.raises(FormatError, match="no device"):
+        read_made(archive(pickle_of(tensor(odd))))
+
+
+def test_a_device_with_a_name_without_end() -> None:
+    with pytest.raises(LimitError, match="name_bytes"):
+        read_made(archive(pickle_of(tensor(storage(location="c" * 70_000)))))
+
+
+def test_an_archive_that_lists_nothing() -> None:
+    """It is one of no members where there are none; one that is there all the same is not
+    overlooked."""
+    empty = read_directory(Memory(MAGIC + build()[:16] + struct.pack("<LH", len(MAGIC), 0)))
+    assert (empty.entries, empty.top, empty.start) == ({}, "", 4)
+    member = Member("a/data.pkl", b"N.")
+    data = member.head() + member.stored
+    with pytest.raises(AmbiguousError, match=r"'a/data\.pkl' at byte 0 is not in the directory"):
+        read_directory(Memory(data + build()[:16] + struct.pack("<LH", len(data), 0)))
+
+
+@pytest.mark.parametrize("names", ["aa", "bab", "aA"])
+def test_ZP_01_duplicate_names_of_one_letter(names: str) -> None:
+    """Python keeps one object for each byte: names that are the same may be identical."""
+    with pytest.raises(
+        AmbiguousError, match=f"two records have the same name: '{names[0]}', '{names[-1]}'"
+    ):
+        read_directory(Memory(build(*(Member(name, b"x") for name in names))))
+
+
+class Remote(Memory):
+    remote = True
+
+
+def test_storages_of_a_remote_archive_are_not_looked_into() -> None:
+    data = archive(pickle_of(tensor(storage())))
+    names = {
+        source.remote: [each.where for each in pickles(Probe(source)) or ()]
+        for source in (Memory(data), Remote(data))
+    }
+    assert names == {
+        False: ["a/data.pkl", "a/data/0", "a/version"],
+        True: ["a/data.pkl", "a/version"],
+    }

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ckptkit import formats
+from ckptkit.api import convert, open_checkpoint
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
@@ -288,3 +289,21 @@ def test_empty_storages_have_no_byte_order(tmp_path: Path) -> None:
     nothing = leaf(Storage(Range(Memory(b""), 0, 0), big_endian=True), 0, "uint16")
     state = torch.load(write(Checkpoint([nothing, other.root]), tmp_path / "copy.pth"))
     assert state[0].shape == (0,) and torch.equal(state[1], torch.arange(4.0))
+
+
+def test_storages_are_of_this_file_or_written_anew(tmp_path: Path) -> None:
+    """An edit in place that brings in another file's tensors is no edit."""
+    for name in ("a", "b"):
+        torch.save({"w": torch.ones(3)}, tmp_path / f"{name}.pth")
+    other = open_checkpoint(tmp_path / "b.pth")
+
+    def swapped(checkpoint: Checkpoint) -> Checkpoint:
+        return Checkpoint(
+            {"w": other.root["w"], "x": None},
+            checkpoint.format,
+            checkpoint.source,
+            origin=checkpoint.origin,
+        )
+
+    convert(tmp_path / "a.pth", None, swapped, in_place=True)
+    assert list(torch.load(tmp_path / "a.pth", weights_only=True)) == ["w", "x"]

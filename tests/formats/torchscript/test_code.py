@@ -13,7 +13,7 @@ from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global
-from ckptkit.formats.torchscript.code import Code, Declared, parse
+from ckptkit.formats.torchscript.code import Code, Declared, _text, parse
 from tests.containers.zips import Member, build
 from tests.formats.torchscript.scripts import QUIET, script
 
@@ -134,3 +134,8 @@ def test_names_that_are_no_identifiers(tmp_path: Path, name: str) -> None:
             for each in parse(file.read(part)).values()
         )
     assert found.part(name) == "_buffers"
+
+
+def test_names_in_code_that_are_not_spelt() -> None:
+    with pytest.raises(FormatError, match="spells a name"):
+        _text("'a")

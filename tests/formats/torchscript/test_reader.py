@@ -32,6 +32,7 @@ from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements, elements_of
+from tests.formats.torchscript import scripts, test_reader
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -392,3 +393,15 @@ def test_packages_are_named(tmp_path: Path) -> None:
 def test_corpus(corpus: Corpus, name: str) -> None:
     path = corpus / name
     check_equal(read(path).weights, by_torch(path))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+def test_a_script_without_constants(tmp_path: Path) -> None:
+    """Scripts for phones may have none; their bytecode tells what they are."""
+    path = scripts.script(scripts.module_of({"a.weight": torch.ones(2)}), tmp_path / "made.pt")
+    data = scripts.rezipped(path, lambda name, data: None if name == "constants.pkl" else data)
+    path.write_bytes(data)
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("made/bytecode.pkl", test_reader.EMPTY)
+    found = test_reader.read(path)
+    assert list(found.weights) == ["a.weight"] and "CONSTANTS" not in found.root.state
