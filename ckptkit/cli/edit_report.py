@@ -1,4 +1,4 @@
-"""What a command that writes says at the end: a sentence, or one JSON object."""
+"""The report of a command that writes: a sentence, or one JSON object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = 20  # lines of what was lost
 
 
 class Request(Protocol):
-    """What the command was asked for, as far as it matters to the report."""
+    """The options of a command that matter to its report."""
 
     @property
     def src(self) -> str: ...

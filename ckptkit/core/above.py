@@ -1,4 +1,4 @@
-"""What methods of core's values call in the rooms above, so that core names none of them."""
+"""The hooks through which values of core call rooms above, so that core names none of them."""
 
 from __future__ import annotations
 

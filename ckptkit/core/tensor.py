@@ -173,7 +173,7 @@ class Tensor:
 
     @property
     def elements_key(self) -> tuple[object, ...]:
-        """What two tensors of the same elements of the same storage have in common."""
+        """The key that tensors of the same elements of the same storage have in common."""
         geometry = self.dtype, self.shape, self.stride, self.offset
         return id(self.storage), *geometry, self.conj, self.neg
 

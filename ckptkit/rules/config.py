@@ -41,7 +41,9 @@ def is_beside(source: ByteSource | Folder | None) -> bool:
 
 
 def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
-    """The one that a checkpoint brings along, else that beside it, when it is asked for."""
+    """Return the configuration that a checkpoint brings along, else the one beside it, when asked
+    for.
+    """
     own = dict(checkpoint.companions).get(NAME)
     return lambda: find(checkpoint.source) if own is None else json.loads(own)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptkit.core.errors import CollisionError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import plural
 from ckptkit.core.tree import Node, OrderedMapping, Path, join, walk
 from ckptkit.core.weights import is_optimizer
@@ -44,7 +45,7 @@ def _names_any(node: Node, names: Names) -> bool:
 
 def _count(node: dict[Node, Node], names: Names) -> int:
     """Return how many parameters of an optimizer are named by `names`."""
-    lists = (text for each in _lists(node) for text in each)
+    lists = flatten(_lists(node))
     return len({text for text in (*_keys(node), *lists) if text in names})
 
 

@@ -23,7 +23,7 @@ _LONGEST = 40  # characters of a value
 
 
 class Table(NamedTuple):
-    """How the fields of a config.json follow from the arguments of a training.
+    """Rules that derive the fields of a config.json from the arguments of a training.
 
     ``entry`` is the path of the arguments in the checkpoint. ``required`` lists, for an argument,
     the values with which a model is one of this kind; an argument that is missing does not count.

@@ -1,4 +1,4 @@
-"""Where DataParallel computes the loss, and what that takes on the first device.
+"""Computing the loss inside or outside of DataParallel, and its memory on the first device.
 
 A model with two outputs, a batch split over two devices, and four ways to the same gradients:
 

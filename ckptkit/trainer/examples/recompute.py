@@ -1,4 +1,4 @@
-"""What recomputing saves and costs, and why dropout needs the random state restored.
+"""Savings and costs of recomputing, and why dropout needs the random state restored.
 
 A DenseNet with dropout, one step each: activations kept; recomputed in the backward pass with the
 random state of the forward pass; and without it. The last is a little faster, and wrong: other

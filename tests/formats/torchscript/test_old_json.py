@@ -26,7 +26,6 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.transforms.quantized import dequantize
 from tests.containers.zips import Member, build
-from tests.formats.torchscript import test_old_json
 
 FLOATS = struct.pack("<6f", *range(6))
 LONGS = struct.pack("<q", 7)
@@ -235,13 +234,11 @@ def test_refused(
 
 def test_attributes_that_are_no_tuple() -> None:
     with pytest.raises(FormatError, match=r"attributes\.pkl does not hold a tuple"):
-        test_old_json.read(test_old_json.archive(test_old_json.model(), {"a": 1}))
+        read(archive(model(), {"a": 1}))
 
 
 @pytest.mark.parametrize("scale", ["0.5", None, True, [1]])
 def test_a_scale_that_is_no_number(scale: Any) -> None:
-    said = test_old_json.tensor("tensors/0", (24,), "UINT8", isQuantized=True, scale=scale)
-    with pytest.raises(
-        FormatError, match="a quantized tensor whose scale is not a number"
-    ):
-        test_old_json.read(test_old_json.archive({"mainModule": {}, "tensors": [said]}))
+    said = tensor("tensors/0", (24,), "UINT8", isQuantized=True, scale=scale)
+    with pytest.raises(FormatError, match="a quantized tensor whose scale is not a number"):
+        read(archive({"mainModule": {}, "tensors": [said]}))

@@ -32,7 +32,7 @@ from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
 from tests.conftest import Corpus
 from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements, elements_of
-from tests.formats.torchscript import scripts, test_reader
+from tests.formats.torchscript import scripts
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -402,6 +402,6 @@ def test_a_script_without_constants(tmp_path: Path) -> None:
     data = scripts.rezipped(path, lambda name, data: None if name == "constants.pkl" else data)
     path.write_bytes(data)
     with zipfile.ZipFile(path, "a") as file:
-        file.writestr("made/bytecode.pkl", test_reader.EMPTY)
-    found = test_reader.read(path)
+        file.writestr("made/bytecode.pkl", EMPTY)
+    found = read(path)
     assert list(found.weights) == ["a.weight"] and "CONSTANTS" not in found.root.state
