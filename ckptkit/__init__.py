@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptkit.transforms.keys import rename as rename
     from ckptkit.transforms.keys import select as select
     from ckptkit.transforms.keys import strip_prefix as strip_prefix
+    from ckptkit.transforms.optimizer_keys import key_optimizer as key_optimizer
     from ckptkit.transforms.quantized import dequantize as dequantize
     from ckptkit.transforms.structure import extract as extract
     from ckptkit.transforms.structure import wrap as wrap
@@ -65,6 +66,7 @@ _PLACES = {
     "diff": ("loading", "diff"),
     "ema": ("transforms.combine", "ema"),
     "extract": ("transforms.structure", "extract"),
+    "key_optimizer": ("transforms.optimizer_keys", "key_optimizer"),
     "load": ("loading", "load"),
     "load_into": ("loading", "load_into"),
     "merge": ("transforms.combine", "merge"),
@@ -94,6 +96,7 @@ __all__ = [
     "diff",
     "ema",
     "extract",
+    "key_optimizer",
     "load",
     "load_into",
     "merge",

@@ -82,6 +82,11 @@ if TYPE_CHECKING:
     callback=parsing.texts,
     help="Set an entry of the metadata of safetensors (repeatable).",
 )
+@click.option(
+    "--optimizer-keys",
+    metavar="BY",
+    help="Key the state of the optimizer by names (FSDP, DCP) or by numbers (torch.optim).",
+)
 @click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")
 @options.key
 def command(
@@ -98,9 +103,9 @@ def command(
     Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
     format; `ckptkit formats` lists them.
 
-    Transforms apply in this order, whatever the order of the options: drop-entry and set-metadata,
-    dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to
-    and device, compact.
+    Transforms apply in this order, whatever the order of the options: drop-entry, optimizer-keys
+    and set-metadata, dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule,
+    cast, quantize, to and device, compact.
 
     \b
     Example: ckptkit convert run.pth run.safetensors
@@ -146,6 +151,7 @@ def _steps(
     compact: bool,
     entries: tuple[str, ...],
     extras: dict[str, str],
+    optimizer_keys: str | None,
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the requested transforms, in the documented order."""
     from ckptkit.transforms import devices as places
@@ -153,7 +159,7 @@ def _steps(
 
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device A=B")
-    yield from _entries(entries, extras)
+    yield from _entries(entries, extras, optimizer_keys)
     if dequantize is not None:
         from ckptkit.transforms import quantized
 
@@ -174,13 +180,17 @@ def _steps(
 
 
 def _entries(
-    entries: tuple[str, ...], extras: dict[str, str]
+    entries: tuple[str, ...], extras: dict[str, str], optimizer_keys: str | None
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the transforms of what is beside the weights."""
     from ckptkit.transforms import structure
 
     for entry in entries:
         yield partial(structure.without, path=entry)
+    if optimizer_keys is not None:
+        from ckptkit.transforms.optimizer_keys import key_optimizer
+
+        yield lambda ck: key_optimizer(ck, optimizer_keys)
     if extras:
         yield lambda ck: structure.with_extras(ck, extras)
 

@@ -42,7 +42,16 @@ from ckptkit.rules.parsing import is_word
 from ckptkit.rules.planner import Rules, unused_argument
 from ckptkit.run.recipes import model_config
 from ckptkit.run.recipes.reversing import WrittenStep, backwards
-from ckptkit.transforms import combine, devices, elements, keys, quantized, quantizing, structure
+from ckptkit.transforms import (
+    combine,
+    devices,
+    elements,
+    keys,
+    optimizer_keys,
+    quantized,
+    quantizing,
+    structure,
+)
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
@@ -426,6 +435,11 @@ def _untie(given: Any) -> Step:
     return lambda ck: keys.untie(ck, names_)
 
 
+def _optimizer_keys(given: Any) -> Step:
+    by = _text(given)
+    return lambda ck: optimizer_keys.key_optimizer(ck, by)
+
+
 def _drop_entry(given: Any) -> Step:
     paths = _texts(given)
 
@@ -455,5 +469,6 @@ STEPS: dict[str, Callable[[Any], Step]] = {
     "wrap": _wrap,  # the name of the entry
     "tie": _tie,  # new name to the name that it stands for as well
     "untie": _untie,  # the same, taken away again
+    "optimizer-keys": _optimizer_keys,  # names or numbers
     "drop-entry": _drop_entry,  # dotted paths, such as optimizer; they need not be there
 }
