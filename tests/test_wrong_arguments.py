@@ -81,6 +81,7 @@ def right(name: str) -> dict[str, Any]:
         "source": "a.pth", "ck": "a.pth", "checkpoint": "a.pth", "path": "a.pth",
         "destination": "b.pth", "model": nn.Linear(2, 2), "other": "a.pth", "dtypes": "float16",
         "devices": "cpu", "key": "module", "rules": "module.{x} -> {x}",
+        "by": "names",
         "checkpoints": ["a.pth", "a.pth"],
         **({"path": "b.pth"} if name == "save" else {}),
         **({"key": "module.weight"} if name == "extract" else {}),

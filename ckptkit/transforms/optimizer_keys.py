@@ -1,7 +1,8 @@
 """Key the state of an optimizer by the names of parameters, or by their numbers.
 
 torch's own optimizers number their parameters, in the order of the groups; see
-torch/optim/optimizer.py. FSDP and ``torch.distributed.checkpoint.state_dict`` save names instead, and resume from names.
+torch/optim/optimizer.py. FSDP and ``torch.distributed.checkpoint.state_dict`` save names instead,
+and resume from names.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Shape, Tensor
@@ -41,7 +43,7 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
     those of the weights, in their order: there must be exactly one way in which the shapes of the
     states fit. Raises UsageError where there is none, or more than one.
     """
-    ck = opened(ck)
+    ck, by = opened(ck), arguments.text("by", by)
     if by not in _WAYS:
         raise UsageError(
             f"{by!r} is no key of an optimizer", hint=" or ".join(nearest(by, _WAYS) or _WAYS)
