@@ -227,7 +227,8 @@ def convert(
     if not in_place and destination is None:
         raise UsageError("there is no destination", hint="in_place=True changes the source")
     path = _own_place(checkpoint, format) if in_place else _path("destination", destination)
-    keep = checkpoint.format if keep_format or in_place else None
+    is_kept = keep_format or in_place or formats.is_folder(checkpoint.format)
+    keep = checkpoint.format if is_kept else None
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
     # Otherwise it is released: there may be little memory.
     before = checkpoint if in_place and keep_format else None

@@ -160,7 +160,7 @@ class _Work:
 
         Raises UsageError for options that are wrong for every input.
         """
-        given = _Checked(**self._common(source, source))
+        given = _Checked(**self._common(source, ""))  # a suffix would choose the format
         with suppress(InputError):  # of the input, which its own job will say
             self._call(given)
         return given.found[0] if given.found else given

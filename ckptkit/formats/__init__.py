@@ -151,6 +151,12 @@ def by_name(name: str | None) -> Format | None:
     return BY_NAME.get(name or "")
 
 
+def is_folder(name: str) -> bool:
+    """Return whether the format called `name` is a folder that can be written again."""
+    format = by_name(name)
+    return format is not None and format.is_folder and format.layout is not None
+
+
 def for_writing(
     path: str | os.PathLike[str],
     name: str | None = None,

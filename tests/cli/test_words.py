@@ -180,3 +180,14 @@ def test_show_nan_lists_the_first(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"w": torch.full((4, 5), float("nan"))}, tmp_path / "a.pth")
     lines = ckptkit("show", tmp_path / "a.pth", "w", "--nan").stdout.splitlines()
     assert lines[1] == "  [0, 0] nan" and lines[-1] == "  and 10 more" and len(lines) == 12
+
+
+def test_a_folder_becomes_a_folder(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
+    """Without a suffix, and of the format that was read."""
+    shards, again = tmp_path / "shards", tmp_path / "again"
+    assert ckptkit("convert", run_pth, shards, "--shard-size", "60B").exit_code == 0
+    assert ckptkit("convert", shards, again, "--cast", "float16").exit_code == 0
+    assert [each.name for each in again.iterdir()] == ["model.safetensors"]
+    assert ckptkit("convert", shards, tmp_path / "one.pth").exit_code == 0
+    assert (tmp_path / "one.pth").is_file()
+    assert ckptkit("convert", run_pth, tmp_path / "nothing").exit_code == 2
