@@ -6,17 +6,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ckptkit
+from ckptkit.cli import main
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.grouping import merge_all
@@ -27,8 +32,9 @@ from fixtures.make import FIXTURES, KEPT, kept, versions
 from fixtures.making import reading, training
 from tests.conftest import ROOT, Run
 from tests.formats.conformance import sharing
-from tests.matrix import ENTRIES, FOLDER, MANIFEST, NAMES, Fixture, of_net
+from tests.matrix import ENTRIES, FOLDER, MANIFEST, NAMES, OBJECTS, Fixture, of_net
 
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
 MATRIX = list(
     product(("none", "dp", "ddp"), ("bare", "wrapped", "full"), ("cpu", "cuda0", "cuda1", "cuda3"))
 )
@@ -52,6 +58,38 @@ def test_every_file_is_in_the_manifest() -> None:
     there = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert {path.relative_to(FOLDER).as_posix() for path in there} == listed
     assert sum(path.stat().st_size for path in there) < 4 << 20
+
+
+def readme() -> list[tuple[list[str], str]]:
+    """Return the rows of the README: patterns of files, and the command that answers them."""
+    rows = re.findall(r"^\| (`.*`) \| .* \| `(ckptkit .*)` \|$", README, re.MULTILINE)
+    return [(re.findall("`([^`]+)`", patterns), command) for patterns, command in rows]
+
+
+def test_every_fixture_is_in_the_readme() -> None:
+    rows = readme()
+    for name in ENTRIES:
+        assert any(fnmatch(name, each) for patterns, _ in rows for each in patterns), name
+    for patterns, command in rows:
+        for each in patterns:
+            assert any(fnmatch(name, each) for name in ENTRIES), each
+        assert any(
+            fnmatch(word.removeprefix("fixtures/"), each)
+            for word in shlex.split(command)
+            for each in patterns
+        ), command
+
+
+@pytest.mark.parametrize("command", [command for _, command in readme()])
+def test_the_commands_of_the_readme_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    model = re.findall("`(ckptkit.trainer.models.cnn:Cnn .*)`", README)[0]
+    words = shlex.split(command.replace("NET", model).replace("OUT", str(tmp_path / "out")))
+    done = CliRunner().invoke(main, words[1:])
+    found = words[1] in ("doctor", "diff")  # 1: there is something to say
+    assert done.exit_code in ((1,) if found else (0,)), done.output
 
 
 def test_bytes_are_those_of_the_manifest() -> None:
@@ -146,6 +184,39 @@ def ties(weights: Any) -> list[list[str]]:
     ]
 
 
+@pytest.mark.parametrize("name", OBJECTS)
+def test_the_weights_beside_python_objects_are_those_of_torch(name: str) -> None:
+    fixture = Fixture(name)
+    assert not fixture.facts["weights_only"]
+    assert not reading.loads_weights_only(fixture.path)
+    expected = reading.state_of(fixture.load(), fixture.facts["weights"])
+    found = ckptkit.load(fixture.path, map_location="cpu")
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("option", ["optimizer", "scaler", "ema"])
+def test_what_is_kept_beside_the_weights(option: str) -> None:
+    """Adam has two averages for each parameter, the scaler a scale, EMA the keys of DDP."""
+    names = {"optimizer": "adam_ddp", "scaler": "grad_scaler", "ema": "ema_ddp"}
+    tree = ckptkit.load(FOLDER / f"torch-zip/{names[option]}.pth", whole=True)
+    held = tree[option]
+    if option == "optimizer":
+        assert set(held["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert len(held["state"]) == len(tree["model"])
+    elif option == "scaler":
+        assert (held["scale"], held["_growth_tracker"]) == (1024.0, 0)
+    else:
+        assert set(held) == {"n_averaged", *(f"module.{name}" for name in tree["model"])}
+
+
+def test_the_random_states_of_both_processes_are_saved() -> None:
+    for name in ("torch-zip/ddp_full_cpu.pth", "dcp/fsdp_full"):
+        states = ckptkit.load(FOLDER / name, whole=True)["rng_of_ranks"]
+        assert len(states) == 2
+        assert not torch.equal(states[0]["torch"], states[1]["torch"])
+
+
 def test_what_is_not_read_is_refused_by_its_name() -> None:
     for fixture in map(Fixture, NAMES):
         if not fixture.is_readable:
@@ -232,7 +303,7 @@ def test_making_them_again_gives_the_same(names: list[str], tmp_path: Path) -> N
     again = json.loads((tmp_path / "again/manifest.json").read_text())
     made = [
         name
-        for name in NAMES
+        for name in ENTRIES
         if name in names or name.startswith(tuple(f"torch-zip/{each}_" for each in names))
     ]
     assert again == {**MANIFEST, "fixtures": {name: ENTRIES[name] for name in made}}

@@ -28,7 +28,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
 def _prefix(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for wrappers before most names, one inside the other perhaps."""
     names = names_of(facts)
-    if not names:
+    if not names or _is_inside_too(names):
         return
     found: list[str] = []
     rest = names
@@ -114,7 +114,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``, or a few names."""
     parts = [each[:-1] for each in WRAPPERS if each != "module."]
     names = names_of(facts)
-    if _common(names):
+    if _common(names) and not _is_inside_too(names):
         return
     new = {name: short for name in names if (short := _without(name, parts)) != name}
     if not new or len({*(new.get(name, name) for name in names)}) != len(names):
@@ -130,6 +130,16 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         edit("rename", facts.path, "renamed", "--sub", pattern),
         Fix(names=new),
     )
+
+
+def _is_inside_too(names: list[str]) -> bool:
+    """Return whether names begin with a wrapper, not ``module.``, and have wrappers inside.
+
+    FSDP does that; one edit then removes both.
+    """
+    parts = {each[:-1] for each in WRAPPERS if each != "module."}
+    begins = _common(names)[:-1] in parts
+    return begins and any(not parts.isdisjoint(name.split(".")[2:]) for name in names)
 
 
 def _without(name: str, parts: Collection[str]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,21 @@ def _save_file(contents: State, path: Path) -> None:
 def _save_shards(run: Run, path: Path, states: list[State]) -> None:
     """Write a folder atomically; every process writes its shards."""
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta | None:
+            """Record the name that the folder will have."""
+            meta = super().storage_meta()
+            return replace(meta, checkpoint_id=path) if meta else meta
 
     weights, optimizer = get_state_dict(run.model, run.optimizer)
     part = _part(path)
     try:
-        save_shards(_contents(run, weights, optimizer, states), checkpoint_id=part)
+        save_shards(_contents(run, weights, optimizer, states), storage_writer=Writer(part))
         if run.group.rank == 0:
             _remove(path)  # a folder that holds files cannot be replaced: only when `part` is whole
             os.replace(part, path)

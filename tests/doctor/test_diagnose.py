@@ -15,7 +15,7 @@ from ckptkit.loading import building
 from tests.conftest import Corpus
 from tests.matrix import NAMES, Fixture
 
-PREFIXES = ("module.", "_orig_mod.")
+PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,13 +31,19 @@ def test_what_is_mended_loads(name: str, tmp_path: Path) -> None:
     assert [cause.id for cause in again.causes if cause.fix is not None] == []
     expected = fixture.state()
     state = torch.load(out, weights_only=True)
-    short = {_bare(key): value for key, value in expected.items()}
+    short = {_plain(key): value for key, value in expected.items()}
     assert {_bare(key) for key in state} == {
         key.removeprefix("net.") for key in short
     } or state.keys() == short.keys()
     for key, value in state.items():
         other = short.get(key, short.get(f"net.{key}"))
         assert other is not None and other.shape == value.shape and value.device.type == "cpu"
+
+
+def _plain(key: str) -> str:
+    """Return a key without what wraps the model or, under FSDP, its parts."""
+    inside = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    return ".".join(part for part in _bare(key).split(".") if part not in inside)
 
 
 def _bare(key: str) -> str:

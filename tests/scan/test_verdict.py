@@ -50,8 +50,11 @@ from tests.scan.hostile_pickles import (
     text,
 )
 
+METHOD = FOLDER / "torch-zip/bound_method.pth"  # calls getattr
 FILES = sorted(
-    path for path in FOLDER.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    path
+    for path in FOLDER.rglob("*")
+    if path.is_file() and path.suffix not in (".py", ".pyc") and path != METHOD
 )
 
 # Scans all cases in a process that is watched: nothing of them may be imported, opened for writing,
@@ -127,6 +130,13 @@ def test_fixtures_are_no_findings_and_torch_agrees(path: Path) -> None:
         and path.parent.parent.name != "sharded"
     ):
         assert loads(path) == (found.verdict == SAFE)
+
+
+def test_a_method_that_was_saved_is_a_finding() -> None:
+    """Loading the file would call getattr."""
+    found = scan(METHOD)
+    assert counts(found, strict=False)
+    assert not loads(METHOD)
 
 
 def loads(path: Path) -> bool:
