@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from ckptkit.core.grouping import merge_all
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, nodes
 from ckptkit.core.weights import as_tensor
-from fixtures.make import FIXTURES, KEPT, kept, versions
+from fixtures.make import FIXTURES, KEPT, NET, kept, versions
 from fixtures.making import reading, training
 from tests.conftest import ROOT, Run
 from tests.formats.conformance import sharing
@@ -193,6 +194,16 @@ def test_the_weights_beside_python_objects_are_those_of_torch(name: str) -> None
     found = ckptkit.load(fixture.path, map_location="cpu")
     assert list(found) == list(expected)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_what_the_doctor_says_of_fsdp1_gives_the_names_of_the_net(tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "torch-zip/fsdp1.pth", tmp_path / "fsdp1.pth")
+    said = CliRunner().invoke(main, ["doctor", str(tmp_path / "fsdp1.pth")]).output
+    (command,) = re.findall(r"^ +ckptkit (.*)$", said, re.MULTILINE)
+    done = CliRunner().invoke(main, shlex.split(command))
+    assert done.exit_code == 0, done.output
+    net = ckptkit.load(FOLDER / NET)
+    assert list(ckptkit.load(tmp_path / "fsdp1-renamed.pth")) == list(net)
 
 
 @pytest.mark.parametrize("option", ["optimizer", "scaler", "ema"])

@@ -120,7 +120,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
     if not new or len({*(new.get(name, name) for name in names)}) != len(names):
         return
     inside = [part for part in parts if any(part in name.split(".") for name in new)]
-    pattern = rf"(^|\.)({'|'.join(inside)})\.=\1"
+    pattern = rf"(^|\.)(({'|'.join(inside)})\.)+=\1"  # several may follow each other
     yield Cause(
         "inner-prefix",
         ERROR,
