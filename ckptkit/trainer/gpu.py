@@ -14,8 +14,7 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +25,7 @@ from typing import Any
 import click
 import torch
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 import ckptkit
 from ckptkit.core.text import plural
@@ -37,7 +37,6 @@ from ckptkit.trainer.run import prepare
 
 SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
 NET = (3, 32, 32), 10, 0.25  # the arguments of the Cnn of SMALL
-TIMEOUT = 300  # seconds for a run of several processes
 
 
 class Skip(Exception):
@@ -100,17 +99,30 @@ def train(machine: Machine, out: Path, files: Files | None = None, **options: An
     return loop.train(replace(SMALL, **options), out, files, log=_silent)
 
 
-def torchrun(processes: int, out: Path, *options: str) -> None:
-    """Train in several processes, or raise Failed with the last line that they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), "-m", "ckptkit.trainer", str(out)]
-    command += ["--data", "random", "--width", "0.25", "--epochs", "2", "--save-form", "full"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=TIMEOUT, env=environment
-    )
-    why = next((line for line in done.stderr.splitlines() if line.startswith("ckptkit:")), "")
-    require(done.returncode == 0, why or done.stderr[-500:])
+def train_in_processes(
+    processes: int, out: Path, files: Files | None = None, **options: Any
+) -> None:
+    """Train a small run in several processes, as torchrun would start them."""
+    config = replace(SMALL, save_form="full", **options)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # free a moment later, for the first process
+    arguments = processes, port, config, out, files
+    spawn(_process, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
+
+
+def _process(
+    rank: int, processes: int, port: int, config: Config, out: Path, files: Files | None
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    loop.train(config, out, files, log=_silent)
 
 
 def same_weights(one: Path, other: Path, most: float) -> Facts:
@@ -221,9 +233,8 @@ def loading(machine: Machine, folder: Path) -> Facts:
         train(machine, path, save_form=form)
         device = str(machine.device)
         ours = ckptkit.load(path, map_location=device)
-        theirs = torch.load(path, map_location=device, weights_only=True)
-        theirs = theirs if form == "bare" else theirs["model"]
-        require(all(torch.equal(ours[key], theirs[key]) for key in theirs), f"{form} differs")
+        theirs = ckptkit.load(path, map_location="cpu")
+        require(all(torch.equal(ours[key].cpu(), theirs[key]) for key in theirs), f"{form} differs")
         require({str(each.device) for each in ours.values()} == {device}, f"{form} elsewhere")
         model = Cnn(*NET).to(machine.device)
         require(ckptkit.load_into(model, path).complete, f"{form} does not fit")
@@ -310,14 +321,14 @@ def inputs_elsewhere(machine: Machine, folder: Path) -> Facts:
 @check("DDP with nccl, a GPU for each process")
 def ddp_nccl(machine: Machine, folder: Path) -> Facts:
     machine.needs(1)
-    torchrun(machine.gpus, folder / "run.pth", "--parallel", "ddp", "--accumulate", "2")
+    train_in_processes(machine.gpus, folder / "run.pth", parallel="ddp", accumulate=2)
     return {"processes": machine.gpus}
 
 
 @check("DDP with gloo, two processes on one device")
 def ddp_gloo(machine: Machine, folder: Path) -> Facts:
     device = str(machine.device)
-    torchrun(2, folder / "run.pth", "--parallel", "ddp", "--devices", device)
+    train_in_processes(2, folder / "run.pth", parallel="ddp", devices=(device,))
     states = ckptkit.load(folder / "run.pth", map_location="cpu", whole=True)["rng_of_ranks"]
     require(len(states) == 2, f"random states of {len(states)} processes")
     return {"device": device}
@@ -326,9 +337,11 @@ def ddp_gloo(machine: Machine, folder: Path) -> Facts:
 @check("FSDP saves, resumes, and is evaluated from its folder")
 def fsdp(machine: Machine, folder: Path) -> Facts:
     processes = max(1, machine.gpus)
-    devices = ("--devices", "cpu") if not machine.gpus else ()
-    torchrun(processes, folder / "run", "--parallel", "fsdp", "--save-every", "1", *devices)
-    torchrun(processes, folder / "more", "--resume", str(folder / "run.epoch1"), *devices)
+    options: Facts = {"parallel": "fsdp", "save_every": 1}
+    options["devices"] = () if machine.gpus else ("cpu",)
+    train_in_processes(processes, folder / "run", **options)
+    files = Files(resume=folder / "run.epoch1")
+    train_in_processes(processes, folder / "more", files, **options)
     found = same_weights(folder / "run", folder / "more", 1e-5)
     config = replace(SMALL, devices=(str(machine.device),))
     return {**found, "accuracy": loop.evaluate(config, folder / "run", log=_silent)}
