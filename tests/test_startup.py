@@ -70,8 +70,8 @@ MOST = {
     "convert PTH out.safetensors": 95,
     "convert SAFETENSORS out.pth": 106,
     "convert PTH out.npz": 94,
-    "diff --json PTH PTH": 83,
-    "diff PTH PTH": 88,
+    "diff --json PTH PTH": 84,
+    "diff PTH PTH": 89,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -24,11 +24,17 @@ LEVELS = 4  # dotted parts that a prefix may have
 
 
 class Mismatch(NamedTuple):
-    """`name` is on both sides, but not the same kind of tensor."""
+    """`name` is on both sides, but not the same kind of tensor.
+
+    Where only the dtypes differ and values were compared, `tolerance` is the relative one, and
+    `difference` what is beyond it.
+    """
 
     name: str
     a: Kind
     b: Kind
+    tolerance: float | None = None
+    difference: Difference | None = None
 
 
 class Changed(NamedTuple):
@@ -36,6 +42,14 @@ class Changed(NamedTuple):
 
     name: str
     difference: Difference
+
+
+class Entry(NamedTuple):
+    """A value that is no tensor and differs: its path, and its text on each side if it is there."""
+
+    path: str
+    a: str | None
+    b: str | None
 
 
 class Silent(NamedTuple):
@@ -59,7 +73,8 @@ class Diff:
     sides and differs in dtype or shape (`mismatched`) or in its values alone (`changed`, if they
     were compared). `common` counts the names that both sides have; `advice` are commands that help.
     `renamed` and `reshaped` pair what is missing with what is unexpected: these names are in both
-    lists as well. `silent` is None unless B is a model."""
+    lists as well. `silent` is None unless B is a model. `entries` are values beside the tensors
+    that differ, `uncompared` names what was not compared."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -70,6 +85,8 @@ class Diff:
     advice: tuple[str, ...] = ()
     matching: Matching = field(default_factory=Matching)
     silent: Silent | None = None
+    entries: tuple[Entry, ...] = ()
+    uncompared: tuple[str, ...] = ()
 
     @property
     def renamed(self) -> tuple[Renamed, ...]:
@@ -83,7 +100,8 @@ class Diff:
 
     @property
     def equal(self) -> bool:
-        return not (self.missing or self.unexpected or self.mismatched or self.changed)
+        differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
+        return not any(differing)
 
     @property
     def summary(self) -> str:
@@ -99,6 +117,8 @@ class Diff:
         counts.append(f"{len(self.mismatched):,} mismatched")
         if self.values_compared:
             counts.append(f"{len(self.changed):,} changed")
+        if self.entries:
+            counts.append(f"{plural(len(self.entries), 'other value')}")
         counted = ((self.renamed, "renamed"), (self.reshaped, "renamed and reshaped"))
         looks = [
             f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}"
@@ -131,9 +151,9 @@ class Diff:
             "changed": [each.name for each in self.changed],
         }
         named = [f"{kind}: {some(names, 8)}" for kind, names in kinds.items() if names]
-        return "\n".join(
-            map(escape, (self.summary, *named, *(f"hint: {each}" for each in self.advice)))
-        )
+        hints = [f"hint: {each}" for each in self.advice]
+        left = [f"not compared: {'; '.join(self.uncompared)}"] if self.uncompared else []
+        return "\n".join(map(escape, (self.summary, *named, *hints, *left)))
 
 
 def compare(
@@ -144,30 +164,80 @@ def compare(
     atol: float | None = None,
     rtol: float | None = None,
     name: str = "A",
+    progress: Callable[[int], None] | None = None,
 ) -> Diff:
-    """Compare two checkpoints: names, dtypes and shapes; with `values` also the elements, by bytes
-    unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file, for the
-    advice. Raises TensorError for values that cannot be compared.
+    """Compare two mappings of tensors: names, dtypes and shapes; with `values` also the elements,
+    by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file,
+    for the advice, `progress` gets the bytes that were read. Tensors of different dtypes are
+    compared in float64, with the precision of the narrower dtype as the tolerance unless one is
+    given. Raises TensorError for values that cannot be compared.
     """
-    mismatched, alike = [], []
-    compare_values = values or atol is not None or rtol is not None
-    for key in _common(a, b):
-        ours, theirs = _kind(a[key]), _kind(b[key])
-        if ours != theirs:
-            mismatched.append(Mismatch(key, ours, theirs))
-        else:
-            alike.append(key)
-    changed = _changed(a, b, alike, atol, rtol) if compare_values else ()
+    found = common(a, b, values=values, atol=atol, rtol=rtol, progress=progress)
     kinds = (
         {key: _kind(side[key]) for key in side if key not in other}
         for side, other in ((a, b), (b, a))
     )
-    found: dict[str, Any] = {
+    return _names(a, b, name, *kinds, **found)
+
+
+def common(
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    *,
+    values: bool = False,
+    atol: float | None = None,
+    rtol: float | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Compare the tensors that both have: return the fields of the Diff about them."""
+    compare_values = values or atol is not None or rtol is not None
+    tell = progress or _ignore
+    mismatched, alike = [], []
+    for key in _common(a, b):
+        ours, theirs = _kind(a[key]), _kind(b[key])
+        if ours == theirs:
+            alike.append(key)
+        else:
+            mismatched.append(Mismatch(key, ours, theirs))
+    if compare_values:
+        mismatched = [_compared(each, a, b, atol, rtol, tell) for each in mismatched]
+    changed = _changed(a, b, alike, atol, rtol, tell) if compare_values else ()
+    return {
         "mismatched": tuple(mismatched),
         "changed": tuple(changed),
         "values_compared": compare_values,
     }
-    return _names(a, b, name, *kinds, **found)
+
+
+def _ignore(nbytes: int) -> None:
+    pass
+
+
+# Relative precision and smallest step of the narrow floating-point types: torch.finfo.
+PRECISION = {
+    "float64": (2**-52, 0.0), "float32": (2**-23, 2**-149), "float16": (2**-10, 2**-24),
+    "bfloat16": (2**-7, 2**-133), "float8_e4m3fn": (2**-3, 2**-9), "float8_e5m2": (2**-2, 2**-16),
+}  # fmt: skip
+
+
+def _compared(
+    found: Mismatch,
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    atol: float | None,
+    rtol: float | None,
+    progress: Callable[[int], None],
+) -> Mismatch:
+    """Compare the values of two tensors of one shape and different floating-point dtypes."""
+    known = [PRECISION.get(kind.dtype) for kind in (found.a, found.b)]
+    if found.a.shape != found.b.shape or None in known:
+        return found
+    if atol is None and rtol is None:
+        rtol, atol = max(each for each in known if each is not None)
+    ours, theirs = a[found.name], b[found.name]
+    difference = _difference(found.name, ours, theirs, atol, rtol)
+    progress(ours.nbytes + theirs.nbytes)
+    return found._replace(tolerance=rtol or 0.0, difference=difference)
 
 
 def against(
@@ -202,22 +272,31 @@ def _changed(
     keys: list[str],
     atol: float | None,
     rtol: float | None,
+    progress: Callable[[int], None],
 ) -> Iterator[Changed]:
-    """Return the keys whose values differ; several are compared at a time."""
+    """Yield the keys whose values differ; several are compared at a time."""
     compare = partial(_difference, atol=atol, rtol=rtol)
     found = compute.ordered(
         lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes
     )
-    return (
-        Changed(key, difference) for key, difference in zip(keys, found, strict=True) if difference
-    )
+    for key, difference in zip(keys, found, strict=True):
+        progress(2 * a[key].nbytes)
+        if difference is not None:
+            yield Changed(key, difference)
 
 
 def _difference(
     key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
 ) -> Difference | None:
     try:
-        return compute.compare(a, b, atol=atol, rtol=rtol)
+        found = compute.compare(a, b, atol=atol, rtol=rtol)
+        far = None if found is None else compute.distance(a, b)
+        if found is None or far is None:
+            return found
+        largest, relative, cosine = far
+        if found.largest is not None:
+            largest = found.largest
+        return replace(found, largest=largest, relative=relative, cosine=cosine)
     except CkptkitError as error:
         error.message = f"{key}: {error.message}"
         raise

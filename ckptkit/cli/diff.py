@@ -10,9 +10,13 @@ from ckptkit.cli import options, render
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.diff import Diff, Renamed
+    from collections.abc import Sequence
 
-SCHEMA = "ckptkit.diff/1"
+    from ckptkit.analysis.diff import Diff, Mismatch, Renamed
+    from ckptkit.compute import Difference
+    from ckptkit.core.checkpoint import Checkpoint
+
+SCHEMA = "ckptkit.diff/2"
 DIFFERENT = 1
 UNSURE = 0.6  # confidence below which a pair is a guess
 
@@ -28,6 +32,12 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 )
 @options.model_arguments
 @click.option("--values", is_flag=True, help="Compare elements too, byte for byte.")
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Compare what is beside the weights too: optimizer, averages, values.",
+)
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
@@ -68,7 +78,8 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
     """
     found = _compare(**asked)
     if as_json:
-        render.emit_json(_facts(found))
+        other = None if asked["b"] is None else urls.shown(asked["b"])
+        render.emit_json(_facts(found, urls.shown(asked["a"]), other, asked["spec"]))
     else:
         from ckptkit.cli import diff_text
 
@@ -108,8 +119,10 @@ def _compare(
     key: str | None,
     key_b: str | None,
     stored: bool,
+    everything: bool,
 ) -> Diff:
-    from ckptkit.analysis.diff import against, compare
+    from ckptkit.analysis.diff import against
+    from ckptkit.analysis.diff_checkpoints import compare_checkpoints
     from ckptkit.api import open_checkpoint
     from ckptkit.quantized import look_through_both
 
@@ -119,45 +132,75 @@ def _compare(
     if b is not None:
         second = open_checkpoint(b, key=key if key_b is None else key_b)
         sides = (first, second) if stored else look_through_both(first, second)
-        ours, theirs = (each.weights for each in sides)
-        return compare(ours, theirs, values=values, atol=atol, rtol=rtol, name=urls.shown(a))
-    if values or atol is not None or rtol is not None:
-        raise click.UsageError("--values, --atol and --rtol cannot be used with --model")
+        from ckptkit.cli.progress import Progress
+
+        with Progress(f"comparing {urls.shown(a)}", _nbytes(sides, everything)) as progress:
+            return compare_checkpoints(
+                *sides,
+                everything=everything,
+                values=values,
+                atol=atol,
+                rtol=rtol,
+                name=urls.shown(a),
+                progress=progress,
+            )
+    if values or everything or atol is not None or rtol is not None:
+        raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
     from ckptkit.loading.building import model_from, model_shapes
 
     assert spec is not None
     return against(first.weights, model_shapes(model_from(spec, args)), name=urls.shown(a))
 
 
-def _facts(found: Diff) -> dict[str, Any]:
-    from ckptkit.analysis.values import json_number
+def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:
+    """Return the bytes of the tensors to compare, about: those that only one side has count too."""
+    if everything:
+        from ckptkit.analysis.summary import summarize
 
+        return sum(summarize(each).totals.nbytes for each in sides)
+    return sum(sum(tensor.nbytes for tensor in each.weights.values()) for each in sides)
+
+
+def _facts(found: Diff, a: str, b: str | None, model: str | None) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
+        "a": a,
+        "b": b,
+        "model": model,
         "equal": found.equal,
         "missing": list(found.missing),
         "unexpected": list(found.unexpected),
-        "mismatched": [
-            {
-                "name": name,
-                "a": {"dtype": a.dtype, "shape": a.shape},
-                "b": {"dtype": b.dtype, "shape": b.shape},
-            }
-            for name, a, b in found.mismatched
-        ],
-        "changed": [
-            {
-                "name": name,
-                "count": each.count,
-                "first": each.first,
-                "largest": json_number(each.largest),
-            }
-            for name, each in found.changed
-        ],
+        "mismatched": list(map(_mismatch, found.mismatched)),
+        "changed": [{"name": name, **_difference(each)} for name, each in found.changed],
         "renamed": list(map(_pair, found.renamed)),
         "reshaped": list(map(_pair, found.reshaped)),
         "strict_false": None if found.silent is None else found.silent._asdict(),
+        "entries": [each._asdict() for each in found.entries],
+        "uncompared": list(found.uncompared),
         "advice": list(found.advice),
+    }
+
+
+def _mismatch(found: Mismatch) -> dict[str, Any]:
+    difference = None if found.difference is None else _difference(found.difference)
+    return {
+        "name": found.name,
+        "a": {"dtype": found.a.dtype, "shape": found.a.shape},
+        "b": {"dtype": found.b.dtype, "shape": found.b.shape},
+        "tolerance": found.tolerance,
+        "difference": difference,
+    }
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    from ckptkit.analysis.values import json_number
+
+    return {
+        "count": found.count,
+        "first": found.first,
+        "largest": json_number(found.largest),
+        "relative": json_number(found.relative),
+        "cosine": json_number(found.cosine),
     }
 
 

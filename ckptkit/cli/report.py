@@ -158,14 +158,14 @@ def _have_weights(found: list[Checkpoint]) -> bool:
 
 
 def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
-    from ckptkit.analysis.diff import compare
+    from ckptkit.analysis.diff_checkpoints import compare_checkpoints
     from ckptkit.views.page import facts, report
 
     seen = _seen(found, values)
     diff = None
     if len(found) > 1:
         name = urls.shown(found[0].name or "")
-        diff = compare(found[0].weights, found[1].weights, values=values, name=name)
+        diff = compare_checkpoints(found[0], found[1], values=values, name=name)
     return report.page(facts.facts(seen[0], seen[1] if len(seen) > 1 else None, diff)), len(
         seen[0].shares
     )

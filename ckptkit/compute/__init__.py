@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         compare,
         contiguous,
         dequantized_record,
+        distance,
         rebuild,
         to_torch_storage,
     )
@@ -41,6 +42,7 @@ __all__ = [
     "compare",
     "contiguous",
     "dequantized_record",
+    "distance",
     "dtype_of",
     "flow",
     "has_mean",
@@ -64,6 +66,7 @@ _PLACES = {
             "Difference",
             "cast_record",
             "compare",
+            "distance",
             "contiguous",
             "dequantized_record",
             "rebuild",

@@ -147,12 +147,16 @@ class Difference:
     """Differences of two tensors: `count` elements, the first of them at row-major position
     `first`.
 
-    ``largest`` is the largest absolute difference of all elements, None where bytes were compared.
+    ``largest`` is the largest absolute difference of all elements, None where bytes were compared;
+    ``relative`` the norm of the difference by that of the first, ``cosine`` that of the angle
+    between the two: None where they are not known (:func:`distance`).
     """
 
     count: int
     first: int
     largest: float | None = None
+    relative: float | None = None
+    cosine: float | None = None
 
 
 def compare(
@@ -189,6 +193,35 @@ def compare(
         return found
     first = expanded.place(found.first, a.shape, axes)
     return replace(found, count=found.count * expanded.times(a, axes), first=first)
+
+
+def distance(a: Tensor, b: Tensor) -> tuple[float, float | None, float | None] | None:
+    """Return the largest difference of two tensors of one shape, their relative distance and the
+    cosine between them.
+
+    Elements that are not finite are left out. None where a dtype has no numbers; the relative
+    distance is None where `a` is zero, the cosine where one is.
+    """
+    if not (is_decoded(a.dtype) and is_decoded(b.dtype)):
+        return None
+    import numpy as np
+
+    axes = expanded.repeated(a, b)
+    left, right = (contiguous(expanded.once(tensor, axes)).locate() for tensor in (a, b))
+    largest, moved, ours, theirs, product = 0.0, 0.0, 0.0, 0.0, 0.0
+    with np.errstate(all="ignore"):
+        for x, y in zip(_values(left, a.dtype), _values(right, b.dtype), strict=True):
+            finite = np.isfinite(x) & np.isfinite(y)
+            x, y = x[finite], y[finite]
+            steps = np.abs(x - y)
+            largest = max(largest, float(steps.max(initial=0.0)))
+            moved += float((steps**2).sum())
+            ours += float((np.abs(x) ** 2).sum())
+            theirs += float((np.abs(y) ** 2).sum())
+            product += float((x * np.conj(y)).real.sum())
+    relative = (moved / ours) ** 0.5 if ours else None
+    cosine = product / (ours * theirs) ** 0.5 if ours and theirs else None
+    return largest, relative, cosine
 
 
 def _same(left: Extent, right: Extent) -> bool:

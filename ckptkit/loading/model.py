@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import compute
 from ckptkit.analysis import diff as reports
+from ckptkit.analysis.diff_checkpoints import compare_checkpoints
 from ckptkit.analysis.pairing import Shapes, Way, certain, fits, prefixes
 from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
@@ -425,6 +426,7 @@ def diff(
     other: Source | nn.Module,
     *,
     key: str | None = None,
+    everything: bool = False,
     values: bool = False,
     atol: float | None = None,
     rtol: float | None = None,
@@ -433,7 +435,8 @@ def diff(
 
     `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
     or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also
-    compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`).
+    compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`), `everything`
+    what is beside their weights.
     """
     arguments.flags(values=values)
     arguments.tolerances(atol=atol, rtol=rtol)
@@ -443,8 +446,8 @@ def diff(
         other = building.model_from(other)
     if not hasattr(other, "state_dict"):
         ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
-        return reports.compare(
-            ours.weights, theirs.weights, values=values, atol=atol, rtol=rtol, name=name
+        return compare_checkpoints(
+            ours, theirs, everything=everything, values=values, atol=atol, rtol=rtol, name=name
         )
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")

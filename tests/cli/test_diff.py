@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import Ckptkit
 
@@ -44,8 +44,15 @@ def ab(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
     result = ckptkit("diff", "--json", "--values", *ab)
     assert result.exit_code == 1
+    ours = torch.load(ab[0], weights_only=True)["model"]["value"].double()
+    theirs = load_file(ab[1])["value"].double()
+    far = float((ours - theirs).norm() / ours.norm())
+    near = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
     assert json.loads(result.stdout) == {
-        "schema": "ckptkit.diff/1",
+        "schema": "ckptkit.diff/2",
+        "a": str(ab[0]),
+        "b": str(ab[1]),
+        "model": None,
         "equal": False,
         "missing": ["theirs"],
         "unexpected": ["mine"],
@@ -54,12 +61,25 @@ def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
                 "name": "shape",
                 "a": {"dtype": "float32", "shape": [2]},
                 "b": {"dtype": "float32", "shape": [3]},
+                "tolerance": None,
+                "difference": None,
             }
         ],
-        "changed": [{"name": "value", "count": 1, "first": 1, "largest": None}],
+        "changed": [
+            {
+                "name": "value",
+                "count": 1,
+                "first": 1,
+                "largest": 1.0,
+                "relative": pytest.approx(far),
+                "cosine": pytest.approx(near),
+            }
+        ],
         "renamed": [],
         "reshaped": [],
         "strict_false": None,
+        "entries": [],
+        "uncompared": ["epoch (--all)"],
         "advice": [],
     }
 
@@ -69,16 +89,83 @@ def test_the_text(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
     assert "missing (not in A): 1 key\n  theirs\n" in text
     assert "unexpected (only in A): 1 key\n  mine\n" in text
     assert ["shape", "float32", "[2]", "float32", "[3]"] in map(str.split, text.splitlines())
-    assert ["value", "1", "1"] in map(str.split, text.splitlines())
+    assert ["value", "1", "1"] in [line.split()[:3] for line in text.splitlines()]
     assert text.endswith(
         "different: 1 missing, 1 unexpected, 1 mismatched, 1 changed, of 3 keys on both sides\n"
+        "not compared: epoch (--all)\n"
     )
 
 
 def test_equal_files(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
     result = ckptkit("diff", "--values", ab[0], ab[0])
     assert result.exit_code == 0
-    assert result.stdout == "equal: 4 keys (names, dtypes, shapes and values)\n"
+    assert result.stdout == (
+        "equal: 4 keys (names, dtypes, shapes and values)\nnot compared: epoch (--all)\n"
+    )
+
+
+def trained(path: Path, *, step: float, lr: float) -> Path:
+    """A training checkpoint whose weights moved by `step`, a later layer farther."""
+    model = {f"layers.{n}.w": torch.arange(6.0) + step * n for n in range(3)}
+    model["head"] = torch.arange(4.0) + 100 * step
+    state = {"exp_avg": torch.full((3,), step), "step": torch.tensor(3.0)}
+    optimizer = {"state": {0: state}, "param_groups": [{"lr": lr, "params": [0]}]}
+    torch.save({"model": model, "optimizer": optimizer, "epoch": 3}, path)
+    return path
+
+
+def test_the_last_line_says_what_was_not_compared(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    a = trained(tmp_path / "a.pth", step=0.0, lr=0.1)
+    b = trained(tmp_path / "b.pth", step=0.5, lr=0.2)
+    done = ckptkit("diff", a, b)
+    assert done.exit_code == 0
+    assert done.stdout.splitlines()[-1] == (
+        "not compared: the values of tensors (--values); "
+        "optimizer (2 tensors, 2 values), epoch (--all)"
+    )
+    done = ckptkit("diff", "--all", "--values", a, b)
+    assert done.exit_code == 1
+    assert "not compared" not in done.stdout
+
+
+def test_all_compares_the_optimizer_and_values(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    a = trained(tmp_path / "a.pth", step=0.0, lr=0.1)
+    b = trained(tmp_path / "b.pth", step=0.5, lr=0.2)
+    found = json.loads(ckptkit("diff", "--all", "--values", "--json", a, b).stdout)
+    assert "optimizer.state.0.exp_avg" in [each["name"] for each in found["changed"]]
+    assert found["entries"] == [{"path": "optimizer.param_groups.0.lr", "a": "0.1", "b": "0.2"}]
+    same = trained(tmp_path / "same.pth", step=0.0, lr=0.3)
+    assert ckptkit("diff", "--values", a, same).exit_code == 0
+    assert ckptkit("diff", "--all", a, same).exit_code == 1
+
+
+def test_what_moved_most_comes_first_and_layers_are_one_row(
+    ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    a = trained(tmp_path / "a.pth", step=0.0, lr=0.1)
+    b = trained(tmp_path / "b.pth", step=0.5, lr=0.1)
+    lines = [line.split() for line in ckptkit("diff", "--values", a, b).stdout.splitlines()]
+    assert [line[0] for line in lines[:3]] == ["changed", "head", "layers.{1..2}.w"]
+    assert lines[2][1:4] == ["2", "12", "1"]  # tensors, elements, the largest difference
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_different_dtypes_are_compared_in_the_wider(
+    ckptkit: Ckptkit, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    weights = {"w": torch.randn(1000), "off": torch.randn(10)}
+    cast = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    cast["off"] = cast["off"] * 2
+    torch.save(weights, tmp_path / "a.pth")
+    torch.save(cast, tmp_path / "b.pth")
+    done = ckptkit("diff", "--values", "--json", tmp_path / "a.pth", tmp_path / "b.pth")
+    by_name = {each["name"]: each for each in json.loads(done.stdout)["mismatched"]}
+    assert by_name["w"]["tolerance"] == torch.finfo(dtype).eps
+    assert by_name["w"]["difference"] is None
+    assert by_name["off"]["difference"]["count"] == 10
+    text = ckptkit("diff", "--values", tmp_path / "a.pth", tmp_path / "b.pth").stdout
+    assert "equal within" in text and "differ by up to" in text
 
 
 def test_a_prefix_is_noticed(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:

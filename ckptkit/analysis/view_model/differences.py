@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptkit.analysis.diff import Diff, Kind, Renamed, Silent
+from ckptkit.analysis.diff import Changed, Diff, Kind, Mismatch, Renamed, Silent
 from ckptkit.analysis.view_model import Table
 from ckptkit.analysis.view_model.fold_pairs import fold_pairs
 from ckptkit.core.fold import Item, fold
@@ -21,6 +21,7 @@ def tables(found: Diff) -> Iterator[Table]:
         *_names(found),
         _mismatched(found),
         _changed(found),
+        _entries(found),
     )
     return (table for table in made if table.rows)
 
@@ -47,18 +48,76 @@ def _names(found: Diff) -> Iterator[Table]:
 
 
 def _mismatched(found: Diff) -> Table:
-    rows = fold(Item(name, (kind(a), kind(b)), 0) for name, a, b in found.mismatched)
+    rows = fold(
+        Item(each.name, (kind(each.a), kind(each.b), _closeness(each)), 0)
+        for each in found.mismatched
+    )
     cells = [(escape(row.label), *row.columns) for row in rows]
-    return Table("mismatched", ("name", "A", "B"), cells, things=len(found.mismatched))
+    headers = ("name", "A", "B", "values")
+    return Table("mismatched", headers, cells, things=len(found.mismatched)).without_empty()
+
+
+def _closeness(found: Mismatch) -> str:
+    """Return how near the values of different dtypes are, if they were compared."""
+    if found.tolerance is None:
+        return ""
+    if found.difference is None:
+        return f"equal within {found.tolerance:.2g}"
+    return f"differ by up to {found.difference.largest:.3g}"
 
 
 def _changed(found: Diff) -> Table:
-    headers = ("name", "elements", "largest difference")
+    """Return the tensors of other values, what moved most first; layers of a kind are one row."""
+    headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
+    if not found.changed:
+        return Table("changed", headers, [])
+    from ckptkit.analysis.stats import family
+
+    groups: dict[str, list[Changed]] = {}
+    for each in found.changed:
+        groups.setdefault(family(each.name), []).append(each)
+    rows = sorted(groups.values(), key=_movement, reverse=True)
+    cells = [_moved(family(row[0].name), row) for row in rows]
+    table = Table("changed", headers, cells, headers[1:], len(found.changed))
+    return table.without_empty()
+
+
+def _movement(group: Sequence[Changed]) -> float:
+    """Return the largest relative distance; what has none comes last."""
+    known = [each.difference.relative for each in group]
+    return max((each for each in known if each is not None), default=-1.0)
+
+
+def _moved(label: str, group: Sequence[Changed]) -> tuple[str, ...]:
+    """Return the cells of tensors of one kind: those that moved most."""
+    found = [each.difference for each in group]
+    labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
+    largest = [each.largest for each in found if each.largest is not None]
+    relative = [each.relative for each in found if each.relative is not None]
+    cosine = [each.cosine for each in found if each.cosine is not None]
+    return (
+        escape(labels[0] if len(labels) == 1 else label),
+        f"{len(group):,}" if len(group) > 1 else "",
+        f"{sum(each.count for each in found):,}",
+        f"{max(largest):.3g}" if largest else "",
+        f"{max(relative):.3g}" if relative else "",
+        f"{min(cosine):.6f}" if cosine else "",
+    )
+
+
+def _entries(found: Diff) -> Table:
+    """Return the values beside the tensors that differ."""
     cells = [
-        (escape(name), f"{each.count:,}", "" if each.largest is None else f"{each.largest:.3g}")
-        for name, each in found.changed
+        (escape(each.path) or "(root)", *(_side(text) for text in (each.a, each.b)))
+        for each in found.entries
     ]
-    return Table("changed", headers, cells, headers[1:], len(found.changed))
+    return Table("values", ("path", "A", "B"), cells, things=len(cells))
+
+
+def _side(text: str | None) -> str:
+    from ckptkit.analysis.view_model.contents import cut
+
+    return "(absent)" if text is None else cut(text)
 
 
 def kind(side: Kind) -> str:
@@ -78,6 +137,8 @@ def remarks(found: Diff) -> Iterator[str]:
         many = plural(found.matching.unsearched, "key")
         yield f"note: {many} of A not compared by name with all of B: too many"
     yield from hints(found.advice)
+    if found.uncompared:
+        yield f"not compared: {escape('; '.join(found.uncompared))}"
 
 
 def hints(advice: Iterable[str]) -> Iterator[str]:

@@ -51,6 +51,7 @@ def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any
         "other": {ours[name]: facts for name, facts in _others(diff, b, theirs, changes)},
         "values": diff.values_compared,
         "advice": list(map(escape, diff.advice)),
+        "uncompared": list(map(escape, diff.uncompared)),
     }
 
 
@@ -86,12 +87,17 @@ def _others(
     diff: Diff, b: Seen, theirs: dict[str, int], largest: Iterable[float | None]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return the other file's counterpart of each tensor, by name."""
-    for name, _, kind in diff.mismatched:
+    for name, _, kind, *_ in diff.mismatched:
         yield name, {"dtype": kind.dtype, "shape": shape(kind.shape)}
     for pair in (*diff.renamed, *diff.reshaped):
         yield pair.old, _renamed(pair)
     for (name, change), by in zip(diff.changed, largest, strict=True):
-        found: dict[str, Any] = {"changed": change.count, "largest": by}
+        found: dict[str, Any] = {
+            "changed": change.count,
+            "largest": by,
+            "relative": change.relative,
+            "cosine": change.cosine,
+        }
         if (tally := b.tallies.get(theirs[name])) is not None:
             found["norm"] = numbers(tally).get("norm")
         yield name, found

@@ -12,7 +12,8 @@ function differences() {
   const differ = all.filter(i => !["same", "not compared"].includes(state(i)));
   section.querySelector("p").textContent = (differ.length ? "" : "None. ") +
     "A is the first file: what is missing is in B alone, what is unexpected in A alone." +
-    (diff.values ? "" : " Names, shapes and dtypes are compared; with --values the values too.");
+    (diff.values ? "" : " Names, shapes and dtypes are compared; with --values the values too.") +
+    (diff.uncompared.length ? ` Not compared: ${diff.uncompared.join("; ")}.` : "");
   for (const [name, number] of sums) if (number) section.querySelector(".chips").append(stateChip(name, number));
   diff.advice.forEach(text => section.querySelector(".advice").append(advice(text)));
   layers(section, differ);

@@ -124,6 +124,8 @@ function detail(i) {
   if (there?.name) say("name in B", `${there.name} (${there.why}, ${percent(there.confidence)} sure)`);
   if (there?.shape) say("in B", `${there.dtype} ${there.shape}`);
   if (there?.changed) say("values changed", `${whole(there.changed)}, by up to ${three(there.largest)}`);
+  say("|d|/|a|", three(there?.relative));
+  say("cosine", there?.cosine == null ? "" : there.cosine.toFixed(6));
   if (there?.norm != null) say("norm in A and B", `${three(stats?.norm)} and ${three(there.norm)}`);
   if (stats) {
     for (const name of ["mean", "std", "min", "max", "norm"]) say(name, three(stats[name]));
