@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
-from ckptkit.core.text import NAMES, some
+from ckptkit.core.text import NAMES, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 from ckptkit.pickles.trust import refused_by_weights_only
@@ -57,7 +56,7 @@ def recover(path: str, unverified: bool = False) -> str:
 
 def fixed(path: str) -> str:
     """The name of the file that has what `path` has, mended."""
-    return _with_mark(
+    return output_name(
         path,
         "fixed",
         None if path.lower().endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes)) else ".pth",
@@ -66,8 +65,8 @@ def fixed(path: str) -> str:
 
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
     """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
-    output = _with_mark(path, mark, suffix)
-    return shlex.join(("ckptkit", command, *options, *argument(path), output))
+    output = output_name(path, mark, suffix)
+    return shell_command(("ckptkit", command, *options, *argument(path), output))
 
 
 def convert(path: str, mark: str, *options: str) -> str:
@@ -86,7 +85,7 @@ def argument(path: str) -> tuple[str, ...]:
     return ("--", path) if path.startswith("-") else (path,)
 
 
-def _with_mark(path: str, mark: str, suffix: str | None) -> str:
+def output_name(path: str, mark: str, suffix: str | None = None) -> str:
     """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
 
     `suffix` replaces that of `path`.
@@ -175,7 +174,7 @@ def _inner(summary: Summary, path: str) -> Iterator[str]:
         places = [
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]
-        look = shlex.join(("ckptkit", "scan", *argument(path)))
+        look = shell_command(("ckptkit", "scan", *argument(path)))
         yield (
             f"byte strings that are files of their own, not looked into here: {some(places)}; "
             f"{look} does"
@@ -187,5 +186,5 @@ def _others(summary: Summary, path: str) -> Iterator[str]:
     for key in map(join, summary.others[:NAMES]):
         yield (
             f"{key} holds weights too: "
-            f"{shlex.join(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
+            f"{shell_command(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
         )

@@ -192,7 +192,11 @@ class UnknownCommand(click.UsageError):
     "ckptkit",
     cls=CommandLine,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "max_content_width": 120,  # the terminal's width up to this; lines of help are read
+    },
 )
 @click.option(
     "--traceback",

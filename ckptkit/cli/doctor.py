@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import click
 from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.grouping import flatten
+from ckptkit.core.text import shell_word
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -86,7 +86,7 @@ def _check_destination(file: str, destination: str | None) -> None:
         return
     if os.path.samefile(file, destination):
         what = "is FILE itself; --fix writes a new file"
-        raise UsageError(what, where=destination, hint=f"--fix {shlex.quote(fixed(file))}")
+        raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
 
 
 def _model(spec: str | None, args: dict[str, object]) -> Any:

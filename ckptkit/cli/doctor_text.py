@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from shutil import get_terminal_size
@@ -11,6 +10,7 @@ from textwrap import wrap
 from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
 from ckptkit.cli.render import escape, is_terminal, paint, plural, size
+from ckptkit.core.text import shell_command
 from ckptkit.doctor.cause import ERROR, NOTE, WARNING
 from ckptkit.doctor.diagnose import Diagnosis
 
@@ -41,7 +41,7 @@ def lines(
             fixed(found.path),
             *argument(found.path),
         )
-        yield f"  {escape(shlex.join(words))}"
+        yield f"  {escape(shell_command(words))}"
 
 
 def _heading(found: Diagnosis) -> str:

@@ -34,6 +34,29 @@ def _escaped(char: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def shell_command(words: Iterable[str]) -> str:
+    """Join words into a command that a shell (bash, zsh) takes as they are, whatever is in them."""
+    return " ".join(map(shell_word, words))
+
+
+def shell_word(word: str) -> str:
+    """Quote a word for a shell; one that cannot be printed as it is, byte by byte."""
+    from shlex import quote
+
+    if escape(word) == word:
+        return quote(word)
+    try:
+        data = word.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # of no file
+        return quote(escape(word))
+    return f"$'{''.join(map(_quoted_byte, data))}'"
+
+
+def _quoted_byte(byte: int) -> str:
+    char = chr(byte)
+    return char if 0x20 <= byte < 0x7F and char not in "\\'" else f"\\x{byte:02x}"
+
+
 def size(nbytes: int) -> str:
     """Format a number of bytes in decimal units: ``1.1 MB`` is 1,100,000."""
     if nbytes < 1_000:

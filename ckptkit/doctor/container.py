@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Iterator
 
 from ckptkit.analysis.advice import argument, convert, edit, packed
 from ckptkit.core.parts import PartOf
+from ckptkit.core.text import shell_command
 from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.doctor.facts import Facts, alone, format_of, is_script, is_wrapped, some
 from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
@@ -40,7 +40,9 @@ def part(path: str, found: PartOf) -> Cause:
     it whole."""
     command = None
     if found.folder is not None:
-        command = shlex.join(("ckptkit", "convert", *argument(found.folder), "whole.safetensors"))
+        command = shell_command(
+            ("ckptkit", "convert", *argument(found.folder), "whole.safetensors")
+        )
     return Cause(
         "part",
         ERROR,
@@ -192,7 +194,7 @@ def _shard(facts: Facts) -> Iterator[Cause]:
             "The other tensors are in the files beside it; the folder stands for all of them.",
             convert(folder or ".", "whole")
             if folder
-            else shlex.join(("ckptkit", "convert", ".", "whole.pth")),
+            else shell_command(("ckptkit", "convert", ".", "whole.pth")),
         )
 
 
@@ -203,5 +205,7 @@ def _ambiguous(facts: Facts) -> Iterator[Cause]:
             WARNING,
             f"Several entries could be the weights: {some(facts.ambiguous)}.",
             "A model takes one of them; --key says which.",
-            shlex.join(("ckptkit", "doctor", "--key", facts.ambiguous[0], *argument(facts.path))),
+            shell_command(
+                ("ckptkit", "doctor", "--key", facts.ambiguous[0], *argument(facts.path))
+            ),
         )

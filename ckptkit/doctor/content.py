@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator
 
 from ckptkit.analysis.advice import WASTE, argument, convert, edit
 from ckptkit.core.grouping import flatten
 from ckptkit.core.notices import RUNS_CODE, coded
+from ckptkit.core.text import shell_command
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import codes, container, names
@@ -197,5 +197,5 @@ def _inner(facts: Facts) -> Iterator[Cause]:
             f"Byte strings in it are files of their own: {some(places)}.",
             "Weights may be in there, which only the library that wrote the file unpacks; scan "
             "looks into them.",
-            shlex.join(("ckptkit", "scan", *argument(facts.path))),
+            shell_command(("ckptkit", "scan", *argument(facts.path))),
         )

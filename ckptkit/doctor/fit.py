@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
-from ckptkit.analysis.advice import argument, convert, edit
+from ckptkit.analysis.advice import argument, convert, edit, output_name
 from ckptkit.analysis.matching import Kind, Renamed
 from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.grouping import flatten
-from ckptkit.core.text import plural, some
+from ckptkit.core.text import plural, shell_command, some
 from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out
@@ -133,7 +132,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
     names = {each.old: each.new for each in pairs}
     least = min(each.confidence for each in pairs)
     texts = [f"{old} -> {new}" for old, new in names.items()]
-    look = shlex.join(("ckptkit", "diff", *fitting.options, *argument(fitting.path)))
+    look = shell_command(("ckptkit", "diff", *fitting.options, *argument(fitting.path)))
     return Cause(
         "renamed",
         ERROR,
@@ -245,8 +244,8 @@ def _without(path: str, names: Sequence[str]) -> str | None:
 
 def _doctor(fitting: Fitting, mark: str) -> str:
     """Return the `doctor` command, which alone knows the names of the model."""
-    output = shlex.split(edit("doctor", fitting.path, mark))[-1]
-    return shlex.join(
+    output = output_name(fitting.path, mark)
+    return shell_command(
         ("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path))
     )
 

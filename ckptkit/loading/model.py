@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, some
+from ckptkit.core.text import plural, shell_word, some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.loading import building
@@ -325,7 +324,7 @@ def _misfit(report: LoadReport, model: nn.Module, ck: Checkpoint) -> ModelError:
     return ModelError(
         "; ".join([f"does not fit {kind.__name__}", *report.faults()]),
         where=ck.name,
-        hint=f"ckptkit diff {shlex.quote(ck.name or 'FILE')} --model {module}:{kind.__qualname__}",
+        hint=f"ckptkit diff {shell_word(ck.name or 'FILE')} --model {module}:{kind.__qualname__}",
     )
 
 

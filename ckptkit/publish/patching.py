@@ -13,7 +13,6 @@ never edited in place.
 from __future__ import annotations
 
 import os
-import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -28,6 +27,7 @@ from ckptkit.core.errors import (
     VerifyError,
 )
 from ckptkit.core.plan import Edit, Patch
+from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
 from ckptkit.publish.journal import (
     HEAD,
@@ -241,7 +241,7 @@ def _look(journal: str, file: str) -> None:
         if not os.path.lexists(journal):
             return
         if _state(_trusted(journal, file, fd), journal, file, fd) == "between":
-            hint = f"`ckptkit recover --in-place {shlex.quote(file)}` puts it back as it was"
+            hint = f"`ckptkit recover --in-place {shell_word(file)}` puts it back as it was"
             raise InputError(_INTERRUPTED, where=file, hint=hint)
 
 

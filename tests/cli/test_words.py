@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from safetensors import safe_open
 
 from ckptkit.cli import render
 from tests.cli.conftest import Ckptkit
-from tests.conftest import Run
+from tests.conftest import ENVIRONMENT, Run
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -191,3 +195,29 @@ def test_a_folder_becomes_a_folder(ckptkit: Ckptkit, run_pth: Path, tmp_path: Pa
     assert ckptkit("convert", shards, tmp_path / "one.pth").exit_code == 0
     assert (tmp_path / "one.pth").is_file()
     assert ckptkit("convert", run_pth, tmp_path / "nothing").exit_code == 2
+
+
+@pytest.mark.skipif(os.name != "posix" or not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize("name", [b"caf\xe9.pth", b"a\nb.pth", b"it's \x01.pth"], ids=repr)
+def test_a_pasted_command_works_for_any_name(name: bytes, run: Run, tmp_path: Path) -> None:
+    """Names that cannot be printed as they are, in UTF-8 or without line breaks."""
+    torch.save({"module.w": torch.ones(2)}, tmp_path / "plain.pth")
+    os.rename(tmp_path / "plain.pth", os.fsencode(tmp_path) + b"/" + name)
+    (found,) = (each for each in os.listdir(tmp_path) if each.endswith(".pth"))
+    printed = run("inspect", found, cwd=tmp_path).stdout
+    hint = next(line for line in printed.splitlines() if "strip-module" in line)
+    pasted = hint[hint.index("ckptkit strip-module") :].replace(
+        "ckptkit", f"{sys.executable} -m ckptkit", 1
+    )
+    subprocess.run(["bash", "-c", pasted], cwd=tmp_path, env=ENVIRONMENT, check=True, timeout=60)
+    made = os.fsencode(tmp_path) + b"/" + name.replace(b".pth", b"-stripped.pth")
+    assert list(torch.load(os.fsdecode(made))) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "least", "most"), [(60, 45, 60), (100, 81, 100), (300, 101, 120)]
+)
+def test_help_is_as_wide_as_the_terminal(columns: int, least: int, most: int, run: Run) -> None:
+    lines = run("convert", "--help", env={"COLUMNS": str(columns)}).stdout.splitlines()
+    prose = [line for line in lines if "ckptkit" not in line]
+    assert least <= max(map(len, prose)) <= most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from ckptkit.analysis.view_model import tensors
 from ckptkit.analysis.view_model.contents import Listing, listings
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.text import shell_command
 from ckptkit.quantized import look_through
 
 ROWS = 16  # of a grid
@@ -58,7 +58,7 @@ class Contents:
     def command(self, name: str, *words: str) -> str:
         """Return a command on this file, ready to paste."""
         key = () if self.key is None else ("--key", self.key)
-        return shlex.join(("ckptkit", name, *key, *argument(self.path), *words))
+        return shell_command(("ckptkit", name, *key, *argument(self.path), *words))
 
     def shows(self, branch: Branch, index: str = "") -> str:
         """Return the command that shows a branch, or a part of a tensor."""
