@@ -11,6 +11,7 @@ from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.text import shell_word
+from ckptkit.doctor.cause import LEVELS, WARNING, at_least
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.doctor/2"
 FOUND = 1
+UNCHECKED = "note: names and shapes were not checked against a model: --model does that"
 
 
 @click.command("doctor")
@@ -37,10 +39,23 @@ FOUND = 1
     help="Write a repaired copy to DST.",
 )
 @click.option("--force", is_flag=True, help="Replace DST if it exists.")
+@click.option(
+    "--fail-on",
+    "level",
+    type=click.Choice([*LEVELS, "never"]),
+    default=WARNING,
+    help="Exit with 1 if a cause is of this level or a more severe one.",
+)
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @options.key
 def command(
-    file: str, spec: str | None, args: dict[str, object], key: str | None, as_json: bool, **fix: Any
+    file: str,
+    spec: str | None,
+    args: dict[str, object],
+    key: str | None,
+    level: str,
+    as_json: bool,
+    **fix: Any,
 ) -> int:
     """Explain why a checkpoint does not load, and how to fix it.
 
@@ -48,8 +63,9 @@ def command(
     fixes in one pass. With --model, also finds what keeps the file from fitting that model; the
     model's code is imported and run.
 
-    Exit code 0 if nothing is found, 1 if something is (or remains after --fix), 3 if FILE cannot be
-    read.
+    An error keeps the file from loading, a warning does so in some places, a note is worth knowing.
+    Exit code 1 if an error or a warning is found (or remains after --fix; see --fail-on), 3 if FILE
+    cannot be read, else 0.
 
     \b
     Example: ckptkit doctor run.pth
@@ -67,12 +83,18 @@ def command(
     done = _mended(found, **fix)
     left = found if done is None else examine(done.path, model=model, options=words)
     if as_json:
-        render.emit_json(_facts(found, done, left))
+        render.emit_json(_facts(found, done, left, spec))
     else:
         _say(found, done, left, fix["destination"])
+        if spec is None and left.readable and left.checkpoint is not None:
+            render.emit("", render.labelled(UNCHECKED))
     if not left.readable:
         return InputError.exit_code
-    return FOUND if left.causes or (done and (found.lost or found.unmended)) else 0
+    if level == "never":
+        return 0
+    unmended = at_least(found.unmended, level) if done else []
+    lost = done is not None and found.lost
+    return FOUND if at_least(left.causes, level) or unmended or lost else 0
 
 
 def _check_destination(file: str, destination: str | None) -> None:
@@ -131,10 +153,13 @@ def _say(
             render.warn(line)
 
 
-def _facts(found: Diagnosis, done: Conversion | None, left: Diagnosis) -> dict[str, Any]:
+def _facts(
+    found: Diagnosis, done: Conversion | None, left: Diagnosis, model: str | None
+) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "file": found.path,
+        "model": model,
         "readable": found.readable,
         "format": None if found.checkpoint is None else found.checkpoint.format,
         "causes": list(map(_cause, found.causes)),

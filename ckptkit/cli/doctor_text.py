@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from shutil import get_terminal_size
 from textwrap import wrap
 
@@ -11,7 +11,7 @@ from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
 from ckptkit.cli.render import escape, is_terminal, paint, plural, size
 from ckptkit.core.text import shell_command
-from ckptkit.doctor.cause import ERROR, NOTE, WARNING
+from ckptkit.doctor.cause import ERROR, LEVELS, NOTE, WARNING, Cause
 from ckptkit.doctor.diagnose import Diagnosis
 
 COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
@@ -47,13 +47,15 @@ def lines(
 def _heading(found: Diagnosis) -> str:
     if found.checkpoint is None:
         return f"{escape(found.path)}: cannot be read"
-    number = (
-        plural(len(found.causes), "cause")
-        if found.causes
-        else "nothing found that keeps it from loading"
-    )
+    number = _counted(found.causes) or "nothing found that keeps it from loading"
     kind = found.checkpoint.format if found.readable else f"{found.checkpoint.format}, damaged"
     return f"{escape(found.path)}: {kind}: {number}"
+
+
+def _counted(causes: Sequence[Cause]) -> str:
+    """Count the causes of each level: ``1 error, 2 notes``."""
+    counts = {level: len([each for each in causes if each.severity == level]) for level in LEVELS}
+    return ", ".join(plural(count, level) for level, count in counts.items() if count)
 
 
 def _causes(found: Diagnosis) -> Iterator[str]:
@@ -65,7 +67,7 @@ def _causes(found: Diagnosis) -> Iterator[str]:
     numbers: dict[str, int] = {}
     for number, cause in enumerate(found.causes, 1):
         yield ""
-        title = f"{number}. {'Note: ' * (cause.severity == NOTE)}{escape(cause.title)}"
+        title = f"{number}. {cause.severity}: {escape(cause.title)}"
         yield paint(title, COLOURS[cause.severity])
         text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
         yield from (f"   {escape(line)}" for line in text)
@@ -83,7 +85,7 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
         f"wrote {done.path}: {'; '.join((f'{count}, {size(done.plan.size)}', *done.notes))}"
     )
     if left.causes:
-        yield f"what remains in {escape(done.path)}: {plural(len(left.causes), 'cause')}"
+        yield f"what remains in {escape(done.path)}: {_counted(left.causes)}"
         yield from _causes(left)
     elif found.lost:
         lost = plural(len(found.lost), "entry")

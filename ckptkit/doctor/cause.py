@@ -9,6 +9,7 @@ from functools import reduce
 ERROR = "error"  # it does not load
 WARNING = "warning"  # it does not load everywhere, or not as its name promises
 NOTE = "note"  # it loads, and costs more or is something else than one may think
+LEVELS = (ERROR, WARNING, NOTE)  # most severe first
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Cause:
     explanation: str
     command: str | None = None
     fix: Fix | None = None
+
+
+def at_least(causes: Iterable[Cause], level: str) -> list[Cause]:
+    """Return the causes that are as severe as `level`, or more."""
+    return [cause for cause in causes if LEVELS.index(cause.severity) <= LEVELS.index(level)]
 
 
 def together(causes: Iterable[Cause]) -> Fix | None:

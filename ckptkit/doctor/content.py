@@ -12,7 +12,7 @@ from ckptkit.core.text import shell_command
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.doctor import codes, container, names
-from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.doctor.cause import ERROR, NOTE, WARNING, Cause, Fix
 from ckptkit.doctor.facts import (
     Facts,
     alone,
@@ -71,7 +71,7 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
     beside = f", beside {some(others)}" if others else ""
     yield Cause(
         "wrapper",
-        ERROR,
+        NOTE if others else WARNING,  # as training loops save it
         f"The weights are in its entry {key!r}{beside}.",
         "load_state_dict wants that entry, not the dict around it, whose keys are not names of a "
         "model's: "
