@@ -106,7 +106,7 @@ def _each(
         try:
             with (
                 closing(open_checkpoint(file, key=key)) as checkpoint,
-                Progress("digest") as progress,
+                Progress(f"reading {urls.shown(file)}") as progress,
             ):
                 seen = _seen(checkpoint, dequantize, file)
                 found = digest(seen, everything=everything, matches=matches, progress=progress)

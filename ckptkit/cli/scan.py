@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from os.path import isdir
 from typing import TYPE_CHECKING
 
 import click
@@ -52,8 +53,9 @@ def command(
 ) -> int:
     """Report what loading files would run, without running it.
 
-    Examines every pickle in files and folders, also in places that loaders ignore. Exit code 1 if a
-    pickle would run code or cannot be judged; with --strict, also if weights_only=True refuses it.
+    Examines every pickle in files and folders, also in places that loaders ignore. Of a
+    folder, prints the findings and a summary. Exit code 1 if a pickle would run code or cannot be
+    judged; with --strict, also if weights_only=True refuses it.
 
     \b
     Example: ckptkit scan run.pth
@@ -73,10 +75,11 @@ def command(
     elif as_sarif:
         render.emit_json(scan_sarif.log(results, strict))
     else:
+        findings_only = quiet or any(map(isdir, files))
         for each in results:
-            if not quiet or counts(each, strict):
+            if not findings_only or counts(each, strict):
                 render.emit(*scan_text.painted(each))
-        if len(outcome) > 1 and not quiet:
+        if (len(outcome) > 1 or any(map(isdir, files))) and not quiet:
             render.emit(outcome.summary())
     return outcome.code
 

@@ -92,7 +92,7 @@ def _verdicts(
 
     for file in files:
         try:
-            with Progress("verify") as progress:
+            with Progress(f"verifying {urls.shown(file)}") as progress:
                 verdict = verify(
                     file,
                     expected=expected,

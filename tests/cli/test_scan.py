@@ -232,3 +232,19 @@ def test_versions_that_differ_are_named(
     done = ckptkit("scan", tmp_path / "a.pth")
     assert "safe for weights_only" in done.stdout
     assert (said in done.stdout) if said else "refuses" not in done.stdout
+
+
+def test_of_a_folder_findings_and_a_summary_are_printed(
+    ckptkit: Ckptkit, evil: Path, fine: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    for path in (evil, fine):
+        (folder / path.name).write_bytes(path.read_bytes())
+    found = ckptkit("scan", folder)
+    assert found.exit_code == 1
+    assert evil.name in found.stdout and fine.name not in found.stdout
+    assert found.stdout.splitlines()[-1].startswith("2 files: ")
+    (folder / evil.name).unlink()
+    clean = ckptkit("scan", folder)
+    assert (clean.exit_code, clean.stdout.splitlines()) == (0, ["1 file: 1 safe for weights_only"])
