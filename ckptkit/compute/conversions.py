@@ -41,6 +41,7 @@ class Layouts:
     old: dict[str, tuple[int, ...]] = field(default_factory=dict)
     new: dict[str, tuple[int, ...]] = field(default_factory=dict)
     moved: list[Moved] = field(default_factory=list)
+    tied: frozenset[str] = frozenset()  # names of the model that its files may lack
 
 
 def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layouts:
@@ -61,7 +62,12 @@ def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layo
         close = nearest(model_type, CONFIG_MAPPING_NAMES)
         near = f"did you mean {', '.join(close)}?" if close else None
         raise UsageError(f"transformers has no model type {model_type!r}", hint=near)
-    made = transformers.AutoConfig.for_model(model_type, **dict(config or {}))
+    settings = {name: value for name, value in (config or {}).items() if name != "model_type"}
+    try:
+        made = transformers.AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # whatever the code of a configuration raises
+        message = f"transformers does not take the configuration of {model_type}"
+        raise UsageError(f"{message}: {str(error)[:200]}") from error
     return layouts_of_model(_built(transformers, made), model_type)
 
 
@@ -97,7 +103,8 @@ def layouts_of_model(model: Any, model_type: str) -> Layouts:
         [each for each in back if isinstance(each, WeightConverter)],
         {id(b): f for f, b in zip(forward[::-1], back, strict=True)},
     )
-    found = Layouts(model_type, transformers.__version__)
+    tied = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
+    found = Layouts(model_type, transformers.__version__, tied=tied)
     state = model.state_dict()
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
     found.new = {name: tuple(tensor.shape) for name, tensor in meta.items()}

@@ -61,9 +61,16 @@ def _parsed(source: ByteSource) -> Mapping[str, Any]:
             f"is larger than {BYTES:,} bytes: it is not a configuration", where=source.name
         )
     try:
-        found = json.loads(source.read(0, source.size).decode())
+        found = json.loads(source.read(0, source.size).decode(), object_hook=_number)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not JSON: {str(error)[:100]}", where=source.name) from error
     if not isinstance(found, dict):
         raise UsageError("is not a JSON object", where=source.name)
+    return found
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if len(found) == 1 and found.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+        return float(found["__float__"])
     return found

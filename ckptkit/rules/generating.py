@@ -43,8 +43,9 @@ def generated(layouts: Layouts) -> Generated:
             continue
         families.setdefault(pair.family, []).append(pair)
     for pairs in families.values():
-        found.lines += _lines(pairs)
-    found.lines.sort(key=lambda line: "{" in line.partition(" -> ")[0])  # literal names first
+        arrow = "->?" if all(pair.new in layouts.tied for pair in pairs) else "->"
+        found.lines += _lines(pairs, arrow)
+    found.lines.sort(key=lambda line: "{" in line.partition(" ->")[0])  # literal names first
     found.left += _faults(found.lines, layouts)
     return found
 
@@ -225,13 +226,13 @@ def _labelled(names: list[str], word: str) -> str:
     return f"{names[0][:low]}{{{word}:{'|'.join(labels)}}}{names[0][len(names[0]) - high :]}"
 
 
-def _lines(pairs: list[_Pair]) -> list[str]:
+def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
     """One rule for a family if its numbers are carried over, else one for each pair."""
     old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
     new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]
     carried = _carried(old, new)
     if carried is None:
-        return [f"{p.old}{p.old_dims} -> {p.new}{p.new_dims}{p.sizes}" for p in pairs]
+        return [f"{p.old}{p.old_dims} {arrow} {p.new}{p.new_dims}{p.sizes}" for p in pairs]
     first = pairs[0]
     left = _numbered(
         first.old, [f"l{n}" if n in carried.values() else None for n in range(len(old[0]))]
@@ -239,7 +240,7 @@ def _lines(pairs: list[_Pair]) -> list[str]:
     right = _numbered(
         first.new, [f"l{carried[n]}" if n in carried else None for n in range(len(new[0]))]
     )
-    return [f"{left}{first.old_dims} -> {right}{first.new_dims}{first.sizes}"]
+    return [f"{left}{first.old_dims} {arrow} {right}{first.new_dims}{first.sizes}"]
 
 
 def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
