@@ -188,8 +188,11 @@ def test_entries(tmp_path: Path) -> None:
         for odd in ([], None, 1.5, ("model",)):
             with pytest.raises(KeyError):
                 ck[odd]
-    with pytest.raises(ckptkit.CkptkitError):
-        ck["model.weight"].numpy()  # it is closed
+    with pytest.raises(ckptkit.CkptkitError, match="was closed"):
+        ck["model.weight"].numpy()
+    with pytest.raises(ckptkit.CkptkitError, match="was closed"):
+        ckptkit.save(ck, tmp_path / "b.pth")
+    assert not (tmp_path / "b.pth").exists()
 
 
 def sources(path: Path) -> Iterator[Any]:

@@ -206,7 +206,7 @@ class LocalFile(ByteSource):
                     raise InputChangedError("became shorter while it was read", where=self.name)
                 data += more
         except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=self.name) from error
+            raise self._failed(error) from error
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -222,7 +222,11 @@ class LocalFile(ByteSource):
                     raise InputChangedError("became shorter while it was read", where=self.name)
                 done += count
         except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", where=self.name) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> InputError:
+        why = "was closed" if self.fd < 0 else f"cannot be read: {error.strerror}"
+        return InputError(why, where=self.name)
 
     def _pread(self, length: int, offset: int) -> bytes:
         if hasattr(os, "pread"):
@@ -232,7 +236,10 @@ class LocalFile(ByteSource):
             return os.read(self.fd, length)
 
     def _identity(self) -> Identity:
-        info = os.fstat(self.fd)
+        try:
+            info = os.fstat(self.fd)
+        except OSError as error:
+            raise self._failed(error) from error
         return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
 
     def check_unchanged(self) -> None:
