@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core import above
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.reports import digest as digest
+    from ckptkit.analysis.reports import inspect as inspect
+    from ckptkit.analysis.reports import scan_files as scan_files
+    from ckptkit.analysis.reports import stats as stats
+    from ckptkit.analysis.reports import verify as verify
+    from ckptkit.api import convert as convert
     from ckptkit.api import open_checkpoint as open
     from ckptkit.api import recover as recover
     from ckptkit.api import save as save
@@ -18,6 +24,8 @@ if TYPE_CHECKING:
     from ckptkit.core.errors import CkptkitError as CkptkitError
     from ckptkit.core.tensor import Storage as Storage
     from ckptkit.core.tensor import Tensor as Tensor
+    from ckptkit.doctor.report import diagnose as diagnose
+    from ckptkit.formats.format import WriteOptions as WriteOptions
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
@@ -57,15 +65,20 @@ _PLACES = {
     "CkptkitError": ("core.errors", "CkptkitError"),
     "Storage": ("core.tensor", "Storage"),
     "Tensor": ("core.tensor", "Tensor"),
+    "WriteOptions": ("formats.format", "WriteOptions"),
     "add_prefix": ("transforms.keys", "add_prefix"),
     "apply_rules": ("rules.applying", "apply_rules"),
     "average": ("transforms.combine", "average"),
     "cast": ("transforms.elements", "cast"),
     "compact": ("transforms.elements", "compact"),
+    "convert": ("api", "convert"),
     "dequantize": ("transforms.quantized", "dequantize"),
+    "diagnose": ("doctor.report", "diagnose"),
     "diff": ("loading", "diff"),
+    "digest": ("analysis.reports", "digest"),
     "ema": ("transforms.combine", "ema"),
     "extract": ("transforms.structure", "extract"),
+    "inspect": ("analysis.reports", "inspect"),
     "key_optimizer": ("transforms.optimizer_keys", "key_optimizer"),
     "load": ("loading", "load"),
     "load_into": ("loading", "load_into"),
@@ -75,8 +88,11 @@ _PLACES = {
     "remap": ("transforms.devices", "remap"),
     "rename": ("transforms.keys", "rename"),
     "save": ("api", "save"),
+    "scan_files": ("analysis.reports", "scan_files"),
     "select": ("transforms.keys", "select"),
+    "stats": ("analysis.reports", "stats"),
     "strip_prefix": ("transforms.keys", "strip_prefix"),
+    "verify": ("analysis.reports", "verify"),
     "wrap": ("transforms.structure", "wrap"),
 }
 
@@ -86,16 +102,21 @@ __all__ = [
     "CkptkitError",
     "Storage",
     "Tensor",
+    "WriteOptions",
     "__version__",
     "add_prefix",
     "apply_rules",
     "average",
     "cast",
     "compact",
+    "convert",
     "dequantize",
+    "diagnose",
     "diff",
+    "digest",
     "ema",
     "extract",
+    "inspect",
     "key_optimizer",
     "load",
     "load_into",
@@ -105,8 +126,11 @@ __all__ = [
     "remap",
     "rename",
     "save",
+    "scan_files",
     "select",
+    "stats",
     "strip_prefix",
+    "verify",
     "wrap",
 ]
 

@@ -13,7 +13,7 @@ from ckptkit import formats
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.errors import ArgumentError, CkptkitError, PathError, UsageError
+from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.core.text import guess, some
 from ckptkit.formats.common.opening import open_place, steady
@@ -117,31 +117,7 @@ def _place(source: object) -> ByteSource | Folder:
         return Memory(bytes(source), "<bytes>")
     if hasattr(source, "read") and hasattr(source, "seek"):
         return FileObject(source)  # type: ignore[arg-type]
-    return open_place(_path("source", source))
-
-
-def _path(name: str, value: object) -> str:
-    """Return the path that an argument is. Raises UsageError for what is none."""
-    try:
-        path = os.fsdecode(value) if not isinstance(value, bytes) else None  # type: ignore[arg-type]
-    except TypeError:
-        path = None
-    if path is None:
-        hint = "torch.nn.Module: give model.state_dict()" if hasattr(value, "state_dict") else None
-        error = arguments.wrong(name, _SOURCES[name], value)
-        error.hint = hint
-        raise error
-    if not path:
-        raise UsageError(f"{name} is an empty path")
-    if "\0" in path:
-        raise PathError("cannot be a path: it has a null character", where=path)
-    return path
-
-
-_SOURCES = {
-    "source": "a path, a URL, bytes, a binary file object, a mapping or a Checkpoint",
-    "destination": "a path or URL",
-}
+    return open_place(arguments.path("source", source))
 
 
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
@@ -165,7 +141,7 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
     """
     arguments.flags(unverified=unverified)
     is_path = isinstance(source, (str, os.PathLike))
-    place = open_place(_path("source", source), undo=True) if is_path else _place(source)
+    place = open_place(arguments.path("source", source), undo=True) if is_path else _place(source)
     return _read(place, partial(formats.recover, unverified=unverified))
 
 
@@ -187,7 +163,7 @@ def save(
     ``allow_expand``, ``executor``, ``progress`` (:class:`Publishing`). Raises OutputExistsError (a
     FileExistsError) without ``force``, OutputError where it cannot be written.
     """
-    path = _path("destination", path)
+    path = arguments.path("destination", path)
     _check_writing(format, options, dry_run, publishing)
     checkpoint = opened(checkpoint)
     chosen = formats.for_writing(path, format, keep=checkpoint.format, shards=_in_shards(options))
@@ -226,7 +202,10 @@ def convert(
         checkpoint = checkpoint.whole()
     if not in_place and destination is None:
         raise UsageError("there is no destination", hint="in_place=True changes the source")
-    path = _own_place(checkpoint, format) if in_place else _path("destination", destination)
+    if in_place:
+        path = _own_place(checkpoint, format)
+    else:
+        path = arguments.path("destination", destination)
     is_kept = keep_format or in_place or formats.is_folder(checkpoint.format)
     keep = checkpoint.format if is_kept else None
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))

@@ -60,7 +60,7 @@ WRONG: dict[str, Any] = {
     "device": torch.device("cpu"),
     "text file": io.StringIO("text"),
     "exception": ValueError("x"),
-    "folder": Path("/"),
+    "folder": Path("empty"),
 }  # fmt: skip
 # A mistake inside a function of the caller is the caller's to see.
 OWN_CODE = {("map", "function"), ("convert", "steps"), ("load", "map_location")}
@@ -71,6 +71,7 @@ ANYTHING = {("with_value", "value")}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
     torch.save({"module.weight": torch.ones(2, 2), "module.bias": torch.ones(2)}, "a.pth")
     return tmp_path
 
@@ -159,6 +160,11 @@ def test_a_sentence_of_options(option: str, folder: Path) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    assert {*FUNCTIONS} | {"Checkpoint", "CkptkitError", "Storage", "Tensor", "__version__"} == {
-        *ckptkit.__all__
-    }
+    assert {*FUNCTIONS} | {
+        "Checkpoint",
+        "CkptkitError",
+        "Storage",
+        "Tensor",
+        "WriteOptions",
+        "__version__",
+    } == {*ckptkit.__all__}

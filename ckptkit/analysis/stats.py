@@ -18,6 +18,7 @@ from itertools import groupby
 from ckptkit import compute
 from ckptkit.analysis import summary
 from ckptkit.compute import ElementRange, Tally
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
 
@@ -189,3 +190,12 @@ def _work(task: Task) -> tuple[int, Tally | str, int]:
     except CkptkitError as error:
         error.message = f"{_name(row)}: {error.message}"
         raise
+
+
+def chosen(
+    checkpoint: Checkpoint, globs: Sequence[str], everything: bool = False
+) -> list[summary.TensorRow]:
+    """Return the weights, or all tensors where there are none, that match the globs."""
+    rows = summary.summarize(checkpoint).rows
+    weights = [] if everything else [row for row in rows if row.name is not None]
+    return summary.matching(weights or rows, globs)

@@ -6,7 +6,7 @@ One walk over the tree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError
 from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import and_more, plural
+from ckptkit.core.text import and_more, matcher, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.pickles.trust import describe, is_harmful
@@ -388,3 +388,13 @@ def _size(checkpoint: Checkpoint) -> int:
     if source is None:
         return 0
     return source.size if isinstance(source, ByteSource) else source.nbytes()
+
+
+def matching(rows: list[TensorRow], globs: Sequence[str]) -> list[TensorRow]:
+    """Return the rows whose name or path matches one of the globs, all where there are none."""
+    if not globs:
+        return rows
+    matches = matcher(globs)
+    return [
+        row for row in rows if (row.name is not None and matches(row.name)) or matches(row.place)
+    ]

@@ -220,23 +220,8 @@ def _comparison(
 
 def _facts(path: str, format: str, digests: Digests | CkptkitError) -> dict[str, Any]:
     """Return FILE of the JSON schema, its tensors as an iterator."""
-    from ckptkit.analysis.values import number
-    from ckptkit.analysis.view_model.as_json import failure
+    from ckptkit.analysis.view_model import as_json
 
     if isinstance(digests, CkptkitError):
-        return failure(digests, path)
-    return {
-        "file": path,
-        "format": format,
-        "digest": digests.whole,
-        "tensors": (
-            {
-                "name": name,
-                "dtype": digests.tensors[name].dtype.name,
-                "shape": [number(size) for size in digests.tensors[name].shape],
-                "digest": id,
-            }
-            for name, id in digests.ids.items()
-        ),
-        "without": [{"name": name, "why": why} for name, why in digests.without.items()],
-    }
+        return as_json.failure(digests, path)
+    return as_json.digests(path, format, digests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,6 @@ from ckptkit.doctor.cause import LEVELS, WARNING, at_least
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
-    from ckptkit.doctor.cause import Cause
     from ckptkit.doctor.diagnose import Diagnosis
 
 SCHEMA = "ckptkit.doctor/2"
@@ -72,6 +70,7 @@ def command(
              ckptkit doctor run.pth --model models.py:CNN --arg classes=10 --fix fixed.pth
     """
     from ckptkit.doctor.diagnose import examine
+    from ckptkit.doctor.report import report
 
     _check_destination(file, fix["destination"])
     if args and spec is None:
@@ -83,7 +82,7 @@ def command(
     done = _mended(found, **fix)
     left = found if done is None else examine(done.path, model=model, options=words)
     if as_json:
-        render.emit_json(_facts(found, done, left, spec))
+        render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
     else:
         _say(found, done, left, fix["destination"])
         if spec is None and left.readable and left.checkpoint is not None:
@@ -151,40 +150,3 @@ def _say(
     if done is not None:
         for line in (*edit_report.what_was_lost(found.lost), *done.plan.notes, *done.warnings):
             render.warn(line)
-
-
-def _facts(
-    found: Diagnosis, done: Conversion | None, left: Diagnosis, model: str | None
-) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "file": found.path,
-        "model": model,
-        "readable": found.readable,
-        "format": None if found.checkpoint is None else found.checkpoint.format,
-        "causes": list(map(_cause, found.causes)),
-        "fixed": None if done is None else _fixed(found, done, left),
-    }
-
-
-def _fixed(found: Diagnosis, done: Conversion, left: Diagnosis) -> dict[str, Any]:
-    return {
-        "output": done.path,
-        "format": done.format,
-        "done": list(done.notes),
-        "left_out": list(done.plan.notes),
-        "lost": list(map(asdict, found.lost)),
-        "warnings": list(done.warnings),
-        "remaining": list(map(_cause, left.causes)),
-    }
-
-
-def _cause(cause: Cause) -> dict[str, Any]:
-    return {
-        "id": cause.id,
-        "severity": cause.severity,
-        "title": cause.title,
-        "explanation": cause.explanation,
-        "command": cause.command,
-        "fixable": cause.fix is not None,
-    }

@@ -254,14 +254,9 @@ def _wider(want: Wanted, rows: list[TensorRow], summary: Summary) -> Iterator[st
 
 
 def _rows(summary: Summary, want: Wanted) -> list[TensorRow]:
-    rows = summary.rows
-    if want.globs:
-        matches = render.matcher(want.globs)
-        rows = [
-            row
-            for row in rows
-            if (row.name is not None and matches(row.name)) or matches(row.place)
-        ]
+    from ckptkit.analysis.summary import matching
+
+    rows = matching(summary.rows, want.globs)
     if want.sort == "size":
         rows = sorted(rows, key=lambda row: -row.nbytes)
     elif want.sort == "name":

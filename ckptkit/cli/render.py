@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, TextIO
 
 from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.text import escape as escape
+from ckptkit.core.text import matcher as matcher
 from ckptkit.core.text import plural as plural
 from ckptkit.core.text import shape as shape
 from ckptkit.core.text import size as size
@@ -24,14 +24,6 @@ LABELS = {
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
 NARROWEST = 16  # characters of a name that are always shown on a terminal
 BATCH = 1_000  # rows that are formatted at once
-
-
-def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
-    """Return a test whether a name matches one of the globs; ``*`` matches dots too."""
-    from fnmatch import translate
-
-    match = re.compile("|".join(map(translate, globs))).match
-    return lambda name: match(name) is not None
 
 
 def emit(*lines: str) -> None:

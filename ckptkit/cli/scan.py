@@ -62,7 +62,8 @@ def command(
              ckptkit scan --quiet models/
              ckptkit scan --trust 'transformers.*' training_args.bin
     """
-    from ckptkit.cli import scan_json, scan_sarif, scan_text
+    from ckptkit.analysis.view_model import scanned
+    from ckptkit.cli import scan_sarif, scan_text
     from ckptkit.scan.files import scan_all
     from ckptkit.scan.verdict import counts
 
@@ -71,7 +72,7 @@ def command(
     outcome = Outcome(strict)
     results = outcome.watch(scan_all(files, trust=trust, workers=workers))
     if as_json:
-        render.emit_json({"schema": SCHEMA, "files": map(scan_json.file, results)})
+        render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
     elif as_sarif:
         render.emit_json(scan_sarif.log(results, strict))
     else:

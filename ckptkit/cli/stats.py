@@ -15,7 +15,6 @@ from ckptkit.cli.progress import Progress
 from ckptkit.core.text import some
 
 if TYPE_CHECKING:
-    from ckptkit.analysis import summary
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.core.checkpoint import Checkpoint
 
@@ -100,7 +99,7 @@ def command(
     form = _form(as_json, as_csv)
     with closing(open_checkpoint(file, key=key)) as opened:
         checkpoint = opened if stored else look_through(opened)
-        rows = _chosen(checkpoint, globs, everything)
+        rows = stats.chosen(checkpoint, globs, everything)
         found = stats.Statistics(rows, label)
         _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))
     if not as_json:
@@ -120,35 +119,20 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
 
     No progress bar is drawn between their lines.
     """
-    from ckptkit.analysis.view_model import statistics
+    from ckptkit.analysis.view_model import as_json, statistics
 
     with Progress("reading", nbytes) as progress:
         quiet = form != "text" and render.is_terminal(sys.stdout)
         rows = _arranged(found, found.rows() if quiet else found.rows(progress), sort)
         if form == "json":
-            render.emit_json(_facts(checkpoint, found, rows))
+            facts = as_json.statistics(checkpoint.name, checkpoint.format, found, rows)
+            render.emit_json({"schema": SCHEMA, **facts})
         elif form == "csv":
             render.write(_csv(rows))
         else:
             shown = statistics.table(rows, found, bars)
     if form == "text":
         render.emit(*render.table(shown.headers, shown.rows, right=shown.right))
-
-
-def _chosen(
-    checkpoint: Checkpoint, globs: tuple[str, ...], everything: bool
-) -> list[summary.TensorRow]:
-    """Return the weights, or all tensors where there are none, that match the globs."""
-    from ckptkit.analysis.summary import summarize
-
-    rows = summarize(checkpoint).rows
-    weights = [] if everything else [row for row in rows if row.name is not None]
-    matches = render.matcher(globs or "*")
-    return [
-        row
-        for row in weights or rows
-        if (row.name is not None and matches(row.name)) or matches(row.place)
-    ]
 
 
 def _arranged(found: Statistics, rows: Iterator[TensorStats], sort: str) -> Iterator[TensorStats]:
@@ -171,32 +155,6 @@ def _numbers(row: TensorStats) -> dict[str, Any]:
     from ckptkit.analysis.view_model import statistics
 
     return statistics.numbers(row.tally, row.kind)
-
-
-def _facts(
-    checkpoint: Checkpoint, found: Statistics, rows: Iterator[TensorStats]
-) -> dict[str, Any]:
-    """Return the JSON object; totals come last, since they are only known then."""
-    from ckptkit.analysis.view_model import statistics
-
-    return {
-        "schema": SCHEMA,
-        "file": checkpoint.name,
-        "format": checkpoint.format,
-        "groups" if found.grouped else "tensors": map(statistics.as_json, rows),
-        "totals": _totals(found),
-        "skipped": _skipped(found),
-    }
-
-
-def _totals(found: Statistics) -> Iterator[dict[str, Any]]:
-    from ckptkit.analysis.view_model import statistics
-
-    yield from map(statistics.as_json, found.totals)
-
-
-def _skipped(found: Statistics) -> Iterator[dict[str, Any]]:
-    yield from ({"name": each.name, "dtype": each.dtype, "why": each.why} for each in found.skipped)
 
 
 def _cell(name: str) -> str:

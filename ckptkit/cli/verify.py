@@ -133,24 +133,12 @@ class _Shown:
                 render.emit(*map(render.escape, lines(each)))
 
     def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
-        if isinstance(found, CkptkitError):
-            from ckptkit.analysis.view_model.as_json import failure
+        from ckptkit.analysis.view_model import as_json
 
-            return failure(found)
+        if isinstance(found, CkptkitError):
+            return as_json.failure(found)
         self.wrong |= not found.ok
-        return {
-            "file": found.path,
-            "format": found.format,
-            "ok": found.ok,
-            "tensor_count": found.tensors,
-            "records": found.records,
-            "nbytes": found.nbytes,
-            "findings": [
-                {"part": each.file or None, "what": each.what, "names": list(each.tensors)}
-                for each in found.findings
-            ],
-            "notes": list(found.notes),
-        }
+        return as_json.verdict(found)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:

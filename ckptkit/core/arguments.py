@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckptkit.core.errors import ArgumentError
+from ckptkit.core.errors import ArgumentError, PathError, UsageError
 from ckptkit.core.text import shown
 
 
@@ -85,6 +86,32 @@ def instance(name: str, kind: type, value: object) -> None:
     """Check an argument that is of a class, or None."""
     if value is not None and not isinstance(value, kind):
         raise wrong(name, f"of class {kind.__name__}", value)
+
+
+def path(name: str, value: object) -> str:
+    """Return an argument that is a path or URL."""
+    if not isinstance(value, (str, os.PathLike)):
+        error = wrong(name, _PATHS[name], value)
+        error.hint = "of a model, give its state_dict()" if hasattr(value, "state_dict") else None
+        raise error
+    found = os.fsdecode(value)
+    if not found:
+        raise UsageError(f"{name} is an empty path")
+    if "\0" in found:
+        raise PathError("cannot be a path: it has a null character", where=found)
+    return found
+
+
+_PATHS = {
+    "source": "a path, a URL, bytes, a binary file object, a mapping or a Checkpoint",
+    "destination": "a path or URL",
+}
+
+
+def module(name: str, value: object) -> None:
+    """Check an argument that is a model: its class is torch.nn.Module, which is not imported."""
+    if not any(each.__module__ == "torch.nn.modules.module" for each in type(value).__mro__):
+        raise wrong(name, "a torch.nn.Module", value)
 
 
 def function(name: str, value: object) -> Callable[..., Any]:

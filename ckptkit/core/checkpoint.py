@@ -197,6 +197,7 @@ class Checkpoint:
             return False
 
     def __contains__(self, key: object) -> bool:
+        """Return whether `ck[key]` is there."""
         try:
             self[key]
         except UnknownNameError:

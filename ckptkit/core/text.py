@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 
@@ -104,6 +104,14 @@ def shown(value: object) -> str:
         value = value.decode("utf-8", "backslashreplace")
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN + 2 else f"{text[: SHOWN - 3]}..."
+
+
+def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
+    """Return a test whether a name matches one of the globs; ``*`` matches dots too."""
+    from fnmatch import translate
+
+    match = re.compile("|".join(map(translate, globs))).match
+    return lambda name: match(name) is not None
 
 
 @lru_cache

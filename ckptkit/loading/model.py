@@ -130,11 +130,8 @@ def load_into(
     return report
 
 
-def _check_model(model: object, assign: bool) -> None:
-    from torch.nn import Module
-
-    if not isinstance(model, Module):
-        raise arguments.wrong("model", "a torch.nn.Module", model)
+def _check_model(model: nn.Module, assign: bool) -> None:
+    arguments.module("model", model)
     if not assign and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         raise ModelError(
             "the model is on the meta device",

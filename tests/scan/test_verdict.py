@@ -62,10 +62,10 @@ FILES = sorted(
 WATCHED = """
 import sys, os
 from ckptkit.scan.files import scan
-from ckptkit.cli import scan_json
+from ckptkit.analysis.view_model import scanned
 folder = sys.argv[1]
 paths = sorted(os.path.join(folder, name) for name in os.listdir(folder))
-scan_json.file(scan(paths[0]))
+scanned.file(scan(paths[0]))
 for path in paths: scan(path)  # whatever is imported when it is first needed is imported now
 seen = []
 def hook(event, args):

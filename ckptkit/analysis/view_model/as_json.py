@@ -13,6 +13,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.digests import Digests
+    from ckptkit.analysis.stats import Statistics, TensorStats
+    from ckptkit.analysis.verify import Verdict
     from ckptkit.core.parts import PartOf
 
 
@@ -82,3 +85,61 @@ def failure(error: CkptkitError, file: str | None = None) -> dict[str, Any]:
         "command": None if command is None else command[1] or command[2],
     }
     return {"file": file or error.where, "error": facts}
+
+
+def verdict(found: Verdict) -> dict[str, Any]:
+    """Return FILE of `verify`."""
+    return {
+        "file": found.path,
+        "format": found.format,
+        "ok": found.ok,
+        "tensor_count": found.tensors,
+        "records": found.records,
+        "nbytes": found.nbytes,
+        "findings": [
+            {"part": each.file or None, "what": each.what, "names": list(each.tensors)}
+            for each in found.findings
+        ],
+        "notes": list(found.notes),
+    }
+
+
+def digests(path: str, format: str, found: Digests) -> dict[str, Any]:
+    """Return FILE of `digest`, its tensors as an iterator."""
+    return {
+        "file": path,
+        "format": format,
+        "digest": found.whole,
+        "tensors": (
+            {
+                "name": name,
+                "dtype": found.tensors[name].dtype.name,
+                "shape": [number(size) for size in found.tensors[name].shape],
+                "digest": id,
+            }
+            for name, id in found.ids.items()
+        ),
+        "without": [{"name": name, "why": why} for name, why in found.without.items()],
+    }
+
+
+def statistics(
+    path: str | None, format: str, found: Statistics, rows: Iterable[TensorStats]
+) -> dict[str, Any]:
+    """Return the object of `stats`; totals come last, since they are only known then."""
+    from ckptkit.analysis.view_model import statistics as model
+
+    def totals() -> Iterator[dict[str, Any]]:
+        yield from map(model.as_json, found.totals)
+
+    def skipped() -> Iterator[dict[str, Any]]:
+        for each in found.skipped:
+            yield {"name": each.name, "dtype": each.dtype, "why": each.why}
+
+    return {
+        "file": path,
+        "format": format,
+        "groups" if found.grouped else "tensors": map(model.as_json, rows),
+        "totals": totals(),
+        "skipped": skipped(),
+    }

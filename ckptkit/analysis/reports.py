@@ -1,0 +1,119 @@
+"""What commands print with ``--json``, as functions of the library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ckptkit.analysis import digests, summary
+from ckptkit.analysis import stats as statistics
+from ckptkit.analysis import verify as verification
+from ckptkit.analysis.tensor_digest import sha256_each
+from ckptkit.analysis.view_model import as_json, scanned
+from ckptkit.api import open_checkpoint
+from ckptkit.core import arguments
+from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.text import matcher
+from ckptkit.quantized import look_through
+from ckptkit.scan.files import scan_all
+
+Json = dict[str, Any]
+
+
+def inspect(
+    source: Source,
+    *,
+    key: str | None = None,
+    keys: str | Iterable[str] = (),
+    sha256: bool = False,
+    stored: bool = False,
+) -> Json:
+    """Return what a checkpoint contains: FILE of ``ckptkit inspect --json``.
+
+    `keys` are globs of the tensors to list. With `sha256` the tensors are read, and have their
+    digests. Quantized weights are one tensor each, unless `stored`. The schema is that of
+    ``ckptkit help --schema inspect``.
+    """
+    arguments.flags(sha256=sha256, stored=stored)
+    checkpoint = open_checkpoint(source, key=key)
+    found = summary.summarize(checkpoint if stored or sha256 else look_through(checkpoint))
+    rows = summary.matching(found.rows, arguments.texts("keys", keys))
+    sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
+    return listed(as_json.file(found, rows, sums))
+
+
+def stats(
+    source: Source,
+    *,
+    key: str | None = None,
+    keys: str | Iterable[str] = (),
+    everything: bool = False,
+    stored: bool = False,
+) -> Json:
+    """Return statistics of the values of tensors: the object of ``ckptkit stats --json``.
+
+    `keys` are globs of names. All weights are read, with `everything` all tensors of the file.
+    """
+    arguments.flags(everything=everything, stored=stored)
+    checkpoint = open_checkpoint(source, key=key)
+    checkpoint = checkpoint if stored else look_through(checkpoint)
+    rows = statistics.chosen(checkpoint, arguments.texts("keys", keys), everything)
+    found = statistics.Statistics(rows)
+    return listed(as_json.statistics(checkpoint.name, checkpoint.format, found, found.rows()))
+
+
+def digest(
+    source: Source,
+    *,
+    key: str | None = None,
+    keys: str | Iterable[str] = (),
+    everything: bool = False,
+) -> Json:
+    """Return digests of tensors, equal in all formats: FILE of ``ckptkit digest --json``."""
+    arguments.flags(everything=everything)
+    globs = arguments.texts("keys", keys)
+    checkpoint = open_checkpoint(source, key=key)
+    matches = matcher(globs) if globs else None
+    found = digests.digest(checkpoint, everything=everything, matches=matches)
+    return listed(as_json.digests(checkpoint.name or "", checkpoint.format, found))
+
+
+def verify(source: Source, *, values: bool = False, key: str | None = None) -> Json:
+    """Check that a file or folder is whole: FILE of ``ckptkit verify --json``.
+
+    All bytes are read; with `values`, NaN and infinite elements are findings too.
+    """
+    arguments.flags(values=values)
+    return listed(as_json.verdict(verification.verify(file_of(source), values=values, key=key)))
+
+
+def scan_files(source: Source, *, trust: str | Iterable[str] = ()) -> list[Json]:
+    """Return what loading the files of a path would run: each FILE of ``ckptkit scan --json``.
+
+    Nothing is run. `trust` are globs of names of classes and functions that may be called.
+    """
+    found = scan_all([file_of(source)], trust=arguments.texts("trust", trust))
+    return [listed(scanned.file(each)) for each in found]
+
+
+def file_of(source: object) -> str:
+    """Return the path or URL of a checkpoint that is a file or folder."""
+    if isinstance(source, Checkpoint) and source.name is not None:
+        return source.name
+    if not isinstance(source, (str, os.PathLike)):
+        raise arguments.wrong("source", "a path, a URL or a Checkpoint of a file", source)
+    return arguments.path("source", source)
+
+
+def listed(facts: Json) -> Json:
+    """Return a JSON object whose lists are lists: they may be iterators, printed as they come."""
+    return {key: _listed(value) for key, value in facts.items()}
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return listed(value)
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return [_listed(each) for each in value]

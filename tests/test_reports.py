@@ -1,0 +1,68 @@
+"""The functions of the library that return what commands print with ``--json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from tests.readme import sandbox, shell
+
+FILES = ("torch-zip/dp_wrapped_cuda1.pth", "safetensors/net.safetensors", "torch-zip/namespace_and_numpy.pth")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sandbox(tmp_path_factory.mktemp("reports"))
+
+
+def printed(folder: Path, command: str) -> Any:
+    return json.loads(shell(f"ckptkit {command}", folder, strict=False).stdout)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    return bool(json.loads(json.dumps(ours)) == theirs)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_they_are_what_is_printed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    path = f"fixtures/{name}"
+    shown = printed(folder, f"inspect --json {path}")["files"][0]
+    assert same(ckptkit.inspect(path), shown)
+    assert same(ckptkit.inspect(path, sha256=True)["tensors"],
+                printed(folder, f"inspect --json --digest {path}")["files"][0]["tensors"])  # fmt: skip
+    assert same(ckptkit.verify(path), printed(folder, f"verify --json {path}")["files"][0])
+    assert same(ckptkit.scan_files(path), printed(folder, f"scan --json {path}")["files"])
+    causes = printed(folder, f"doctor --json {path}")
+    del causes["schema"]
+    assert same(ckptkit.diagnose(path), causes)
+    assert same(ckptkit.digest(path), printed(folder, f"digest --json {path}")["files"][0])
+    stats = printed(folder, f"stats --json {path}")
+    del stats["schema"]
+    assert same(ckptkit.stats(path), stats)
+
+
+def test_arguments(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2), "b": torch.zeros(3)}}, tmp_path / "a.pth")
+    ck = ckptkit.open(tmp_path / "a.pth")
+    assert [each["name"] for each in ckptkit.inspect(ck, keys="a")["tensors"]] == ["a"]
+    assert [each["name"] for each in ckptkit.stats(ck, keys=["b"])["tensors"]] == ["b"]
+    assert [each["name"] for each in ckptkit.digest(ck, keys="b")["tensors"]] == ["b"]
+    assert ckptkit.verify(ck)["ok"] and ckptkit.scan_files(ck)[0]["verdict"]
+    found = ckptkit.diagnose(ck, model=nn.Linear(2, 2))
+    assert found["causes"]
+    assert ckptkit.inspect({"w": torch.ones(2)})["totals"]["parameters"] == 2
+    for function in (ckptkit.verify, ckptkit.scan_files, ckptkit.diagnose):
+        with pytest.raises(TypeError, match="source is a path"):
+            function({"w": torch.ones(2)})
+
+
+def test_a_difference_is_true() -> None:
+    a, b = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
+    assert not ckptkit.diff(a, b) and ckptkit.diff(a, b, values=True)
