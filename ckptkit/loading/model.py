@@ -434,7 +434,7 @@ def diff(
     compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`), `everything`
     what is beside their weights.
     """
-    arguments.flags(values=values)
+    arguments.flags(values=values, everything=everything)
     arguments.tolerances(atol=atol, rtol=rtol)
     ck = open_checkpoint(checkpoint, key=key)
     name = ck.name or "FILE"
