@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckptkit import formats
 from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
 from ckptkit.analysis.digests import Matches, Progress, differences, digest
+from ckptkit.analysis.scales import scales
 from ckptkit.api import PathLike
 from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
@@ -16,6 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
 from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import some
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.opening import open_place, steady
@@ -59,9 +61,9 @@ def verify(
     """Check everything of a checkpoint that can be: structure, lengths, checksums, contradictions.
 
     With `expected`, ids by name, its weights (those that `matches` says) are compared with them;
-    with `values`, NaN and infinities in any of its tensors are findings too. Neither is done where
-    bytes are damaged. Raises what keeps it from being read: PathError, UnsupportedError,
-    LimitError, FormatError for what is not a checkpoint.
+    with `values`, NaN and infinities in any of its tensors are findings too, as are scales that
+    are no numbers. Neither is done where bytes are damaged. Raises what keeps it from being read:
+    PathError, UnsupportedError, LimitError, FormatError for what is not a checkpoint.
     """
     place = open_place(path)
     try:
@@ -70,6 +72,7 @@ def verify(
             checkpoint = look.at_bytes()
             if checkpoint is not None and values:
                 look.at_values()
+                look.at_scales(checkpoint)
             if checkpoint is not None and expected is not None:
                 found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
                 look.findings += differences(found, expected, matches)
@@ -91,6 +94,7 @@ class _Look:
         self.checkpoint: Checkpoint | None = None
         self.tensors: list[tuple[str, Tensor]] = []
         self.findings: list[Finding] = []
+        self.remarks: list[str] = []
         self.damaged = True  # until all bytes were looked at
         self.records = self.nbytes = self.unsummed = 0
 
@@ -172,6 +176,21 @@ class _Look:
                 self.findings.append(Finding(what, tensors=(name,)))
             self.tell(tensor.nbytes, total)
 
+    def at_scales(self, checkpoint: Checkpoint) -> None:
+        """Add findings for scales that are no numbers or divide by zero, a note for other zeros."""
+        zeros = []
+        for each in scales(checkpoint):
+            if each.nonfinite:
+                what = f"{each.nonfinite:,} of {each.total:,} scales are NaN or infinite"
+                self.findings.append(Finding(what, tensors=(each.name,)))
+            if each.zeros and each.divides:
+                what = f"{each.zeros:,} of {each.total:,} scales divide by zero"
+                self.findings.append(Finding(what, tensors=(each.name,)))
+            elif each.zeros:
+                zeros.append(f"{each.name} ({each.zeros:,} of {each.total:,})")
+        if zeros:
+            self.remarks.append(f"scales that are zero, as are the weights there: {some(zeros)}")
+
     def verdict(self) -> Verdict:
         known = self.format.name if self.format is not None else None
         return Verdict(
@@ -194,6 +213,7 @@ class _Look:
                 f"{self.checkpoint.format} has no checksums: only structure and lengths were "
                 "checked"
             )
+        yield from self.remarks
         yield from self.checkpoint.warnings
         if self.records and self.unsummed and not coded(self.checkpoint.warnings, NO_CHECKSUM):
             yield (

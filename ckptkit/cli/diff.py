@@ -121,7 +121,6 @@ def _compare(
     stored: bool,
     everything: bool,
 ) -> Diff:
-    from ckptkit.analysis.diff import against
     from ckptkit.analysis.diff_checkpoints import compare_checkpoints
     from ckptkit.api import open_checkpoint
     from ckptkit.quantized import look_through_both
@@ -146,10 +145,11 @@ def _compare(
             )
     if values or everything or atol is not None or rtol is not None:
         raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
-    from ckptkit.loading.building import model_from, model_shapes
+    from ckptkit.loading.building import model_from
+    from ckptkit.loading.model import against_model
 
     assert spec is not None
-    return against(first.weights, model_shapes(model_from(spec, args)), name=urls.shown(a))
+    return against_model(first, model_from(spec, args), urls.shown(a), stored=stored)
 
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:

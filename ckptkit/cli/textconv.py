@@ -7,17 +7,21 @@ temporary file and stops at a failure: a file that cannot be read becomes text t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptkit.cli.render import escape, shape
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.summary import TensorRow
     from ckptkit.analysis.values import Plain
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.tensor import Tensor
 
 HEX = 16  # characters of a digest: enough to see that it is another
 LONG = 200  # characters of a value
@@ -38,20 +42,41 @@ def lines(path: str, key: str | None) -> Iterator[str]:
 
 def _facts(checkpoint: Checkpoint) -> Iterator[str]:
     from ckptkit.analysis.summary import summarize
-    from ckptkit.analysis.tensor_digest import sha256_each
+    from ckptkit.quantized import look_through
 
-    summary = summarize(checkpoint)
+    summary = summarize(look_through(checkpoint))
     yield f"format: {summary.format}"
     if summary.weights is not None:
         yield f"weights: {join(summary.weights) or 'the whole file'}"
-    digests = sha256_each((row.place, row.tensor) for row in summary.rows)
-    for row, digest in zip(summary.rows, digests, strict=True):
-        tensor = row.tensor
+    stored = {} if summary.weights is None else checkpoint.weights
+    for row, digest in zip(summary.rows, _digests(summary.rows, stored), strict=True):
         content = "no bytes" if digest is None else f"sha256 {digest[:HEX]}"
-        yield f"{row.place}: {tensor.dtype} {shape(tensor.shape)} {tensor.device} {content}"
+        yield f"{row.place}: {row.dtype} {shape(row.tensor.shape)} {row.tensor.device} {content}"
     yield from (f"{join(value.path)}: {_value(value.value)}" for value in summary.values)
     yield from (f"{join(each.path)}: an object of {each.global_}" for each in summary.objects)
     yield from (f"metadata {name}: {_value(value)}" for name, value in summary.extras.items())
+
+
+def _digests(rows: Sequence[TensorRow], stored: Mapping[str, Tensor]) -> Iterator[str | None]:
+    """Yield the digest of each row: of a quantized weight, over all tensors that it is made of."""
+    from ckptkit.analysis.tensor_digest import sha256_each
+
+    made_of = [_made_of(row, stored) for row in rows]
+    found = sha256_each(flatten(made_of))
+    for row, tensors in zip(rows, made_of, strict=True):
+        digests = list(islice(found, len(tensors)))
+        if row.is_logical:
+            yield hashlib.sha256(repr(digests).encode()).hexdigest()
+        else:
+            yield digests[0]
+
+
+def _made_of(row: TensorRow, stored: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    if row.group is None or not row.is_logical:
+        return [(row.place, row.tensor)]
+    if len(row.group.parts) == 1:  # a pickled subclass: what it holds has no name
+        return [(row.place, tensor) for tensor in row.group.inputs]
+    return [(name, stored[name]) for name in row.group.members]
 
 
 def _value(value: Plain) -> str:

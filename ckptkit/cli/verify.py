@@ -25,7 +25,9 @@ NAMED = 3  # tensors of a finding
 
 @click.command("verify")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--values", is_flag=True, help="Also find NaN and infinite elements.")
+@click.option(
+    "--values", is_flag=True, help="Also find NaN and infinite elements, and scales that are zero."
+)
 @click.option(
     "--manifest", metavar="FILE", help="Compare the weights with a manifest of `ckptkit digest`."
 )

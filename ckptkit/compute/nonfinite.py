@@ -1,4 +1,4 @@
-"""Counts of elements that are not finite."""
+"""Counts of elements that are not finite, or zero."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
             numbers = int(np.count_nonzero(np.isnan(odd)))
             nan, infinite = nan + numbers, infinite + len(odd) - numbers
     return nan * count, infinite * count
+
+
+def zeros(tensor: Tensor) -> int:
+    """Return how many elements are zero, of either sign."""
+    import numpy as np
+
+    return sum(values.size - int(np.count_nonzero(values)) for values in _values(tensor))
 
 
 def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ckptkit.analysis.advice import convert
 from ckptkit.core.text import plural
-from ckptkit.doctor.cause import NOTE, WARNING, Cause
+from ckptkit.doctor.cause import ERROR, NOTE, WARNING, Cause, Fix
 from ckptkit.doctor.facts import Facts, some
 from ckptkit.quantized import families
 from ckptkit.quantized.group import Group
@@ -53,6 +53,7 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
     counts = ", ".join(
         f"{number:,} {label} ({family})" for (label, family), number in kinds.items()
     )
+    all_are_read = facts.quantized is not None and not facts.quantized.unread
     used = {group.family for group in groups}
     readers = "; ".join(
         dict.fromkeys(each.oracle for each in families() if each.name in used and each.oracle)
@@ -61,12 +62,13 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
     ragged = any(group.family == "fp8-block" and _is_ragged(group) for group in groups)
     return Cause(
         "quantized",
-        NOTE,
+        ERROR if facts.needs_floats else NOTE,
         f"{len(groups):,} of its weights {are} quantized: {counts}.",
         "A model of floats cannot load them: codes are numbers together with their scales only. "
         + (f"Read as these do: {readers}." if readers else "")
         + (_RAGGED if ragged else ""),
         convert(facts.path, "float", "--dequantize", "bfloat16"),
+        Fix(dequantize=True) if facts.needs_floats and all_are_read else None,
     )
 
 

@@ -38,7 +38,7 @@ from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
 from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
-from ckptkit.loading.model import is_implied
+from ckptkit.loading.model import is_implied, seen_by
 from ckptkit.quantized.group import configured
 from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
@@ -129,7 +129,7 @@ def examine(
         return Diagnosis(
             typed, (*found, container.part(typed, checkpoint.part)), checkpoint, readable=True
         )
-    found += _content(typed, checkpoint, model is not None)
+    found += _content(typed, checkpoint, model)
     if model is not None and not any(cause.id == "ambiguous" for cause in found):
         found += _fit(typed, checkpoint, model, options)
     return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost, options=options)
@@ -202,10 +202,7 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     if recovered is None:
         return Diagnosis(path, tuple(found), None, readable=False)
     # Their commands would meet the same damage: --fix is what does all of it.
-    found += [
-        replace(cause, command=None)
-        for cause in _content(path, recovered.checkpoint, with_model=False)
-    ]
+    found += [replace(cause, command=None) for cause in _content(path, recovered.checkpoint, None)]
     return Diagnosis(path, tuple(found), recovered.checkpoint, readable=False, lost=recovered.lost)
 
 
@@ -273,7 +270,8 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
         )
 
 
-def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]:
+def _content(path: str, checkpoint: Checkpoint, model: nn.Module | None) -> list[Cause]:
+    codes = quantized.find(checkpoint)
     summary = summarize(checkpoint)
     source = checkpoint.source
     facts = Facts(
@@ -287,8 +285,9 @@ def _content(path: str, checkpoint: Checkpoint, with_model: bool) -> list[Cause]
         and BY_NAME.get(checkpoint.format, NONE).shards
         and not any(name.endswith(INDEX) for name in source.list()),
         no_version=bool(coded(checkpoint.warnings, NO_VERSION)),
-        with_model=with_model,
-        quantized=quantized.find(checkpoint),
+        with_model=model is not None,
+        quantized=codes,
+        needs_floats=model is not None and bool(codes.foreign_to(building.model_shapes(model))),
         method=configured(source),
     )
     return content.causes(facts)
@@ -344,8 +343,10 @@ def _fit(
                 "No mapping from names to tensors is in it.",
             )
         ]
-    theirs = {name: Kind(*kind) for name, kind in building.model_shapes(model).items()}
-    ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in weights.tensors.items()}
+    shapes = building.model_shapes(model)
+    theirs = {name: Kind(*kind) for name, kind in shapes.items()}
+    seen = seen_by(checkpoint, shapes).weights
+    ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in seen.items()}
     way = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
     versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
     there = {way(name) for name in ours}
@@ -359,4 +360,5 @@ def _fit(
         if kind.shape == (1,) and other is not None and other.shape == ():
             ours[name] = Kind(kind.dtype, ())
     ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
-    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options))
+    is_quantized = bool(quantized.find(checkpoint))
+    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options, is_quantized))

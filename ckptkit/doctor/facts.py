@@ -27,7 +27,7 @@ class Facts:
     shards without one, ``no_version`` that it lacks a record which torch requires; ``with_model``:
     prefixes are looked at beside the model; ``for_here``: titles may speak of this machine.
     ``quantized`` is what is quantized in the weights, ``method`` what the configuration says of
-    it.
+    it; ``needs_floats``: the model has numbers where the file has codes and scales.
     """
 
     path: str
@@ -41,6 +41,7 @@ class Facts:
     with_model: bool = False
     quantized: Quantization | None = None
     method: str = ""
+    needs_floats: bool = False
     for_here: bool = True
 
 

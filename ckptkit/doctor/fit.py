@@ -26,7 +26,7 @@ class Fitting:
 
     ``ours`` as they are in the file; ``way``: prefixes by which most of them become ``theirs``;
     ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the
-    command line.
+    command line; ``is_quantized``: ``ours`` are what codes and scales mean.
     """
 
     path: str
@@ -35,6 +35,7 @@ class Fitting:
     way: Way = field(default_factory=Way)
     ties: Sequence[Sequence[str]] = ()
     options: tuple[str, ...] = ()
+    is_quantized: bool = False
 
 
 def causes(fitting: Fitting) -> list[Cause]:
@@ -220,6 +221,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
         if a.dtype != b.dtype and _is_float(a) and _is_float(b)
     ]
     if other:
+        first = ("--dequantize",) * fitting.is_quantized  # codes are not cast
         kinds = [f"{a} in the file, {b} in the model" for a, b in dict.fromkeys(other)]
         yield Cause(
             "dtype",
@@ -227,7 +229,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
             f"{plural(len(other), 'key')} of another dtype: {_some(kinds)}.",
             "load_state_dict casts them silently to those of the model; with assign=True, "
             "or as a file, they stay.",
-            convert(fitting.path, other[0][1], "--cast", other[0][1]),
+            convert(fitting.path, other[0][1], *first, "--cast", other[0][1]),
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit import compute
+from ckptkit import compute, quantized
 from ckptkit.analysis import diff as reports
 from ckptkit.analysis.diff_checkpoints import compare_checkpoints
 from ckptkit.analysis.pairing import Shapes, Way, certain, fits, prefixes
@@ -25,8 +25,8 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.loading import building
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import Values, entries
-from ckptkit.quantized import look_through_both
-from ckptkit.transforms import module_versions
+from ckptkit.quantized import look_through_both, look_through_for
+from ckptkit.transforms import groups, module_versions
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def load_into(
     _check_model(model, assign)
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
+    _refuse_codes(ck, own, model)
     theirs = {name: _shape(value) for name, value in own.items()}
     before = dict(entries(ck.required))
     way = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
@@ -138,6 +139,20 @@ def _check_model(model: nn.Module, assign: bool) -> None:
             hint="assign=True puts the tensors of the file into it; "
             "model.to_empty(device='cpu') gives it memory",
         )
+
+
+def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise ModelError for codes and scales where the model has numbers."""
+    foreign = quantized.find(ck).foreign_to(own)
+    if not foreign:
+        return
+    first = next(iter(foreign.unread or foreign.groups))
+    raise ModelError(
+        f"{first.name!r} is quantized as {first.label} ({first.family}), and "
+        f"{type(model).__name__} has no codes: {first.reason or 'dequantize it first'}",
+        where=ck.name,
+        hint=first.hint if first.reason else groups.instead(ck),
+    )
 
 
 class _Answer(NamedTuple):
@@ -448,4 +463,18 @@ def diff(
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
     module: Any = other
-    return reports.against(ck.weights, building.model_shapes(module), name=name)
+    return against_model(ck, module, name)
+
+
+def against_model(
+    ck: Checkpoint, model: nn.Module, name: str, *, stored: bool = False
+) -> reports.Diff:
+    """Compare weights with the state_dict of a model: quantized ones as the model has them."""
+    shapes = building.model_shapes(model)
+    ck = ck if stored else seen_by(ck, shapes)
+    return reports.against(ck.weights, shapes, name=name)
+
+
+def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
+    """The checkpoint with the weights that a model of these dtypes and shapes would be given."""
+    return look_through_for(ck, {name: dtype for name, (dtype, _) in shapes.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError
 from ckptkit.quantized import marks
 from ckptkit.quantized.quantization import Quantization
@@ -28,6 +29,7 @@ __all__ = [
     "find",
     "look_through",
     "look_through_both",
+    "look_through_for",
 ]
 
 
@@ -71,3 +73,18 @@ def look_through_both(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
     ours = look_through(a, logical.float_types(b))
     return ours, look_through(b, logical.float_types(ours))
+
+
+def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
+    """The checkpoint as it compares with a model: one tensor for each quantized weight.
+
+    `expected` maps names of the model to dtypes; weights of these names get them. A model that has
+    the codes and scales themselves sees them as they are stored.
+    """
+    found = find(ck)
+    if not found:
+        return ck
+    from ckptkit.quantized import logical
+
+    types = {name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in logical.TARGETS}
+    return logical.look_through(ck, found.foreign_to(expected), types)

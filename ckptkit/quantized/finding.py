@@ -14,7 +14,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.weights import Weights
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
-from ckptkit.quantized.marks import is_marked, is_subclass
+from ckptkit.quantized.marks import is_marked, is_subclass, last_component
 from ckptkit.quantized.quantization import Quantization
 
 # In the order in which they are asked: those with marks of their own before those without.
@@ -70,7 +70,7 @@ def _groups(view: View, marked: list[str]) -> Iterator[Group]:
     taken: set[str] = set()
     by_last: dict[str, list[str]] = defaultdict(list)
     for name in marked:
-        by_last[name[name.rfind(".") + 1 :]].append(name)
+        by_last[last_component(name)].append(name)
     for family in families():
         subclasses = (
             (name for name in marked if is_subclass(view.nodes[name])) if family.subclasses else ()
@@ -131,6 +131,6 @@ def _serving(view: View, groups: list[Group], tensors: Mapping[str, Tensor]) -> 
         return
     taken = set(flatten(group.members for group in groups))
     for name, tensor in tensors.items():
-        last = name[name.rfind(".") + 1 :]
+        last = last_component(name)
         if last in SERVING and name not in taken and tensor.numel <= _SMALL:
             yield name

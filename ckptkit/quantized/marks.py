@@ -17,9 +17,14 @@ MARKS = frozenset({
 ENDINGS = ("_blocks", "_qdata", "_scale_inv")
 
 
+def last_component(name: str) -> str:
+    """The part of a name behind its last dot."""
+    return name[name.rfind(".") + 1 :]
+
+
 def is_marked(name: str) -> bool:
     """Return whether a name ends like the weights of a family of quantized models."""
-    last = name[name.rfind(".") + 1 :]
+    last = last_component(name)
     return last in MARKS or last.endswith(ENDINGS)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckptkit.core.grouping import owners
+from ckptkit.quantized.marks import last_component
 
 if TYPE_CHECKING:
     from ckptkit.quantized.group import Group, View
@@ -43,9 +44,23 @@ class Quantization:
         """The groups that cannot be dequantized."""
         return tuple(group for group in self.groups if group.layout is None)
 
+    def foreign_to(self, names: Iterable[str]) -> Quantization:
+        """The groups that a model with these names does not hold as codes and scales.
+
+        It holds those of whose other parts it has names with the same last components.
+        """
+        endings = set(map(last_component, names))
+        groups = (each for each in self.groups if not _holds(endings, each))
+        return replace(self, groups=tuple(groups))
+
     def touching(self, names: Iterable[str]) -> Iterator[Group]:
         """The groups that some names belong to, each once."""
         seen = {
             id(group): group for name in names if (group := self.by_member.get(name)) is not None
         }
         yield from seen.values()
+
+
+def _holds(endings: Collection[str], group: Group) -> bool:
+    others = [last_component(name) for name in group.parts if name != group.name]
+    return bool(others) and all(each in endings for each in others)

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptkit
 from ckptkit import quantized
+from ckptkit.core.errors import ModelError
+from ckptkit.doctor.cause import ERROR
+from ckptkit.doctor.diagnose import examine
 from ckptkit.quantized import marks
 from tests.conftest import Run
 from tests.quantized.made import Row, ones, row, write
@@ -118,6 +122,144 @@ def test_the_doctor_names_the_family_and_the_command(path: Path, run: Run, tmp_p
     assert "no tensor is" in run("doctor", empty).stdout
 
 
+MODEL = """
+import torch
+
+def tree(names, leaf):
+    for name in reversed(names):
+        parent = torch.nn.Module()
+        parent.add_module(name, leaf)
+        leaf = parent
+    return leaf
+
+def Up():
+    linear = torch.nn.Linear(130, 200, bias=False)
+    model = tree("model.layers.0.mlp.up_proj".split("."), linear)
+    model.add_module("norm", torch.nn.RMSNorm(4))
+    return model.bfloat16()
+
+def Codes():
+    model = Up()
+    linear = model.get_submodule("model.layers.0.mlp.up_proj")
+    linear.register_buffer("weight_scale_inv", torch.ones(2, 2))
+    return model
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Any:
+    """The file of two models: of floats, and of codes and scales."""
+    (tmp_path / "models.py").write_text(MODEL)
+    return tmp_path / "models.py"
+
+
+def test_diff_with_a_model_sees_the_weights(path: Path, models: Path, run: Run) -> None:
+    assert run("diff", path, "--model", f"{models}:Up").code == 0
+    done = run("diff", "--stored", path, "--model", f"{models}:Up")
+    assert done.code == 1 and f"{L}.weight_scale_inv" in done.stdout
+    assert run("diff", path, "--model", f"{models}:Codes").code == 0
+
+
+def test_the_doctor_compares_the_weights_with_a_model(
+    path: Path, models: Path, run: Run, tmp_path: Path
+) -> None:
+    done = run("doctor", path, "--model", f"{models}:Up")
+    assert (
+        "weight_scale_inv" not in done.stdout and "that the model does not have" not in done.stdout
+    )
+    assert "--dequantize" in done.stdout
+    found = examine(path, model=built(models, "Up"))
+    assert [(each.id, each.severity) for each in found.causes] == [("quantized", ERROR)]
+    fixed = tmp_path / "fixed.safetensors"
+    assert run("doctor", path, "--model", f"{models}:Up", "--fix", fixed).code == 0
+    assert run("doctor", fixed, "--model", f"{models}:Up").code == 0
+
+
+def test_codes_of_a_packed_weight_are_its_weight_for_a_model(run: Run, models: Path) -> None:
+    tensors = {**GPTQ, "norm.weight": ones([4])}
+    config = method("gptq", bits=4, group_size=32)
+    path = write(models.parent / "gptq" / "model.safetensors", tensors, config=config)
+    models.write_text(MODEL.replace("130, 200", "64, 16"))
+    assert run("diff", path, "--model", f"{models}:Up").code == 0
+    found = ckptkit.diff(path, f"{models}:Up")
+    assert found.equal and not found.missing and not found.unexpected
+
+
+def built(models: Path, name: str) -> Any:
+    space: dict[str, Any] = {}
+    exec(compile(models.read_text(), str(models), "exec"), space)
+    return space[name]()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_are_not_loaded_as_numbers(path: Path, models: Path, strict: bool) -> None:
+    model = built(models, "Up")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match="fp8-block") as caught:
+        ckptkit.load_into(model, path, strict=strict)
+    assert "--dequantize bfloat16" in str(caught.value.hint)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert ckptkit.load_into(model, ckptkit.dequantize(ckptkit.open(path), "float32")).complete
+
+
+def test_a_model_of_codes_gets_codes(path: Path, models: Path) -> None:
+    model = built(models, "Codes")
+    assert ckptkit.load_into(model, path).complete
+    linear = model.get_submodule(L)
+    assert linear.weight_scale_inv.flatten().tolist() == [0.5, 2, 4, 0.25]
+
+
+def test_what_is_not_read_is_not_loaded_either(models: Path) -> None:
+    path = write(models.parent / "unknown" / "model.safetensors", {**FP8, "norm.weight": ones([4])})
+    with pytest.raises(ModelError, match="weight_block_size"):
+        ckptkit.load_into(built(models, "Up"), path)
+
+
+def test_a_weight_is_one_line_of_text_for_git(path: Path, run: Run, tmp_path: Path) -> None:
+    lines = run("inspect", "--textconv", path).stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith(L)]
+    assert line.startswith(f"{L}.weight: fp8 128x128 [200, 130] cpu sha256 ")
+    scale = row("F32", [2, 2], struct.pack("<4f", 0.5, 2, 4, 0.125))
+    tensors = {**FP8, f"{L}.weight_scale_inv": scale, "norm.weight": ones([4], "BF16")}
+    other = write(tmp_path / "other" / "model.safetensors", tensors, config=BLOCKS)
+    changed = set(run("inspect", "--textconv", other).stdout.splitlines()) ^ set(lines)
+    assert len(changed) == 2 and all(line.startswith(f"{L}.weight: fp8") for line in changed)
+
+
+def test_verify_names_scales_that_are_no_numbers(run: Run, tmp_path: Path) -> None:
+    scale = row("F32", [2, 2], struct.pack("<4f", 0.5, float("nan"), float("inf"), 0))
+    tensors = {**FP8, f"{L}.weight_scale_inv": scale}
+    path = write(tmp_path / "model.safetensors", tensors, config=BLOCKS)
+    done = run("verify", "--values", path)
+    assert done.code == 1 and "1 NaN and 1 infinite of 4" in done.stdout
+    assert (
+        f"scales that are zero, as are the weights there: {L}.weight_scale_inv (1 of 4)"
+        in " ".join(done.stdout.split())
+    )
+    assert run("verify", path).code == 0
+
+
+def test_verify_names_exponents_that_are_no_numbers(run: Run, tmp_path: Path) -> None:
+    tensors = {
+        f"{L}_blocks": row("U8", [2, 4, 2, 16]),
+        f"{L}_scales": row("U8", [2, 4, 2], bytes([127] * 15 + [255])),
+    }
+    done = run("verify", "--values", write(tmp_path / "model.safetensors", tensors))
+    assert done.code == 1 and f"{L}_scales" in done.stdout and "1 of 16 scales" in done.stdout
+
+
+def test_verify_names_a_scale_that_divides_by_zero(run: Run, tmp_path: Path) -> None:
+    tensors = {
+        f"{L}.weight_packed": row("U8", [8, 16]),
+        f"{L}.weight_scale": row("F8_E4M3", [8, 2], bytes([56] * 16)),
+        f"{L}.weight_global_scale": row("F32", [1], bytes(4)),
+    }
+    config = method("compressed-tensors", format="nvfp4-pack-quantized")
+    done = run("verify", "--values", write(tmp_path / "model.safetensors", tensors, config=config))
+    assert done.code == 1 and f"{L}.weight_global_scale" in done.stdout
+    assert "1 of 1 scales divide by zero" in done.stdout
+
+
 def test_a_recipe_dequantizes(path: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("steps:\n  - dequantize: float16\n  - cast: float32\n")
     done = run("run", tmp_path / "recipe.yaml", path, tmp_path / "out.safetensors")
@@ -165,6 +307,9 @@ def test_the_manual_has_every_family() -> None:
     from ckptkit.transforms.quantizing import KINDS
 
     text = markdown()
+    page = (Path(ckptkit.__file__).parent / "help" / "quantized.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert rows == [line for line in text.splitlines() if line]
     for family in quantized.families():
         assert family.title in text or not family.read
     assert {family.written for family in quantized.families()} - {""} == set(KINDS)
