@@ -99,7 +99,8 @@ def load_into(
     `assign` the tensors of the file replace those of the model, on the CPU and in their own dtypes:
     this is how a model on the meta device is filled. Raises ModelError if `strict` and anything is
     missing, unexpected, of another shape, or would lose values in the dtypes of the model (before
-    anything is copied), and for a model on the meta device without `assign`.
+    anything is copied), for a model on the meta device without `assign`, and for codes of quantized
+    weights where the model has numbers.
     """
     arguments.flags(strict=strict, assign=assign)
     _check_model(model, assign)
