@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--optimizer-keys",
-    metavar="BY",
+    type=click.Choice(["names", "numbers"]),
     help="Key the state of the optimizer by names (FSDP, DCP) or by numbers (torch.optim).",
 )
 @click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")

@@ -98,7 +98,7 @@ def show(checkpoint: Checkpoint) -> None:
     """As the command line does: as tables, as a tree, as JSON."""
     for tree in (False, True):
         want = inspect.Wanted(
-            globs=(), sort="file", flat=False, tree=tree, digest=False, stored=False
+            globs=(), sort="file", flat=False, tree=tree, names=False, digest=False, stored=False
         )
         check_lines(line.strip("\n") for line in inspect._lines(checkpoint, want))
         json.loads("".join(render.json_pieces(inspect._facts(checkpoint, want))))
