@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from ckptkit.compute import contiguous
@@ -16,6 +16,7 @@ from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node, nodes
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.rules import config as configuration
+from ckptkit.rules import grouped
 from ckptkit.rules.errors import NotReversibleError, about
 from ckptkit.rules.lowering import Copied, how, in_bytes
 from ckptkit.rules.planner import Outcome, Rules, Taken, Target, unused_argument
@@ -108,8 +109,13 @@ def step(
     given = asked.config
     if given is None:
         given = configuration.lazily(checkpoint)
-    work = _Step(rules.reversed() if asked.reverse else rules, keep, asked, given, number)
+    work = _Step(
+        checkpoint, rules.reversed() if asked.reverse else rules, keep, asked, given, number
+    )
     made = names.rewrite(checkpoint, work.rewritten, keys)
+    if work.extras != checkpoint.extras:
+        made = replace(made, extras=work.extras)
+    grouped.check_blocks(checkpoint, made, work.relaid)
     if work.is_relaid:
         _check_optimizers(checkpoint)
         if configuration.is_beside(checkpoint.source):
@@ -122,15 +128,18 @@ def step(
 class _Step:
     def __init__(
         self,
+        checkpoint: Checkpoint,
         rules: Rules,
         keep: str | Sequence[str],
         asked: Asked,
         config: Config,
         number: int,
     ) -> None:
+        self.checkpoint, self.extras = checkpoint, checkpoint.extras
         self.rules, self.keep, self.asked, self.config = rules, keep, asked, config
         self.number = number
         self.is_relaid = False
+        self.relaid: dict[str, Target] = {}
 
     def rewritten(self, target: names.Target) -> names.Rewritten:
         tensors = {
@@ -142,7 +151,10 @@ class _Step:
         args = self.asked.args
         outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
         reversible = self._reversible(shapes, outcome)
-        making = _Making(target, tensors, outcome)
+        following, known = grouped.followers(self.checkpoint, outcome)
+        self.extras = known.extras
+        self.relaid |= {name: made for name, made in outcome.made.items() if not made.is_moved}
+        making = _Making(target, tensors, outcome, following)
         entries = making.entries()
         self.is_relaid = self.is_relaid or making.is_relaid
         if self.asked.with_reports:
@@ -177,8 +189,15 @@ class _Step:
 class _Making:
     """The new entries of a mapping."""
 
-    def __init__(self, target: names.Target, tensors: dict[str, Tensor], outcome: Outcome) -> None:
+    def __init__(
+        self,
+        target: names.Target,
+        tensors: dict[str, Tensor],
+        outcome: Outcome,
+        following: Mapping[str, str],
+    ) -> None:
         self.target, self.tensors, self.outcome = target, tensors, outcome
+        self.following = following  # kept tensors that are renamed with those of their weight
         self.done = {taken.number: Done(taken) for taken in outcome.taken}
         self.pairs: list[tuple[str, str]] = []  # (old name, new name)
         self.is_relaid = False
@@ -193,9 +212,12 @@ class _Making:
         placed: list[tuple[int, Node, Node]] = []
         for name, made in self.outcome.targets.items():
             if made is None:
-                self.pairs.append((name, name))
+                new_name = self.following.get(name, name)
+                if new_name != name and new_name in self.outcome.targets:
+                    raise CollisionError(f"{name} follows its weight to {new_name}, which is taken")
+                self.pairs.append((name, new_name))
                 self._note_use([name], id(self.target.entries[name]))
-                placed.append((order[name], name, self.target.entries[name]))
+                placed.append((order[name], new_name, self.target.entries[name]))
                 continue
             node = self._node(name, made)
             placed.append((min(order[key] for key in made.sources), name, node))
