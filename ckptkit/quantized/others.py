@@ -38,6 +38,12 @@ OTHERS = (
         ("bitmask", "row_offsets"),
         "compressed-tensors 0.17",
     ),
+    Other(
+        "compressed-tensors sparse-24-bitmask",
+        "compressed",
+        ("bitmask",),
+        "compressed-tensors 0.10",
+    ),
     Other("BitNet", "weight", ("weight_scale",), "transformers", ("uint8",)),
 )
 # quant_method in small letters: of these nothing is read, whatever the tensors look like

@@ -13,6 +13,7 @@ import pytest
 import ckptkit
 from ckptkit import quantized
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
+from ckptkit.quantized.others import METHODS, OTHERS
 from tests.conftest import Run
 from tests.quantized.made import Row, ones, row, text, write
 
@@ -174,7 +175,77 @@ REFUSALS = {
     "marlin-24": Refusal({f"{L}.weight_packed": row("I32", [4, 8]), f"{L}.meta": row("I32", [4])}, "marlin-24"),
     "sparse-bitmask": Refusal({f"{L}.compressed": ones([8]), f"{L}.bitmask": row("U8", [4, 2]),
                                f"{L}.row_offsets": row("I64", [4])}, "sparse-bitmask"),
+    "sparse-24-bitmask": Refusal({f"{L}.compressed": ones([8]), f"{L}.bitmask": row("U8", [4, 2]),
+                                  f"{L}.shape": row("I64", [2, 1])}, "sparse-24-bitmask"),
+    "BitBLAS": Refusal(GPTQ, "BitBLAS", method("bitblas")),
+    # more of the reasons above, in other families
+    "bitsandbytes without absmax": Refusal(without(bnb(), ".absmax"), "absmax"),
+    "nested absmax without its own": Refusal({**bnb(), f"{L}.weight.absmax": row("U8", [2])}, "absmax is quantized"),
+    "ComfyUI without a scale": Refusal(without(comfy(format="float8_e4m3fn"), "_scale"), "missing"),
+    "nvfp4 without its global scale": Refusal(
+        {f"{L}.weight_packed": row("U8", [8, 16]), f"{L}.weight_scale": row("F8_E4M3", [8, 2])},
+        "global_scale", method("compressed-tensors"),
+    ),
+    "the group size of gptq": Refusal(without(GPTQ, ".g_idx"), "group_size", method("gptq", bits=4)),
+    "who made mxfp8": Refusal(
+        {f"{L}.weight": row("F8_E4M3", [8, 32]), f"{L}.weight_scale": row("U8", [8, 1])}, "ModelOpt or another"
+    ),
+    "mlx without biases": Refusal(
+        {f"{L}.weight": row("U32", [4, 8]), f"{L}.scales": ones([4, 1])}, "biases",
+        {"quantization": {"group_size": 64, "bits": 4}},
+    ),
 }  # fmt: skip
+# What quantized.md says is always refused; the tests of refused operations are named below.
+REASONS = {
+    "parts that are missing": ["fp8 without its scale", "a scale without its weight", "gptq without zero points",
+                               "packed without a scale", "packed without a shape", "torchao without a scale",
+                               "gpt-oss without scales", "bitsandbytes without absmax",
+                               "nested absmax without its own", "ComfyUI without a scale",
+                               "nvfp4 without its global scale"],
+    "parameters that nothing names": ["the size of blocks", "v1 or v2", "the group size of awq",
+                                      "the group size of gptq", "the bits of packed integers", "the bits of mlx",
+                                      "the bits of quanto", "who packed nvfp4", "who made mxfp8",
+                                      "in which dtype fp8 is multiplied"],
+    "a block that only shapes would give": ["blocks that do not fit",
+                                            "a grid of compressed-tensors that no scheme names"],
+    "a packing that two versions read differently": ["3 bits in as many words"],
+    "formats, types and versions": ["gptq_p", "marlin of gptq", "words of other sizes", "packings of AutoRound",
+                                    "awq gemv", "int8 of kernels", "a format of ComfyUI", "a type of torchao",
+                                    "hqq in hqq", "act-order of compressed-tensors"],
+    "JSON that does not fit the bytes": ["a shape that is too large", "a shape of texts", "a block size of 0",
+                                         "a quant_type that is not known"],
+    "a weight that is not the model's": ["pre_quant_scale", "svdquant", "transform_config", "convrot",
+                                         "act_pre_scale"],
+}  # fmt: skip
+
+
+def test_each_reason_has_a_file() -> None:
+    listed = [name for names in REASONS.values() for name in names]
+    assert set(listed) <= REFUSALS.keys() and len(set(listed)) == len(listed)
+    named = {each.name.removeprefix("compressed-tensors ") for each in OTHERS} | {*METHODS.values()}
+    assert named <= REFUSALS.keys()
+
+
+@pytest.mark.parametrize(
+    ("reason", "hint"),
+    [
+        ("act-order of compressed-tensors", "compressed-tensors 0.17"),
+        ("sparse-bitmask", "compressed-tensors 0.17"),
+        ("sparse-24-bitmask", "compressed-tensors 0.10"),
+    ],
+)
+def test_a_refusal_names_what_reads_it(reason: str, hint: str, tmp_path: Path, run: Run) -> None:
+    path = made(REFUSALS[reason], tmp_path)
+    done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
+    assert done.code == 3 and REFUSALS[reason].word in done.stderr and hint in done.stderr
+    assert hint[1:] in run("doctor", path).stdout and not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_shard_alone_is_not_dequantized(tmp_path: Path, run: Run) -> None:
+    path = write(tmp_path / "model-00001-of-00002.safetensors", without(FP8, "_inv"), config=BLOCKS)
+    done = run("convert", path, tmp_path / "out.safetensors", "--dequantize")
+    assert done.code == 3 and not (tmp_path / "out.safetensors").exists()
+    assert "shard" in done.stderr
 
 
 def made(refusal: Refusal, folder: Path) -> Path:
