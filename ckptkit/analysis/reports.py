@@ -38,9 +38,10 @@ def inspect(
     arguments.flags(sha256=sha256, stored=stored)
     checkpoint = open_checkpoint(source, key=key)
     found = summary.summarize(checkpoint if stored or sha256 else look_through(checkpoint))
-    rows = summary.matching(found.rows, arguments.texts("keys", keys))
+    globs = arguments.texts("keys", keys)
+    rows = summary.matching(found.rows, globs)
     sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
-    return listed(as_json.file(found, rows, sums))
+    return listed(as_json.file(found, rows, sums, is_selection=bool(globs)))
 
 
 def stats(

@@ -97,6 +97,14 @@ class Inner(NamedTuple):
     nbytes: int
 
 
+class Selected(NamedTuple):
+    """The totals of the tensors that ``--keys`` selects."""
+
+    tensors: int
+    parameters: int
+    nbytes: int
+
+
 class Totals(NamedTuple):
     """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones
     counted once.
@@ -388,6 +396,16 @@ def _size(checkpoint: Checkpoint) -> int:
     if source is None:
         return 0
     return source.size if isinstance(source, ByteSource) else source.nbytes()
+
+
+def selected(rows: Sequence[TensorRow]) -> Selected:
+    """Return the totals of some tensors; tied ones count once in parameters and bytes."""
+    different = {row.tensor.elements_key: row for row in rows}.values()
+    return Selected(
+        tensors=len(rows),
+        parameters=sum(row.tensor.numel for row in different),
+        nbytes=sum(row.nbytes for row in different),
+    )
 
 
 def matching(rows: list[TensorRow], globs: Sequence[str]) -> list[TensorRow]:

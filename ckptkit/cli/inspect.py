@@ -169,7 +169,8 @@ def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
 
     summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
     rows = _rows(summary, want)
-    return as_json.file(summary, rows, _digests(rows) if want.digest else None)
+    digests = _digests(rows) if want.digest else None
+    return as_json.file(summary, rows, digests, is_selection=bool(want.globs))
 
 
 def _digests(rows: list[TensorRow]) -> list[str | None]:
@@ -207,18 +208,16 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
 
 
 def _selected(rows: list[TensorRow], want: Wanted) -> Iterator[str]:
-    """Yield the totals of what --keys selects; tied tensors count once."""
+    """Yield the totals of what --keys selects."""
     if not want.globs or not rows:
         return
-    different = {row.tensor.elements_key: row for row in rows}.values()
-    parameters, nbytes = (
-        sum(row.tensor.numel for row in different),
-        sum(row.nbytes for row in different),
-    )
+    from ckptkit.analysis.summary import selected
+
+    found = selected(rows)
     yield ""
     yield (
-        f"selected: {render.plural(len(rows), 'tensor')}, {parameters:,} parameters, "
-        f"{render.size(nbytes)}"
+        f"selected: {render.plural(found.tensors, 'tensor')}, {found.parameters:,} parameters, "
+        f"{render.size(found.nbytes)}"
     )
 
 

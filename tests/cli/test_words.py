@@ -167,6 +167,18 @@ def test_totals_of_what_is_selected(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert "selected" not in ckptkit("inspect", tmp_path / "a.pth").stdout
 
 
+def test_totals_of_what_is_selected_as_json(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    weight = torch.ones(3, 4)
+    path = tmp_path / "a.pth"
+    torch.save({"a.weight": weight, "tied.weight": weight, "b": torch.ones(2)}, path)
+    found = json.loads(ckptkit("inspect", "--json", "--keys", "*.weight", path).stdout)["files"][0]
+    assert found["selected"] == {"tensor_count": 2, "parameters": 12, "nbytes": 48}
+    assert found["totals"]["tensor_count"] == 3
+    assert json.loads(ckptkit("inspect", "--json", path).stdout)["files"][0]["selected"] is None
+    nothing = json.loads(ckptkit("inspect", "--json", "--keys", "x", path).stdout)["files"][0]
+    assert nothing["selected"] == {"tensor_count": 0, "parameters": 0, "nbytes": 0}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
 def test_show_nan(dtype: torch.dtype, ckptkit: Ckptkit, tmp_path: Path) -> None:
     values = torch.zeros(300, 1000)

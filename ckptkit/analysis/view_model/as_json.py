@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.analysis.summary import Opaque, Summary, TensorRow, Value
+from ckptkit.analysis.summary import Opaque, Summary, TensorRow, Value, selected
 from ckptkit.analysis.values import json_number, key_list, number
 from ckptkit.analysis.view_model import tensors as model
 from ckptkit.core.errors import CkptkitError
@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 
 
 def file(
-    summary: Summary, rows: Iterable[TensorRow], digests: Sequence[str | None] | None = None
+    summary: Summary,
+    rows: Sequence[TensorRow],
+    digests: Sequence[str | None] | None = None,
+    *,
+    is_selection: bool = False,
 ) -> dict[str, Any]:
-    """Return FILE of the schema, its lists as iterators; with the SHA-256 of each row if given."""
+    """Return FILE of the schema, its lists as iterators; with the SHA-256 of each row if given.
+
+    `is_selection`: the rows are those that globs select, and their totals are given too.
+    """
     totals = summary.totals
     tensors: Iterator[dict[str, Any]] = map(model.as_json, rows)
     if digests is not None:
@@ -47,8 +54,19 @@ def file(
             "nbytes": number(totals.nbytes),
             "storage_nbytes": number(totals.storage_nbytes),
         },
+        "selected": _selected(rows) if is_selection else None,
         "about": summary.about or None,
         "part": _part(summary.part),
+    }
+
+
+def _selected(rows: Sequence[TensorRow]) -> dict[str, Any]:
+    """Return the totals of the tensors that globs select."""
+    found = selected(rows)
+    return {
+        "tensor_count": found.tensors,
+        "parameters": number(found.parameters),
+        "nbytes": number(found.nbytes),
     }
 
 
