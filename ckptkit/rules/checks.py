@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ckptkit.core.grouping import flatten
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import (
+    ABSENT,
     REST,
     STAR,
     STARS,
@@ -19,7 +20,7 @@ from ckptkit.rules.notation import (
     Variable,
     dimension_text,
 )  # fmt: skip
-from ckptkit.rules.sizes import Known
+from ckptkit.rules.sizes import Known, checked, shift_words
 
 _STARS = 2  # of ** in one name
 
@@ -148,6 +149,31 @@ def ragged(rule: Rule, words: Words, known: Known) -> dict[str, str]:
         for side in (rule.left, rule.right):
             _check_order(word, variable, side)
     return found
+
+
+def check_none_empty(rule: Rule, words: Words, known: Known, uneven: Mapping[str, str]) -> None:
+    """Raise RuleError for a size of 0, but of the part of a label `-`: no padding."""
+    placed: set[str] = set()
+    for side in (rule.left, rule.right):
+        placed.update(side.axes, side.words, shift_words(side.variables))
+    for word in sorted(placed & known.sizes.keys()):
+        absent = _absent(words, uneven.get(word))
+        for part, size in enumerate(known.sizes[word]):
+            if size is not None and part not in absent:
+                checked(word, size)
+
+
+def _absent(words: Words, variable: str | None) -> set[int]:
+    """Return the positions of the labels `-` of a variable."""
+    if variable is None:
+        return set()
+    kinds = words.left_kinds[variable], words.right_kinds[variable]
+    named = (kind for kind in kinds if isinstance(kind, tuple))
+    return set(flatten(_positions(kind) for kind in named))
+
+
+def _positions(labels: tuple[str, ...]) -> list[int]:
+    return [number for number, label in enumerate(labels) if label == ABSENT]
 
 
 def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
-from ckptkit.rules.checks import Words, ragged
+from ckptkit.rules.checks import Words, check_none_empty, ragged
 from ckptkit.rules.copies import Arrangement, Axes, Layout, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, about, settings
 from ckptkit.rules.names import Pattern, Steps, Value, Values
@@ -34,6 +34,7 @@ class Ready:
         self.number, self.rule, self.words = number, rule, words
         self.known: Known = evaluate(rule, settings)
         uneven = ragged(rule, words, self.known)
+        check_none_empty(rule, words, self.known, uneven)
         self.arrangement = Arrangement(number, rule, words, self.known, uneven)
         shifts = self._shifts()
         self.left = Pattern(rule.left.name, words.left_kinds, shifts)

@@ -36,7 +36,7 @@ class Settings:
         self.defaults = dict(defaults or {})
         self._config = config
         for word, value in self.args.items():
-            checked(word, value)
+            checked(word, value, least=0)
 
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
         """Return the value of a word, and its source; the first that applies."""
@@ -95,7 +95,10 @@ class Known:
 
 
 def evaluate(rule: Rule, settings: Settings) -> Known:
-    """The sizes of a rule that are said. Raises RuleError for one that is not a size."""
+    """The sizes of a rule that are said. Raises RuleError for one that is not a size.
+
+    A size may be 0 here: `checks.check_none_empty` says where it may stay so.
+    """
     machine = _Evaluation(rule, settings)
     sizes: dict[str, Size] = {}
     for word in sorted(words_of(rule)):
@@ -136,7 +139,7 @@ class _Evaluation:
         for term in choice or ():
             value = self._value(term)
             if value is not None:
-                return checked(word, value)
+                return checked(word, value, least=0)
         return None
 
     def _value(self, term: Term) -> int | None:
@@ -172,9 +175,9 @@ class _Evaluation:
         return value
 
 
-def checked(word: str, value: int) -> int:
+def checked(word: str, value: int, least: int = 1) -> int:
     """`value`, if it can be the size of `word`."""
-    if not 0 < value <= MOST:
+    if not least <= value <= MOST:
         raise RuleError(f"the size {word} would be {value}", hint="a size is 1 or more")
     return value
 
@@ -194,14 +197,14 @@ def words_of(rule: Rule) -> set[str]:
     found: set[str] = set()
     for side in (rule.left, rule.right):
         found.update(side.axes, side.words)
-        found.update(_shift_words(side.variables))
+        found.update(shift_words(side.variables))
     for word, given in rule.sizes:
         found.add(word)
         found |= _words_of_given(given)
     return found
 
 
-def _shift_words(variables: tuple[Variable, ...]) -> set[str]:
+def shift_words(variables: tuple[Variable, ...]) -> set[str]:
     shifts = (variable.shift for variable in variables)
     return {
         shift.amount

@@ -120,6 +120,17 @@ def test_the_names_of_the_library_are_made(name: str, ckptkit: Ckptkit, tmp_path
     assert sorted(torch.load(there)) != sorted(load_file(back))
 
 
+def test_a_vocabulary_without_padding_goes_back(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    FAMILIES["megatron-llama"]().save_pretrained(tmp_path)
+    source, back = tmp_path / "model.safetensors", tmp_path / "back.safetensors"
+    there = tmp_path / "there.pth"
+    ckptkit("run", "megatron-llama", source, there, "--reverse", "--arg", "pad=0")
+    rows = torch.load(there)["embedding.word_embeddings.weight"].shape[0]
+    assert rows == SIZES["vocab_size"]
+    ckptkit("run", "megatron-llama", there, back)
+    assert_same(load_file(back), load_file(source))
+
+
 @pytest.mark.parametrize(("name", "new"), [("falcon", True), ("falcon-7b", False)])
 def test_fused_heads_are_those_that_falcon_takes(
     name: str, new: bool, ckptkit: Ckptkit, tmp_path: Path

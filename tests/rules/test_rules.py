@@ -350,6 +350,34 @@ def test_sizes_that_are_none(size: str, said: str) -> None:
         plan(f"x [(a b)] -> y [a b] with a={size}", of={"x": (4,)}, config={"x": "4"})
 
 
+PADDED = "w [(x v) i] -> {x:e|-} [v i] with v=vocab|pad"
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+def test_padding_may_be_none_there_and_back(pad: int) -> None:
+    rules = Rules.parse([PADDED])
+    args = {"vocab": 6, "pad": pad}
+    (made,) = rules.plan({"w": (6 + pad, 2)}, args=args).values()
+    assert made.shape == (6, 2)
+    back = rules.reversed().plan({"e": (6, 2)}, args=args)["w"]
+    assert back.shape == (6 + pad, 2)
+    assert sum(copy.source is None for copy in back.copies) == bool(pad)
+
+
+@pytest.mark.parametrize(
+    ("line", "args", "word"),
+    [
+        (PADDED, {"vocab": 0, "pad": 6}, "v"),
+        ("w [(h d) i] -> e [h d i]", {"h": 0}, "h"),
+        ("w [(p d) i] -> {p:a|b} [d i] with d=x|y", {"x": 0, "y": 6}, "d"),
+        ("w.{l+n} -> e.{l}", {"n": 0}, "n"),
+    ],
+)
+def test_nothing_else_has_a_size_of_0(line: str, args: dict[str, int], word: str) -> None:
+    with pytest.raises(RuleError, match=f"rule 1: the size {word} would be 0"):
+        Rules.parse([line]).plan({"w": (6, 2), "w.1": (2,)}, keep="rest", args=args)
+
+
 # What people may write who want it to take long
 
 
