@@ -36,7 +36,7 @@ OTHERS = (
         "compressed-tensors sparse-bitmask",
         "compressed",
         ("bitmask", "row_offsets"),
-        "compressed-tensors 0.17",
+        "compressed-tensors 0.10",
     ),
     Other(
         "compressed-tensors sparse-24-bitmask",

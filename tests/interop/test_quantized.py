@@ -125,6 +125,27 @@ def test_bitsandbytes(kind: str, nested: bool, tmp_path: Path, run: Run) -> None
     assert_same_model(state, theirs)
 
 
+def test_bitsandbytes_int8(tmp_path: Path, run: Run) -> None:
+    functional = pytest.importorskip(
+        "bitsandbytes.functional", reason="bitsandbytes is not installed"
+    )
+    theirs: dict[str, torch.Tensor] = tiny().state_dict()
+
+    def change(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scale, _ = functional.int8_vectorwise_quant(weight.half())
+        theirs[f"{name}.weight"] = functional.int8_vectorwise_dequant(codes, scale).bfloat16()
+        by_rows = torch.tensor(0, dtype=torch.uint8)
+        return {f"{name}.weight": codes, f"{name}.SCB": scale, f"{name}.weight_format": by_rows}
+
+    folder = quantized_file(
+        tmp_path / "codes", change, {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    )
+    state = dequantized(run, folder, tmp_path)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert_same_model(state, theirs)
+
+
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (3, 32)])
 def test_compressed_tensors(bits: int, group: int, tmp_path: Path, run: Run) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
