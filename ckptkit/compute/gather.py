@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.compute import transposing
-from ckptkit.core.bytesource import Derived
+from ckptkit.core.bytesource import Derived, LocalFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,6 +26,7 @@ CALL = (
     64 << 10
 )  # bytes worth reading to save a box, which costs Python some microseconds and the cache its lines
 EXACT = 512  # bytes that are read by themselves where more than as much lies between them
+ROW = 1 << 10  # bytes of a row from which on it is read where it belongs, without a copy
 MANY = 128  # boxes, from which on larger tiles pay
 LARGE = 64 << 20  # bytes of a tile of a large transpose, of which each needs a little of every row
 
@@ -60,6 +61,23 @@ class Room:
         if len(self._buffer) < length:
             self._buffer = bytearray(length)
         return memoryview(self._buffer)[:length]
+
+
+class FileReader:
+    """Reads bytes of a local file: into `room`, which readers may share, or where they belong."""
+
+    def __init__(self, source: LocalFile, origin: int, room: Room) -> None:
+        self._source, self._origin, self._room = source, origin, room
+
+    def __call__(self, at: int, length: int) -> memoryview:
+        """Return bytes that the next call overwrites."""
+        view = self._room.of(length)
+        self._source.read_into(self._origin + at, view)
+        return view
+
+    def rows(self, at: int, rows: Sequence[memoryview]) -> None:
+        """Fill the rows, one after another, with the bytes from `at`."""
+        self._source.read_into_all(self._origin + at, rows)
 
 
 def gather(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
@@ -229,10 +247,33 @@ def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[in
         for axis, index in zip(order, corner, strict=True):
             at[axis] = index
         shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
+        start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
+        target = made[tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))]
+        if isinstance(read, FileReader) and _are_rows(target, strides):
+            read.rows(start, list(_rows(target)))
+            continue
         span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        data = read(offset + sum(i * s for i, s in zip(at, strides, strict=True)), span)
-        place = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
-        transposing.copy(made[place], np.ndarray(shape, unit, data, 0, strides))
+        data = read(start, span)
+        transposing.copy(target, np.ndarray(shape, unit, data, 0, strides))
+
+
+def _are_rows(target: np.ndarray[Any, Any], strides: tuple[int, ...]) -> bool:
+    """Return whether elements follow each other in the input, and fill long rows of `target`."""
+    whole = coalesce(list(zip(target.shape, strides, strict=True)))
+    is_one_range = whole == [(target.size, target.itemsize)]
+    return is_one_range and target.shape[-1] * target.itemsize >= ROW
+
+
+def _rows(target: np.ndarray[Any, Any]) -> Iterator[memoryview]:
+    """Yield the memory of each row, or of all of them where they follow each other."""
+    import numpy as np
+
+    data = target.view(np.uint8)
+    if data.flags.c_contiguous:
+        yield data.reshape(-1).data
+        return
+    for index in np.ndindex(data.shape[:-2]):
+        yield from (row.data for row in data[index])
 
 
 def _box(dims: list[Dim], itemsize: int) -> list[int]:

@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.floats import FLOATS, decode, encode
-from ckptkit.compute.gather import Read, Room, assemble, gather
+from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
@@ -412,12 +412,7 @@ def _reader(extent: Extent, room: Room) -> Read:
     if not isinstance(source, LocalFile):
         return lambda at, length: source.read(origin + at, length)
 
-    def read(at: int, length: int) -> memoryview:
-        view = room.of(length)
-        source.read_into(origin + at, view)
-        return view
-
-    return read
+    return FileReader(source, origin, room)
 
 
 def read_into(extent: Extent, at: int, buffer: memoryview) -> None:

@@ -32,6 +32,9 @@ from ckptkit.core.text import nearest
 Identity = tuple[int | str, ...]
 
 
+_BUFFERS = 1024  # that one call of the system fills (IOV_MAX of Linux and macOS)
+
+
 class ByteSource(ABC):
     """Random access to a fixed number of bytes."""
 
@@ -55,6 +58,12 @@ class ByteSource(ABC):
         Raises like `read`.
         """
         buffer[:] = self.read(offset, len(buffer))
+
+    def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after another, with the bytes from `offset`. Raises like `read`."""
+        for buffer in buffers:
+            self.read_into(offset, buffer)
+            offset += len(buffer)
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - nothing to gain where reads are free
         """Announce the small ranges (offset, length) read next, rising, to fetch together."""
@@ -223,6 +232,22 @@ class LocalFile(ByteSource):
                 done += count
         except OSError as error:
             raise self._failed(error) from error
+
+    def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        size = sum(map(len, buffers))
+        if not hasattr(os, "preadv") or offset < 0 or offset + size > self.size:
+            super().read_into_all(offset, buffers)
+            return
+        for first in range(0, len(buffers), _BUFFERS):
+            part = buffers[first : first + _BUFFERS]
+            size = sum(map(len, part))
+            try:
+                whole = os.preadv(self.fd, part, offset) == size
+            except OSError as error:
+                raise self._failed(error) from error
+            if not whole:
+                super().read_into_all(offset, part)
+            offset += size
 
     def _failed(self, error: OSError) -> InputError:
         why = "was closed" if self.fd < 0 else f"cannot be read: {error.strerror}"
