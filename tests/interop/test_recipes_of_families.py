@@ -131,6 +131,46 @@ def test_a_vocabulary_without_padding_goes_back(ckptkit: Ckptkit, tmp_path: Path
     assert_same(load_file(back), load_file(source))
 
 
+def test_vision_transformer_of_torchvision_gives_the_outputs_in_timm(
+    ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed (extra: interop)")
+    pytest.importorskip("torchvision", reason="torchvision is not installed (extra: interop)")
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(0)
+    theirs = VisionTransformer(16, 8, 2, 2, 32, 128, num_classes=5).eval()
+    torch.nn.init.normal_(theirs.heads.head.weight)
+    torch.save(theirs.state_dict(), tmp_path / "vit.pth")
+    ckptkit("run", "torchvision-vit", tmp_path / "vit.pth", tmp_path / "out.safetensors")
+    ours = timm.models.VisionTransformer(16, 8, num_classes=5, embed_dim=32, depth=2, num_heads=2)
+    ours.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    picture = torch.rand(1, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(picture), theirs(picture))
+
+
+def test_densenet_names_are_those_that_torchvision_makes(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", reason="torchvision is not installed (extra: interop)")
+    from torchvision.models import densenet
+
+    torch.manual_seed(0)
+    model = densenet.DenseNet(8, (2, 2), 8, num_classes=3)
+    expected = {name: each.clone() for name, each in model.state_dict().items()}
+    old, out = tmp_path / "old.pth", tmp_path / "out.safetensors"
+    kept = {name: each for name, each in expected.items() if "num_batches" not in name}
+    torch.save(kept, tmp_path / "new.pth")  # a file before 2018 does not count batches
+    ckptkit("run", "densenet-2018", tmp_path / "new.pth", old, "--reverse")
+    names = torch.load(old).keys()
+    assert "features.denseblock1.denselayer1.norm.1.weight" in names
+    weights = type("Weights", (), {"get_state_dict": lambda *_, **__: torch.load(old)})()
+    again = densenet.DenseNet(8, (2, 2), 8, num_classes=3)
+    densenet._load_state_dict(again, weights, progress=False)  # renames what it was to download
+    assert_same(again.state_dict(), expected)
+    ckptkit("run", "densenet-2018", old, out)
+    assert_same(load_file(out), kept)
+
+
 @pytest.mark.parametrize(("name", "new"), [("falcon", True), ("falcon-7b", False)])
 def test_fused_heads_are_those_that_falcon_takes(
     name: str, new: bool, ckptkit: Ckptkit, tmp_path: Path
