@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 from ckptkit.analysis.diff import Diff
 from ckptkit.analysis.view_model import Table, differences
-from ckptkit.cli.render import is_terminal, labelled, plural, table
+from ckptkit.cli.render import labelled, listed, plural, table, terminal_width, wrapped
+from ckptkit.core.grouping import flatten
 
 
 def lines(found: Diff) -> Iterator[str]:
@@ -16,7 +16,13 @@ def lines(found: Diff) -> Iterator[str]:
     for each in differences.tables(found):
         yield from _block(each, paired)
         yield ""
-    yield from map(labelled, differences.remarks(found))
+    yield from flatten(map(_remark, differences.remarks(found)))
+
+
+def _remark(line: str) -> list[str]:
+    """Return a remark as lines; a hint stays whole, as it may hold a command to paste."""
+    first, *rest = [line] if line.startswith("hint:") else wrapped(line)
+    return [labelled(first), *rest]
 
 
 def _block(found: Table, paired: bool) -> Iterator[str]:
@@ -24,21 +30,17 @@ def _block(found: Table, paired: bool) -> Iterator[str]:
     if len(found.headers) == 1:
         more = " more" if paired else ""
         yield labelled(f"{found.title}: {plural(found.things, 'key')}{more}")
-        yield from (f"  {name}" for (name,) in found.rows)
+        yield from listed(name for (name,) in found.rows)
         return
     is_pairs = found.headers == differences.PAIRED
     title = f"{found.title} {found.headers[0]}" if is_pairs else found.title
     headers = (title, *found.headers[1:])
     widths = [max(map(len, column)) for column in zip(headers, *found.rows, strict=True)]
-    if is_pairs and is_terminal(sys.stdout) and sum(widths) + 2 * len(widths) > _columns():
+    width = terminal_width()
+    if is_pairs and width is not None and sum(widths) + 2 * len(widths) > width:
         yield f"{title} -> in B"
         for old, new, *rest in found.rows:
-            yield from (f"  {old}", f"    -> {new}  {'  '.join(rest)}")
+            yield from wrapped(f"  {old}")
+            yield from wrapped(f"    -> {new}  {'  '.join(rest)}")
     else:
         yield from table(headers, found.rows, right=found.right)
-
-
-def _columns() -> int:
-    from shutil import get_terminal_size
-
-    return get_terminal_size().columns

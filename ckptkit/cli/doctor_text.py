@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from shutil import get_terminal_size
 from textwrap import wrap
 
 from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
-from ckptkit.cli.render import escape, is_terminal, paint, plural, size
+from ckptkit.cli.render import escape, paint, plural, size, terminal_width
 from ckptkit.core.text import shell_command
 from ckptkit.doctor.cause import ERROR, LEVELS, NOTE, WARNING, Cause
 from ckptkit.doctor.diagnose import Diagnosis
@@ -59,11 +57,8 @@ def _counted(causes: Sequence[Cause]) -> str:
 
 
 def _causes(found: Diagnosis) -> Iterator[str]:
-    wide = (
-        max(NARROWEST, min(WIDEST, get_terminal_size().columns - 4))
-        if is_terminal(sys.stdout)
-        else WIDEST
-    )
+    width = terminal_width()
+    wide = WIDEST if width is None else max(NARROWEST, min(WIDEST, width - 4))
     numbers: dict[str, int] = {}
     for number, cause in enumerate(found.causes, 1):
         yield ""

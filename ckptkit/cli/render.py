@@ -9,6 +9,7 @@ from itertools import groupby, islice
 from typing import Any, TextIO
 
 from ckptkit.core.errors import CkptkitError, OutputError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import escape as escape
 from ckptkit.core.text import matcher as matcher
 from ckptkit.core.text import plural as plural
@@ -23,6 +24,7 @@ LABELS = {
 }  # fmt: skip
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
 NARROWEST = 16  # characters of a name that are always shown on a terminal
+HEADER_PADDING = 2  # characters that tabulate adds to a heading
 BATCH = 1_000  # rows that are formatted at once
 
 
@@ -90,15 +92,69 @@ def labelled(line: str) -> str:
     return paint(word, LABELS[word], sys.stdout) + line[len(word) :] if word in LABELS else line
 
 
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that output goes to, None if there is none."""
+    if not is_terminal(sys.stdout):
+        return None
+    from shutil import get_terminal_size
+
+    return get_terminal_size().columns
+
+
+def wrapped(line: str) -> list[str]:
+    """Break an escaped line into lines that fit on the terminal; in a pipe, it stays whole."""
+    width = terminal_width()
+    if width is None or len(line) <= width:
+        return [line]
+    from textwrap import wrap
+
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return wrap(line, max(NARROWEST, width), subsequent_indent=indent, break_on_hyphens=False)
+
+
+def listed(names: Iterable[str]) -> Iterator[str]:
+    """Yield names as an indented list, shortened on a terminal, or wrapped if that confuses two."""
+    names, width = list(names), terminal_width()
+    room = max(NARROWEST, (width or 0) - 2)
+    if width is None or (short := _distinct(names, room)) is None:
+        yield from flatten(wrapped(f"  {name}") for name in names)
+    else:
+        yield from (f"  {name}" for name in short)
+
+
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> Iterator[str]:
     """Format a table without rules; columns named in `right` are right-aligned.
 
-    On a terminal, the first column is shortened so that a row fits; elsewhere nothing is cut.
+    On a terminal that is too narrow, names in the first column are shortened in the middle. Where
+    that is not enough, or would make two names equal, each row becomes a name and lines of
+    numbers. Elsewhere nothing is cut.
     """
+    width = terminal_width()
+    if rows and width is not None:
+        widths = _widths(headers, rows)
+        room = width - sum(2 + each for each in widths[1:])
+        if widths[0] > room:
+            room -= HEADER_PADDING  # the first column is at least as wide as its padded heading
+            names = _distinct([row[0] for row in rows], room) if room >= NARROWEST else None
+            if names is None:
+                yield from _stacked(headers, rows)
+                return
+            rows = [(name, *row[1:]) for name, row in zip(names, rows, strict=True)]
+    yield from _aligned(headers, rows, right)
+
+
+def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of each column, as tabulate makes it."""
+    padded = [header + " " * HEADER_PADDING for header in headers]
+    return [max(map(len, column)) for column in zip(padded, *rows, strict=True)]
+
+
+def _aligned(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> Iterator[str]:
     align = ["right" if header in right else "left" for header in headers]
-    rows = _fitted(headers, rows)
     if len(rows) > STREAMED:
         yield from _columns(headers, rows, align)
     elif rows:
@@ -119,21 +175,24 @@ def _columns(
         yield form.format(*row).rstrip()
 
 
-def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-    """Shorten the first cells, in the middle, to the width that the terminal leaves.
+def _stacked(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield each row as its name and, indented below it, its other cells after their headings."""
+    names = [row[0] for row in rows]
+    names = _distinct(names, max(NARROWEST, terminal_width() or 0)) or names
+    yield from wrapped(headers[0])
+    for name, (_, *cells) in zip(names, rows, strict=True):
+        yield from wrapped(name)
+        pairs = zip(headers[1:], cells, strict=True)
+        named = ", ".join(f"{header} {cell}" for header, cell in pairs if cell)
+        yield from wrapped(f"  {named}")
 
-    If that would make two of them equal, rows are left to wrap instead.
-    """
-    if not rows or not is_terminal(sys.stdout):
-        return rows
-    from shutil import get_terminal_size
 
-    others = sum(2 + max(map(len, column)) for column in list(zip(headers, *rows, strict=True))[1:])
-    room = max(NARROWEST, get_terminal_size().columns - others - 1)
-    names = {first: shortened(first, room) for first, *_ in rows}
-    if len({*names.values()}) < len(names):
-        return rows
-    return [(names[first], *rest) for first, *rest in rows]
+def _distinct(names: Sequence[str], room: int) -> list[str] | None:
+    """Shorten names to `room` characters; return None if two of them would become equal."""
+    short = {name: shortened(name, room) for name in names}
+    if len({*short.values()}) < len(short):
+        return None
+    return [short[name] for name in names]
 
 
 def shortened(text: str, room: int) -> str:

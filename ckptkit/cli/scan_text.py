@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptkit.cli.render import escape, paint
+from ckptkit.cli.render import escape, paint, wrapped
 from ckptkit.core.grouping import flatten
 from ckptkit.scan.files import Failure
 from ckptkit.scan.verdict import (
@@ -44,7 +44,8 @@ def painted(result: FileVerdict | Failure) -> Iterator[str]:
     """Yield the same lines, escaped, the first in the color of its verdict."""
     for number, line in enumerate(map(escape, lines(result))):
         colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
-        yield line if colour is None else paint(line, colour)
+        fitting = wrapped(line)
+        yield from fitting if colour is None else (paint(each, colour) for each in fitting)
 
 
 def _pickle(pickle: PickleVerdict) -> Iterator[str]:

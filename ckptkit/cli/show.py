@@ -189,16 +189,15 @@ def _grids(shown: list[Shown], rows: int, columns: int | None) -> Iterator[str]:
     for each, (picks, _) in zip(shown, corners, strict=True):
         tensor = each.tensor
         where = f"{tensor.dtype} {render.shape(tensor.shape)} on {tensor.device}"
-        yield render.escape(f"{each.path}: {each.name}, {where}: {show(picks)}")
+        yield from render.wrapped(
+            render.escape(f"{each.path}: {each.name}, {where}: {show(picks)}")
+        )
     yield ""
     yield from _table(corners)
 
 
 def _columns(tables: int) -> int:
-    from shutil import get_terminal_size
-    from sys import stdout
-
-    width = get_terminal_size().columns if render.is_terminal(stdout) else PLAIN
+    width = render.terminal_width() or PLAIN
     return max(1, (width - 8) // tables // CELL)
 
 
@@ -287,7 +286,8 @@ def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool
         yield ""
         title = f"{each.path}: " if len(shown) > 1 else ""
         named = ", ".join(statistics.measured(numbers))
-        yield render.escape(f"{title}{tally.count:,} values{of}: ") + named
+        counted_text = render.escape(f"{title}{tally.count:,} values{of}: ")
+        yield from render.wrapped(counted_text + named)
         histogram = tally.histogram.at_most(16)
         for edge, count, bar in zip(
             histogram.edges, histogram.counts, horizontal_bars(histogram.counts, 40), strict=False

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from ckptkit.analysis.summary import Summary, TensorRow
 from ckptkit.analysis.view_model import Table, contents
-from ckptkit.cli.render import table
+from ckptkit.cli.render import table, wrapped
+from ckptkit.core.grouping import flatten
 
 SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 
 
 def lines(summary: Summary, rows: list[TensorRow], *, flat: bool, sort: str) -> Iterator[str]:
     """Yield everything except warnings and hints; of a pickled module, its weights only."""
-    yield contents.heading(summary)
-    yield from contents.remarks(summary, rows)
+    yield from wrapped(contents.heading(summary))
+    yield from flatten(map(wrapped, contents.remarks(summary, rows)))
     for found in contents.tables(rows, flat=flat, sort=sort):
         yield from tabled(found)
     for listing in contents.listings(summary):
@@ -31,6 +32,6 @@ def _listed(listing: contents.Listing) -> Iterator[str]:
     if not listing.rows:
         return
     yield f"\n{listing.title}"
-    yield from (f"  {name}: {text}" for name, text in listing.rows[:SHOWN])
+    yield from flatten(wrapped(f"  {name}: {text}") for name, text in listing.rows[:SHOWN])
     if len(listing.rows) > SHOWN:
         yield f"  and {len(listing.rows) - SHOWN:,} more: --tree shows all"

@@ -5,7 +5,6 @@ Names are split at their dots.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from ckptkit.analysis.values import plain
 from ckptkit.analysis.view_model.contents import value_text
 from ckptkit.analysis.view_model.tensors import sentence
 from ckptkit.cli.bars import horizontal_bars
-from ckptkit.cli.render import NARROWEST, escape, is_terminal, plural, shortened
+from ckptkit.cli.render import NARROWEST, escape, plural, shortened, terminal_width
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, type_name, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.trust import describe
@@ -75,7 +74,7 @@ def tree(
     top = _grown(root, iter(shares), chosen)
     rows = list(_rows(top, sort, chosen is not None))
     total = top.parameters if chosen is None else sum(share.parameters for share in shares)
-    width = _width()
+    width = terminal_width()
     bar = _bar_length(width)
     digits = len(f"{total:,}")
     room = _room(rows, width, bar + digits + 12 if bar else digits + 10)
@@ -99,15 +98,6 @@ def _bar_length(width: int | None) -> int:
     if width is None or width >= WIDE:
         return BAR
     return SHORT_BAR if width >= MEDIUM else 0
-
-
-def _width() -> int | None:
-    """Return the width of the terminal, None if there is none."""
-    if not is_terminal(sys.stdout):
-        return None
-    from shutil import get_terminal_size
-
-    return get_terminal_size().columns
 
 
 def _room(rows: list[tuple[TreeLine, str]], width: int | None, others: int) -> int:

@@ -1,0 +1,84 @@
+"""Output fits a terminal of 60, 100 or 200 columns; in a pipe, nothing is cut."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.conftest import Ckptkit
+from tests.cli.test_colour import on_terminal
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+
+LAYER = "encoder.transformer.layers.{}.self_attention.query_key_value_projection.weight"
+HEAD = "classification_head.final_projection_to_the_vocabulary_of_many_languages.weight"
+ONLY_B = "classification_head.another_projection_with_a_name_that_takes_many_letters.weight"
+
+
+class Attack:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("echo " + "a" * 150,)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a.pth, b.pth and a file with a call, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    weights = {LAYER.format(n): torch.randn(8, 16) for n in range(3)} | {HEAD: torch.randn(4, 8)}
+    torch.save({"model": weights, "note " * 10: "x" * 150}, "a.pth")
+    changed = weights | {LAYER.format(0): torch.randn(8, 17), ONLY_B: torch.ones(2)}
+    torch.save({"model": changed | {HEAD: weights[HEAD] + 1e-4}}, "b.pth")
+    torch.save({"model": weights, "call": Attack()}, f"{'long' * 20}.pth")
+
+
+CALLS = {
+    "inspect": ("inspect", "a.pth"),
+    "inspect --tree": ("inspect", "--tree", "a.pth"),
+    "diff": ("diff", "a.pth", "b.pth"),
+    "diff --values": ("diff", "--values", "a.pth", "b.pth"),
+    "stats": ("stats", "a.pth"),
+    "scan": ("scan", "."),
+    "show": ("show", "a.pth", HEAD),
+}
+
+
+@pytest.mark.parametrize("columns", [60, 100, 200])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("files")
+def test_no_line_is_longer_than_the_terminal(name: str, columns: int) -> None:
+    """A hint stays whole: a command in it is pasted."""
+    said = on_terminal(*CALLS[name], COLUMNS=str(columns), NO_COLOR="1").splitlines()
+    assert len(said) > 1
+    assert [line for line in said if len(line) > columns and "hint:" not in line] == []
+
+
+@pytest.mark.usefixtures("files")
+def test_names_are_shortened_in_the_middle() -> None:
+    said = on_terminal("inspect", "a.pth", COLUMNS="100", NO_COLOR="1")
+    (row,) = [line for line in said.splitlines() if line.startswith("classification_head")]
+    assert "..." in row and ".weight  float32  [4, 8]" in row
+    assert HEAD in on_terminal("inspect", "a.pth", COLUMNS="200", NO_COLOR="1")
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+@pytest.mark.usefixtures("files")
+def test_nothing_is_cut_in_a_pipe(
+    columns: str, ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in (CALLS["inspect"], CALLS["stats"], CALLS["diff --values"]):
+        lines = ckptkit(*words).stdout.splitlines()
+        assert any(line.startswith(f"{HEAD}  ") for line in lines), words
+    assert f"  {ONLY_B}" in ckptkit(*CALLS["diff"]).stdout.splitlines()
+    finding = ckptkit(*CALLS["scan"]).stdout.splitlines()[1]
+    assert len(finding) > 200 and " calls " in finding and ": REDUCE at byte " in finding
+
+
+@pytest.mark.usefixtures("files")
+def test_a_row_that_does_not_fit_becomes_lines() -> None:
+    said = on_terminal("stats", "a.pth", COLUMNS="60", NO_COLOR="1")
+    assert "\nall\n  tensors 4, count 416, mean " in said
