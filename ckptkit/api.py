@@ -61,6 +61,7 @@ class Conversion:
     format: str
     path: str
     published: Published | None  # None: a dry run
+    copied: tuple[str, ...] = ()  # files copied beside the weights: config.json, tokenizer.json...
 
     def __repr__(self) -> str:
         done = "planned" if self.published is None else "written"
@@ -206,8 +207,11 @@ def convert(
         path = _own_place(checkpoint, format)
     else:
         path = arguments.path("destination", destination)
+    folder = None if in_place else _folder_read(source, checkpoint)
     is_kept = keep_format or in_place or formats.is_folder(checkpoint.format)
     keep = checkpoint.format if is_kept else None
+    if folder is not None:
+        keep = formats.in_folder(checkpoint.format) or keep
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
     # Otherwise it is released: there may be little memory.
     before = checkpoint if in_place and keep_format else None
@@ -217,7 +221,38 @@ def convert(
     if in_place and os.path.islink(path):
         kept = f"was a link to {os.readlink(path)}, which is unchanged"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
-    return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+    copied: tuple[str, ...] = ()
+    if folder is not None and chosen.is_folder and (options is None or options.sidecars):
+        checkpoint, copied = _with_sidecars(checkpoint, folder)
+    done = _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
+    return replace(done, copied=copied)
+
+
+def _folder_read(source: Source, checkpoint: Checkpoint) -> Folder | None:
+    """Return the folder that the checkpoint was read from, None if a file was named."""
+    found = checkpoint.source
+    if isinstance(found, Folder):
+        return found
+    if found is None or not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
+        return None
+    place = found.folder_and_name()
+    return None if place is None else place[0]
+
+
+def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return the checkpoint with the sidecars of its folder, and their names.
+
+    Files that a step has made keep their place.
+    """
+    from ckptkit.formats.common.sidecars import sidecars  # few outputs are folders
+
+    found = sidecars(folder, dict(checkpoint.companions))
+    changed = replace(
+        checkpoint,
+        companions=(*checkpoint.companions, *found.files),
+        warnings=(*checkpoint.warnings, *found.warnings),
+    )
+    return changed, tuple(name for name, _ in found.files)
 
 
 def _check_writing(

@@ -101,7 +101,9 @@ def command(
     """Convert to another format, and transform on the way.
 
     Any readable format becomes any writable one. The suffix of DST, or --format, chooses the output
-    format; `ckptkit formats` lists them.
+    format; `ckptkit formats` lists them. Without either, a folder is written when a folder is read.
+    From a folder with config.json into a folder, the configuration, tokenizer and generation files
+    are copied along.
 
     Transforms apply in this order, whatever the order of the options: drop-entry, optimizer-keys
     and set-metadata, dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule,

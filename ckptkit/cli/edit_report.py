@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,7 +61,9 @@ def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report])
     """Print the sentence, after the warnings if nothing was changed; with --dry-run, the plan."""
     for line in () if done.notes else done.warnings:
         render.warn(line)
-    sentence = "; ".join((f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes))
+    sentence = "; ".join(
+        (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes, *_copied(done))
+    )
     render.emit(render.escape(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}"))
     if edit.dry_run and rules:
         from ckptkit.cli.rules_report import lines_of
@@ -70,6 +72,12 @@ def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report])
             render.emit(*map(render.escape, lines_of(each)))
     if edit.dry_run:
         render.emit(*map(render.escape, str(done.plan).split("\n")))
+
+
+def _copied(done: Conversion) -> Iterator[str]:
+    """Yield the files that are copied beside the weights."""
+    if done.copied:
+        yield f"with {', '.join(done.copied)}"
 
 
 def _verb(plan: Plan | Patch, dry_run: bool) -> str:
@@ -129,6 +137,7 @@ def _facts(edit: Request, done: Conversion, count: int) -> dict[str, Any]:
         "tensor_count": count,
         "size": done.plan.size,
         "done": list(done.notes),
+        "copied": list(done.copied),
         "left_out": list(done.plan.notes),
         "warnings": list(done.warnings),
     }

@@ -65,6 +65,7 @@ class Edit:
     scheduler: str | None
     like: str | None = None
     no_extras: bool = False
+    no_sidecars: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -110,6 +111,7 @@ class Edit:
                     shard_size=self.shard_size,
                     ranks=self.ranks,
                     record=not self.no_extras,
+                    sidecars=not self.no_sidecars,
                 ),
                 force=self.force,
                 durable=self.durable,
@@ -266,6 +268,11 @@ _EDIT = (
         help="Leave ckptkit's own entry out of the metadata of safetensors.",
     ),
     click.option(
+        "--no-sidecars",
+        is_flag=True,
+        help="From folder to folder: do not copy config.json, tokenizer and generation files.",
+    ),
+    click.option(
         "--strict",
         is_flag=True,
         help="Fail, and write nothing, if a change changes nothing (such as no key to strip).",
@@ -304,7 +311,7 @@ dequantize = click.option(
 
 
 _OUTPUT = "force format objects ties shard_size ranks part_only like everything"
-_OUTPUT += " allow_expand in_place into no_extras strict"
+_OUTPUT += " allow_expand in_place into no_extras no_sidecars strict"
 _RUNNING = "dry_run as_json quiet verify durable workers scheduler"
 _SECTIONS = {
     **dict.fromkeys(_OUTPUT.split(), "Output"),

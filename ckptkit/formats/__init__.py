@@ -191,6 +191,12 @@ def for_writing(
     )
 
 
+def in_folder(name: str) -> str | None:
+    """Return the format of a folder of files of this format, None if there is none."""
+    format = by_name(name)
+    return None if format is None else format.folder_as
+
+
 def of_suffix(path: str | os.PathLike[str]) -> Format | None:
     """Return the format that the suffix of a path asks for, None if it asks for none."""
     lower = os.fspath(path).lower()

@@ -87,6 +87,8 @@ class WriteOptions:
     model-parallel parts cuts the weights into. ``everything``: write the whole tree, not only
     what the format is made for; see `Format.everything`. ``record``: keep in safetensors' metadata
     what their header cannot express (`_metadata`, values): not for readers that want none.
+    ``sidecars``: copy configuration and tokenizer files from the folder of a model into a folder
+    that is written.
     """
 
     objects: str = "keep"
@@ -95,6 +97,7 @@ class WriteOptions:
     shard_size: int | None = None
     ranks: int | None = None
     record: bool = True
+    sidecars: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,7 @@ class Format:
     everything: str = "never"
     # holds a program, which no other format keeps: it is not changed in place
     program: bool = False
+    folder_as: str | None = None  # the format of a folder of such files
     # the format of an edited copy, if it has no layout of its own
     rewrite_as: str | None = None
     distributed: bool = False  # it is the parts that several processes wrote

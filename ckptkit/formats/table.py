@@ -90,6 +90,7 @@ SAFETENSORS = Format(
     recover=Lazy("safetensors.recovering:recover"),
     recoverable=Lazy("safetensors.recovering:recoverable"),
     patch=Lazy("safetensors.patching:patch"),
+    folder_as="sharded",
 )
 DCP = Format(
     "dcp",

@@ -1,0 +1,141 @@
+"""From folder to folder: the small files of a model come along, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptkit.formats.common.sidecars import LARGEST
+from tests.cli.conftest import Ckptkit
+
+STATE = {"a.weight": torch.ones(100), "b.weight": torch.zeros(100)}
+TEXTS = {
+    "config.json": '{"model_type": "llama"}',
+    "generation_config.json": "{}",
+    "tokenizer.json": '{"é": 1}',
+    "merges.txt": "a b\n",
+    "chat_template.jinja": "{{ messages }}",
+}
+LEFT = ("modeling_x.py", "training_args.bin", "notes.md", "chat_template.py", "optimizer.pt")
+
+
+@pytest.fixture(params=[False, True], ids=["one file", "shards"])
+def model(ckptkit: Ckptkit, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The folder of a model, with files beside the weights that are copied, and others."""
+    folder = tmp_path / "model"
+    if request.param:
+        save_file(STATE, tmp_path / "x.safetensors")
+        done = ckptkit("convert", tmp_path / "x.safetensors", folder, "--shard-size", "400")
+        assert done.exit_code == 0, done.stderr
+    else:
+        folder.mkdir()
+        save_file(STATE, folder / "model.safetensors")
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for name in LEFT:
+        (folder / name).write_bytes(b"x")
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in a folder as safetensors reads them."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def beside(folder: Path) -> dict[str, str]:
+    """Return the files of a folder that hold no weights."""
+    names = [each for each in os.listdir(folder) if not each.startswith("model")]
+    return {name: (folder / name).read_text(encoding="utf-8") for name in names}
+
+
+def test_they_are_copied_and_named(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new"
+    done = ckptkit("convert", model, out, "--cast", "bfloat16")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.endswith(f"with {', '.join(sorted(TEXTS))}\n")
+    assert beside(out) == TEXTS
+    found = weights(out)
+    assert found.keys() == STATE.keys()
+    assert all(torch.equal(each, STATE[name].bfloat16()) for name, each in found.items())
+
+
+def test_they_are_in_the_json(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
+    done = ckptkit("rename", model, tmp_path / "new", "--sub", "a=c", "--json")
+    assert json.loads(done.stdout)["copied"] == sorted(TEXTS)
+    assert beside(tmp_path / "new") == TEXTS
+
+
+def test_turned_off(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
+    done = ckptkit("convert", model, tmp_path / "new", "--no-sidecars")
+    assert done.exit_code == 0 and "config.json" not in done.stdout
+    assert beside(tmp_path / "new") == {}
+
+
+def test_not_beside_a_file(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    done = ckptkit("convert", model, tmp_path / "out" / "new.safetensors")
+    assert done.exit_code == 0 and "config.json" not in done.stdout
+    assert os.listdir(tmp_path / "out") == ["new.safetensors"]
+
+
+def test_not_from_a_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    done = ckptkit("convert", tmp_path / "x.safetensors", tmp_path / "new", "--shard-size", "1GB")
+    assert done.exit_code == 0 and beside(tmp_path / "new") == {}
+
+
+def test_not_from_a_folder_without_a_configuration(
+    ckptkit: Ckptkit, model: Path, tmp_path: Path
+) -> None:
+    (model / "config.json").unlink()
+    assert ckptkit("convert", model, tmp_path / "new").exit_code == 0
+    assert beside(tmp_path / "new") == {}
+
+
+def test_large_ones_and_links_are_left_out(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (model / "vocab.json").symlink_to(tmp_path / "secret")
+    with open(model / "tokenizer.model", "wb") as file:
+        file.truncate(LARGEST + 1)
+    done = ckptkit("convert", model, tmp_path / "new")
+    assert done.exit_code == 0 and beside(tmp_path / "new") == TEXTS
+    assert "tokenizer.model is larger than" in done.stderr
+    assert "vocab.json is not copied" in done.stderr
+
+
+def test_links_of_the_hub_cache_are_followed(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file(STATE, blobs / "1")
+    (blobs / "2").write_text("{}")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/1")
+    (snapshot / "config.json").symlink_to("../../blobs/2")
+    for number, source in enumerate((snapshot, tmp_path / "hub")):
+        out = tmp_path / f"new{number}"
+        done = ckptkit("convert", source, out)
+        assert done.exit_code == 0, done.stderr
+        assert beside(out) == {"config.json": "{}"} and not (out / "config.json").is_symlink()
+        assert weights(out).keys() == STATE.keys()
+
+
+def test_what_a_step_makes_wins(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"layers.0.mlp.weight": torch.randn(256, 256)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    done = ckptkit("convert", folder, tmp_path / "new", "--quantize", "fp8-block")
+    assert done.exit_code == 0, done.stderr
+    made = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert made["model_type"] == "llama" and "quantization_config" in made
+    assert done.stdout.endswith("with tokenizer.json\n")
