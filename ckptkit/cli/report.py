@@ -36,6 +36,12 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
     help="Read all tensors: add statistics and histograms, and compare values.",
 )
 @click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="With OTHER: compare what is beside the weights too: optimizer, averages, values.",
+)
+@click.option(
     "--by",
     type=click.Choice(["parameters", "bytes"]),
     help="Scale the areas of the picture by parameters (default) or bytes.",
@@ -62,6 +68,7 @@ def command(
     other: str | None,
     output: str,
     values: bool,
+    everything: bool,
     by: str | None,
     title: str | None,
     force: bool,
@@ -86,6 +93,8 @@ def command(
              ckptkit report run.pth other.safetensors --values -o diff.html
              ckptkit report run.pth -o run.svg
     """
+    if everything and other is None:
+        raise click.UsageError("--all compares with OTHER")
     kind = _kind(
         output, plain=other is None and not values, styled=by is not None or title is not None
     )
@@ -96,7 +105,7 @@ def command(
         if not stored:
             found = _looked_through(found)
         if kind in PAGES:
-            data, count = _page(found, values)
+            data, count = _page(found, values, everything)
         else:
             data, count = _picture(found[0], kind[1:], by or "parameters", title)
     _publish(data, output, force=force)
@@ -157,7 +166,7 @@ def _have_weights(found: list[Checkpoint]) -> bool:
         return False
 
 
-def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
+def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[bytes, int]:
     from ckptkit.analysis.diff_checkpoints import compare_checkpoints
     from ckptkit.views.page import facts, report
 
@@ -165,10 +174,10 @@ def _page(found: list[Checkpoint], values: bool) -> tuple[bytes, int]:
     diff = None
     if len(found) > 1:
         name = urls.shown(found[0].name or "")
-        diff = compare_checkpoints(found[0], found[1], values=values, name=name)
-    return report.page(facts.facts(seen[0], seen[1] if len(seen) > 1 else None, diff)), len(
-        seen[0].shares
-    )
+        diff = compare_checkpoints(*found, everything=everything, values=values, name=name)
+    other = seen[1] if len(seen) > 1 else None
+    shown = facts.facts(seen[0], other, diff, everything=everything)
+    return report.page(shown), len(seen[0].shares)
 
 
 def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:

@@ -14,6 +14,7 @@ from ckptkit.core.bytesource import LocalFile
 from tests.cli.conftest import Ckptkit
 from tests.matrix import NAMES, Fixture
 from tests.views.page import made
+from tests.views.page.test_report import told
 
 
 @pytest.fixture
@@ -45,6 +46,35 @@ def test_values_and_two_files(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> N
     assert ckptkit("report", file, other, "--values", "-o", out).exit_code == 0
     text = out.read_text(encoding="utf-8")
     assert '"valued":true' in text and '"values":true' in text and '"changed":1' in text
+
+
+def test_two_files_whole(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    """`report --all` compares what is beside the weights by its place."""
+    a, b, out = made.training(tmp_path / "a.pth"), tmp_path / "b.pth", tmp_path / "x.html"
+    whole = torch.load(a)
+    whole["optimizer"]["state"][0]["exp_avg"][0, 0] = 3
+    whole["optimizer"]["state"][0]["step"] = torch.zeros(2)
+    del whole["slice"]
+    whole["epoch"] = 8
+    torch.save(whole, b)
+    assert ckptkit("report", a, b, "--all", "--values", "-o", out).exit_code == 0
+    found = told(out.read_bytes())
+    diff, names = found["diff"], found["tensors"]["name"]
+    states = {name: diff["states"][state] for name, state in zip(names, diff["state"], strict=True)}
+    changed = "optimizer.state.0.exp_avg"
+    assert states.pop(changed) == "changed"
+    assert states.pop("slice") == "unexpected"
+    assert states.pop("optimizer.state.0.step") == "missing"
+    assert states.keys() == made.state_dict().keys() and set(states.values()) == {"same"}
+    assert diff["other"][str(names.index(changed))]["largest"] == 3
+    assert diff["entries"] == {"count": 1, "rows": [["epoch", "7", "8"]]}
+    assert diff["uncompared"] == []
+
+
+def test_all_needs_another_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    path = made.training(tmp_path / "a.pth")
+    done = ckptkit("report", path, "--all", "-o", tmp_path / "x.html")
+    assert done.exit_code == 2 and "--all" in done.stderr
 
 
 def test_keys_of_both(ckptkit: Ckptkit, tmp_path: Path) -> None:

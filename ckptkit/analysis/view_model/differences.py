@@ -21,7 +21,7 @@ def tables(found: Diff) -> Iterator[Table]:
         *_names(found),
         _mismatched(found),
         _changed(found),
-        _entries(found),
+        entries(found),
     )
     return (table for table in made if table.rows)
 
@@ -105,7 +105,7 @@ def _moved(label: str, group: Sequence[Changed]) -> tuple[str, ...]:
     )
 
 
-def _entries(found: Diff) -> Table:
+def entries(found: Diff) -> Table:
     """Return the values beside the tensors that differ."""
     cells = [
         (escape(each.path) or "(root)", *(_side(text) for text in (each.a, each.b)))

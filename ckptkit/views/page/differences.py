@@ -18,32 +18,25 @@ SAME, UNCOMPARED = "same", "not compared"
 STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNCOMPARED)
 
 
-def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any]:
+def differences(
+    columns: Columns, a: Seen, b: Seen, diff: Diff, *, everything: bool = False
+) -> dict[str, Any]:
     """Return the states of the tensors in `columns`, and the tensors of the other file.
 
-    `columns` holds the tensors of `a`; tensors that only `b` has are added to it.
+    `columns` holds the tensors of `a`; tensors that only `b` has are added to it. With `everything`
+    the tensors beside the weights have been compared too, by their places.
     """
     states = _states(diff)
     paired = {pair.new for pair in (*diff.renamed, *diff.reshaped)}
-    found = [
-        UNCOMPARED if each.row.name is None else states.get(each.row.name, SAME)
-        for each in a.shares
-    ]
-    theirs = {
-        share.row.name: number
-        for number, share in enumerate(b.shares)
-        if share.row.name is not None
-    }
+    ours, theirs = _numbers(a, everything), _numbers(b, everything)
+    found = [UNCOMPARED] * len(a.shares)
+    for name, number in ours.items():
+        found[number] = states.get(name, SAME)
     for name in diff.missing:
         if name not in paired:
             share = b.shares[theirs[name]]
             columns.add_one(share._replace(same=None), b.tallies.get(theirs[name]))
             found.append("missing")
-    ours = {
-        share.row.name: number
-        for number, share in enumerate(a.shares)
-        if share.row.name is not None
-    }
     changes = _largest(a, b, [(ours[each.name], theirs[each.name]) for each in diff.changed])
     return {
         "states": STATES,
@@ -53,6 +46,17 @@ def differences(columns: Columns, a: Seen, b: Seen, diff: Diff) -> dict[str, Any
         "advice": list(map(escape, diff.advice)),
         "uncompared": list(map(escape, diff.uncompared)),
     }
+
+
+def _numbers(seen: Seen, everything: bool) -> dict[str, int]:
+    """Return the numbers of the tensors that were compared, by name; with `everything`, of those
+    beside the weights by place, unless a weight has that name."""
+    rows = [share.row for share in seen.shares]
+    found = {row.name: number for number, row in enumerate(rows) if row.name is not None}
+    for number, row in enumerate(rows if everything else ()):
+        if row.name is None:
+            found.setdefault(row.place, number)
+    return found
 
 
 def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float | None]:

@@ -8,6 +8,7 @@ from ckptkit import __version__, quantized
 from ckptkit.analysis.shares import OPTIMIZER
 from ckptkit.analysis.summary import Summary
 from ckptkit.analysis.view_model import contents
+from ckptkit.analysis.view_model.differences import entries
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
 from ckptkit.doctor import content
@@ -23,14 +24,21 @@ SCHEMA = "ckptkit.page/1"
 LISTED = 400  # values, objects or metadata entries
 
 
-def facts(a: Seen, b: Seen | None = None, diff: Diff | None = None) -> dict[str, Any]:
-    """Return all facts about one file, or about two and their differences."""
+def facts(
+    a: Seen, b: Seen | None = None, diff: Diff | None = None, *, everything: bool = False
+) -> dict[str, Any]:
+    """Return all facts about one file, or about two and their differences.
+
+    `everything`: the differences are of all tensors and values, not of the weights alone.
+    """
     columns = Columns(bool(a.tallies))
     columns.add(a)
     files = [_file(each) for each in (a, b) if each is not None]
     found: dict[str, Any] = {"schema": SCHEMA, "ckptkit": __version__, "files": files}
     if b is not None and diff is not None:
-        found["diff"] = differences(columns, a, b, diff)
+        found["diff"] = differences(columns, a, b, diff, everything=everything)
+        values = entries(diff)
+        found["diff"]["entries"] = {"count": values.things, "rows": values.rows[:LISTED]}
     placed = treemap(columns.shares, min(a.summary.totals.unused_nbytes, MOST))
     return {**found, "tensors": columns.facts(), "treemap": placed}
 

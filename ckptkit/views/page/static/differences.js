@@ -10,13 +10,28 @@ function differences() {
   const sums = new Map(diff.states.map(name => [name, 0]));
   all.forEach(i => sums.set(state(i), sums.get(state(i)) + 1));
   const differ = all.filter(i => !["same", "not compared"].includes(state(i)));
-  section.querySelector("p").textContent = (differ.length ? "" : "None. ") +
+  section.querySelector("p").textContent = (differ.length || diff.entries.count ? "" : "None. ") +
     "A is the first file: what is missing is in B alone, what is unexpected in A alone." +
     (diff.values ? "" : " Names, shapes and dtypes are compared; with --values the values too.") +
     (diff.uncompared.length ? ` Not compared: ${diff.uncompared.join("; ")}.` : "");
   for (const [name, number] of sums) if (number) section.querySelector(".chips").append(stateChip(name, number));
   diff.advice.forEach(text => section.querySelector(".advice").append(advice(text)));
   layers(section, differ);
+  entries();
+}
+
+// Values beside the tensors that differ.
+function entries() {
+  const { count, rows } = diff.entries, box = by("entries");
+  box.hidden = !count;
+  box.querySelector("h3").textContent = count > rows.length
+    ? `Values that differ: the first ${whole(rows.length)} of ${whole(count)}` : "Values that differ";
+  const line = (tag, cells) => {
+    const made = element("tr");
+    made.append(...cells.map(text => element(tag, {}, text)));
+    return made;
+  };
+  box.querySelector("table").replaceChildren(line("th", ["path", "A", "B"]), ...rows.map(row => line("td", row)));
 }
 
 // A sentence that ends in a command.
