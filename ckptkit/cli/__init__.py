@@ -54,7 +54,7 @@ ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
-TRACEBACK = "--traceback"
+ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
 # Options that had another name, or are looked for under it.
 RENAMED = {
     ("remap", "--map"): "--device", ("convert", "--map-device"): "--device",
@@ -136,7 +136,7 @@ class CommandLine(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         render.begun = False
         try:
-            words = _traceback_first(words)
+            words = _anywhere_first(words)
             code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra) or 0
             _flush()
         except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
@@ -160,12 +160,12 @@ class CommandLine(click.Group):
             raise
 
 
-def _traceback_first(words: list[str]) -> list[str]:
-    """Return the words with --traceback, which may be typed anywhere, before the command."""
+def _anywhere_first(words: list[str]) -> list[str]:
+    """Return the words, with the options that may be typed anywhere before the command."""
     options = words[: words.index("--")] if "--" in words else words
-    if TRACEBACK not in options:
-        return words
-    return [TRACEBACK, *(word for word in options if word != TRACEBACK), *words[len(options) :]]
+    given = [option for option in ANYWHERE if option in options]
+    others = [word for word in options if word not in ANYWHERE]
+    return [*given, *others, *words[len(options) :]]
 
 
 class UnknownCommand(click.UsageError):
@@ -204,9 +204,14 @@ class UnknownCommand(click.UsageError):
     envvar="CKPTKIT_TRACEBACK",
     help="Show the Python traceback of an error.",
 )
+@click.option(
+    "--progress",
+    is_flag=True,
+    help="Show progress at once, also where standard error is not a terminal.",
+)
 @click.version_option(__version__, "--version", "-V", prog_name="ckptkit")
 @click.pass_context
-def main(ctx: click.Context, traceback: bool) -> int:
+def main(ctx: click.Context, traceback: bool, progress: bool) -> int:
     """Inspect, change and convert PyTorch checkpoints, without running them and without a GPU.
 
     \b

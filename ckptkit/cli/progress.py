@@ -1,4 +1,4 @@
-"""A progress bar on standard error: only on a terminal, and only after one second."""
+"""A progress bar on standard error: on a terminal, after one second; with --progress anywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from ckptkit.cli.render import is_terminal
 
@@ -26,7 +28,8 @@ class Progress:
         self.total = total
         self.done = 0
         self.started = monotonic()
-        self.shown = shown and is_terminal(sys.stderr)
+        self.asked = _asked()
+        self.shown = shown and (self.asked or is_terminal(sys.stderr))
         self.bar: tqdm[Any] | None = None
 
     def __enter__(self) -> Progress:
@@ -41,12 +44,23 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
 
+    def name(self, title: str) -> None:
+        """Change the title, as to the file that is read."""
+        self.title = title
+        if self.bar is not None:
+            self.bar.set_description(title, refresh=False)
+
+    def clear(self) -> None:
+        """Erase the bar, for lines that are printed; the next part draws it again."""
+        if self.bar is not None:
+            self.bar.clear()
+
     def __call__(self, nbytes: int, total: int | None = None) -> None:
         self.done += nbytes
         self.total = self.total if total is None else total
         if self.bar is not None:
             self.bar.update(nbytes)
-        elif self.shown and monotonic() - self.started > PATIENCE:
+        elif self.shown and (self.asked or monotonic() - self.started > PATIENCE):
             self.bar = self._start()
 
     def _start(self) -> tqdm[Any]:
@@ -58,5 +72,11 @@ class Progress:
             initial=self.done,
             unit="B",
             unit_scale=True,
-            leave=False,
+            leave=self.asked,
         )
+
+
+def _asked() -> bool:
+    """Return whether --progress is given."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.find_root().params.get("progress"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from os.path import isdir
@@ -13,6 +14,7 @@ from ckptkit.cli import render
 from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
+    from ckptkit.cli.progress import Progress
     from ckptkit.scan.files import Failure
     from ckptkit.scan.verdict import FileVerdict
 
@@ -64,24 +66,28 @@ def command(
     """
     from ckptkit.analysis.view_model import scanned
     from ckptkit.cli import scan_sarif, scan_text
+    from ckptkit.cli.progress import Progress
     from ckptkit.scan.files import scan_all
     from ckptkit.scan.verdict import counts
 
     if as_json and as_sarif:
         raise click.UsageError("give either --json or --sarif")
     outcome = Outcome(strict)
-    results = outcome.watch(scan_all(files, trust=trust, workers=workers))
-    if as_json:
-        render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
-    elif as_sarif:
-        render.emit_json(scan_sarif.log(results, strict))
-    else:
-        findings_only = quiet or any(map(isdir, files))
-        for each in results:
-            if not findings_only or counts(each, strict):
-                render.emit(*scan_text.painted(each))
-        if (len(outcome) > 1 or any(map(isdir, files))) and not quiet:
-            render.emit(outcome.summary())
+    pieces_on_terminal = (as_json or as_sarif) and render.is_terminal(sys.stdout)
+    with Progress("scanning", shown=not pieces_on_terminal) as progress:
+        results = outcome.watch(scan_all(files, trust=trust, workers=workers), progress)
+        if as_json:
+            render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
+        elif as_sarif:
+            render.emit_json(scan_sarif.log(results, strict))
+        else:
+            findings_only = quiet or any(map(isdir, files))
+            for each in results:
+                if not findings_only or counts(each, strict):
+                    progress.clear()
+                    render.emit(*scan_text.painted(each))
+    if not (as_json or as_sarif or quiet) and (len(outcome) > 1 or any(map(isdir, files))):
+        render.emit(outcome.summary())
     return outcome.code
 
 
@@ -96,16 +102,21 @@ class Outcome:
     def __len__(self) -> int:
         return self.verdicts.total() + self.failed
 
-    def watch(self, results: Iterable[FileVerdict | Failure]) -> Iterator[FileVerdict | Failure]:
+    def watch(
+        self, results: Iterable[FileVerdict | Failure], progress: Progress
+    ) -> Iterator[FileVerdict | Failure]:
         """Yield the results as they come; print files that could not be read on standard error."""
         from ckptkit.scan.verdict import FileVerdict, counts
 
         for each in results:
+            progress.name(f"scanning {render.escape(each.path)}")
+            progress(each.size if isinstance(each, FileVerdict) else 0)
             if isinstance(each, FileVerdict):
                 self.verdicts[each.verdict] += 1
                 self.found += counts(each, self.strict)
             else:
                 self.failed += 1
+                progress.clear()
                 render.warn(str(each.error.at(each.path)), each.error.hint)
             yield each
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from io import StringIO
+from pathlib import Path
 
 import pytest
 
 from ckptkit.cli import progress
+from tests.cli.conftest import Ckptkit
 
 
 class Terminal(StringIO):
@@ -45,3 +47,25 @@ def test_the_total_may_come_with_the_parts(monkeypatch: pytest.MonkeyPatch) -> N
     with progress.Progress("writing") as report:
         report(1_000_000, 4_000_000)
     assert "4.00M" in stream.getvalue()
+
+
+@pytest.mark.parametrize("words", [["scan"], ["digest"], ["stats"], ["verify"]], ids="".join)
+def test_progress_shows_the_bar_in_a_pipe(
+    words: list[str], ckptkit: Ckptkit, run_pth: Path
+) -> None:
+    assert "B/s" not in ckptkit(*words, run_pth).stderr
+    for asked in ([*words, run_pth, "--progress"], ["--progress", *words, run_pth]):
+        result = ckptkit(*asked)
+        assert "B/s" in result.stderr and result.stdout == ckptkit(*words, run_pth).stdout
+
+
+def test_scan_names_each_file(ckptkit: Ckptkit, run_pth: Path) -> None:
+    (run_pth.parent / "not-a-pickle.bin").write_bytes(bytes(2_000))
+    shown = ckptkit("--progress", "scan", run_pth.parent).stderr
+    assert "scanning" in shown and str(run_pth) in shown
+    total = run_pth.stat().st_size + 2_000
+    assert f"{total / 1000:.2f}kB" in shown
+
+
+def test_progress_after_two_dashes_is_a_file(ckptkit: Ckptkit) -> None:
+    assert "--progress: does not exist" in ckptkit("scan", "--", "--progress").stderr
