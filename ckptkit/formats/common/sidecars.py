@@ -11,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size
 
 CONFIGS = frozenset({"config.json", "adapter_config.json"})  # one is in every folder of a model
-LARGEST = 16 << 20  # bytes of one file
+LARGEST = 64 << 20  # bytes of one file; tokenizers of large vocabularies take 33 MB
 # Data alone: neither pickles nor code.
 _NAMES = CONFIGS | {
     "added_tokens.json",
