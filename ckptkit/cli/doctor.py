@@ -87,6 +87,11 @@ def command(
         _say(found, done, left, fix["destination"])
         if spec is None and left.readable and left.checkpoint is not None:
             render.emit("", render.labelled(UNCHECKED))
+    return _exit_code(found, done, left, level)
+
+
+def _exit_code(found: Diagnosis, done: Conversion | None, left: Diagnosis, level: str) -> int:
+    """Return the exit code for what is left, where causes of `level` count."""
     if not left.readable:
         return InputError.exit_code
     if level == "never":

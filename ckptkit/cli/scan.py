@@ -65,10 +65,9 @@ def command(
              ckptkit scan --trust 'transformers.*' training_args.bin
     """
     from ckptkit.analysis.view_model import scanned
-    from ckptkit.cli import scan_sarif, scan_text
+    from ckptkit.cli import scan_sarif
     from ckptkit.cli.progress import Progress
     from ckptkit.scan.files import scan_all
-    from ckptkit.scan.verdict import counts
 
     if as_json and as_sarif:
         raise click.UsageError("give either --json or --sarif")
@@ -81,14 +80,23 @@ def command(
         elif as_sarif:
             render.emit_json(scan_sarif.log(results, strict))
         else:
-            findings_only = quiet or any(map(isdir, files))
-            for each in results:
-                if not findings_only or counts(each, strict):
-                    progress.clear()
-                    render.emit(*scan_text.painted(each))
+            _print(results, progress, strict, quiet or any(map(isdir, files)))
     if not (as_json or as_sarif or quiet) and (len(outcome) > 1 or any(map(isdir, files))):
         render.emit(outcome.summary())
     return outcome.code
+
+
+def _print(
+    results: Iterable[FileVerdict | Failure], progress: Progress, strict: bool, findings_only: bool
+) -> None:
+    """Print a verdict on each file, or on those whose verdict is a finding."""
+    from ckptkit.cli import scan_text
+    from ckptkit.scan.verdict import counts
+
+    for each in results:
+        if not findings_only or counts(each, strict):
+            progress.clear()
+            render.emit(*scan_text.painted(each))
 
 
 class Outcome:
