@@ -125,7 +125,7 @@ def test_lines_fit_on_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) ->
     assert any("very_long_name." * 12 in line for line in piped) and any(
         "x" * 150 in line for line in piped
     )
-    monkeypatch.setattr(tree_text, "_width", lambda: width)
+    monkeypatch.setattr(tree_text, "terminal_width", lambda: width)
     shown = list(tree_text.tree(made.root, found))
     assert max(map(len, shown)) < width
     assert sum("90.0%" in line for line in shown) == 1
