@@ -56,7 +56,9 @@ def test_diff(run_pth: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_warnings_errors(run_pth: Path) -> None:
-    assert f"\n{RED}1. error: The weights are in its entry 'model'" in on_terminal("doctor", run_pth)
+    said = on_terminal("doctor", run_pth)
+    assert f"\n{CYAN}1. note: The weights are in its entry 'model'" in said
+    assert f"\n{RED}2. error: " in said
     assert f"\n{CYAN}hint:{OFF} all keys start with" in on_terminal("inspect", run_pth)
     said = on_terminal("inspect", "nowhere.pth")
     assert said.startswith(f"{RED}ckptkit:{OFF} nowhere.pth: ")
