@@ -17,7 +17,7 @@ SHOWN = 6  # entries of the root that are named as not compared
 
 
 class Rest(NamedTuple):
-    """What a checkpoint holds beside its weights, by path: tensors, values and objects as text."""
+    """The content of a checkpoint beside its weights, by path: tensors, and values as text."""
 
     tensors: dict[str, Tensor]
     values: dict[str, str]

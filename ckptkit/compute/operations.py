@@ -184,8 +184,6 @@ def _encoded(extent: Extent) -> Iterator[bytes]:
 def _window(pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
     """Yield bytes `start` to `stop` of what can only be computed from its beginning.
 
-    A read to the end raises an error where there are more or fewer bytes than `derived.length`.
-
     A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
     """
     at = 0

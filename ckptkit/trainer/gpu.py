@@ -40,7 +40,7 @@ NET = (3, 32, 32), 10, 0.25  # the arguments of the Cnn of SMALL
 
 
 class Skip(Exception):
-    """What a check needs is not on this machine."""
+    """A need of a check that this machine does not meet."""
 
 
 class Failed(Exception):
@@ -49,7 +49,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks run on; `device` is the first GPU, or the CPU where there is none."""
+    """The machine of the checks; `device` is its first GPU, or the CPU where there is none."""
 
     device: torch.device
     gpus: int
