@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
@@ -159,6 +160,7 @@ _leaving = False  # in a worker: whether it exits after the call
 
 def _begin(lifeline: Connection) -> None:
     """Initialize a worker: ignore SIGINT and exit when the parent process does."""
+    sys.unraisablehook = _unraisable
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
@@ -180,19 +182,28 @@ def _leave(_: int, __: object) -> None:
         raise _ParentExited
 
 
+def _unraisable(dropped: sys.UnraisableHookArgs) -> None:
+    """Report an exception that Python dropped in a destructor, unless it is _ParentExited.
+
+    `_guarded` exits for that one after the call.
+    """
+    if not issubclass(dropped.exc_type, _ParentExited):
+        sys.__unraisablehook__(dropped)
+
+
 def _guarded(function: Callable[..., T], args: Any, named: Any) -> T:
     """Run a call in a worker, and exit if the parent process has exited."""
     global _busy
     try:
-        _busy = True
-        result = function(*args, **named)
-    except _ParentExited:
+        try:
+            _busy = True
+            return function(*args, **named)
+        finally:
+            _busy = False
+            if _leaving:  # the exception may have been dropped in a destructor
+                os._exit(INTERRUPTED)
+    except _ParentExited:  # also raised on the way out of `finally`
         os._exit(INTERRUPTED)
-    finally:
-        _busy = False
-        if _leaving:  # the exception was lost, for example in a finalizer
-            os._exit(INTERRUPTED)
-    return result
 
 
 class Cluster(Pool):

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,16 @@ from ckptkit.run import batch, workers
 from ckptkit.run.batch import manifest
 from ckptkit.run.batch.attempt import failed, same
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
-from tests.run.batches import deadly, make, noted, slow, strip, suicidal, without_sum
+from tests.run.batches import (
+    deadly,
+    interrupted_in_destructor,
+    make,
+    noted,
+    slow,
+    strip,
+    suicidal,
+    without_sum,
+)
 
 
 @pytest.fixture
@@ -441,6 +451,15 @@ class TestKilled:
         assert done["skipped"] + done.get("found", 0) == len(whole)
         assert done["skipped"] > 0 and done["done"] == 400 - len(whole)
         assert contents(into) == want
+
+    def test_in_a_destructor(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """Python drops what is raised there: the worker still exits, and prints nothing."""
+        with workers.opened(2) as pool:
+            assert pool is not None
+            lost = pool.submit(interrupted_in_destructor)
+            with pytest.raises(BrokenExecutor):
+                lost.result(60)
+        assert "Traceback" not in capfd.readouterr().err
 
 
 def test_thousands_of_small_files(tmp_path: Path, into: Path, run: Run) -> None:
