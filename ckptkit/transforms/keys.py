@@ -96,9 +96,7 @@ class _Stripping:
         return name
 
     def result(self, ck: Checkpoint, targets: list[Target]) -> Checkpoint:
-        swap: dict[int, Node] = {}
-        notes, warnings = [], []
-        renamed: dict[str, str] = {}
+        edits = _Edits(targets)
         for target in targets:
             names = {
                 name: short
@@ -106,18 +104,15 @@ class _Stripping:
                 if (short := self(name)) not in ("", name)
             }
             if not names:
-                warnings.append(
+                edits.warnings.append(
                     f"no key{target.place} begins with {' or '.join(map(repr, self.prefixes))}"
                 )
                 continue
             names, ck = groups.followed(ck, names)
-            swap[id(target.node)] = self._edited(target, names)
-            renamed |= names
-            notes += [*self._notes(target, names), *_as_plain(target)]
-            warnings += self._warnings(target, names)
-        more, follow = optimizers.followed(ck.root, renamed, [each.node for each in targets])
-        warnings += self._elsewhere(ck, targets, more)
-        return _replaced(ck, {**swap, **more}, [*notes, *follow], warnings)
+            edits.put(target, self._edited(target, names), names, self._notes(target, names))
+            edits.warnings += self._warnings(target, names)
+        done = edits.applied(ck)
+        return done.with_root(done.root, warnings=self._elsewhere(ck, edits))
 
     def _edited(self, target: Target, names: dict[str, str]) -> Node:
         kept = [name for name in target.names if name not in names]
@@ -144,12 +139,11 @@ class _Stripping:
                 f"a second level: run again to strip it too"
             )
 
-    def _elsewhere(
-        self, ck: Checkpoint, targets: list[Target], others: Iterable[int]
-    ) -> Iterator[str]:
+    def _elsewhere(self, ck: Checkpoint, edits: _Edits) -> Iterator[str]:
         """Yield warnings on other mappings that have the prefix, and how to edit them."""
+        targets = edits.targets
         edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
-        edited.update(others)
+        edited.update(edits.swap)
         found = {
             join(path): None
             for path, node in walk(ck.root)
@@ -175,23 +169,14 @@ def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = 
     ck, prefix = opened(ck), arguments.text("prefix", prefix)
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
-    swap: dict[int, Node] = {}
-    notes: list[str] = []
-    renamed: dict[str, str] = {}
-    targets = list(_targets(ck, arguments.texts("keys", keys)))
-    for target in targets:
+    edits = _Edits(list(_targets(ck, arguments.texts("keys", keys))))
+    for target in edits.targets:
         names = {name: prefix + name for name in target.names}
-        renamed |= names
         _, ck = groups.followed(ck, names)
-        swap[id(target.node)] = target.renamed(
-            names, lambda paths: module_versions.prefixed(paths, prefix)
-        )
-        notes += [
-            f"added {prefix!r} to {plural(len(names), 'key')}{target.place}",
-            *_as_plain(target),
-        ]
-    more, follow = optimizers.followed(ck.root, renamed, [each.node for each in targets])
-    return _replaced(ck, {**swap, **more}, [*notes, *follow], ())
+        new = target.renamed(names, lambda paths: module_versions.prefixed(paths, prefix))
+        note = f"added {prefix!r} to {plural(len(names), 'key')}{target.place}"
+        edits.put(target, new, names, [note])
+    return edits.applied(ck)
 
 
 def rename(
@@ -214,14 +199,12 @@ def rename(
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
     new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
-    warnings = (
-        [f"dropped {plural(len(lost), '_metadata entry')}: no new name follows for {quoted(lost)}"]
-        if lost
-        else []
-    )
-    more, follow = optimizers.followed(ck.root, names, [target.node])
-    notes = [f"renamed {plural(len(names), 'key')}{target.place}", *_as_plain(target), *follow]
-    return _replaced(ck, {id(target.node): new, **more}, notes, warnings)
+    edits = _Edits([target])
+    edits.put(target, new, names, [f"renamed {plural(len(names), 'key')}{target.place}"])
+    if lost:
+        entries = plural(len(lost), "_metadata entry")
+        edits.warnings.append(f"dropped {entries}: no new name follows for {quoted(lost)}")
+    return edits.applied(ck)
 
 
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
@@ -288,21 +271,40 @@ class Rewritten:
 def rewrite(
     ck: Checkpoint, edit: Callable[[Target], Rewritten], keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """The checkpoint with what `edit` makes of the weights, or of the mappings at the paths in
-    `keys`."""
-    swap: dict[int, Node] = {}
-    notes: list[str] = []
-    warnings: list[str] = []
-    renamed: dict[str, str] = {}
-    targets = list(_targets(ck, keys))
-    for target in targets:
+    """Apply `edit` to the weights, or to the mappings at the paths in `keys`."""
+    edits = _Edits(list(_targets(ck, keys)))
+    for target in edits.targets:
         new = edit(target)
-        renamed.update(new.renamed)
-        swap[id(target.node)] = module_versions.like(target.entries, new.entries, new.edit_metadata)
-        notes += [*new.notes, *_as_plain(target)]
-        warnings += new.warnings
-    more, follow = optimizers.followed(ck.root, renamed, [each.node for each in targets])
-    return _replaced(ck, {**swap, **more}, [*notes, *follow], warnings)
+        node = module_versions.like(target.entries, new.entries, new.edit_metadata)
+        edits.put(target, node, new.renamed, new.notes)
+        edits.warnings += new.warnings
+    return edits.applied(ck)
+
+
+class _Edits:
+    """The mappings in place of the targets, their new names, and what to tell the user."""
+
+    def __init__(self, targets: list[Target]) -> None:
+        self.targets = targets
+        self.swap: dict[int, Node] = {}  # id of a node -> the node in its place
+        self.names: dict[str, str] = {}  # old -> new
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def put(
+        self, target: Target, new: Node, names: Mapping[str, str], notes: Iterable[str]
+    ) -> None:
+        """Replace the node of a target, whose weights are renamed by `names`."""
+        self.swap[id(target.node)] = new
+        self.names.update(names)
+        self.notes += [*notes, *_as_plain(target)]
+
+    def applied(self, ck: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with all replacements; its optimizers follow the new names."""
+        nodes = [each.node for each in self.targets]
+        followers, notes = optimizers.followed(ck.root, self.names, nodes)
+        self.swap |= followers
+        return _replaced(ck, self.swap, [*self.notes, *notes], self.warnings)
 
 
 def _new_names(
