@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptkit.compute.application import dtype_of
     from ckptkit.compute.arrays import overflows
     from ckptkit.compute.expanded import Allowance
     from ckptkit.compute.mean import has_mean, mean_record, sum_record
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         to_torch_storage,
     )
     from ckptkit.compute.threads import ordered
+    from ckptkit.compute.user_function import dtype_of
 
 __all__ = [
     "BINS",
@@ -80,7 +80,7 @@ _PLACES = {
     **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
     "Allowance": "expanded",
-    "dtype_of": "application",
+    "dtype_of": "user_function",
     "overflows": "arrays",
 }
 

@@ -1,13 +1,13 @@
-"""Functions of the caller, applied to one tensor at a time while it is written."""
+"""Apply functions of the user to tensors, one at a time while they are written."""
 
 from __future__ import annotations
 
 from math import prod
 
-from ckptkit.compute.application import Application, Function, called, dtype_of
 from ckptkit.compute.arrays import torch_tensor
 from ckptkit.compute.operations import torch_dtype
 from ckptkit.compute.tensors import contiguous
+from ckptkit.compute.user_function import Application, Function, called, dtype_of
 from ckptkit.core.bytesource import Pending
 from ckptkit.core.dtypes import DType
 from ckptkit.core.plan import ONE_BY_ONE

@@ -314,7 +314,7 @@ def _quantize(derived: Derived, start: int, stop: int) -> Pieces:
 
 
 def _apply(derived: Derived, start: int, stop: int) -> Pieces:
-    from ckptkit.compute.application import Application, result
+    from ckptkit.compute.user_function import Application, result
 
     (job,) = derived.parameters
     assert isinstance(job, Application)

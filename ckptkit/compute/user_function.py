@@ -1,4 +1,4 @@
-"""A function of the caller as an operation on the elements of one tensor."""
+"""Call a function of the user, as an operation on the elements of one tensor."""
 
 from __future__ import annotations
 
