@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.formats.format import Loss
     from ckptkit.rules.applying import Report
 
-SCHEMA = "ckptkit.edit/2"
+SCHEMA = "ckptkit.edit/3"
 SHOWN = 20  # lines of what was lost
 
 
@@ -24,7 +24,7 @@ class Request(Protocol):
     """The options of a command that matter to its report."""
 
     @property
-    def src(self) -> str: ...
+    def inputs(self) -> tuple[str, ...]: ...
     @property
     def in_place(self) -> bool: ...
     @property
@@ -129,7 +129,7 @@ def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 def _facts(edit: Request, done: Conversion, count: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "inputs": [urls.shown(edit.src)],
+        "inputs": list(map(urls.shown, edit.inputs)),
         "output": done.path,
         "format": done.format,
         "in_place": edit.in_place,

@@ -67,12 +67,18 @@ class Edit:
     no_extras: bool = False
     no_sidecars: bool = False
     strict: bool = False
+    sources: tuple[str, ...] = ()  # of a command that takes several
 
     def __post_init__(self) -> None:
         if self.in_place and self.dst is not None:
             raise click.UsageError("--in-place edits SRC: leave out DST")
         if not self.in_place and self.dst is None:
             raise click.UsageError("Missing argument 'DST' (or --in-place)")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return all sources, as given."""
+        return self.sources or (self.src,)
 
     def run(
         self,
@@ -359,10 +365,15 @@ def edit(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_edit(**given: Any) -> Any:
-        common = {each.name: given.pop(each.name) for each in fields(Edit)}
-        return command(edit=Edit(**common), **given)
+        return command(edit=_taken(given), **given)
 
     return _decorated(with_edit, _EDIT)
+
+
+def _taken(given: dict[str, Any], **more: Any) -> Edit:
+    """Return what is given for `Edit`, and take it out of `given`."""
+    names = [each.name for each in fields(Edit) if each.name in given]
+    return Edit(**{name: given.pop(name) for name in names}, **more)
 
 
 def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,11 +383,10 @@ def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(command)
-    def with_edit(sources: tuple[str, ...], dst: str, **given: Any) -> Any:
+    def with_edit(sources: tuple[str, ...], **given: Any) -> Any:
         if len(sources) < 2:
             raise click.UsageError("give two or more SRC, and DST")
-        common = {each.name: given.pop(each.name) for each in fields(Edit) if each.name in given}
-        edit = Edit(src=sources[-1], dst=dst, in_place=False, **common)
+        edit = _taken(given, src=sources[-1], in_place=False, sources=sources)
         return command(edit=edit, sources=sources, **given)
 
     sources = click.argument("sources", metavar="SRC...", nargs=-1, required=True)

@@ -79,7 +79,7 @@ def _facts(done: Done) -> dict[str, Any]:
         "text": taken.rule.text or str(taken.rule),
         "matched": taken.matched,
         "made": taken.made,
-        "bytes": done.bytes,
+        "nbytes": done.bytes,
         "how": done.how,
         "dropped": taken.dropped,
         "zeros": taken.zeros,

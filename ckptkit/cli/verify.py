@@ -109,6 +109,7 @@ def _verdicts(
             if alone:
                 raise
             error.at(urls.shown(file))
+            render.warn(str(error), error.hint)
             failures.append(error)
             yield error
         else:
@@ -128,7 +129,6 @@ class _Shown:
             return
         for each in verdicts:
             if isinstance(each, CkptkitError):
-                render.warn(str(each), each.hint)
                 continue
             self.wrong |= not each.ok
             if each.findings or not self.quiet:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from safetensors.torch import save_file
+from torch import nn
 
+from ckptkit.cli import main
 from tests import schemas
 from tests.cli.conftest import Ckptkit
 from tests.matrix import NAMES, Fixture
@@ -83,38 +90,190 @@ def test_inspect_with_digests(ckptkit: Ckptkit, run_pth: Path) -> None:
     assert found["files"][1]["error"]["code"] == "missing-file"
 
 
-def test_what_commands_write(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.safetensors"
-    assert check(ckptkit, "convert", run_pth, out)["output"] == str(out)
-    assert check(ckptkit, "strip-module --dry-run", run_pth, tmp_path / "b.pth")["dry_run"]
-    report = check(ckptkit, "report -o", tmp_path / "page.html", run_pth)
-    assert report["inputs"] == [str(run_pth)]
-    jobs = check(ckptkit, "batch remap --to cpu --into", tmp_path / "into", run_pth)["jobs"]
-    assert [job["state"] for job in jobs] == ["done"]
-    assert check(ckptkit, "doctor --fix", tmp_path / "fixed.pth", run_pth)["fixed"]["output"]
+# Every command that has --json, as it is typed in the folder `made`.
+COMMANDS = {
+    "add-module": ["plain.pth out.pth", "plain.pth --in-place"],
+    "average": ["run.pth run.pth out.pth", "run.pth run.pth run.pth out.pth --dry-run"],
+    "batch add-module": ["--into into plain.pth"],
+    "batch convert": [
+        "--into into --format safetensors plain.pth cut.pth",
+        "--into into --dry-run plain.pth",
+        "--into into --rule '0.{x} -> w.{x}' --format safetensors plain.pth",
+    ],
+    "batch ema": ["--into into ema.pth run.pth"],
+    "batch extract": ["--key model --into into run.pth"],
+    "batch recover": ["--into into cut.pth"],
+    "batch remap": ["--to cpu --into into run.pth plain.pth"],
+    "batch rename": ["--sub 0=a --into into plain.pth"],
+    "batch run": ["recipe.yaml --into into run.pth"],
+    "batch strip-module": ["--into into run.pth"],
+    "batch wrap": ["--key model --into into plain.pth"],
+    "check": [
+        "run.pth", "model", "run.pth --expect 'module.0.weight shape=[3,4]'",
+        "plain.pth --like run.pth", "run.pth --expect '* dtype=int8'",
+    ],
+    "convert": [
+        "run.pth out.safetensors", "run.pth out.pth --cast bfloat16 --to cpu --dry-run",
+        "plain.pth out.pth --rule '0.weight [a b] -> first.weight [b a]'",
+        "plain.pth out.pth --rule '0.weight [a b] -> x.weight [a b]' --dry-run",
+        "matrix.pth out.safetensors --quantize mxfp4", "quantized out.pth --dequantize",
+        "plain.pth net --shard-size 1kB", "model model2", "run.pth --in-place --to cpu",
+    ],
+    "diff": [
+        "run.pth run.pth", "run.pth plain.pth", "run.pth plain.pth --values --all",
+        "plain.pth moved.pth --values --all", "plain.pth half.pth --values",
+        "plain.pth --model torch.nn:Linear --arg in_features=4 --arg out_features=3",
+    ],
+    "digest": [
+        "run.pth", "run.pth absent.pth plain.pth", "--check net.manifest plain.pth",
+        "--check net.manifest run.pth", "quantized --dequantize", "run.pth --all",
+    ],
+    "doctor": [
+        "run.pth", "run.pth --fix out.pth", "cut.pth",
+        "run.pth --model torch.nn:Linear --arg in_features=4 --arg out_features=3",
+    ],
+    "ema": ["ema.pth out.pth"],
+    "env": [""],
+    "extract": ["run.pth out.pth --key model"],
+    "formats": [""],
+    "inspect": [
+        "run.pth", "run.pth absent.pth", "run.pth --digest --keys '*weight'", "quantized",
+        "quantized --stored", "model",
+    ],
+    "merge": ["plain.pth matrix.pth out.pth"],
+    "recover": ["cut.pth out.pth"],
+    "remap": ["run.pth out.pth --to cpu", "run.pth out.pth --device cpu=cuda:1"],
+    "rename": ["plain.pth out.pth --sub 0=a"],
+    "report": ["run.pth -o out.html", "run.pth plain.pth -o out.html"],
+    "run": ["recipe.yaml run.pth out.pth", "rules.yaml plain.pth out.pth"],
+    "scan": ["run.pth cut.pth absent.pth", "."],
+    "show": [
+        "plain.pth 0.weight", "plain.pth 0.weight '[0,:]'", "plain.pth 0.weight --with moved.pth",
+        "plain.pth 1.num_batches_tracked",
+    ],
+    "stats": ["run.pth", "run.pth --fold", "run.pth --depth 1 --all", "quantized"],
+    "strip-module": ["run.pth out.pth", "run.pth out.pth --dry-run"],
+    "verify": ["run.pth", "run.pth cut.pth absent.pth plain.pth --values"],
+    "wrap": ["plain.pth out.pth --key model"],
+}  # fmt: skip
+RULES = """
+steps:
+  - rules: ["0.weight [a b] -> x.weight [b a]"]
+    keep: rest
+"""
+NEVER_FAIL = ("env", "formats")
 
 
-def test_recover(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
-    torch.save({f"w{n}": torch.ones(100) for n in range(40)}, tmp_path / "cut.pth")
-    data = (tmp_path / "cut.pth").read_bytes()
-    (tmp_path / "cut.pth").write_bytes(data[: len(data) // 2])
-    assert check(ckptkit, "recover", tmp_path / "cut.pth", tmp_path / "out.pth")["lost"]
+def with_json(group: click.Group = main, *above: str) -> Iterator[str]:
+    """Yield every command that has --json."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from with_json(command, *above, name)
+        elif command and any(option.name == "as_json" for option in command.params):
+            yield " ".join((*above, name))
 
 
-def test_values_and_comparisons(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
-    check(ckptkit, "show", run_pth, "module.0.weight", "--with", run_pth)
-    check(ckptkit, "stats --depth 1", run_pth)
-    ckptkit("digest", "--manifest", tmp_path / "net.manifest", run_pth)
-    assert check(ckptkit, "digest --check", tmp_path / "net.manifest", run_pth)["equal"]
-    other = {"module.0.weight": torch.ones(4, 3), "0.bias": torch.ones(3)}
-    torch.save(other, tmp_path / "b.pth")
-    assert not check(ckptkit, "diff --values", run_pth, tmp_path / "b.pth")["equal"]
-    check(ckptkit, "check --expect", "module.0.weight=[3,4]", run_pth)
+@pytest.fixture
+def made(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folder in which the COMMANDS run."""
+    folder = run_pth.parent
+    monkeypatch.chdir(folder)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    plain = net.state_dict()
+    torch.save(plain, "plain.pth")
+    torch.save({name: value + 1 for name, value in plain.items()}, "moved.pth")
+    torch.save({name: value.half() for name, value in plain.items()}, "half.pth")
+    torch.save({"model": plain, "model_ema": plain}, "ema.pth")
+    matrix = {"model.layers.0.mlp.weight": torch.randn(64, 64)}
+    torch.save(matrix, "matrix.pth")
+    torch.save({f"w{n}": torch.ones(100) for n in range(40)}, "whole.pth")
+    data = Path("whole.pth").read_bytes()
+    Path("cut.pth").write_bytes(data[: len(data) // 2])
+    Path("recipe.yaml").write_text("steps:\n  - strip: module.\n")
+    Path("rules.yaml").write_text(RULES)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    save_file(matrix, "model/model.safetensors")
+    ckptkit("convert", "model", "quantized", "--quantize", "mxfp4")
+    ckptkit("digest", "--manifest", "net.manifest", "plain.pth")
+    return folder
 
 
-@pytest.mark.parametrize("words", ["formats", "env"])
-def test_what_there_is(ckptkit: Ckptkit, words: str) -> None:
-    check(ckptkit, words)
+def test_every_command_with_json_is_here() -> None:
+    assert {*with_json()} == {*COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_of_every_command(ckptkit: Ckptkit, made: Path, command: str) -> None:
+    for words in COMMANDS[command]:
+        found = check(ckptkit, command, *shlex.split(words))
+        assert found["schema"] != "ckptkit.error/1", (words, found["error"])
+        for name in ("out", "out.pth", "out.safetensors", "out.html", "into"):
+            remove(made / name)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in NEVER_FAIL])
+def test_of_every_command_that_fails(ckptkit: Ckptkit, made: Path, command: str) -> None:
+    words = [" ".join(shlex.split(COMMANDS[command][0])), "--nonsense", ""]
+    names = "|".join(map(re.escape, ("run.pth", "plain.pth", "ema.pth", "cut.pth")))
+    words[0] = re.sub(names, "absent.pth", words[0])
+    for each in words:
+        done = ckptkit(*command.split(), *each.split(), "--json")
+        assert done.exit_code in (2, 3), (each, done.stdout)
+        found = json.loads(done.stdout)
+        wrong = list(VALIDATORS[found["schema"].split(".")[1].split("/")[0]].iter_errors(found))
+        assert not wrong, (each, found)
+        error = failure(found)
+        assert error["code"] and error["message"] in done.stderr
+
+
+def failure(found: Any) -> Any:
+    """Return the first error of an output: of a file, of a job, or of the command."""
+    listed = found.get("files", found.get("jobs", [found]))
+    return listed[0]["error"]
+
+
+def test_inputs_are_named(ckptkit: Ckptkit, made: Path) -> None:
+    found = check(ckptkit, "average", "run.pth", "run.pth", "out.pth")
+    assert found["inputs"] == ["run.pth", "run.pth"]
+    found = check(ckptkit, "merge", "plain.pth", "matrix.pth", "out2.pth")
+    assert found["inputs"] == ["plain.pth", "matrix.pth"]
+    found = check(ckptkit, "report", "-o", "out.html", "run.pth", "plain.pth")
+    assert found["inputs"] == ["run.pth", "plain.pth"]
+
+
+def test_what_commands_write(ckptkit: Ckptkit, made: Path) -> None:
+    assert check(ckptkit, "convert", "run.pth", "out.safetensors")["output"] == "out.safetensors"
+    assert check(ckptkit, "strip-module --dry-run", "run.pth", "b.pth")["dry_run"]
+    jobs = check(ckptkit, "batch remap --to cpu --into into", "run.pth", "cut.pth")["jobs"]
+    assert [(job["state"], bool(job["error"])) for job in jobs] == [("done", 0), ("failed", 1)]
+    assert check(ckptkit, "doctor --fix fixed.pth", "run.pth")["fixed"]["output"]
+    assert check(ckptkit, "recover", "cut.pth", "out.pth")["lost"]
+
+
+def test_comparisons_of_values(ckptkit: Ckptkit, made: Path) -> None:
+    assert check(ckptkit, "digest --check net.manifest", "plain.pth")["equal"]
+    assert check(ckptkit, "diff --values", "plain.pth", "moved.pth")["changed"]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_says_the_type_of_every_field(name: str) -> None:
+    """A value of a checkpoint alone may be anything."""
+    for each in objects(SCHEMAS[name]):
+        for field, said in each.get("properties", {}).items():
+            typed = {"type", "$ref", "anyOf", "const"} & {*said}
+            assert typed or (name, field) == ("inspect", "value"), (name, field)
+            assert said.get("type") != "array" or "items" in said, (name, field)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_dry_run_says_all(tmp_path: Path, command: Ckptkit) -> None:  # noqa: 
     done = command("run", path, tmp_path / "a.pth", tmp_path / "b.pth", "--dry-run", "--json")
     said = json.loads(done.stdout)
     assert said["reversible"] is True
-    assert [(r["matched"], r["made"], r["bytes"], r["how"]) for r in said["rules"]] == [
+    assert [(r["matched"], r["made"], r["nbytes"], r["how"]) for r in said["rules"]] == [
         (4, 1, 192, "joined"),
         (1, 1, 4, "moved"),
     ]
