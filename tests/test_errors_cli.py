@@ -82,7 +82,7 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
     """One line that says what is wrong, perhaps one with what to do, and no traceback."""
     assert done.code == code, done.stderr
     lines = done.stderr.lstrip("\n").splitlines()  # an interrupted terminal shows ^C
-    assert lines[0].startswith("ckptkit: ")
+    assert lines[0].startswith("error: ")
     assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("hint: ")), done.stderr
     assert "Traceback" not in done.stderr
     for phrase in phrases:

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -240,7 +239,6 @@ def _leave(code: int) -> NoReturn:
 
 def _failed(error: BaseException) -> int:
     """Print the error and its hint; return the exit code."""
-    say = partial(render.warn, colour="red")
     if (
         isinstance(error, click.exceptions.UsageError)
         and error.ctx is not None
@@ -252,10 +250,10 @@ def _failed(error: BaseException) -> int:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "ckptkit"
         hint = getattr(error, "hint", None) or _renamed(error) or f"see `{command} --help`"
-        say(error.format_message(), hint)
+        render.error(error.format_message(), hint)
         return error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
-        say("interrupted")
+        render.error("interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         _mute()
@@ -264,11 +262,11 @@ def _failed(error: BaseException) -> int:
         error = render.stdout_failed(error)
     error = foreseen(error)
     if isinstance(error, CkptkitError):
-        say(str(error), error.hint)
+        render.error(str(error), error.hint)
         if error.where == render.STDOUT:
             _mute()
         return error.exit_code
-    say(
+    render.error(
         f"a bug in ckptkit: {type(error).__name__}: {error}",
         "`ckptkit --traceback COMMAND...` shows where it is; please report it",
     )

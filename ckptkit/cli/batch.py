@@ -258,19 +258,22 @@ class _Report:
         self._size += outcome.size
         if outcome.error is not None:
             self._failed[job.output] = outcome
-        remarks = (*outcome.left_out, *outcome.warnings)
-        if remarks and not self._given["quiet"]:
-            self._warn(
-                f"{job.output}: {remarks[0]}"
-                + (f" ({and_more(len(remarks) - 1).strip()})" if len(remarks) > 1 else "")
-            )
+        if not self._given["quiet"]:
+            self._say(job, outcome)
         if self._given["as_json"] or self._given["dry_run"]:
             self._rows[job.output] = _facts(job, outcome)
 
-    def _warn(self, line: str) -> None:
+    def _say(self, job: Job, outcome: Outcome) -> None:
+        """Print the first message on a file: a warning, else a note."""
+        lines = (*outcome.warnings, *outcome.left_out)
+        if not lines:
+            return
         self._warned += 1
-        if self._warned <= edit_report.SHOWN:
-            render.warn(line)
+        if self._warned > edit_report.SHOWN:
+            return
+        more = f" ({and_more(len(lines) - 1).strip()})" if len(lines) > 1 else ""
+        say = render.warn if outcome.warnings else render.note
+        say(f"{job.output}: {lines[0]}{more}")
 
     def end(self, jobs: Sequence[Job]) -> int:
         """Print the report; return the exit code."""
@@ -282,13 +285,12 @@ class _Report:
                 render.write(_line(self._rows[job.output]) for job in jobs)
             render.emit(render.escape(self._sentence()))
         if self._warned > edit_report.SHOWN:
-            render.warn(
-                f"{self._warned - edit_report.SHOWN:,} more files with warnings, which --json lists"
-            )
+            more = self._warned - edit_report.SHOWN
+            render.note(f"{more:,} more files with warnings or notes, which --json lists")
         for each in failed[: edit_report.SHOWN]:
-            render.warn(str(each.error), each.hint)
+            render.error(str(each.error), each.hint)
         if len(failed) > edit_report.SHOWN:
-            render.warn(f"{len(failed) - edit_report.SHOWN:,} more failed, which --json lists")
+            render.error(f"{len(failed) - edit_report.SHOWN:,} more failed, which --json lists")
         return failed[0].exit_code if failed else 0
 
     def _sentence(self) -> str:

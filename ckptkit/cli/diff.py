@@ -85,7 +85,7 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
 
         render.write(f"{line}\n" for line in diff_text.lines(found))
     if write_map is not None and not found.renamed:
-        render.warn("no key looks renamed: wrote no map")
+        render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
         _write_map(found, write_map, force, urls.shown(asked["a"]))
     return 0 if found.equal else DIFFERENT
@@ -103,7 +103,7 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     publish(Plan((OutputFile("", (data,)),)), path, force=force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
     look = f", {guesses:,} of them guesses to check" if guesses else ""
-    render.warn(
+    render.note(
         f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", rename(name, path)
     )
 

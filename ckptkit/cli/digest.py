@@ -114,7 +114,7 @@ def _each(
             error.at(urls.shown(file))
             if len(files) == 1:
                 raise
-            render.warn(str(error), error.hint)
+            render.error(str(error), error.hint)
             failures.append(error)
             yield file, "", error
             continue
@@ -144,7 +144,7 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
 
     if quantized.find(checkpoint):
         hint = "--dequantize DTYPE gives those of the weights"
-        render.warn(
+        render.note(
             f"{urls.shown(file)}: the digests are of codes and scales, as they are stored", hint
         )
     return checkpoint

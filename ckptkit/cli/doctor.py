@@ -153,5 +153,4 @@ def _say(
 
     render.emit(*doctor_text.lines(found, done, left, destination))
     if done is not None:
-        for line in (*edit_report.what_was_lost(found.lost), *done.plan.notes, *done.warnings):
-            render.warn(line)
+        edit_report.print_messages(found.lost, done.warnings, done.plan.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,9 +52,16 @@ def report(
     elif not edit.quiet:
         _print(edit, done, count, rules)
     if not edit.quiet:
-        after = done.warnings if edit.as_json or done.notes else ()
-        for line in (*what_was_lost(lost), *done.plan.notes, *after):
-            render.warn(line)
+        warned = not edit.as_json and not done.notes
+        print_messages(lost, () if warned else done.warnings, done.plan.notes)
+
+
+def print_messages(lost: Sequence[Loss], warnings: Iterable[str], notes: Iterable[str]) -> None:
+    """Print on standard error what was lost, the warnings, and the notes on what is left out."""
+    for line in (*what_was_lost(lost), *warnings):
+        render.warn(line)
+    for line in notes:
+        render.note(line)
 
 
 def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report]) -> None:

@@ -154,7 +154,7 @@ def _readable(
         except CkptkitError as error:
             if len(files) == 1:
                 raise
-            render.warn(str(error.at(urls.shown(file))), error.hint)
+            render.error(str(error.at(urls.shown(file))), error.hint)
             failures.append(error)
             if failed is not None:
                 yield failed(error)

@@ -12,6 +12,7 @@ from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.text import escape as escape
 from ckptkit.core.text import matcher as matcher
+from ckptkit.core.text import message
 from ckptkit.core.text import plural as plural
 from ckptkit.core.text import shape as shape
 from ckptkit.core.text import size as size
@@ -19,7 +20,7 @@ from ckptkit.core.text import size as size
 STDOUT = "standard output"
 COLOURS = {"red": 31, "green": 32, "yellow": 33, "cyan": 36}
 LABELS = {
-    "different:": "red", "equal:": "green", "hint:": "cyan", "mismatched": "red",
+    "different:": "red", "equal:": "green", "error:": "red", "hint:": "cyan", "mismatched": "red",
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
@@ -55,18 +56,28 @@ def stdout_failed(error: OSError) -> OutputError:
     return OutputError(error.strerror or str(error), where=STDOUT)
 
 
-def warn(line: str, hint: str | None = None, colour: str = "yellow") -> None:
-    """Print a line on standard error, with the prefix ckptkit, and a hint below it.
+def error(line: str, hint: str | None = None) -> None:
+    """Print ``error: line`` on standard error, and a hint below it."""
+    _message("error", line, hint)
 
-    Does nothing if standard error is closed.
-    """
+
+def warn(line: str, hint: str | None = None) -> None:
+    """Print ``warning: line`` on standard error, and a hint below it."""
+    _message("warning", line, hint)
+
+
+def note(line: str, hint: str | None = None) -> None:
+    """Print ``note: line`` on standard error, and a hint below it: for what is as it should be."""
+    _message("note", line, hint)
+
+
+def _message(label: str, line: str, hint: str | None) -> None:
+    """Print a message with its label; do nothing if standard error is closed."""
     if sys.stderr is None:
         return
-    marks = [("ckptkit:", line, colour), *([("hint:", hint, "cyan")] if hint else [])]
+    lines = message(label, line, hint)
     try:
-        sys.stderr.writelines(
-            f"{paint(mark, tint, sys.stderr)} {escape(each)}\n" for mark, each, tint in marks
-        )
+        sys.stderr.writelines(f"{labelled(each, sys.stderr)}\n" for each in lines)
     except OSError:
         pass
 
@@ -86,10 +97,10 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if has_colour(stream or sys.stdout) else text
 
 
-def labelled(line: str) -> str:
+def labelled(line: str, stream: TextIO | None = None) -> str:
     """Return `line`, already escaped, with its first word in color if it is a status word."""
     word = line.split(" ", 1)[0]
-    return paint(word, LABELS[word], sys.stdout) + line[len(word) :] if word in LABELS else line
+    return paint(word, LABELS[word], stream) + line[len(word) :] if word in LABELS else line
 
 
 def terminal_width() -> int | None:

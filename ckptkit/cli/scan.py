@@ -125,7 +125,7 @@ class Outcome:
             else:
                 self.failed += 1
                 progress.clear()
-                render.warn(str(each.error.at(each.path)), each.error.hint)
+                render.error(str(each.error.at(each.path)), each.error.hint)
             yield each
 
     def summary(self) -> str:

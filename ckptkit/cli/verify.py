@@ -109,7 +109,7 @@ def _verdicts(
             if alone:
                 raise
             error.at(urls.shown(file))
-            render.warn(str(error), error.hint)
+            render.error(str(error), error.hint)
             failures.append(error)
             yield error
         else:

@@ -25,6 +25,12 @@ def escape(text: str) -> str:
     return "".join(c if c.isprintable() and not _INVISIBLE.match(c) else _escaped(c) for c in text)
 
 
+def message(label: str, text: str, hint: str | None = None) -> list[str]:
+    """Return the lines of a message for standard error: ``label: text`` and ``hint: ...``."""
+    lines = [f"{label}: {text}", *([f"hint: {hint}"] if hint else [])]
+    return [escape(line) for line in lines]
+
+
 def _escaped(char: str) -> str:
     if char in "\n\r\t":
         return {"\n": r"\n", "\r": r"\r", "\t": r"\t"}[char]

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.text import escape
+from ckptkit.core.text import escape, message
 from ckptkit.trainer.config import (
     ADAM_LR,
     DATA,
@@ -24,6 +24,7 @@ from ckptkit.trainer.config import (
 
 Option = Callable[[Callable[..., None]], Callable[..., None]]
 
+INTERRUPTED = 130  # exit code
 FILE = click.Path(dir_okay=False, path_type=Path)
 CHECKPOINT = click.Path(path_type=Path)  # a file, or a folder of shards
 
@@ -209,12 +210,15 @@ def main() -> NoReturn:
     try:
         command.main(prog_name="python -m ckptkit.trainer", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        _leave(error.format_message(), "see `python -m ckptkit.trainer --help`", error.exit_code)
     except CkptkitError as error:
-        hint = f"\nhint: {error.hint}" if error.hint else ""
-        click.echo(escape(f"ckptkit: {error}") + hint, err=True)
-        sys.exit(error.exit_code)
+        _leave(str(error), error.hint, error.exit_code)
     except click.Abort:
-        sys.exit(130)
+        _leave("interrupted", None, INTERRUPTED)
     sys.exit(0)
+
+
+def _leave(text: str, hint: str | None, code: int) -> NoReturn:
+    """Print an error and its hint, as `ckptkit` prints them, and exit."""
+    click.echo("\n".join(message("error", text, hint)), err=True)
+    sys.exit(code)

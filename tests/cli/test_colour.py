@@ -61,7 +61,7 @@ def test_doctor_warnings_errors(run_pth: Path) -> None:
     assert f"\n{RED}2. error: " in said
     assert f"\n{CYAN}hint:{OFF} all keys start with" in on_terminal("inspect", run_pth)
     said = on_terminal("inspect", "nowhere.pth")
-    assert said.startswith(f"{RED}ckptkit:{OFF} nowhere.pth: ")
+    assert said.startswith(f"{RED}error:{OFF} nowhere.pth: ")
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])

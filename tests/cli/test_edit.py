@@ -71,7 +71,7 @@ def test_nothing_to_strip_is_a_warning_and_a_copy(
     torch.save({"w": torch.ones(1)}, tmp_path / "p.pth")
     result = ckptkit("strip-module", tmp_path / "p.pth", out)
     assert result.exit_code == 0
-    assert result.stderr == "ckptkit: no key begins with 'module.'\n"
+    assert result.stderr == "warning: no key begins with 'module.'\n"
     assert equal(load(out), load(tmp_path / "p.pth"))
 
 

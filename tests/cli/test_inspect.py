@@ -213,7 +213,7 @@ def test_one_bad_file_prints_nothing_else(
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
     result = ckptkit("inspect", *options, tmp_path / "bad.pth")
     assert result.exit_code == 3
-    assert result.stderr.startswith(f"ckptkit: {tmp_path / 'bad.pth'}: ")
+    assert result.stderr.startswith(f"error: {tmp_path / 'bad.pth'}: ")
     if options:
         found = json.loads(result.stdout)
         assert (found["schema"], found["error"]["code"]) == ("ckptkit.error/1", "format")

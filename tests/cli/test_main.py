@@ -84,18 +84,18 @@ def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     first, second = result.stderr.splitlines()
-    assert first.startswith("ckptkit: ")
+    assert first.startswith("error: ")
     assert second.startswith("hint: see `ckptkit")
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (UsageError("no", where="x.pth", hint="do"), 2, "ckptkit: x.pth: no\nhint: do\n"),
-        (CkptkitError("no"), 3, "ckptkit: no\n"),
-        (OutputError("no"), 4, "ckptkit: no\n"),
-        (MemoryError(), 3, "ckptkit: needs more memory than there is\n"),
-        (KeyboardInterrupt(), 130, "ckptkit: interrupted\n"),
+        (UsageError("no", where="x.pth", hint="do"), 2, "error: x.pth: no\nhint: do\n"),
+        (CkptkitError("no"), 3, "error: no\n"),
+        (OutputError("no"), 4, "error: no\n"),
+        (MemoryError(), 3, "error: needs more memory than there is\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (BrokenPipeError(), 141, ""),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_bug_is_5_and_one_line(
     result = ckptkit("inspect", small)
     assert result.exit_code == 5
     assert result.stderr.startswith(
-        "ckptkit: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: "
+        "error: a bug in ckptkit: ZeroDivisionError: division by zero\nhint: "
     )
     assert "Traceback" not in result.stderr
 
@@ -145,7 +145,7 @@ def test_missing_and_damaged_files_are_3(run: Run, tmp_path: Path) -> None:
     for name in ("absent.pth", "bad.pth"):
         done = run("inspect", tmp_path / name)
         assert (done.code, done.stdout) == (3, "")
-        assert done.stderr.startswith(f"ckptkit: {tmp_path / name}: ")
+        assert done.stderr.startswith(f"error: {tmp_path / name}: ")
         assert "Traceback" not in done.stderr
 
 
@@ -160,7 +160,7 @@ def test_CL_04_full(small: Path, options: list[str]) -> None:
             [*PROGRAM, *options, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 4
-    assert done.stderr == "ckptkit: standard output: No space left on device\n"
+    assert done.stderr == "error: standard output: No space left on device\n"
 
 
 def test_CL_04_closed_pipe(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_CL_04_closed_pipe(tmp_path: Path) -> None:
 def test_CL_04_closed_output(small: Path) -> None:
     script = f"{sys.executable} -m ckptkit inspect {small} >&-"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (4, "ckptkit: standard output: is closed\n")
+    assert (done.returncode, done.stderr) == (4, "error: standard output: is closed\n")
     script = f"{sys.executable} -m ckptkit inspect {small}.absent 2>&-"
     assert subprocess.run(["sh", "-c", script], capture_output=True).returncode == 3
 

@@ -188,7 +188,17 @@ def test_CL_04_a_closed_standard_error_is_none(monkeypatch: pytest.MonkeyPatch) 
 
 def test_CL_02_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     render.warn("run.pth: bad key 'a\n[OK] safe'", "do\nthis")
-    assert capsys.readouterr().err == "ckptkit: run.pth: bad key 'a\\n[OK] safe'\nhint: do\\nthis\n"
+    assert capsys.readouterr().err == "warning: run.pth: bad key 'a\\n[OK] safe'\nhint: do\\nthis\n"
+
+
+@pytest.mark.parametrize("label", ["error", "warning", "note"])
+def test_messages_begin_with_what_they_are(label: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say = {"error": render.error, "warning": render.warn, "note": render.note}[label]
+    say("run.pth: text", "do this")
+    say("text")
+    assert capsys.readouterr() == (
+        "", f"{label}: run.pth: text\nhint: do this\n{label}: text\n"
+    )  # fmt: skip
 
 
 def test_names_that_would_become_equal_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:

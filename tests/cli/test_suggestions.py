@@ -25,7 +25,7 @@ def test_commands(ckptkit: Ckptkit, word: str, meant: str) -> None:
     assert done.exit_code == 2
     assert (
         done.stderr
-        == f"ckptkit: No such command '{word}'.\nhint: did you mean {meant}? see `ckptkit --help`\n"
+        == f"error: No such command '{word}'.\nhint: did you mean {meant}? see `ckptkit --help`\n"
     )
 
 
@@ -37,7 +37,7 @@ def test_a_file_instead_of_a_command(ckptkit: Ckptkit, run_pth: Path) -> None:
 
 def test_nothing_is_near(ckptkit: Ckptkit) -> None:
     assert (
-        ckptkit("xyzzy").stderr == "ckptkit: No such command 'xyzzy'.\nhint: see `ckptkit --help`\n"
+        ckptkit("xyzzy").stderr == "error: No such command 'xyzzy'.\nhint: see `ckptkit --help`\n"
     )
 
 

@@ -134,7 +134,7 @@ def test_strict(words: str, ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> 
     done = ckptkit(*given)
     assert done.exit_code == 0 and out.exists()
     assert refused.stderr.splitlines()[0].partition(": ")[2] in done.stderr.replace(
-        "ckptkit: ", f"ckptkit: {run_pth}: "
+        "warning: ", f"warning: {run_pth}: "
     )
     assert ckptkit("strip-module", run_pth, out, "--force", "--strict").exit_code == 0
 

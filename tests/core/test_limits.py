@@ -382,7 +382,7 @@ def test_the_command_line(run: Command, tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "40"}).code == 0
     wrong = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "many"})
     assert (wrong.code, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("ckptkit: CKPTKIT_LIMIT_DEPTH is 'many', not a whole number")
+    assert wrong.stderr.startswith("error: CKPTKIT_LIMIT_DEPTH is 'many', not a whole number")
 
 
 def test_far_deeper_than_python_goes(run: Command, tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ class TestFailures:
             3,
             True,
         ), done
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ckptkit: ")]
+        lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         assert [
             str(path) in line
             for path, line in zip((runs[3], runs[12], runs[20]), lines, strict=False)
@@ -370,8 +370,10 @@ class TestFailures:
         for number in range(30):
             torch.save({"w": torch.ones(1)}, tmp_path / f"{number:02}.pth")
         done = run("batch", "strip-module", "--into", into, tmp_path / "*.pth")
-        assert done.stderr.startswith("ckptkit: 00.pth: ")
-        assert done.stderr.endswith("ckptkit: 10 more files with warnings, which --json lists\n")
+        assert done.stderr.startswith("warning: 00.pth: ")
+        assert done.stderr.endswith(
+            "note: 10 more files with warnings or notes, which --json lists\n"
+        )
         assert run("batch", "strip-module", "-q", "--into", tmp_path / "quiet", tmp_path / "*.pth")[
             1:
         ] == ("", "")

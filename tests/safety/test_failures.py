@@ -22,7 +22,7 @@ FILES = ("write", "copy_file_range", "fsync")
 def said(done: Done) -> str:
     """Return the only line on standard error."""
     line, *hint = done.stderr.strip().splitlines()
-    assert line.startswith("ckptkit: ") and len(hint) <= 1 and "Traceback" not in line
+    assert line.startswith("error: ") and len(hint) <= 1 and "Traceback" not in line
     return line
 
 

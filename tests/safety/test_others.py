@@ -89,7 +89,7 @@ def test_DS_17_an_input_that_changes(
             CHANGED,
             True,
         )
-        assert b"ckptkit: run.pth: " in said
+        assert b"error: run.pth: " in said
 
 
 def test_DS_28_the_same_size_and_time(small: Path, tmp_path: Path) -> None:
@@ -368,6 +368,6 @@ def test_DS_25_a_report_that_cannot_be_printed(small: Path, tmp_path: Path) -> N
             )
         assert (done.returncode, done.stderr) == (
             4,
-            b"ckptkit: standard output: No space left on device\n",
+            b"error: standard output: No space left on device\n",
         )
         assert expected.check(folder, killed=False) == "new"

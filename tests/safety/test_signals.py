@@ -30,7 +30,7 @@ def test_DS_18_interrupted_at_every_call(name: str, small: Path, tmp_path: Path)
         done = injected(work.arguments, folder, call, f"signal={('INT', 'TERM', 'HUP')[at % 3]}")
         found.append(expected.check(folder, killed=False))
         ended = (done.code, done.stderr.strip())
-        assert ended == (INTERRUPTED, "ckptkit: interrupted") or (
+        assert ended == (INTERRUPTED, "error: interrupted") or (
             call is seen[-1] and ended == (0, "")
         ), call
     assert found[0] == "old" and found == sorted(found, key=["old", "new"].index)

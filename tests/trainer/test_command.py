@@ -47,7 +47,7 @@ def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     again = run("train", "run.pth", *SMALL, cwd=tmp_path)
     assert (again.code, again.stderr) == (
         2,
-        "ckptkit: run.pth: exists already\nhint: --force replaces it\n",
+        "error: run.pth: exists already\nhint: --force replaces it\n",
     )
 
 
@@ -57,7 +57,7 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
         arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("ckptkit: there is no device cuda:77 here\nhint: --devices cpu")
+    assert done.stderr.startswith("error: there is no device cuda:77 here\nhint: --devices cpu")
 
 
 def invoked(*arguments: object) -> Done:
@@ -157,7 +157,7 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
         assert done == (
             3,
             "",
-            f"ckptkit: the GPU does not have enough memory: CUDA out of memory\nhint: {hint}\n",
+            f"error: the GPU does not have enough memory: CUDA out of memory\nhint: {hint}\n",
         )
 
 
@@ -187,7 +187,7 @@ def test_quiet_is_quiet(tmp_path: Path) -> None:
 def test_options_that_do_not_go_together(
     tmp_path: Path, options: tuple[str, ...], message: str, hint: str
 ) -> None:
-    assert invoked(tmp_path / "run.pth", *options) == (2, "", f"ckptkit: {message}\nhint: {hint}\n")
+    assert invoked(tmp_path / "run.pth", *options) == (2, "", f"error: {message}\nhint: {hint}\n")
 
 
 def test_out_is_checked_before_the_work(tmp_path: Path) -> None:
@@ -216,3 +216,18 @@ def test_there_must_be_something_to_do() -> None:
 def test_every_field_of_the_config_is_an_option() -> None:
     names = {each.name for each in command.params}
     assert set(Config.__dataclass_fields__) <= names
+
+
+def test_the_module_prints_usage_errors_as_the_command_does(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptkit.trainer", "--epochs", "none"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+    )
+    assert done.returncode == 2
+    first, hint = done.stderr.splitlines()
+    assert first.startswith("error: Invalid value for '--epochs'")
+    assert hint == "hint: see `python -m ckptkit.trainer --help`"
