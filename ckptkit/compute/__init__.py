@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptkit.compute.arrays import overflows
     from ckptkit.compute.expanded import Allowance
+    from ckptkit.compute.mapped import MappedFiles
     from ckptkit.compute.mean import has_mean, mean_record, sum_record
     from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
     from ckptkit.compute.tallies import BINS, ElementRange, Histogram, Tally, numbers, parts, tally
@@ -37,6 +38,7 @@ __all__ = [
     "Difference",
     "ElementRange",
     "Histogram",
+    "MappedFiles",
     "Tally",
     "cast_record",
     "compare",
@@ -80,6 +82,7 @@ _PLACES = {
     **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
     "Allowance": "expanded",
+    "MappedFiles": "mapped",
     "dtype_of": "user_function",
     "overflows": "arrays",
 }

@@ -323,7 +323,7 @@ def to_torch_storage(
     import torch
 
     where = torch.device(device)
-    extent = _native(storage, component).locate()
+    extent = native(storage, component).locate()
     memory = _allocate(extent.length, where)
     if where.type == "cpu":
         _fill(memory, extent)
@@ -336,7 +336,8 @@ def to_torch_storage(
     return memory.untyped_storage()
 
 
-def _native(storage: Storage, component: int) -> Record:
+def native(storage: Storage, component: int) -> Record:
+    """Return the bytes of a storage as little-endian numbers of `component` bytes."""
     if not storage.big_endian or component == 1:
         return storage.record
     return Pending("byteswap", (storage.record,), (component,), storage.nbytes)

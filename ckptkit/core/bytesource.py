@@ -1,7 +1,8 @@
 """Byte sources (a local file, memory, a folder of files) and ranges of their bytes.
 
-A source has a size, an identity and `read`. Files are read with `pread` and never mapped: a file
-that is truncated under a map kills the process, a short read is an error that can be reported.
+A source has a size, an identity and `read`. Files are read with `pread`: a short read is an error
+that can be reported, where a file that is cut under a map kills the process. Only tensors that
+`ckptkit.load` hands out are mapped.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import errno
 import os
 import re
 import stat
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
     ArgumentError,
@@ -29,10 +31,14 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.text import nearest
 
+if TYPE_CHECKING:
+    from mmap import mmap
+
 Identity = tuple[int | str, ...]
 
 
 _BUFFERS = 1024  # that one call of the system fills (IOV_MAX of Linux and macOS)
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
 class ByteSource(ABC):
@@ -248,6 +254,24 @@ class LocalFile(ByteSource):
             if not whole:
                 super().read_into_all(offset, part)
             offset += size
+
+    def map(self) -> mmap | None:
+        """Map the whole file, copy on write; None where the system cannot.
+
+        No memory is set aside for it: it may be larger than that. Raises InputChangedError if the
+        file was cut since it was opened. A file that is cut later kills the process that reads
+        there.
+        """
+        import mmap
+
+        try:
+            if sys.platform != "linux":
+                return mmap.mmap(self.fd, self.size, access=mmap.ACCESS_COPY)
+            flags = mmap.MAP_PRIVATE | _NO_RESERVE
+            return mmap.mmap(self.fd, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError):  # ValueError: the file is shorter than that
+            self.check_unchanged()
+            return None
 
     def _failed(self, error: OSError) -> InputError:
         why = "was closed" if self.fd < 0 else f"cannot be read: {error.strerror}"

@@ -26,16 +26,19 @@ class Tensors:
 
     `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
     devices, or a function of a storage on the CPU and its tag. A device that is not there raises
-    DeviceError.
+    DeviceError. Tensors on the CPU are parts of `files`, where these are given and it is possible.
     """
 
-    def __init__(self, map_location: MapLocation = None) -> None:
+    def __init__(
+        self, map_location: MapLocation = None, files: compute.MappedFiles | None = None
+    ) -> None:
         import torch
 
         forms = (str, torch.device, Mapping, type(None))
         if not isinstance(map_location, forms) and not callable(map_location):
             raise UsageError(f"map_location cannot be a {type(map_location).__name__}")
         self._map_location = map_location
+        self._files = files
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._tensors: dict[int, torch.Tensor] = {}
@@ -56,12 +59,20 @@ class Tensors:
 
         where = self._map_location
         if not callable(where):
-            return compute.to_torch_storage(storage, self.device(storage.device), component)
-        memory = compute.to_torch_storage(storage, "cpu", component)
+            return self._memory(storage, self.device(storage.device), component)
+        memory = self._memory(storage, torch.device("cpu"), component)
         given = where(memory, storage.device)
         if given is None:
             return _restored(memory, storage.device)
         return given._untyped_storage if isinstance(given, torch.storage.TypedStorage) else given
+
+    def _memory(
+        self, storage: Storage, device: torch.device, component: int
+    ) -> torch.UntypedStorage:
+        mapped = None
+        if self._files is not None and device.type == "cpu":
+            mapped = self._files.torch_storage(storage, component)
+        return compute.to_torch_storage(storage, device, component) if mapped is None else mapped
 
     def device(self, tag: str) -> torch.device:
         """Return where torch puts what is tagged `tag`.

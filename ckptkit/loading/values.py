@@ -37,8 +37,17 @@ def load(
     *,
     key: str | None = None,
     whole: bool = False,
+    mmap: bool = True,
 ) -> Any:
     """Return the weights of a file, folder or Checkpoint, name -> torch tensor, as torch.load.
+
+    Tensors on the CPU are mapped, as with ``torch.load(mmap=True)`` and safetensors: their bytes
+    are read from the file when they are used, and what is written to a tensor stays in memory.
+    Until then the file must stay as it is. To replace it is safe, as ``ckptkit.save`` does; to
+    overwrite or cut it, as ``torch.save`` to the same path does, ends the process with a bus error
+    and loses the file. ``mmap=False`` reads everything into memory first, which is also done where
+    bytes have to be computed, come from elsewhere, or do not begin at a multiple of the size of
+    their numbers. Checksums are not verified: ``ckptkit verify`` does that.
 
     `map_location` is what ``torch.load`` takes, `key` the entry to take as the weights. Tensors
     that shared memory share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree
@@ -46,9 +55,10 @@ def load(
     :class:`ckptkit.core.tree.Object`. Raises UsageError where there are no weights, DeviceError for
     a device that is not there.
     """
-    arguments.flags(whole=whole)
+    arguments.flags(whole=whole, mmap=mmap)
     ck = open_checkpoint(path, key=key)
-    values = Values(Tensors(map_location))
+    files = compute.MappedFiles() if mmap else None
+    values = Values(Tensors(map_location, files), Tensors("cpu", files))
     try:
         return values(ck.root) if whole else values.state_dict(ck.required)
     except CkptkitError as error:
@@ -73,10 +83,13 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
 
 
 class Values:
-    """Makes Python's values of nodes, each once: sharing and cycles stay, at any depth."""
+    """Makes Python's values of nodes, each once: sharing and cycles stay, at any depth.
 
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors, self.arrays = tensors, Tensors("cpu")
+    `arrays` makes the tensors of numpy's arrays, which have no other device than the CPU.
+    """
+
+    def __init__(self, tensors: Tensors, arrays: Tensors | None = None) -> None:
+        self.tensors, self.arrays = tensors, arrays or Tensors("cpu")
         self._made: dict[int, Any] = {}
         self._keep: list[Node] = []  # ids in _made stay taken
         self._queue: list[tuple[Node, Any]] = []
