@@ -58,7 +58,7 @@ PROBLEMS = (
         "ckptkit remap run.pth cpu.pth --to cpu",
     ),
     Problem(
-        "`weights_only=True` refuses what stands beside the weights",
+        "`weights_only=True` refuses an object beside the weights",
         "Weights only load failed ... GLOBAL argparse.Namespace was not an allowed global",
         "ckptkit convert run.pth plain.pth --objects drop",
     ),
@@ -75,7 +75,7 @@ PROBLEMS = (
     Problem(
         "the download or the save was cut",
         "PytorchStreamReader failed reading zip archive: failed finding central directory",
-        "ckptkit recover cut.pth what-is-left.pth",
+        "ckptkit recover cut.pth intact.pth",
     ),
     Problem(
         "a Git LFS pointer instead of the file",
@@ -262,7 +262,7 @@ def test_07_cut() -> None:
     os.truncate("cut.pth", 600_000)
     fails(7, lambda: load("cut.pth"), kind=RuntimeError)
     run(7)
-    assert torch.equal(load("what-is-left.pth")["first"], torch.arange(1e5))
+    assert torch.equal(load("intact.pth")["first"], torch.arange(1e5))
 
 
 def test_08_git_lfs_pointer() -> None:

@@ -1,4 +1,4 @@
-"""What commands print with ``--json``, as functions of the library."""
+"""The output of commands with ``--json``, as functions of the library."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def command(edit: options.Edit, unverified: bool) -> None:
     only --unverified keeps them. Damage that does not change the length cannot be detected in them.
 
     \b
-    Example: ckptkit recover cut.pth what-is-left.pth
+    Example: ckptkit recover cut.pth intact.pth
     """
     from ckptkit.api import recover
 

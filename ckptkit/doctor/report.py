@@ -1,4 +1,4 @@
-"""What the doctor found, as JSON values."""
+"""Findings of the doctor, as JSON values."""
 
 from __future__ import annotations
 

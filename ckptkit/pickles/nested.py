@@ -1,7 +1,7 @@
 """Refuses to write byte strings and texts that are files of their own, with calls in them.
 
-Whoever gets them may load them, and `scan` reports them. The search for what is inside needs every
-format, which are above: `ckptkit.api` hands it down. Without it, whatever may be a file is refused.
+A program may load them, and `scan` reports them. The search for their content needs every format,
+which are above: `ckptkit.api` hands it down. Without it, everything that may be a file is refused.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Machine:
 
 @dataclass
 class Result:
-    """How a check ended: passed, failed or skipped; what it measured; why it did not pass."""
+    """The outcome of a check: passed, failed or skipped, its measurements, the reason."""
 
     name: str
     status: str

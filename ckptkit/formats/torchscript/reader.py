@@ -47,7 +47,7 @@ def read(probe: Probe) -> Checkpoint:
     Raises FormatError, AmbiguousError, and what zip_reader raises.
     """
     from ckptkit.formats.torchscript import (
-        modules as script_reader,  # every zip archive comes by here
+        modules as script_reader,  # not needed by most zip archives, which are matched here too
     )
 
     archive = probe.zip

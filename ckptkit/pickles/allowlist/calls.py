@@ -208,8 +208,7 @@ def _fits(view: View, kind: Kind, value: Node) -> bool:
 
 
 def _is_factory(view: View, value: Node) -> bool:
-    """Return whether it is what a defaultdict may make its values by: called by whoever asks for
-    one."""
+    """Return whether a defaultdict may make its values by it, each time a key is missing."""
     return value is None or bool(view.sort(value) & (table.NAME | table.BAG))
 
 

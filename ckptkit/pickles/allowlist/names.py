@@ -11,14 +11,14 @@ from ckptkit.pickles.allowlist import rows as table
 from ckptkit.pickles.allowlist.classes import CLASSES, KEPT, PACKAGES
 from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
 
-# What a step is to whoever loads the file, from harmless to not.
+# The effect of a step on the process that loads the file, from harmless to harmful.
 ACCEPTED = "accepted"  # torch.load(weights_only=True) makes it
 HARMLESS = "harmless"  # in the allowlist, with arguments that its row takes: it makes a value
 CLASS = "class"  # an object of a class, through __new__: its package's code sets it up
 LOADS = "loads"  # a file inside: what that would do
 ALLOCATES = "allocates"  # memory, as much as the file says
 UNSURE = "unsure"  # not proved: arguments that the row does not take, an installed package's class
-UNKNOWN = "unknown"  # somebody's function, or a class through __init__, with arguments of the file's choosing
+UNKNOWN = "unknown"  # a function of another package, or a class through __init__, with arguments of the file's choosing
 HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, ALLOCATES, UNSURE, UNKNOWN, HARMFUL)
 WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
@@ -129,8 +129,8 @@ def class_kind(name: Global) -> str:
 
 
 def is_guarded(name: str) -> bool:
-    """Return whether a full name is of Python, torch or numpy, which nobody trusts as a whole; or
-    no name at all."""
+    """Return whether a full name is of Python, torch or numpy, which cannot be trusted as a whole;
+    or no name at all."""
     top = name.partition(".")[0]
     return top in STANDARD or top in TORCH or not top.isidentifier()
 
