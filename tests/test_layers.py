@@ -200,18 +200,25 @@ def test_rooms_say_what_they_are_for() -> None:
     assert [name for name, text in texts.items() if not text or text.count("\n") > 4] == []
 
 
-@pytest.mark.parametrize("name", [each for each in ckptkit.__all__ if each != "__version__"])
-def test_public_names_are_where_init_says(name: str) -> None:
-    """The lazy table and what type checkers are told are the same list."""
+def public_names() -> dict[str, str]:
+    """Return the full name of each public name, as type checkers are told it."""
     head = ast.Module([node for node in parsed("__init__").body if isinstance(node, ast.If)], [])
-    told = {
+    return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(head)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptkit.")
         for alias in node.names
     }
-    found = getattr(ckptkit, name)
+
+
+def test_public_names_are_in_all_three_lists_of_init() -> None:
+    names = {*ckptkit.__all__} - {"__version__"}
+    assert ckptkit._PLACES.keys() == public_names().keys() == names
+
+
+@pytest.mark.parametrize("name", [each for each in ckptkit.__all__ if each != "__version__"])
+def test_public_names_are_where_init_says(name: str) -> None:
+    """The lazy table and what type checkers are told are the same list."""
     module, attribute = ckptkit._PLACES[name]
-    assert ckptkit._PLACES.keys() == told.keys() == {*ckptkit.__all__} - {"__version__"}
-    assert told[name] == f"ckptkit.{module}.{attribute}"
-    assert found.__name__ == attribute
+    assert public_names()[name] == f"ckptkit.{module}.{attribute}"
+    assert getattr(ckptkit, name).__name__ == attribute
