@@ -38,8 +38,10 @@ class Request(Protocol):
 def report(
     edit: Request, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()
 ) -> None:
-    """Print what was done, and on standard error what was lost."""
+    """Print warnings and what was lost; then what was done, and notes on what is left out."""
     count = _tensors(done.checkpoint, done.plan)
+    if not edit.quiet:
+        print_messages(lost, done.warnings)
     if edit.as_json:
         facts = _facts(edit, done, count)
         if lost:
@@ -52,11 +54,12 @@ def report(
     elif not edit.quiet:
         _print(edit, done, count, rules)
     if not edit.quiet:
-        warned = not edit.as_json and not done.notes
-        print_messages(lost, () if warned else done.warnings, done.plan.notes)
+        print_messages(notes=done.plan.notes)
 
 
-def print_messages(lost: Sequence[Loss], warnings: Iterable[str], notes: Iterable[str]) -> None:
+def print_messages(
+    lost: Sequence[Loss] = (), warnings: Iterable[str] = (), notes: Iterable[str] = ()
+) -> None:
     """Print on standard error what was lost, the warnings, and the notes on what is left out."""
     for line in (*what_was_lost(lost), *warnings):
         render.warn(line)
@@ -65,9 +68,7 @@ def print_messages(lost: Sequence[Loss], warnings: Iterable[str], notes: Iterabl
 
 
 def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report]) -> None:
-    """Print the sentence, after the warnings if nothing was changed; with --dry-run, the plan."""
-    for line in () if done.notes else done.warnings:
-        render.warn(line)
+    """Print the sentence; with --dry-run, the plan."""
     sentence = "; ".join(
         (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes, *_copied(done))
     )

@@ -139,12 +139,15 @@ class Edit:
         self, step: Callable[[Checkpoint], Checkpoint]
     ) -> Callable[[Checkpoint], Checkpoint]:
         """Return the step; with --strict, one that changes nothing is an error."""
+        from ckptkit.core.checkpoint import NoEffect
 
         def strict(before: Checkpoint) -> Checkpoint:
             after = step(before)
-            new = after.warnings[len(before.warnings) :]
-            if self.strict and after.root is before.root and after.notes == before.notes and new:
-                raise UsageError(new[0], hint="--strict: a change that changes nothing is an error")
+            for line in after.warnings[len(before.warnings) :]:
+                if self.strict and isinstance(line, NoEffect):
+                    raise UsageError(
+                        line, hint="--strict: a change that changes nothing is an error"
+                    )
             return after
 
         return strict

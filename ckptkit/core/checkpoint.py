@@ -36,6 +36,10 @@ def _is_looked_at(root: Node, names: Iterable[Global], file: str) -> bool:
     return isinstance(root, dict) and any(key in root for key in _ENTRIES)
 
 
+class NoEffect(str):
+    """A warning that something asked for changes nothing; an error with --strict."""
+
+
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A tree of plain values with lazy tensors, and where it came from.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted
@@ -90,7 +90,7 @@ def remap(ck: Source, devices: Device | Mapping[Any, Any], *, values: bool = Fal
             else ()
         ),
     ]
-    warnings = [] if notes else [_nothing(devices, places)]
+    warnings: list[str] = list(_without_effect(devices, places, bool(notes)))
     if plain and not values:
         warnings.append(_left(ck.root, plain.keys()))
     swap = {**calls, **(plain if values else {})}
@@ -179,12 +179,19 @@ def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[st
             yield f"{verb} {plural(number, noun)}: {device} -> {new(device)}"
 
 
-def _nothing(devices: str | Mapping[str, str], places: _Places) -> str:
+def _without_effect(
+    devices: str | Mapping[str, str], places: _Places, changed: bool
+) -> Iterator[NoEffect]:
+    """Yield a warning if nothing is changed, or nothing on one of the devices of a mapping."""
     there = ", ".join(sorted({each.device for each in places.storages}))
+    unused = (
+        [] if isinstance(devices, str) else [old for old in devices if old not in places.devices]
+    )
     if not there:
-        return "no device tags to change: there are no tensors"
-    wanted = "another device" if isinstance(devices, str) else ", ".join(devices)
-    return f"no device tags to change: the storages are on {there}, none on {wanted}"
+        yield NoEffect("no device tags to change: there are no tensors")
+    elif not changed or unused:
+        wanted = "another device" if isinstance(devices, str) else ", ".join(unused or devices)
+        yield NoEffect(f"no device tags to change: the storages are on {there}, none on {wanted}")
 
 
 def _left(root: Node, changing: Container[int]) -> str:

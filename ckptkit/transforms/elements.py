@@ -17,7 +17,7 @@ from ckptkit.compute import cast_record
 from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
 from ckptkit.core.bytesource import RecordSlice
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
@@ -56,7 +56,9 @@ def cast(ck: Source, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
         [f"not cast, as their dtype is part of how they are made: {quoted(left)}"] if left else []
     )
     if not wanted:
-        warnings.append("no floating-point weight has another dtype than that: nothing is cast")
+        warnings.append(
+            NoEffect("no floating-point weight has another dtype than that: nothing is cast")
+        )
         return ck.with_root(ck.root, warnings=warnings)
     root = rebuild(ck.root, new)
     if split := new.split:
@@ -250,7 +252,8 @@ def compact(ck: Source) -> Checkpoint:
     cuts = {key: cut for key, use in uses.items() if (cut := use.cut()) is not None}
     if not cuts:
         return ck.with_root(
-            ck.root, warnings=["every storage is used from end to end: there is nothing to cut"]
+            ck.root,
+            warnings=[NoEffect("every storage is used from end to end: there is nothing to cut")],
         )
     saved = sum(uses[key].storage.nbytes - cut.nbytes for key, cut in cuts.items())
     root = rebuild(ck.root, lambda leaf: _on_part(leaf, cuts))

@@ -17,7 +17,7 @@ from glob import escape
 
 from ckptkit import quantized
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted
@@ -104,9 +104,8 @@ class _Stripping:
                 if (short := self(name)) not in ("", name)
             }
             if not names:
-                edits.warnings.append(
-                    f"no key{target.place} begins with {' or '.join(map(repr, self.prefixes))}"
-                )
+                prefixes = " or ".join(map(repr, self.prefixes))
+                edits.warnings.append(NoEffect(f"no key{target.place} begins with {prefixes}"))
                 continue
             names, ck = groups.followed(ck, names)
             edits.put(target, self._edited(target, names), names, self._notes(target, names))
@@ -192,15 +191,17 @@ def rename(
     ck, mapping = opened(ck), arguments.mapping("mapping", mapping)
     substitutions = arguments.text_pairs("substitutions", substitutions)
     (target,) = _targets(ck, ())
-    names = _new_names(target, mapping, substitutions)
+    substituted = _Substitutions(substitutions)
+    names = _new_names(target, mapping, substituted)
     if not names:
-        return ck.with_root(ck.root, warnings=[f"nothing{target.place} is renamed"])
+        return ck.with_root(ck.root, warnings=[NoEffect(f"nothing{target.place} is renamed")])
     names, ck = groups.followed(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
     new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
     edits = _Edits([target])
     edits.put(target, new, names, [f"renamed {plural(len(names), 'key')}{target.place}"])
+    edits.warnings += substituted.without_effect(target.place)
     if lost:
         entries = plural(len(lost), "_metadata entry")
         edits.warnings.append(f"dropped {entries}: no new name follows for {quoted(lost)}")
@@ -308,7 +309,7 @@ class _Edits:
 
 
 def _new_names(
-    target: Target, mapping: Mapping[str, str], substitutions: Sequence[tuple[str, str]]
+    target: Target, mapping: Mapping[str, str], substituted: Callable[[str], str]
 ) -> dict[str, str]:
     known = set(target.names)
     for old, new in mapping.items():
@@ -320,12 +321,9 @@ def _new_names(
             raise UsageError(
                 f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty"
             )
-    compiled = [
-        (_regex(pattern, replacement), replacement) for pattern, replacement in substitutions
-    ]
     names = {}
     for old in target.names:
-        new = mapping[old] if old in mapping else _substituted(old, compiled)
+        new = mapping[old] if old in mapping else substituted(old)
         if new != old:
             names[old] = new
     return names
@@ -340,13 +338,30 @@ def _regex(pattern: str, replacement: str) -> re.Pattern[str]:
     return regex
 
 
-def _substituted(name: str, compiled: Iterable[tuple[re.Pattern[str], str]]) -> str:
-    old = name
-    for regex, replacement in compiled:
-        name = regex.sub(replacement, name)
-    if not name:
-        raise UsageError(f"the substitutions leave nothing of the name {old!r}")
-    return name
+class _Substitutions:
+    """Regular expressions and replacements, and which of them have changed a name."""
+
+    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self.pairs = [
+            (_regex(pattern, replacement), pattern, replacement) for pattern, replacement in pairs
+        ]
+        self.used: set[str] = set()
+
+    def __call__(self, old: str) -> str:
+        name = old
+        for regex, pattern, replacement in self.pairs:
+            before, name = name, regex.sub(replacement, name)
+            if name != before:
+                self.used.add(pattern)
+        if not name:
+            raise UsageError(f"the substitutions leave nothing of the name {old!r}")
+        return name
+
+    def without_effect(self, place: str) -> Iterator[NoEffect]:
+        """Yield a warning for each pattern that has changed no name."""
+        for _, pattern, _ in self.pairs:
+            if pattern not in self.used:
+                yield NoEffect(f"no key{place} is changed by the substitution {pattern!r}")
 
 
 def select(
@@ -369,7 +384,8 @@ def select(
             "nothing is left of the weights", hint="see `ckptkit inspect` for the names"
         )
     if not gone:
-        return ck.with_root(ck.root, warnings=["every weight is selected: nothing is left out"])
+        nothing = NoEffect("every weight is selected: nothing is left out")
+        return ck.with_root(ck.root, warnings=[nothing])
     dropped = set(target.names) - kept
     entries = {key: value for key, value in target.entries.items() if key not in dropped}
     new = module_versions.like(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import nearest, plural, some
@@ -51,7 +51,7 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
     found = _only(ck)
     keys = _WAYS[by](ck, found)
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
-        return ck.with_root(ck.root, warnings=[f"{found.path} is keyed by {by} already"])
+        return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
     groups = [_group(each, keys) for each in found.groups]
     state = {keys.get(old, old): value for old, value in found.state.items()}
     attributes = found.state.state if isinstance(found.state, OrderedMapping) else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted
@@ -123,7 +123,7 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
     try:
         path, _ = find(ck.root, key)
     except UsageError:
-        return ck.with_root(ck.root, warnings=[f"there is no entry {key!r} to leave out"])
+        return ck.with_root(ck.root, warnings=[NoEffect(f"there is no entry {key!r} to leave out")])
     holder = _holder(ck.root, path)
     if not path or not isinstance(holder, dict):
         raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")

@@ -233,3 +233,39 @@ def test_help_is_as_wide_as_the_terminal(columns: int, least: int, most: int, ru
     lines = run("convert", "--help", env={"COLUMNS": str(columns)}).stdout.splitlines()
     prose = [line for line in lines if "ckptkit" not in line]
     assert least <= max(map(len, prose)) <= most
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        ("rename SRC DST --sub x=y", "nothing of model is renamed"),
+        ("rename SRC DST --sub x=y --sub ^module.=", "is changed by the substitution 'x'"),
+        ("remap SRC DST --device cuda:7=cpu", "none on cuda:7"),
+        ("remap SRC DST --device cpu=cuda:0 --device cuda:7=cpu", "none on cuda:7"),
+        ("strip-module SRC DST --key model --key optimizer", "no key of optimizer begins with"),
+        ("convert SRC DST --cast float32", "nothing is cast"),
+        ("convert SRC DST --compact", "nothing to cut"),
+        ("convert SRC DST --keep *", "nothing is left out"),
+        ("convert SRC DST --optimizer-keys numbers", "is keyed by numbers already"),
+        ("convert SRC DST --strip module. --to cpu", "none on another device"),
+    ],
+)
+def test_each_option_without_effect_is_said_first(
+    words: str,
+    warning: str,
+    ckptkit: Ckptkit,
+    run_pth: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out.pth"
+    given = [{"SRC": str(run_pth), "DST": str(out)}.get(word, word) for word in words.split()]
+    refused = ckptkit(*given, "--strict")
+    assert refused.exit_code == 2 and not out.exists()
+    assert refused.stderr.startswith("error: ") and warning in refused.stderr
+    assert "warning: " in ckptkit(*given).stderr
+    lines: list[str] = []
+    monkeypatch.setattr(render, "warn", lambda line, *_: lines.append(line))
+    monkeypatch.setattr(render, "emit", lambda *printed: lines.extend(printed))
+    ckptkit(*given, "--force")
+    assert warning in "".join(lines[:-1]) and lines[-1].startswith("wrote ")
