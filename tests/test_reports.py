@@ -63,6 +63,31 @@ def test_arguments(tmp_path: Path) -> None:
             function({"w": torch.ones(2)})
 
 
+def test_commands_that_need_the_model_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is an object has no name for a command."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\ndef make():\n    net = nn.Sequential(nn.Linear(2, 2, bias=False),"
+        " nn.Linear(2, 2, bias=False))\n    net[1].weight = net[0].weight\n    return net\n"
+    )
+    torch.save({"0.weight": torch.ones(2, 2)}, "a.pth")
+    namespace: dict[str, Any] = {}
+    exec((tmp_path / "nets.py").read_text(), namespace)
+    (by_name,) = ckptkit.diagnose("a.pth", model="nets.py:make")["causes"]
+    (by_object,) = ckptkit.diagnose("a.pth", model=namespace["make"]())["causes"]
+    assert by_name["id"] == by_object["id"] == "tied"
+    assert "--model nets.py:make" in by_name["command"] and by_object["command"] is None
+
+
+def test_advice_names_the_entry_that_was_asked_for(tmp_path: Path) -> None:
+    state = {"module.a": torch.ones(2)}
+    torch.save({"gen": state, "disc": {"a": torch.ones(2)}}, tmp_path / "a.pth")
+    found = ckptkit.diff(tmp_path / "a.pth", {"gen": {"a": torch.ones(2)}}, key="gen")
+    assert "strip-module --key gen" in found.advice[0]
+
+
 def test_a_difference_is_true() -> None:
     a, b = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     assert not ckptkit.diff(a, b) and ckptkit.diff(a, b, values=True)

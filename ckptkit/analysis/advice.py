@@ -32,16 +32,16 @@ def advise(summary: Summary) -> tuple[str, ...]:
     return tuple(flatten(advice(summary, path) for advice in found))
 
 
-def strip_module(path: str, prefix: str = "module.") -> str:
+def strip_module(path: str, prefix: str = "module.", *options: str) -> str:
     """The command that removes `prefix` from the keys of the file `path`."""
     option = () if prefix == "module." else ("--prefix", prefix)
-    return edit("strip-module", path, "stripped", *option)
+    return edit("strip-module", path, "stripped", *options, *option)
 
 
-def add_module(path: str, prefix: str = "module.") -> str:
+def add_module(path: str, prefix: str = "module.", *options: str) -> str:
     """The command that puts `prefix` before the keys of the file `path`."""
     option = () if prefix == "module." else ("--prefix", prefix)
-    return edit("add-module", path, "wrapped", *option)
+    return edit("add-module", path, "wrapped", *options, *option)
 
 
 def rename(path: str, mapping: str, *options: str) -> str:
@@ -105,7 +105,8 @@ def _prefixes(summary: Summary, path: str) -> Iterator[str]:
         having = sum(name.startswith(prefix) for name in names)
         if having and 2 * having > len(names):
             how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
-            yield f"{how_many} keys start with {prefix!r}: {strip_module(path, prefix)}"
+            command = strip_module(path, prefix, *summary.chosen)
+            yield f"{how_many} keys start with {prefix!r}: {command}"
 
 
 def _devices(summary: Summary, path: str) -> Iterator[str]:
@@ -126,7 +127,7 @@ def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Yield advice on weights that quantized layers keep out of the state_dict."""
     number = packed(summary)
     if number:
-        command = convert(path, "float", "--dequantize")
+        command = convert(path, "float", *summary.chosen, "--dequantize")
         yield (
             f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
             f"{command}"
@@ -156,7 +157,8 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     refusal = f"torch.load(weights_only=True) refuses {what}"
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)
-        command = edit("convert", path, "weights", *options, suffix=".safetensors")
+        words = ("convert", path, "weights", *summary.chosen, *options)
+        command = edit(*words, suffix=".safetensors")
         yield f"{refusal}; for the weights alone: {command}"
     elif (
         summary.objects

@@ -164,20 +164,21 @@ def compare(
     atol: float | None = None,
     rtol: float | None = None,
     name: str = "A",
+    key: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
     """Compare two mappings of tensors: names, dtypes and shapes; with `values` also the elements,
-    by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file,
-    for the advice, `progress` gets the bytes that were read. Tensors of different dtypes are
-    compared in float64, with the precision of the narrower dtype as the tolerance unless one is
-    given. Raises TensorError for values that cannot be compared.
+    by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file and
+    `key` the entry of its weights, for the advice, `progress` gets the bytes that were read.
+    Tensors of different dtypes are compared in float64, with the precision of the narrower dtype as the
+    tolerance unless one is given. Raises TensorError for values that cannot be compared.
     """
     found = common(a, b, values=values, atol=atol, rtol=rtol, progress=progress)
     kinds = (
         {key: _kind(side[key]) for key in side if key not in other}
         for side, other in ((a, b), (b, a))
     )
-    return _names(a, b, name, *kinds, **found)
+    return _names(a, b, (name, key), *kinds, **found)
 
 
 def common(
@@ -241,7 +242,11 @@ def _compared(
 
 
 def against(
-    a: Mapping[str, Tensor], shapes: Mapping[str, tuple[str, Shape]], *, name: str = "A"
+    a: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[str, Shape]],
+    *,
+    name: str = "A",
+    key: str | None = None,
 ) -> Diff:
     """Compare A with the state_dict of a model, given as name -> (dtype, shape).
 
@@ -253,7 +258,7 @@ def against(
     )
     ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
     theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
-    found = _names(a, shapes, name, ours, theirs, mismatched=mismatched)
+    found = _names(a, shapes, (name, key), ours, theirs, mismatched=mismatched)
     placed = [each for each in found.renamed if is_taken_by_torch(each)]
     for each in placed:
         del ours[each.old], theirs[each.new]
@@ -313,18 +318,20 @@ def _common(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
 def _names(
     a: Mapping[str, object],
     b: Mapping[str, object],
-    name: str,
+    place: tuple[str, str | None],
     unexpected: Mapping[str, Kind],
     missing: Mapping[str, Kind],
     **found: Any,
 ) -> Diff:
     """Return the difference of the names, added to what is `found` already."""
     matching = pairs(unexpected, missing, a.keys() & b.keys())
-    helpful = list(_prefix_advice(a, b, missing, unexpected, name))
+    name, key = place
+    chosen = () if key is None else ("--key", key)
+    helpful = list(_prefix_advice(a, b, missing, unexpected, name, chosen))
     if matching.renamed and not helpful:
         helpful.append(
             "if these are the same, --write-map map.json writes their names down, and this gives "
-            "them to the file: " + advice.rename(name, "map.json")
+            "them to the file: " + advice.rename(name, "map.json", *chosen)
         )
     common = len(a) - len(unexpected)
     return Diff(
@@ -343,15 +350,16 @@ def _prefix_advice(
     missing: Iterable[str],
     unexpected: Iterable[str],
     name: str,
+    chosen: tuple[str, ...],
 ) -> Iterator[str]:
     """Return the command after which A lacks nothing, if only a prefix differs from B."""
     for prefix in _prefixes(unexpected, set(missing)):
         if b.keys() <= {key.removeprefix(prefix) for key in a}:
-            yield f"no key is missing after: {advice.strip_module(name, prefix)}"
+            yield f"no key is missing after: {advice.strip_module(name, prefix, *chosen)}"
             return
     for prefix in _prefixes(missing, set(unexpected)):
         if b.keys() <= {prefix + key for key in a}:
-            yield f"no key is missing after: {advice.add_module(name, prefix)}"
+            yield f"no key is missing after: {advice.add_module(name, prefix, *chosen)}"
             return
 
 

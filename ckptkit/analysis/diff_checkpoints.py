@@ -41,7 +41,7 @@ def compare_checkpoints(
     the other arguments. What is not compared is named in ``uncompared``.
     """
     how = {"values": values, "atol": atol, "rtol": rtol, "progress": progress}
-    found = compare(a.weights, b.weights, name=name, **how)  # type: ignore[arg-type]
+    found = compare(a.weights, b.weights, name=name, key=a.key, **how)  # type: ignore[arg-type]
     ours, theirs = rest_of(a), rest_of(b)
     left = [] if found.values_compared else ["the values of tensors (--values)"]
     if not everything:

@@ -143,6 +143,12 @@ class Summary:
     is_module: bool = False  # whether the weights are those of a whole pickled module
     part: PartOf | None = None  # which part of a checkpoint of several processes it is
     about: str = ""  # what a folder was made of
+    key: str | None = None  # the entry that was asked for as the weights
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Return the options of a command that takes the same entry as the weights."""
+        return () if self.key is None else ("--key", self.key)
 
     def survives_dropping(self) -> bool:
         """Return whether `--objects drop` leaves weights; without any, all tensors or a value."""
@@ -197,6 +203,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         part=checkpoint.part,
         about=checkpoint.about,
         inner=tuple(survey.inner),
+        key=checkpoint.key,
     )
 
 

@@ -67,7 +67,7 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
         "A model of floats cannot load them: codes are numbers together with their scales only. "
         + (f"Read as these do: {readers}." if readers else "")
         + (_RAGGED if ragged else ""),
-        convert(facts.path, "float", "--dequantize", "bfloat16"),
+        convert(facts.path, "float", *facts.summary.chosen, "--dequantize", "bfloat16"),
         Fix(dequantize=True) if facts.needs_floats and all_are_read else None,
     )
 

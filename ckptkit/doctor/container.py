@@ -82,18 +82,21 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
     Arrays of numpy in a pickle become tensors in a safetensors file alone.
     """
     format, path = format_of(facts), facts.path.lower()
+    chosen = facts.summary.chosen
     if format.is_folder or format is NONE:
         return
     if path.endswith(TORCH_SUFFIXES) and not format.loaded_by_torch:
         arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
-        torch = convert(facts.path, "torch")
+        torch = convert(facts.path, "torch", *chosen)
         yield Cause(
             "suffix",
             ERROR,
             f"Its name says torch.save, its content is {format.name}.",
             'torch.load cannot read that: "invalid load key", "Invalid magic number" or '
             '"Weights only load failed".',
-            edit("convert", facts.path, "safe", suffix=".safetensors") if arrays else torch,
+            edit("convert", facts.path, "safe", *chosen, suffix=".safetensors")
+            if arrays
+            else torch,
             Fix(),
         )
     elif path.endswith(SAFETENSORS.suffixes) and format is not SAFETENSORS:
@@ -102,7 +105,7 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
             ERROR,
             f"Its name says safetensors, its content is {format.name}.",
             'safetensors cannot read that: "Error while deserializing header".',
-            edit("convert", facts.path, "safe"),
+            edit("convert", facts.path, "safe", *chosen),
             Fix(),
         )
 
@@ -128,8 +131,9 @@ def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
         return None, None
     arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
     if arrays:
-        return edit("convert", facts.path, "safe", suffix=".safetensors"), None
-    return convert(facts.path, "torch"), Fix()
+        words = ("convert", facts.path, "safe", *facts.summary.chosen)
+        return edit(*words, suffix=".safetensors"), None
+    return convert(facts.path, "torch", *facts.summary.chosen), Fix()
 
 
 def _program(facts: Facts) -> Iterator[Cause]:
@@ -142,7 +146,7 @@ def _program(facts: Facts) -> Iterator[Cause]:
             "It is a TorchScript program, not a state_dict.",
             "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
             "your own needs its weights." + _PACKED * dequantize,
-            convert(facts.path, "weights", *options),
+            convert(facts.path, "weights", *facts.summary.chosen, *options),
             Fix(bare=is_wrapped(facts), dequantize=dequantize),
         )
 

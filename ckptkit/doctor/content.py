@@ -53,7 +53,7 @@ def _module(facts: Facts) -> Iterator[Cause]:
             'attribute", "No module named"), '
             "and torch.load(weights_only=True), the default since 2.6, refuses it. The weights "
             "are all that a model needs.",
-            edit("convert", facts.path, "weights", suffix=".safetensors"),
+            edit("convert", facts.path, "weights", *summary.chosen, suffix=".safetensors"),
             Fix(bare=True),
         )
 
@@ -107,7 +107,8 @@ def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
         return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
-        return edit("convert", facts.path, "weights", suffix=".safetensors"), None
+        words = ("convert", facts.path, "weights", *facts.summary.chosen)
+        return edit(*words, suffix=".safetensors"), None
     if is_wrapped(facts):
         return alone(facts, "weights"), Fix(bare=True, drop_objects=True)
     if not facts.summary.survives_dropping():

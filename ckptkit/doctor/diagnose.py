@@ -361,4 +361,5 @@ def _fit(
             ours[name] = Kind(kind.dtype, ())
     ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
     is_quantized = bool(quantized.find(checkpoint))
-    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options, is_quantized))
+    chosen = () if checkpoint.key is None else ("--key", checkpoint.key)
+    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options, is_quantized, chosen))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
-from ckptkit.analysis.advice import argument, convert, edit, output_name
+from ckptkit.analysis.advice import add_module, argument, convert, edit, output_name, strip_module
 from ckptkit.analysis.matching import Kind, Renamed
 from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
@@ -26,7 +26,8 @@ class Fitting:
 
     ``ours`` as they are in the file; ``way``: prefixes by which most of them become ``theirs``;
     ``ties`` are names that stand for one parameter of the model; ``options`` say the model on the
-    command line; ``is_quantized``: ``ours`` are what codes and scales mean.
+    command line, none where it is an object; ``is_quantized``: ``ours`` are what codes and scales
+    mean.
     """
 
     path: str
@@ -36,6 +37,7 @@ class Fitting:
     ties: Sequence[Sequence[str]] = ()
     options: tuple[str, ...] = ()
     is_quantized: bool = False
+    chosen: tuple[str, ...] = ()  # options that name the entry of the weights
 
 
 def causes(fitting: Fitting) -> list[Cause]:
@@ -80,17 +82,13 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
     options = (*(("--strip", strip) if strip else ()), *(("--add", add) if add else ()))
     if not add:
         title = f"{how_many} keys start with {strip!r}, those of the model do not."
-        command = edit(
-            "strip-module", path, "stripped", *(() if strip == "module." else ("--prefix", strip))
-        )
+        command = strip_module(path, strip, *fitting.chosen)
     elif not strip:
         title = f"The keys of the model start with {add!r}, those of the file do not."
-        command = edit(
-            "add-module", path, "wrapped", *(() if add == "module." else ("--prefix", add))
-        )
+        command = add_module(path, add, *fitting.chosen)
     else:
         title = f"{how_many} keys start with {strip!r}, those of the model with {add!r}."
-        command = convert(path, "renamed", *options)
+        command = convert(path, "renamed", *fitting.chosen, *options)
     yield Cause(
         "prefix",
         ERROR,
@@ -133,13 +131,13 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
     names = {each.old: each.new for each in pairs}
     least = min(each.confidence for each in pairs)
     texts = [f"{old} -> {new}" for old, new in names.items()]
-    look = shell_command(("ckptkit", "diff", *fitting.options, *argument(fitting.path)))
+    words = ("ckptkit", "diff", *fitting.options, *argument(fitting.path))
+    look = f"; to look through them: {shell_command(words)}" if fitting.options else "."
     return Cause(
         "renamed",
         ERROR,
         f"{plural(len(names), 'key')} with another name in the model: {_some(texts)}.",
-        f"Shapes and names say so, the least sure of them with {least:.0%}; to look through them: "
-        f"{look}",
+        f"Shapes and names say so, the least sure of them with {least:.0%}{look}",
         _substituted(fitting, names) or _doctor(fitting, "renamed"),
         Fix(names={fitting.way(old): new for old, new in names.items()}),
     )
@@ -159,7 +157,7 @@ def _substituted(fitting: Fitting, names: Mapping[str, str]) -> str | None:
     words = flatten(("--sub", f"^{re.escape(old)}={_literal(new)}") for old, new in rules)
     if any("=" in old for old, _ in rules):  # which ends the expression
         return None
-    return edit("rename", fitting.path, "renamed", *words)
+    return edit("rename", fitting.path, "renamed", *fitting.chosen, *words)
 
 
 def _rule(old: str, new: str) -> tuple[str, str]:
@@ -187,7 +185,7 @@ def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> I
             '"size mismatch", with strict=False as well. If that layer is to be trained again, '
             "leave it out of the file, and "
             "load with strict=False.",
-            _without(fitting.path, [name for name, _, _ in shapes]),
+            _without(fitting, [name for name, _, _ in shapes]),
         )
 
 
@@ -198,7 +196,7 @@ def _unexpected(fitting: Fitting, names: Sequence[str]) -> Iterator[Cause]:
             ERROR,
             f"{plural(len(names), 'key')} that the model does not have: {_some(names)}.",
             '"Unexpected key(s) in state_dict"; strict=False leaves them out silently.',
-            _without(fitting.path, names) if len(names) < len(fitting.ours) else None,
+            _without(fitting, names) if len(names) < len(fitting.ours) else None,
         )
 
 
@@ -229,7 +227,7 @@ def _dtypes(fitting: Fitting, pairs: Iterable[tuple[str, Kind, Kind]]) -> Iterat
             f"{plural(len(other), 'key')} of another dtype: {_some(kinds)}.",
             "load_state_dict casts them silently to those of the model; with assign=True, "
             "or as a file, they stay.",
-            convert(fitting.path, other[0][1], *first, "--cast", other[0][1]),
+            convert(fitting.path, other[0][1], *fitting.chosen, *first, "--cast", other[0][1]),
         )
 
 
@@ -237,15 +235,18 @@ def _is_float(kind: Kind) -> bool:
     return kind.dtype in BY_NAME and BY_NAME[kind.dtype].kind == "float"
 
 
-def _without(path: str, names: Sequence[str]) -> str | None:
+def _without(fitting: Fitting, names: Sequence[str]) -> str | None:
     """Return the command that leaves names out, None if they are too many for one."""
     if len(names) > DROPPED:
         return None
-    return convert(path, "fitting", *flatten(("--drop", escape(name)) for name in names))
+    words = flatten(("--drop", escape(name)) for name in names)
+    return convert(fitting.path, "fitting", *fitting.chosen, *words)
 
 
-def _doctor(fitting: Fitting, mark: str) -> str:
-    """Return the `doctor` command, which alone knows the names of the model."""
+def _doctor(fitting: Fitting, mark: str) -> str | None:
+    """Return the `doctor` command, which alone knows the names of the model, if it can be named."""
+    if not fitting.options:
+        return None
     output = output_name(fitting.path, mark)
     return shell_command(
         ("ckptkit", "doctor", *fitting.options, "--fix", output, *argument(fitting.path))

@@ -52,7 +52,7 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
         f"{how_many} keys start with {''.join(found)!r}.",
         f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
         'state_dict".',
-        edit("strip-module", facts.path, "stripped", *options),
+        edit("strip-module", facts.path, "stripped", *facts.summary.chosen, *options),
         Fix(strip=tuple(found)),
     )
 
@@ -71,6 +71,7 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
     if is_lightning(facts):
         yield from _network(facts, names)
     elif _first_part(names) == ATTRIBUTE:
+        chosen = facts.summary.chosen
         yield Cause(
             "attribute",
             NOTE,
@@ -78,7 +79,7 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             "Was the network an attribute of the module that was saved? The network alone has no "
             "such names, and "
             "--model tells which of the two yours is.",
-            edit("strip-module", facts.path, "stripped", "--prefix", ATTRIBUTE),
+            edit("strip-module", facts.path, "stripped", *chosen, "--prefix", ATTRIBUTE),
         )
 
 
@@ -88,13 +89,14 @@ def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
     if _common(names) or count == len(names) or 2 * count <= len(names):
         return
     prefix = f"{first}."
+    words = (*facts.summary.chosen, "--keep", f"{escape(prefix)}*", "--strip", prefix)
     yield Cause(
         "attribute",
         NOTE,
         f"{count:,} of {len(names):,} keys start with {prefix!r}.",
         "Is that what the LightningModule calls its network? The network alone has no such names, "
         "and --model tells if it is so.",
-        edit("convert", facts.path, "network", "--keep", f"{escape(prefix)}*", "--strip", prefix),
+        edit("convert", facts.path, "network", *words),
     )
 
 
@@ -127,7 +129,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
         "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
         "model has no such names.",
-        edit("rename", facts.path, "renamed", "--sub", pattern),
+        edit("rename", facts.path, "renamed", *facts.summary.chosen, "--sub", pattern),
         Fix(names=new),
     )
 

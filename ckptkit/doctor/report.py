@@ -28,12 +28,14 @@ def diagnose(
     if key is not None:
         arguments.text("key", key)
     name = model if isinstance(model, str) else type(model).__qualname__
+    options = ("--model", model) if isinstance(model, str) else ()
     if model is not None:
         from ckptkit.loading.building import model_from
 
         model = model_from(model) if isinstance(model, str) else model
         arguments.module("model", model)
-    found = examine(path, model=model, key=key)
+    words = (*options, *(("--key", key) if key and options else ()))
+    found = examine(path, model=model, key=key, options=words)
     return listed(report(found, None, found, None if model is None else name))
 
 

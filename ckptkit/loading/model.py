@@ -473,7 +473,7 @@ def against_model(
     """Compare weights with the state_dict of a model: quantized ones as the model has them."""
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
-    return reports.against(ck.weights, shapes, name=name)
+    return reports.against(ck.weights, shapes, name=name, key=ck.key)
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:

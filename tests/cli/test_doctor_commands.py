@@ -1,0 +1,533 @@
+"""Every command that doctor prints, pasted into a shell: the finding is gone afterwards.
+
+A code of a finding that carries a command and has no case here fails a test.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ckptkit import doctor
+from ckptkit.formats.table import FORMATS
+from tests.cli.conftest import Ckptkit
+from tests.conftest import ROOT
+from tests.formats.parallel.making import llama, release
+from tests.quantized import made
+from tests.readme import shell
+
+NETS = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, classes=2):
+        super().__init__(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, classes))
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4 + n, 4) for n in range(4))
+        self.head = nn.Linear(4, 2)
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = Net()
+
+class Matrix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(64, 4, bias=False)
+"""
+NAME = "it's a $run *"  # a shell would change it
+Make = Callable[[Path], Path]
+CASES: list[tuple[str, Make, tuple[str, ...]]] = []
+
+
+def case(code: str, *options: str) -> Callable[[Make], Make]:
+    """Add a case: the function makes the file that has the finding `code`."""
+
+    def add(make: Make) -> Make:
+        CASES.append((code, make, options))
+        return make
+
+    return add
+
+
+def weights() -> dict[str, Any]:
+    return dict(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).state_dict())
+
+
+def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + name: value for name, value in state.items()}
+
+
+def saved(folder: Path, value: object, suffix: str = ".pth") -> Path:
+    torch.save(value, folder / f"{NAME}{suffix}")
+    return folder / f"{NAME}{suffix}"
+
+
+def rewritten(path: Path, version: str | None) -> Path:
+    """Exchange the version record of an archive; None leaves it out."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            if not name.endswith("/version"):
+                archive.writestr(name, data)
+            elif version is not None:
+                archive.writestr(name, version)
+    return path
+
+
+# Names
+
+
+@case("prefix")
+def module(folder: Path) -> Path:
+    return saved(folder, prefixed("module.", weights()))
+
+
+@case("prefix")
+def two_wrappers(folder: Path) -> Path:
+    return saved(folder, prefixed("module._orig_mod.", weights()))
+
+
+@case("prefix")
+def some_are_wrapped(folder: Path) -> Path:
+    return saved(folder, {**prefixed("module.", weights()), "temperature": torch.ones(1)})
+
+
+@case("prefix")
+def lightning(folder: Path) -> Path:
+    state = prefixed("model.", weights())
+    return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
+
+
+@case("prefix", "--model", "nets.py:Net")
+def wrapped_beside_a_model(folder: Path) -> Path:
+    return saved(folder, prefixed("module.", weights()))
+
+
+@case("prefix", "--model", "nets.py:Wrapped")
+def bare_beside_a_model(folder: Path) -> Path:
+    return saved(folder, weights())
+
+
+@case("prefix", "--model", "nets.py:Wrapped")
+def another_prefix_beside_a_model(folder: Path) -> Path:
+    return saved(folder, prefixed("net.", weights()))
+
+
+def one_of_two(folder: Path, state: dict[str, Any]) -> Path:
+    return saved(folder, {"gen": state, "disc": weights()})
+
+
+@case("prefix", "--key", "gen")
+def prefix_of_one_of_two(folder: Path) -> Path:
+    return one_of_two(folder, prefixed("module._orig_mod.", weights()))
+
+
+@case("inner-prefix", "--key", "gen")
+def compiled_parts_of_one_of_two(folder: Path) -> Path:
+    state = {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)}
+    return one_of_two(folder, state)
+
+
+@case("prefix", "--key", "gen", "--model", "nets.py:Wrapped")
+def bare_one_of_two_beside_a_model(folder: Path) -> Path:
+    return one_of_two(folder, weights())
+
+
+@case("unexpected", "--key", "gen", "--model", "nets.py:Net")
+def unexpected_in_one_of_two(folder: Path) -> Path:
+    return one_of_two(folder, {**weights(), "more": torch.ones(9)})
+
+
+@case("renamed", "--key", "gen", "--model", "nets.py:Named")
+def renamed_in_one_of_two(folder: Path) -> Path:
+    return one_of_two(folder, names("layers.", "encoder.layer."))
+
+
+@case("dtype", "--key", "gen", "--model", "nets.py:Net")
+def dtype_of_one_of_two(folder: Path) -> Path:
+    return one_of_two(folder, {name: value.half() for name, value in weights().items()})
+
+
+@case("attribute")
+def attribute(folder: Path) -> Path:
+    return saved(folder, prefixed("model.", weights()))
+
+
+@case("attribute")
+def lightning_with_a_loss(folder: Path) -> Path:
+    state = {**prefixed("net.", weights()), "loss.weight": torch.ones(2)}
+    return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
+
+
+@case("inner-prefix")
+def compiled_parts(folder: Path) -> Path:
+    return saved(folder, {"a._orig_mod.weight": torch.ones(2), "b.weight": torch.ones(2)})
+
+
+@case("renamed", "--model", "nets.py:Named")
+def renamed_by_prefix(folder: Path) -> Path:
+    return saved(folder, names("layers.", "encoder.layer."))
+
+
+@case("renamed", "--model", "nets.py:Named")
+def renamed_one_by_one(folder: Path) -> Path:
+    numbers = {f"layers.{n}.": f"block_{'abcd'[n]}." for n in range(4)}
+    found = names()
+    for old, new in numbers.items():
+        found = {name.replace(old, new): value for name, value in found.items()}
+    return saved(folder, prefixed("module.", found))
+
+
+def names(old: str = "", new: str = "") -> dict[str, Any]:
+    """Return the state_dict of Named, with other beginnings of names."""
+    namespace: dict[str, Any] = {}
+    exec(NETS, namespace)
+    state = namespace["Named"]().state_dict()
+    return {name.replace(old, new, 1) if old else name: state[name] for name in state}
+
+
+@case("tied", "--model", "nets.py:Tied")
+def tied(folder: Path) -> Path:
+    return saved(folder, {"embed.weight": torch.ones(6, 4)})
+
+
+@case("mismatched", "--model", "nets.py:Net")
+def mismatched(folder: Path) -> Path:
+    return saved(folder, {**weights(), "2.weight": torch.ones(5, 3), "2.bias": torch.ones(5)})
+
+
+@case("unexpected", "--model", "nets.py:Net")
+def unexpected(folder: Path) -> Path:
+    return saved(folder, {**weights(), "a[0]*.weight": torch.ones(9), "it's": torch.ones(7)})
+
+
+@case("dtype", "--model", "nets.py:Net")
+def dtype(folder: Path) -> Path:
+    return saved(folder, {name: value.half() for name, value in weights().items()})
+
+
+# The content
+
+
+@case("module")
+def whole_module(folder: Path) -> Path:
+    return saved(folder, nn.Sequential(nn.Linear(2, 2)))
+
+
+@case("wrapper")
+def wrapper(folder: Path) -> Path:
+    return saved(folder, {"model": weights(), "epoch": 3})
+
+
+@case("wrapper")
+def wrapper_alone(folder: Path) -> Path:
+    return saved(folder, {"state_dict": weights()})
+
+
+@case("weights-only")
+def objects(folder: Path) -> Path:
+    return saved(folder, {**weights(), "args": Namespace(lr=0.1)})
+
+
+@case("weights-only")
+def objects_beside(folder: Path) -> Path:
+    return saved(folder, {"model": weights(), "args": Namespace(lr=0.1)})
+
+
+@case("weights-only")
+def arrays(folder: Path) -> Path:
+    return saved(folder, {"w": np.ones(2)})
+
+
+@case("device")
+def device(folder: Path) -> Path:
+    source = ROOT / "fixtures/torch-zip/ddp_bare_cuda3.pth"
+    return Path(shutil.copy(source, folder / f"{NAME}.pth"))
+
+
+@case("optimizer")
+def optimizer(folder: Path) -> Path:
+    model = nn.Linear(512, 512)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 512)).sum().backward()
+    adam.step()
+    return saved(folder, {"model": model.state_dict(), "optimizer": adam.state_dict()})
+
+
+@case("slices")
+def slices(folder: Path) -> Path:
+    return saved(folder, {"a": torch.ones(1000, 1000)[:2]})
+
+
+@case("quantized")
+def quantized(folder: Path) -> Path:
+    parts = {"w.weight_packed": made.row("U8", [4, 32]), "w.weight_scale": made.row("U8", [4, 2])}
+    config = {"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "type": "float", "group_size": 32, "strategy": "group",
+            "symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8"}}},
+    }}  # fmt: skip
+    (folder / NAME).mkdir()
+    (folder / NAME / "config.json").write_text(json.dumps(config))
+    made.write(folder / NAME / "model.safetensors", parts)
+    return folder / NAME
+
+
+@case("quantized", "--model", "nets.py:Matrix")
+def quantized_beside_a_model(folder: Path) -> Path:
+    return quantized(folder)
+
+
+@case("inner")
+def inner(folder: Path) -> Path:
+    held = io.BytesIO()
+    torch.save(weights(), held)
+    (folder / f"{NAME}.pkl").write_bytes(pickle.dumps({"raw": held.getvalue()}))
+    return folder / f"{NAME}.pkl"
+
+
+# The container
+
+
+@case("old-format")
+def tar(folder: Path) -> Path:
+    source = ROOT / "fixtures/torch-tar/dp_wrapped_cuda1.pth"
+    return Path(shutil.copy(source, folder / f"{NAME}.pth"))
+
+
+@case("suffix")
+def not_torch(folder: Path) -> Path:
+    save_file(weights(), folder / f"{NAME}.pth")
+    return folder / f"{NAME}.pth"
+
+
+@case("suffix")
+def not_safetensors(folder: Path) -> Path:
+    return saved(folder, weights(), ".safetensors")
+
+
+@case("suffix")
+def pickle_of_arrays(folder: Path) -> Path:
+    (folder / f"{NAME}.pth").write_bytes(pickle.dumps({"w": np.ones(2)}))
+    return folder / f"{NAME}.pth"
+
+
+@case("not-torch")
+def npz(folder: Path) -> Path:
+    np.savez(folder / f"{NAME}.npz", w=np.ones((2, 3)))
+    return folder / f"{NAME}.npz"
+
+
+@case("not-torch")
+def pickled_arrays(folder: Path) -> Path:
+    (folder / f"{NAME}.pkl").write_bytes(pickle.dumps({"fc.weight": np.ones((2, 3))}))
+    return folder / f"{NAME}.pkl"
+
+
+@case("program")
+def program(folder: Path) -> Path:
+    source = ROOT / "fixtures/torchscript/scripted.pt"
+    return Path(shutil.copy(source, folder / f"{NAME}.pt"))
+
+
+@case("no-version")
+def no_version(folder: Path) -> Path:
+    return rewritten(saved(folder, weights()), None)
+
+
+@case("no-index")
+def no_index(folder: Path) -> Path:
+    return shards(folder)
+
+
+@case("one-shard")
+def one_shard(folder: Path) -> Path:
+    return shards(folder) / "model-00001-of-00002.safetensors"
+
+
+def shards(folder: Path) -> Path:
+    (folder / NAME).mkdir()
+    state = list(weights().items())
+    for number, part in enumerate((state[:2], state[2:]), 1):
+        save_file(dict(part), folder / NAME / f"model-0000{number}-of-00002.safetensors")
+    return folder / NAME
+
+
+@case("ambiguous")
+def ambiguous(folder: Path) -> Path:
+    return saved(folder, {"gen": weights(), "disc": weights()})
+
+
+@case("part")
+def part(folder: Path) -> Path:
+    found = folder_of(folder, "deepspeed/zero2-fp32-3ranks") / "global_step2"
+    return next(found.glob("*rank_1*optim_states.pt"))
+
+
+@case("dcp")
+def dcp(folder: Path) -> Path:
+    return folder_of(folder, "dcp/fsdp_full")
+
+
+@case("parallel")
+def llama_parts(folder: Path) -> Path:
+    return release(folder / NAME, llama(1, version=3), 2, version=3)
+
+
+@case("deepspeed")
+def zero(folder: Path) -> Path:
+    return folder_of(folder, "deepspeed/zero2-fp32-3ranks")
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(ROOT / "fixtures" / name, folder / NAME))
+
+
+@case("unfinished")
+def unfinished(folder: Path) -> Path:
+    for step in ("step_9", "step_10"):
+        shutil.copytree(ROOT / "fixtures/dcp/fsdp_bare", folder / f"{NAME} {step}")
+    (folder / f"{NAME} step_10/.metadata").unlink()
+    return folder / f"{NAME} step_10"
+
+
+@case("damaged")
+def cut(folder: Path) -> Path:
+    path = saved(folder, {f"w{n}": torch.ones(100) for n in range(40)})
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    return path
+
+
+@case("damaged")
+def flipped(folder: Path) -> Path:
+    path = saved(folder, {"a": torch.arange(100.0), "b": torch.arange(100.0) * 3})
+    data = bytearray(path.read_bytes())
+    data[bytes(data).index(torch.arange(100.0).numpy().tobytes()) + 40] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+# Commands of other programs, which are not run: code -> command.
+OTHERS = {"newer": "pip install --upgrade torch", "lfs-pointer": "git lfs pull"}
+# The command looks at the file, and says more about it.
+LOOKS = {"inner": "scan", "ambiguous": "doctor --key"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ckptkit").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ckptkit "$@"\n')
+    (tmp_path / "bin/ckptkit").chmod(0o755)
+    (tmp_path / "nets.py").write_text(NETS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "code, make, options", CASES, ids=lambda each: getattr(each, "__name__", None)
+)
+def test_the_finding_is_gone(
+    code: str, make: Make, options: tuple[str, ...], folder: Path, ckptkit: Ckptkit,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(folder)
+    path = make(folder).relative_to(folder)
+    said = ckptkit("doctor", path, *options, "--fail-on", "never").stdout
+    found = causes(ckptkit, path, options)
+    assert code in found, found.keys()
+    command = found[code]["command"]
+    printed = [line.strip() for line in said.splitlines()]
+    assert command in printed
+    before = {*folder.rglob("*")}
+    done = shell(command, folder)
+    if code in LOOKS:
+        assert command.startswith(f"ckptkit {LOOKS[code]}") and "Error" not in done.stdout
+        assert code not in done.stdout
+        return
+    assert done.returncode == 0, (command, done.stdout)
+    new = [each for each in folder.rglob("*") if each not in before and each.parent.exists()]
+    ours = [each for each in new if not each.name.startswith("torchinductor")]  # torch's cache
+    made = [each for each in ours if each.parent not in ours]
+    assert len(made) == 1, (command, made)
+    left = causes(ckptkit, made[0].relative_to(folder), options)
+    assert code not in left, (command, left[code])
+
+
+def causes(ckptkit: Ckptkit, path: Path, options: tuple[str, ...]) -> dict[str, Any]:
+    done = ckptkit("doctor", path, *options, "--json")
+    return {each["id"]: each for each in json.loads(done.stdout)["causes"]}
+
+
+def test_ambiguous_is_gone_with_the_key(folder: Path, ckptkit: Ckptkit) -> None:
+    os.chdir(folder)
+    path = ambiguous(folder)
+    command = causes(ckptkit, path, ())["ambiguous"]["command"]
+    found = json.loads(shell(f"{command} --json", folder, strict=False).stdout)
+    assert [each["id"] for each in found["causes"]] == ["wrapper"]
+
+
+@pytest.mark.parametrize("code", OTHERS)
+def test_commands_of_other_programs(code: str, folder: Path, ckptkit: Ckptkit) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n"
+    path = rewritten(saved(folder, weights()), "11\n")
+    if code == "lfs-pointer":
+        path.write_bytes(pointer)
+    assert causes(ckptkit, path, ())[code]["command"] == OTHERS[code]
+
+
+def calls() -> Iterator[ast.Call]:
+    """Yield every place where the doctor makes a finding."""
+    for path in Path(doctor.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Cause":
+                yield node
+
+
+def codes_of(call: ast.Call) -> set[str]:
+    """Return the codes that a finding may have."""
+    code = call.args[0]
+    if isinstance(code, ast.Constant):
+        return {str(code.value)}
+    if ast.unparse(code) == "format.name":
+        return {each.name for each in FORMATS if each.distributed}
+    assert ast.unparse(code) == "_ID.get(type(error), 'refused')", ast.unparse(code)
+    return {"ambiguous", "unsupported", "limit", "refused"}
+
+
+def has_command(call: ast.Call) -> bool:
+    return len(call.args) > 4 or any(each.arg == "command" for each in call.keywords)
+
+
+def test_every_code_with_a_command_has_a_case() -> None:
+    with_command = set[str]().union(*(codes_of(call) for call in calls() if has_command(call)))
+    tested = {code for code, _, _ in CASES} | {*OTHERS}
+    assert tested == with_command
