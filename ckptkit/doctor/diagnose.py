@@ -33,8 +33,8 @@ from ckptkit.core.weights import locate
 from ckptkit.doctor import container, content, fit, refused
 from ckptkit.doctor.cause import ERROR, Cause, Fix, together
 from ckptkit.doctor.facts import Facts
+from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.common.opening import open_place
-from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
 from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building

@@ -22,7 +22,7 @@ from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
 from ckptkit.core.limits import LIMITS, UNPACKED
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.text import quoted
-from ckptkit.formats.folder import best, candidates
+from ckptkit.formats.common.folder_names import best, candidates
 from ckptkit.formats.format import CheckedPart, Finding, Probe
 from ckptkit.formats.torch_tar import RECORDS
 

@@ -1,116 +1,35 @@
-"""A folder that holds one checkpoint among other files: choose which of its files to read.
+"""A folder that holds one checkpoint among other files, or folders: choose what to read.
 
-    model.safetensors.index.json                 an index of shards
-    model-00002-of-00003.safetensors             a shard: the stem, its number, how many there are
-    model.safetensors, last.ckpt                 a file of its own
-    consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process
+    model.safetensors, last.ckpt                 names as in :mod:`common.folder_names`
+    latest_checkpointed_iteration.txt            names the latest of the folders beside it
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model
                                                  (``models--<owner>--<name>``)
 
-Of a model saved as safetensors and as torch files (``model``, ``pytorch_model``), the former are
-taken, as transformers does. An index is preferred to other files. Files that are left out are a
-warning, and more than one checkpoint is an error. A trainer's other files (optimizer.pt,
-training_args.bin) count only if there is no model.
+Files that are left out are a warning, and more than one checkpoint is an error.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
-from typing import NamedTuple
 
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
-from ckptkit.formats.format import CheckedPart, Finding, Probe
-from ckptkit.formats.table import BY_SUFFIX
-
-SAFETENSORS, BIN = ".safetensors", ".bin"
-INDEX = ".index.json"
-_NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
-_PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
-_BESIDE = re.compile(
-    r"(training_args|distrib_optim|optimizer(_[0-9]+)?|scheduler|sampler|scaler|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
+from ckptkit.formats.common.folder_names import (
+    TRACKER,
+    best,
+    candidates,
+    listed,
+    preferred,
+    unread,
 )
+from ckptkit.formats.format import CheckedPart, Finding, Probe
+
 _REVISION = "main"
-TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, verl and their kin
 _TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")  # the folders that it may mean
-
-
-class Candidate(NamedTuple):
-    """A checkpoint that a folder holds."""
-
-    form: str  # index, shards, parallel or file
-    stem: str
-    suffix: str
-    total: str  # of the shards, as their names spell it
-    files: tuple[str, ...]  # in order; of an index, itself alone
-
-
-def candidates(names: Iterable[str]) -> list[Candidate]:
-    """Return every checkpoint among the names of a folder."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for name in sorted(names):
-        kind = _kind(name)
-        if kind is not None:
-            groups.setdefault(kind, []).append(name)
-    found = [Candidate(*kind, tuple(files)) for kind, files in groups.items()]
-    found = [
-        each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each
-        for each in found
-    ]
-    return [each for each in found if not _BESIDE.fullmatch(each.files[0])] or found
-
-
-def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return form, stem, suffix and total of a file; None if it is not named as a checkpoint."""
-    base = name.removesuffix(INDEX)
-    suffix = next((each for each in BY_SUFFIX if base.endswith(each)), None)
-    if suffix is None:
-        return None
-    stem = base.removesuffix(suffix)
-    if base != name:
-        return ("index", stem, suffix, "") if suffix in (SAFETENSORS, BIN) else None
-    numbered = _NUMBERED.fullmatch(stem)
-    if numbered:
-        return "shards", numbered[1], suffix, numbered[2]
-    return (
-        ("parallel", "consolidated", suffix, "")
-        if _PARALLEL.fullmatch(name)
-        else ("file", stem, suffix, "")
-    )
-
-
-def best(names: Iterable[str]) -> Candidate | None:
-    """Choose one candidate; None if there is none, or if several are possible."""
-    found = _preferred(names)
-    return found[0] if len(found) == 1 else None
-
-
-def _preferred(names: Iterable[str]) -> list[Candidate]:
-    found = candidates(names)
-    safe = {_model(each.stem) for each in found if each.suffix == SAFETENSORS}
-    found = [each for each in found if each.suffix == SAFETENSORS or _model(each.stem) not in safe]
-    return [each for each in found if each.form == "index"] or found
-
-
-def _model(stem: str) -> str:
-    return stem.removeprefix("pytorch_")
-
-
-def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """Return a warning about checkpoints in a folder that were not read."""
-    files = chain.from_iterable(each.files for each in candidates(names))
-    left = [file for file in files if file not in read]
-    return (f"the folder also holds {_listed(left)}, not read",) if left else ()
-
-
-def _listed(files: Collection[str]) -> str:
-    return ", ".join(list(files)[:4]) + (", ..." if len(files) > 4 else "")
 
 
 def matches(probe: Probe) -> bool:
@@ -156,9 +75,9 @@ def _meant(probe: Probe) -> ByteSource | Folder:
 
 
 def _ambiguous(probe: Probe) -> AmbiguousError:
-    first = [each.files[0] for each in _preferred(probe.names)]
+    first = [each.files[0] for each in preferred(probe.names)]
     return AmbiguousError(
-        f"holds {len(first)} checkpoints: {_listed(first)}",
+        f"holds {len(first)} checkpoints: {listed(first)}",
         where=probe.name,
         hint=f"name one of them, e.g. {os.path.join(probe.name, first[0])}",
     )
@@ -177,7 +96,7 @@ def _tracked(probe: Probe) -> Folder:
     if not found or not word.isalnum():
         raise CorruptError(
             f"{TRACKER} names {word[:40]!r}, which is not a folder there",
-            hint=f"it holds {_listed(there)}: name the folder that is meant" if there else None,
+            hint=f"it holds {listed(there)}: name the folder that is meant" if there else None,
         )
     inner = probe.folder.sub(found[0])
     if formats.match(Probe(inner)) is not None:
@@ -185,7 +104,7 @@ def _tracked(probe: Probe) -> Folder:
     below = [name for name in inner.folders() if formats.match(Probe(inner.sub(name))) is not None]
     if len(below) != 1:
         raise AmbiguousError(
-            f"its latest save {found[0]} holds {len(below)} checkpoints: {_listed(below)}",
+            f"its latest save {found[0]} holds {len(below)} checkpoints: {listed(below)}",
             hint=f"name the one that is meant, e.g. {os.path.join(inner.name, *below[:1])}",
         )
     return inner.sub(below[0])
@@ -205,7 +124,7 @@ def _snapshot(probe: Probe) -> Folder:
     revision = _main(probe)
     if revision is None and len(revisions) != 1:
         raise AmbiguousError(
-            f"holds {len(revisions)} revisions and none called {_REVISION}: {_listed(revisions)}",
+            f"holds {len(revisions)} revisions and none called {_REVISION}: {listed(revisions)}",
             hint=f"name one of the folders in {snapshots.name}",
         )
     revision = revisions[0] if revision is None else revision

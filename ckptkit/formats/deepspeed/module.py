@@ -11,9 +11,9 @@ from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.partitions import PartitionRow, Slot
+from ckptkit.formats.common.partitions import PartitionRow, Slot
+from ckptkit.formats.common.rank_files import Fields, is_flat
 from ckptkit.formats.deepspeed.places import listed
-from ckptkit.formats.deepspeed.states import Fields, is_flat
 
 MODULE, BUFFERS, SHAPES, SHARED = "module", "buffer_names", "param_shapes", "shared_params"
 FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"

@@ -12,9 +12,9 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, key_text
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.partitions import Layout, PartitionRow, Shapes, by_group, by_rank
+from ckptkit.formats.common.partitions import Layout, PartitionRow, Shapes, by_group, by_rank
+from ckptkit.formats.common.rank_files import Fields, Reader, is_flat, own
 from ckptkit.formats.deepspeed.places import RankFiles
-from ckptkit.formats.deepspeed.states import Fields, Reader, is_flat, own
 
 FLATS = "single_partition_of_fp32_groups"  # of stages 1 and 2
 FLATS_3 = "fp32_flat_groups"

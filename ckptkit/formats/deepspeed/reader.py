@@ -24,11 +24,11 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
 from ckptkit.formats.common import zip_check
+from ckptkit.formats.common.rank_files import Fields, Reader
 from ckptkit.formats.deepspeed import places
 from ckptkit.formats.deepspeed.module import FROZEN, FROZEN_SHAPES, MODULE, SHAPES, SHARED, Model
 from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
-from ckptkit.formats.deepspeed.states import Fields, Reader
 from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
 from ckptkit.formats.format import CheckedPart, Finding, Probe
 

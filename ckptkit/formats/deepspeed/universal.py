@@ -10,8 +10,8 @@ from ckptkit.core.errors import CorruptError, FormatError
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.rank_files import Reader, is_flat, own
 from ckptkit.formats.deepspeed.ranks import Named
-from ckptkit.formats.deepspeed.states import Reader, is_flat, own
 
 SETTINGS = "optimizer_state.pt"
 _WEIGHTS = "fp32.pt"

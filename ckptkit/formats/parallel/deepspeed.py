@@ -21,8 +21,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
 from ckptkit.core.piece_forms import attributes
 from ckptkit.core.tree import Node
+from ckptkit.formats.common.rank_files import Reader
 from ckptkit.formats.deepspeed import places
-from ckptkit.formats.deepspeed.states import Reader
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel import yaml_text
 from ckptkit.formats.parallel.copies import Copies

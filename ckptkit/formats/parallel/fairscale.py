@@ -20,8 +20,8 @@ from ckptkit.core.pieces import part
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.partitions import PartitionRow, Slot
-from ckptkit.formats.deepspeed.states import Fields, is_flat, reader_of
+from ckptkit.formats.common.partitions import PartitionRow, Slot
+from ckptkit.formats.common.rank_files import Fields, is_flat, reader_of
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner

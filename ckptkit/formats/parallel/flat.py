@@ -23,8 +23,8 @@ from ckptkit.core.pieces import REPLICATE, MeshPiece, Piece, ShardPiece
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
-from ckptkit.formats.deepspeed.partitions import PartitionRow, Slot
-from ckptkit.formats.deepspeed.states import is_flat, own
+from ckptkit.formats.common.partitions import PartitionRow, Slot
+from ckptkit.formats.common.rank_files import is_flat, own
 from ckptkit.formats.parallel.copies import Copy
 from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.trees import Ranked

@@ -17,7 +17,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.states import reader_of
+from ckptkit.formats.common.rank_files import reader_of
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner

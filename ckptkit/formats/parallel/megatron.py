@@ -26,7 +26,7 @@ from ckptkit.core.piece_forms import attributes
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.deepspeed.states import Reader
+from ckptkit.formats.common.rank_files import Reader
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner

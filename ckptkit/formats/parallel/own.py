@@ -23,7 +23,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import FormatError, PathError, UsageError
 from ckptkit.core.tree import Node, find
-from ckptkit.formats.deepspeed.states import Reader
+from ckptkit.formats.common.rank_files import Reader
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel import yaml_text
 from ckptkit.formats.parallel.copies import Copies

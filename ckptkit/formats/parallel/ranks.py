@@ -30,7 +30,8 @@ from ckptkit.core.piece_forms import CLASSES, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
 from ckptkit.core.tree import Node, join
 from ckptkit.core.weights import is_optimizer
-from ckptkit.formats.deepspeed.states import Reader, reader_of
+from ckptkit.formats.common.folder_names import unread
+from ckptkit.formats.common.rank_files import Reader, reader_of
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel import flat
 from ckptkit.formats.parallel.copies import Copies
@@ -201,8 +202,6 @@ class _Reading:
         return made
 
     def _note_unread(self, kinds: Sequence[Kind]) -> None:
-        from ckptkit.formats.folder import unread  # which knows other folders
-
         ours = set(flatten(each.group.files.values() for each in kinds))
         used = set(flatten(each.group.files.values() for each in kinds if each.role))
         self.warnings += unread(self.names, used | ours)

@@ -17,16 +17,16 @@ refused, also next to a size of 0.
 
 Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned;
 but the header lists the tensors in the order of the state_dict. All else that a header cannot
-express is in ``__metadata__``: see :mod:`record`.
+express is in ``__metadata__``: see :mod:`ckptkit.formats.common.saved_record`.
 """
 
 from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats import table
+from ckptkit.formats.common.saved_record import WHOLE, restore
 from ckptkit.formats.format import Probe
 from ckptkit.formats.safetensors.header import read_header, read_tensors
-from ckptkit.formats.safetensors.record import WHOLE, restore
 
 
 def read(probe: Probe) -> Checkpoint:

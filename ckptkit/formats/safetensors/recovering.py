@@ -10,9 +10,9 @@ from ckptkit.core.errors import CkptkitError, TruncatedError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.formats import format
 from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
+from ckptkit.formats.common.saved_record import restore
 from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.safetensors.header import matches, read_entry, read_header
-from ckptkit.formats.safetensors.record import restore
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:

@@ -20,9 +20,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import dump, is_utf8
-from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors.header import METADATA
-from ckptkit.formats.safetensors.record import (
+from ckptkit.formats.common.saved_record import (
     FRAMEWORK,
     RESERVED,
     VERSION,
@@ -31,6 +29,8 @@ from ckptkit.formats.safetensors.record import (
     record,
     values,
 )
+from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.safetensors.header import METADATA
 
 # High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types are aligned
 # without padding.

@@ -17,10 +17,10 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import refuse_objects
-from ckptkit.formats.folder import SAFETENSORS
+from ckptkit.formats.common.folder_names import SAFETENSORS
+from ckptkit.formats.common.saved_record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors import writing
-from ckptkit.formats.safetensors.record import FRAMEWORK, Restored, restore, restore_ties
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
 

@@ -30,10 +30,10 @@ from ckptkit.core.notices import WRONG_TOTAL, Notice, coded, within
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.folder_names import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.common.plain_json import dump
-from ckptkit.formats.folder import BIN, INDEX, Candidate, best, unread
+from ckptkit.formats.common.saved_record import Restored
 from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
-from ckptkit.formats.safetensors.record import Restored
 from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
 SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)

@@ -16,8 +16,8 @@ from typing import Any
 from ckptkit.core.errors import TensorError
 from ckptkit.core.limits import check
 from ckptkit.core.plan import OutputFile
+from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.common.plain_json import is_utf8
-from ckptkit.formats.folder import INDEX
 
 DEFAULT_SIZE = 5 * 10**9  # bytes
 

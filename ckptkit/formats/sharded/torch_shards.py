@@ -19,9 +19,9 @@ from ckptkit.core.tree import Node, OrderedMapping, rebuild
 from ckptkit.core.weights import Weights
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects
-from ckptkit.formats.folder import BIN
+from ckptkit.formats.common.folder_names import BIN
+from ckptkit.formats.common.saved_record import FRAMEWORK, of_values, restore_ties, values
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.safetensors.record import FRAMEWORK, of_values, restore_ties, values
 from ckptkit.formats.sharded import shards
 from ckptkit.formats.sharded.split import index_file, shard_names, split
 from ckptkit.formats.torch_zip import writer

@@ -34,9 +34,9 @@ from ckptkit.core.errors import (
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Object, walk
 from ckptkit.formats.common.plain_json import dump
+from ckptkit.formats.common.saved_record import RESERVED
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.safetensors import skeleton, skeleton_reader
-from ckptkit.formats.safetensors.record import RESERVED
 from ckptkit.formats.safetensors.skeleton import Skeleton, Statement
 from ckptkit.formats.table import SAFETENSORS as FORMAT
 from tests.formats.torch_zip.archives import archive, text

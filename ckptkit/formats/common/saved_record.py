@@ -13,7 +13,7 @@ empty:
     parameters            true, or the names: which tensors were nn.Parameter
     requires_grad         true, or the names
     values                {dotted path: a value outside the weights (`epoch`)}; kept, not restored
-    root, tree            the whole checkpoint instead of all these: :mod:`whole`
+    root, tree            the whole checkpoint instead of all these: safetensors/whole.py
 
 Values are encoded as in :mod:`plain_json`. A record of a later version is a plain text to this
 reader.

@@ -1,4 +1,4 @@
-"""Read the values of one file, and those that say how the files belong together."""
+"""Read the torch files of many processes, and the values that say how they belong together."""
 
 from __future__ import annotations
 
