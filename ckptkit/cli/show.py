@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import grid, options, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import guess
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.slices import Picks
-    from ckptkit.compute import Tally
+    from ckptkit.compute import Histogram, Tally
     from ckptkit.core.tensor import Tensor
 
 SCHEMA = "ckptkit.show/2"
 ROWS = 12
+BINS = 16  # of a histogram
+BAR = 40  # characters of the longest bar of a histogram, at most
 FIRST = 10  # places that --nan lists
-CELL = 10  # characters of a number and the space before it
-PLAIN = 100  # characters of a line where there is no terminal
 COUNTED = 1 << 20  # elements that are read for their statistics without being asked for
 LISTED = 1 << 20  # elements that --json prints
 PICTURE = 1 << 11  # rows and columns of a picture, at most
@@ -43,18 +43,19 @@ class Shown(NamedTuple):
 
         return select(self.tensor, self.picks)
 
-    def corner(self, rows: int, columns: int) -> tuple[Picks, list[list[Any]]]:
-        """Return the row and column indices of the displayed corner, and its cells."""
+    def corner(self, rows: int, columns: int) -> grid.Corner:
+        """Read the corner of a matrix, or as many elements of a vector."""
         from ckptkit import compute
         from ckptkit.analysis.slices import plane, select
 
-        picks = plane(self.picks, rows, columns)
+        is_vector = sum(not pick.single for pick in self.picks) == 1
+        picks = plane(self.picks, rows, rows * columns if is_vector else columns)
         cells = compute.numbers(select(self.tensor, picks))
         if not cells.size:
-            return picks, []
+            return grid.Corner(picks, [], columns)
         many = [pick for pick in picks if not pick.single]
         height = many[0].size if len(many) > 1 else 1
-        return picks, cells.reshape(height, -1).tolist()
+        return grid.Corner(picks, cells.reshape(height, -1).tolist(), columns)
 
 
 @click.command("show")
@@ -130,8 +131,9 @@ def command(
         elif as_json:
             render.emit_json(_facts(shown, counted))
         else:
-            lines = list(_heat(shown) if heat else _grids(shown, rows, columns))
-            render.emit(*lines, *_summaries(shown, rows, columns, counted))
+            corners = _corners(shown, rows, columns)
+            lines = list(_heat(shown) if heat else _grids(shown, corners))
+            render.emit(*lines, *_summaries(shown, corners, counted))
     return 0
 
 
@@ -180,72 +182,28 @@ def _instead(name: str, rows: list[Any]) -> str | None:
     return guess(name, ending or names) or "`ckptkit inspect` lists them"
 
 
-def _grids(shown: list[Shown], rows: int, columns: int | None) -> Iterator[str]:
+def _corners(shown: list[Shown], rows: int, columns: int | None) -> list[grid.Corner]:
+    """Read the corners; without `columns`, as many as fit with the digits that they need."""
+    most = columns or grid.fitting(len(shown))
+    corners = [each.corner(rows, most) for each in shown]
+    if columns is not None:
+        return corners
+    fitting = min(most, grid.fitting(len(shown), grid.cell_width(corners)))
+    return [corner.cut(rows, fitting) for corner in corners]
+
+
+def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
     """Yield a heading for each tensor, and one table of all, side by side."""
     from ckptkit.analysis.slices import show
 
-    columns = _columns(len(shown)) if columns is None else columns
-    corners = [each.corner(rows, columns) for each in shown]
-    for each, (picks, _) in zip(shown, corners, strict=True):
+    for each, corner in zip(shown, corners, strict=True):
         tensor = each.tensor
         where = f"{tensor.dtype} {render.shape(tensor.shape)} on {tensor.device}"
         yield from render.wrapped(
-            render.escape(f"{each.path}: {each.name}, {where}: {show(picks)}")
+            render.escape(f"{each.path}: {each.name}, {where}: {show(corner.picks)}")
         )
     yield ""
-    yield from _table(corners)
-
-
-def _columns(tables: int) -> int:
-    width = render.terminal_width() or PLAIN
-    return max(1, (width - 8) // tables // CELL)
-
-
-def _table(corners: list[tuple[Picks, list[list[Any]]]]) -> Iterator[str]:
-    """Yield the cells with row and column indices.
-
-    A cell that differs from the first table has a star.
-    """
-    many = [[pick for pick in picks if not pick.single] for picks, _ in corners]
-    if not all(cells for _, cells in corners):
-        yield "no elements"
-        return
-    downs = many[0][0] if len(many[0]) > 1 else None
-    side = max(len(str(downs.start + downs.size * downs.step)) if downs else 0, 1)
-    heads = []
-    for picks in many:
-        across = picks[-1] if picks else None
-        names = (
-            [str(across.start + i * across.step) for i in range(across.size)] if across else [""]
-        )
-        heads.append("".join(f"{name:>{CELL}}" for name in names))
-    yield (" " * side + "  |".join(heads)).rstrip()
-    height = max(len(cells) for _, cells in corners)
-    for row in range(height):
-        label = str(downs.start + row * downs.step) if downs else ""
-        lines = [_row(cells, corners[0][1], row) for _, cells in corners]
-        yield (f"{label:>{side}}" + "  |".join(lines)).rstrip()
-
-
-def _row(cells: list[list[Any]], first: list[list[Any]], row: int) -> str:
-    if row >= len(cells):
-        return ""
-    others = first[row] if row < len(first) else []
-    line = []
-    for n, value in enumerate(cells[row]):
-        same = n < len(others) and (
-            value == others[n] or (value != value and others[n] != others[n])
-        )
-        line.append(f"{_cell(value)}{'' if same else '*'}".rjust(CELL))
-    return "".join(line)
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, complex):
-        return str(value) if isinstance(value, int) else f"{value:.3g}"
-    from ckptkit.analysis.view_model.statistics import short
-
-    return short(value)
+    yield from grid.lines(corners)
 
 
 def _heat(shown: list[Shown]) -> Iterator[str]:
@@ -253,48 +211,55 @@ def _heat(shown: list[Shown]) -> Iterator[str]:
     from ckptkit.analysis.slices import show, spread
     from ckptkit.cli.bars import shades
 
-    width = _columns(1) * CELL
+    width = grid.fitting(1) * grid.CELL
     for each in shown:
         spaced = (*spread(each.picks[:-1], width // 2), *spread(each.picks[-1:], width))
-        picks, cells = each._replace(picks=spaced).corner(width // 2, width)
+        picks, cells, _ = each._replace(picks=spaced).corner(width // 2, width)
         yield render.escape(f"{each.path}: {each.name}: {show(picks)}")
         yield from shades([[abs(v) if isinstance(v, complex) else v for v in row] for row in cells])
 
 
-def _counted(shown: Shown, rows: int, columns: int, counted: bool) -> tuple[Tally, bool]:
-    """Return the statistics, and whether they cover the whole part."""
+def _counted(shown: Shown, counted: bool, corner: grid.Corner | None = None) -> tuple[Tally, bool]:
+    """Return the statistics, and whether they cover the whole part or only the corner."""
     from ckptkit import compute
-    from ckptkit.analysis.slices import plane, select
+    from ckptkit.analysis.slices import select
 
-    whole = counted or shown.part.numel <= COUNTED
-    part = shown.part if whole else select(shown.tensor, plane(shown.picks, rows, columns))
+    whole = counted or corner is None or shown.part.numel <= COUNTED
+    part = shown.part if whole or corner is None else select(shown.tensor, corner.picks)
     found = compute.Tally()
     for each in compute.ordered(compute.tally, compute.parts(part), lambda one: one.nbytes):
         found.add(each)
     return found, whole
 
 
-def _summaries(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
+def _summaries(shown: list[Shown], corners: list[grid.Corner], counted: bool) -> Iterator[str]:
     from ckptkit.analysis.view_model import statistics
-    from ckptkit.analysis.view_model.statistics import short
-    from ckptkit.cli.bars import horizontal_bars
 
-    for each in shown:
-        tally, whole = _counted(each, rows, columns or _columns(len(shown)), counted)
+    for each, corner in zip(shown, corners, strict=True):
+        tally, whole = _counted(each, counted, corner)
         numbers = statistics.numbers(tally, each.tensor.dtype.kind)
         of = "" if whole else f" of {each.part.numel:,} (--stats reads all)"
         yield ""
         title = f"{each.path}: " if len(shown) > 1 else ""
         named = ", ".join(statistics.measured(numbers))
-        counted_text = render.escape(f"{title}{tally.count:,} values{of}: ")
+        counted_text = render.escape(f"{title}{render.plural(tally.count, 'value')}{of}: ")
         yield from render.wrapped(counted_text + named)
-        histogram = tally.histogram.at_most(16)
-        for edge, count, bar in zip(
-            histogram.edges, histogram.counts, horizontal_bars(histogram.counts, 40), strict=False
-        ):
-            yield f"{short(edge):>{CELL}}  {bar} {count:,}"
+        yield from _histogram(tally.histogram.at_most(BINS))
     if len(shown) > 1:
         yield from _difference(*shown)
+
+
+def _histogram(histogram: Histogram) -> Iterator[str]:
+    """Yield a line for each bin: its smallest number, a bar, and how many numbers it has."""
+    from ckptkit.analysis.view_model.statistics import short
+    from ckptkit.cli.bars import horizontal_bars
+
+    edges = [f"{short(edge):>{grid.CELL}}  " for edge in histogram.edges]
+    counts = [f" {count:,}" for count in histogram.counts]
+    longest = max(map(len, edges), default=0) + max(map(len, counts), default=0)
+    width = min(BAR, (render.terminal_width() or grid.PLAIN) - longest)
+    bars = horizontal_bars(histogram.counts, max(1, width))
+    yield from map("".join, zip(edges, bars, counts, strict=False))
 
 
 def _difference(a: Shown, b: Shown) -> Iterator[str]:
@@ -329,7 +294,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
             where=shown.path,
             hint="select a part, as in '[0, :, 3:7]'",
         )
-    tally, _ = _counted(shown, ROWS, ROWS, True)
+    tally, _ = _counted(shown, True)
     numbers = statistics.numbers(tally, part.dtype.kind)
     return {
         "file": shown.path,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckptkit.core.grouping import flatten
 from tests.cli.conftest import Ckptkit
 from tests.remote.servers import NGINX, nginx
 
@@ -50,7 +51,7 @@ def test_a_corner_and_more_of_it(ckptkit: Ckptkit, file: Path) -> None:
     assert "[0, 0:2, 0:1]" in ckptkit("show", file, "w", "--rows", "2", "--columns", "1").stdout
     assert ckptkit("show", file, "model.w").exit_code == 0
     scalar = ckptkit("show", file, "count").stdout
-    assert "int64 [] on cpu: []" in scalar and "1 values: mean 7" in scalar
+    assert "int64 [] on cpu: []" in scalar and "1 value: mean 7" in scalar
     assert "no elements" in ckptkit("show", file, "empty").stdout
     assert "1+2j" in ckptkit("show", file, "complex").stdout
 
@@ -178,3 +179,36 @@ def test_names_are_escaped(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"a\x1b[31m": torch.ones(1)}, tmp_path / "odd.pth")
     result = ckptkit("show", tmp_path / "odd.pth", "a\x1b[31m")
     assert result.exit_code == 0 and "\x1b" not in result.stdout
+
+
+def test_a_vector_takes_several_lines(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"v": torch.arange(100, 164)}, tmp_path / "v.pth")
+    shown = ckptkit("show", tmp_path / "v.pth", "v", "[2:]", "--columns", 20, "--rows", 3)
+    assert "int64 [64] on cpu: [2:62]" in shown.stdout
+    grid = rows(shown.stdout.split("\n\n")[1])
+    assert grid[0] == [f"+{n}" for n in range(20)]
+    assert grid[1:] == [
+        [str(start), *map(str, range(100 + start, 120 + start))] for start in (2, 22, 42)
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        1 + torch.randn(64) * 1e-6,
+        1 + torch.randn(12, 3, dtype=torch.float64) * 1e-14,
+        torch.arange(40) + 2**60,
+        torch.randn(5, 5).bfloat16(),
+        torch.cat([torch.randn(30) * 1e30, torch.randn(30) * 1e-30]),
+    ],
+)
+def test_different_numbers_look_different(
+    values: torch.Tensor, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    torch.save({"w": values}, tmp_path / "w.pth")
+    _, grid, *_ = ckptkit("show", tmp_path / "w.pth", "w").stdout.split("\n\n")
+    texts = list(flatten(line.split()[1:] for line in grid.splitlines()[1:]))
+    assert len(texts) == values.numel()
+    assert len(set(texts)) == len(set(values.flatten().tolist()))
+    numbers = torch.tensor([float(text) for text in texts], dtype=torch.float64)
+    assert torch.allclose(numbers, values.flatten().double(), rtol=1e-2)

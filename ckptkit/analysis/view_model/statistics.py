@@ -95,7 +95,7 @@ def _cells(row: TensorStats, label: str, bars: Callable[[Sequence[int]], str]) -
 
 def measured(found: dict[str, Any]) -> list[str]:
     """Return the numbers of one tensor in words: ``mean 0.5``, ``3 zeros``."""
-    named = [f"{name} {short(found[name])}" for name in MEASURED]
+    named = [f"{name} {short(found[name])}" for name in MEASURED if found[name] is not None]
     return named + [f"{found[name]:,} {name}" for name in ("zeros", *ODD) if found[name]]
 
 
