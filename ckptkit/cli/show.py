@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ckptkit.cli import grid, options, render
+from ckptkit.cli import options, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import guess
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.slices import Picks
+    from ckptkit.cli import grid
     from ckptkit.compute import Histogram, Tally
     from ckptkit.core.tensor import Tensor
 
@@ -47,6 +48,7 @@ class Shown(NamedTuple):
         """Read the corner of a matrix, or as many elements of a vector."""
         from ckptkit import compute
         from ckptkit.analysis.slices import plane, select
+        from ckptkit.cli import grid
 
         is_vector = sum(not pick.single for pick in self.picks) == 1
         picks = plane(self.picks, rows, rows * columns if is_vector else columns)
@@ -184,6 +186,8 @@ def _instead(name: str, rows: list[Any]) -> str | None:
 
 def _corners(shown: list[Shown], rows: int, columns: int | None) -> list[grid.Corner]:
     """Read the corners; without `columns`, as many as fit with the digits that they need."""
+    from ckptkit.cli import grid
+
     most = columns or grid.fitting(len(shown))
     corners = [each.corner(rows, most) for each in shown]
     if columns is not None:
@@ -195,6 +199,7 @@ def _corners(shown: list[Shown], rows: int, columns: int | None) -> list[grid.Co
 def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
     """Yield a heading for each tensor, and one table of all, side by side."""
     from ckptkit.analysis.slices import show
+    from ckptkit.cli import grid
 
     for each, corner in zip(shown, corners, strict=True):
         tensor = each.tensor
@@ -209,6 +214,7 @@ def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
 def _heat(shown: list[Shown]) -> Iterator[str]:
     """Yield each plane as characters, scaled from its smallest number to its largest."""
     from ckptkit.analysis.slices import show, spread
+    from ckptkit.cli import grid
     from ckptkit.cli.bars import shades
 
     width = grid.fitting(1) * grid.CELL
@@ -252,6 +258,7 @@ def _summaries(shown: list[Shown], corners: list[grid.Corner], counted: bool) ->
 def _histogram(histogram: Histogram) -> Iterator[str]:
     """Yield a line for each bin: its smallest number, a bar, and how many numbers it has."""
     from ckptkit.analysis.view_model.statistics import short
+    from ckptkit.cli import grid
     from ckptkit.cli.bars import horizontal_bars
 
     edges = [f"{short(edge):>{grid.CELL}}  " for edge in histogram.edges]
