@@ -62,6 +62,13 @@ class Room:
             self._buffer = bytearray(length)
         return memoryview(self._buffer)[:length]
 
+    def like(self, array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+        """Memory for as many elements of `dtype`, in the same shape."""
+        import numpy as np
+
+        view = self.of(array.size * np.dtype(dtype).itemsize)
+        return np.frombuffer(view, dtype).reshape(array.shape)
+
 
 class FileReader:
     """Reads bytes of a local file: into `room`, which readers may share, or where they belong."""

@@ -24,7 +24,7 @@ TILE = 1 << 17  # elements worked on at once
 WIDE = 1 << 18  # elements of a row that is made in several pieces
 # Rows of a tile where a byte of the input holds several rows, or words lie down a column: as many
 # as make a cache line of the input. Such tiles are cut into columns.
-TALL = {"columns": 16, "interleaved": 128, "turned": 128}
+TALL = {"columns": 16, "interleaved": 128}
 # Codes of 8 bits become float32 by a shift; what is lacking in the exponent goes into the scale.
 # Shift, mask (sign, exponent, mantissa), missing exponent, first code that is not a number.
 _SHIFTED = {
@@ -32,6 +32,7 @@ _SHIFTED = {
     "float8_e5m2": (21, 0x8FE00000, 112, 0x7C),
 }
 _LARGEST = 128.0  # scale that may be multiplied by 2**120
+_LEAST = 2.0**-100  # scale that gives no product below the normal numbers of float32
 
 
 class Machine:
@@ -57,6 +58,7 @@ class Machine:
         self.product_dtype = self._named(blocks.product_dtype)
         self._values = np.empty(0, "<f4")
         self._spare = np.empty(0, "<u4")
+        self._has_ties = True  # some product may lie between two numbers of bfloat16
         self._pairs: Array | None = None  # the numbers of two codes in a byte
 
     def _named(self, name: str) -> str:
@@ -86,7 +88,11 @@ class Machine:
         flat = values.reshape(-1)
         if self.target.name != "bfloat16":
             return encode(flat, self.target)
-        bits = self._rounded_bits(flat)
+        if self._has_ties:
+            bits = self._rounded_bits(flat)
+        else:
+            bits = flat.view("<u4")
+            bits += 0x8000
         bits >>= 16
         made = np.empty(len(bits), "<u2")
         np.copyto(made, bits, casting="unsafe")
@@ -112,6 +118,7 @@ class Machine:
 
         blocks = self.blocks
         scale = combined(self.scales, span, self.scale_dtype)
+        self._has_ties = True
         values, scale = self._numbers(span, scale)
         if self.zero is not None:
             self._apply(np.subtract, values, self.zero, self.zero.part(span), span)
@@ -221,8 +228,22 @@ class Machine:
         integers <<= shift
         bits = values.view("<u4")
         bits &= np.uint32(mask)
+        self._has_ties = self.product_dtype != "float32" or _has_ties(scale)
         larger: Array = scale * np.float32(2.0**missing)
         return larger
+
+
+def _has_ties(scale: Array) -> bool:
+    """Return whether a product with a code of 8 bits may lie in the middle of two bfloat16 numbers.
+
+    Codes have at most four significant bits, so that eight products have all there are.
+    """
+    import numpy as np
+
+    if not (np.abs(scale) >= _LEAST).all():
+        return True
+    products = scale[..., None] * np.arange(8, 16, dtype="<f4")
+    return bool(((products.view("<u4") & 0xFFFF) == 0x8000).any())
 
 
 def _table(blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int]) -> Array | None:

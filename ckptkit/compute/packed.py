@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptkit.compute import transposing
 from ckptkit.compute.blocks import Blocks
 from ckptkit.compute.codes import INTERLEAVED, unpack, unpack_words
 from ckptkit.compute.gather import Reading
@@ -237,13 +238,26 @@ class Turned(_Banded):
     def _height(self) -> int:
         return self.blocks.columns
 
-    def bytes(self, span: Span) -> Array:
-        """The bytes of pairs of rows: [pairs, columns]."""
+    def __init__(self, blocks: Blocks, read: Reading, last: int) -> None:
+        super().__init__(blocks, read, last)
+        self._pairs: Array | None = None
+
+    def _hold(self, batch: int, first: int, end: int) -> None:
+        """Hold the band as [pairs of rows, columns]."""
         import numpy as np
 
+        super()._hold(batch, first, end)
+        turned = self._band.T
+        if self._pairs is None or self._pairs.size < turned.size:
+            self._pairs = np.empty(turned.size, "u1")
+        self._band = self._pairs[: turned.size].reshape(turned.shape)
+        transposing.copy(self._band, turned)
+
+    def bytes(self, span: Span) -> Array:
+        """The bytes of pairs of rows: [pairs, columns]."""
         band, first = self.band(span)
         count = -(-span.bottom // 2) - span.top // 2
-        return np.ascontiguousarray(band[span.left : span.right, first : first + count].T)
+        return band[first : first + count, span.left : span.right]
 
     def __call__(self, span: Span) -> Array:
         import numpy as np

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.blocks import Blocks
 from ckptkit.compute.floats import encode
+from ckptkit.compute.gather import Reading, Room
 from ckptkit.compute.machine import TILE, WIDE, Machine
 from ckptkit.compute.packed import Flat, Span, Turned
 from ckptkit.compute.scales import is_byte, joined, places, rounded
@@ -35,6 +37,12 @@ class Tabled(Machine):
 
     _of: int | None = None  # batch that the results are for
 
+    def __init__(
+        self, blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int], last: int
+    ) -> None:
+        super().__init__(blocks, reads, sizes, last)
+        self._index, self._found = Room(), Room()
+
     def __call__(self, span: Span) -> memoryview:
         """The bytes of the elements of a span."""
         import numpy as np
@@ -43,10 +51,14 @@ class Tabled(Machine):
             self._results, self._of = self._computed(span), span.batch
         if isinstance(self.codes, Turned):
             return self._turned(self.codes, span)
-        found = np.take(self._results, self._flat(span), mode="clip")
-        return found.reshape(-1).view("u1").data
+        index = self._flat(span)
+        found = np.empty(len(index), self._results.dtype)
+        np.take(self._results, index, mode="clip", out=found)
+        return found.view("u1").data
 
     def _flat(self, span: Span) -> Array:
+        import numpy as np
+
         codes = self.codes
         assert isinstance(codes, Flat)
         data, _ = codes.bytes(span)
@@ -54,30 +66,30 @@ class Tabled(Machine):
         wide = first.grid.width * self.blocks.packing.bits // 8
         rows = places(span.top, span.bottom, 1, first.grid.height)
         scale = first.raw(span).astype("<u2")[rows] << 8
-        made: Array = scale[..., None] | data.reshape(*scale.shape, wide)
-        return made.reshape(-1)
+        made = self._index.like(data, "<u2")
+        shape = (*scale.shape, wide)
+        np.bitwise_or(scale[..., None], data.reshape(shape), out=made.reshape(shape))
+        return made
 
     def _turned(self, codes: Turned, span: Span) -> memoryview:
-        """Pairs of rows, some columns at a time."""
+        """The elements of a span, from the bytes of pairs of rows."""
         import numpy as np
 
-        unit, shift = f"<u{self.target.itemsize}", 8 * self.target.itemsize
         first = self.scales[0]
+        data = codes.bytes(span)
         pairs = places(span.top // 2, -(-span.bottom // 2), 1, first.grid.height // 2)
-        made = np.empty((len(pairs), 2, span.right - span.left), unit)
         scale = first.raw(span).astype("<u2") << 8
-        step = 512
-        for left in range(span.left, span.right, step):
-            right = min(left + step, span.right)
-            index = codes.bytes(span._replace(left=left, right=right)).astype("<u2")
-            index |= scale[:, left - span.left : right - span.left][pairs]
-            found = np.take(self._results, index, mode="clip")
-            place = made[..., left - span.left : right - span.left]
-            np.copyto(place[:, 0], found, casting="unsafe")
-            found >>= shift
-            np.copyto(place[:, 1], found, casting="unsafe")
+        index = self._index.like(data, "<u2")
+        np.copyto(index, data)
+        index |= scale if len(scale) == 1 else scale[pairs]
+        found = self._found.like(data, f"<u{2 * self.target.itemsize}")
+        np.take(self._results, index, mode="clip", out=found)
+        made = np.empty((len(data), 2, data.shape[1]), f"<u{self.target.itemsize}")
+        np.copyto(made[:, 0], found, casting="unsafe")
+        found >>= 8 * self.target.itemsize
+        np.copyto(made[:, 1], found, casting="unsafe")
         skip = span.top % 2
-        rows = made.reshape(-1, span.right - span.left)[skip : skip + span.bottom - span.top]
+        rows = made.reshape(-1, data.shape[1])[skip : skip + span.bottom - span.top]
         return rows.reshape(-1).view("u1").data
 
     def _computed(self, span: Span) -> Array:

@@ -123,8 +123,9 @@ def _split(extent: Extent, size: int) -> Iterator[Extent]:
 def _pieces_of(extent: Derived, size: int) -> Iterator[Extent]:
     """Yield parts of about `size` bytes if the extent can start anywhere; else itself."""
     if extent.operation in SEEKABLE:
-        for start in range(0, extent.length, size):
-            yield Derived("slice", (extent,), (start,), min(size, extent.length - start))
+        step = _step(extent, size)
+        for start in range(0, extent.length, step):
+            yield Derived("slice", (extent,), (start,), min(step, extent.length - start))
         return
     if extent.operation not in ("gather", "chunks") or extent.length < 2 * size:
         yield extent
@@ -136,3 +137,12 @@ def _pieces_of(extent: Derived, size: int) -> Iterator[Extent]:
         if end - start >= size or end == extent.length:
             yield Derived("slice", (extent,), (start,), end - start)
             start = end
+
+
+def _step(extent: Derived, size: int) -> int:
+    """Return `size` bytes or more, a whole number of matrices where several are in one tensor."""
+    from ckptkit.compute.blocks import Blocks
+
+    (blocks,) = extent.parameters if extent.operation == "blocks" else (None,)
+    matrix = extent.length // blocks.batches if isinstance(blocks, Blocks) else extent.length
+    return -(-size // matrix) * matrix if matrix <= 2 * size else size

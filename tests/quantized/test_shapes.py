@@ -97,3 +97,25 @@ def test_gpt_oss_turned(experts: int, tmp_path: Path) -> None:
     codes = torch.stack((blocks & 15, blocks >> 4), -1).reshape(experts, rows, columns // 32, 32)
     expected = torch.ldexp(table[codes.long()], scales[..., None].int() - 127)
     assert torch.equal(found["w"], expected.reshape(experts, rows, columns).transpose(1, 2))
+
+
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_products_in_the_middle_of_two_bfloat16_numbers_are_rounded_to_even(
+    code: torch.dtype, tmp_path: Path
+) -> None:
+    numbers = torch.arange(0x7C, dtype=torch.uint8)
+    codes = torch.cat([numbers, numbers | 0x80]).repeat(512, 1).view(code)
+    few = 1 + torch.arange(256) / 256  # of few bits: a product of which lies in the middle
+    many = torch.rand(256, generator=torch.Generator().manual_seed(1)) + 0.5
+    scale = torch.cat([few, many])[:, None] / 64
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 248]}}
+    for factor in (1.0, 2.0**-120):  # the second gives numbers below the normal ones
+        part = scale * factor
+        tensors = {"fc.weight": codes, "fc.weight_scale_inv": part}
+        found = dequantized(tmp_path, tensors, config, "bfloat16")["fc.weight"]
+        expected = (codes.float() * part).bfloat16()
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+        for row in range(500, 512):  # whose products have no such middle, by themselves
+            tensors = {"fc.weight": codes[row:][:1], "fc.weight_scale_inv": part[row:][:1]}
+            alone = dequantized(tmp_path, tensors, config, "bfloat16")["fc.weight"]
+            assert torch.equal(alone.view(torch.int16), expected[row:][:1].view(torch.int16))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptkit
+from ckptkit.publish.tasks import cut
 from tests.conftest import ENVIRONMENT
 from tests.quantized.made import row, write
 
@@ -43,3 +45,17 @@ def test_codes_of_4_bits_become_float32_in_little_memory(tmp_path: Path) -> None
     assert out.stat().st_size > 4 * ROWS * COLUMNS
     peak = int(done.stderr.splitlines()[-1]) >> 10
     assert peak < 100, f"{peak} MiB"
+
+
+def test_the_matrices_of_a_tensor_are_not_cut_between_threads(tmp_path: Path) -> None:
+    experts = row("U8", [5, 64, 3, 16]), row("U8", [5, 64, 3])
+    tensors = {"w_blocks": experts[0], "w_scales": experts[1]}
+    path = write(tmp_path / "model.safetensors", tensors)
+    dequantized = ckptkit.dequantize(ckptkit.open(path), "bfloat16")
+    (tensor,) = dequantized.weights.values()
+    extent = tensor.storage.record.locate()
+    matrix = 64 * 96 * 2
+    for size, step in ((matrix - 100, matrix), (2 * matrix - 100, 2 * matrix), (1000, 1000)):
+        sizes = [task.size for task in cut("out", [extent], size)]
+        assert sum(sizes) == 5 * matrix
+        assert set(sizes[:-1]) == {step}
