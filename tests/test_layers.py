@@ -62,6 +62,7 @@ OTHERS = {
     "transformers": ("compute",),
     "distributed": ("run",),
     "zstandard": ("containers",),
+    "isal": ("core",),
     "yaml": ("run", "formats"),
 }
 LAZY = (
@@ -72,6 +73,7 @@ LAZY = (
     "aiohttp",
     "safetensors",
     "distributed",
+    "isal",
     "ml_dtypes",
 )
 

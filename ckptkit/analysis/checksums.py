@@ -5,15 +5,14 @@ Large parts are summed in pieces.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from ckptkit import compute
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Section
+from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
-from ckptkit.core.plan import crc32_combine
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import CheckedPart, Finding
 
@@ -88,7 +87,7 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
     total = 0
     try:
         for data in compute.flow(piece.extent, piece.start, piece.stop):
-            total = zlib.crc32(data, total)
+            total = crc32(data, total)
     except InputError as error:
         if any(source.remote for source, _, _ in _ranges(piece.extent)) and not isinstance(
             error, DAMAGE

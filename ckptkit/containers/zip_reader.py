@@ -133,9 +133,11 @@ class ZipDirectory:
     def verify(self, name: str) -> None:
         """Raise CorruptError unless a stored member's bytes have their CRC, if known. Any size."""
         entry = self.entries[name]
+        from ckptkit.core.checksum import crc32
+
         start, total, piece = self._data(name, entry), 0, 1 << 20
         for at in range(start, start + entry.stored, piece):
-            total = zlib.crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
+            total = crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
         self._compare(name, total)
 
     def _data(self, name: str, entry: ZipEntry) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -193,33 +192,3 @@ def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
             yield extent.source
         else:
             yield from extent.sources()
-
-
-def crc32_combine(first: int, second: int, size: int) -> int:
-    """Return the CRC-32 of two runs of bytes, from those of each and the size of the second.
-
-    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply
-    it by x**(8 size). The CRC-32 of the second run follows from those of the first and of both in
-    the same way.
-    """
-    return _multiply(_power(8 * size), first) ^ second
-
-
-@lru_cache
-def _power(exponent: int) -> int:
-    power, square = 1 << 31, 1 << 30  # x**0, x**1
-    while exponent:
-        if exponent & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return power
-
-
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ 0xEDB88320 if b & 1 else b >> 1
-    return product

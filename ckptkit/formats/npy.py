@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import compute
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range, RecordSlice
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.dtypes import BY_NUMPY, DType
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -33,7 +33,6 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.plan import crc32_combine
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
@@ -104,9 +103,7 @@ def read_array(extent: Extent, crc: int | None) -> Array:
     _check_size(dtype.nbytes(math.prod(header.shape)), nbytes, header, dtype)
     shape = header.shape
     stride = contiguous_stride(shape[::-1])[::-1] if header.fortran else contiguous_stride(shape)
-    own = (
-        None if crc is None else crc32_combine(zlib.crc32(text), crc, nbytes)
-    )  # of the elements alone
+    own = None if crc is None else crc32_combine(crc32(text), crc, nbytes)  # of the elements alone
     record = RecordSlice(extent, header.start, nbytes).locate()
     return Array(Tensor(Storage(record, crc32=own, big_endian=order == ">"), dtype, shape, stride))
 

@@ -10,15 +10,15 @@ written twice.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 
 from ckptkit import compute
 from ckptkit.containers.zip_writer import ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import CkptkitError, TensorError
-from ckptkit.core.plan import OutputFile, Plan, crc32_combine
+from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Global, Node, OrderedMapping
@@ -104,7 +104,7 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
         if isinstance(extent, Range) and record is tensor.storage.record
         else None
     )
-    crc = None if known is None else crc32_combine(zlib.crc32(before), known, extent.length)
+    crc = None if known is None else crc32_combine(crc32(before), known, extent.length)
     literal = Range(Memory(before, name), 0, len(before))
     return ZipMember(
         name + SUFFIX, Derived("concat", (literal, extent), (), literal.length + extent.length), crc

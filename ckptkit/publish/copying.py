@@ -1,11 +1,14 @@
 """Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
 Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``,
-``sendfile``), and read and written in pieces where it cannot: another file system, a remote source,
-macOS, Windows. An in-memory file system is the exception: there several threads that read and write
-are faster than the kernel's copy, which uses one thread. Short ranges are cut out of bytes that
-were read ahead, and written together with the literals between them. Checksums are computed on the
-way through.
+``sendfile``), which shares the bytes instead where the file system can do that, and read and
+written in pieces where it cannot: another file system, a remote source, macOS, Windows. Where a
+checksum is needed, what the kernel has just copied is read once more while the processor's cache
+still holds it. Short ranges are cut out of bytes that were read ahead, and written together with
+the literals between them.
+
+Writes to one file wait for each other in the kernel, so threads copy several files of a file system
+in memory at once, but never one; they compute and sum up.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import errno
 import os
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -22,9 +24,10 @@ from typing import TYPE_CHECKING
 
 from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
+from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.grouping import flatten
-from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, crc32_combine, length
+from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length
 from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges fol
 # Bytes; below, reading ahead is cheaper than a system call for each range (measured).
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
+SUMMED = 1 << 20  # bytes of one that are summed up afterwards, so that they are still in a cache
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
 THREADS = 4
@@ -67,7 +71,7 @@ def execute(
         sums = _spread(
             [list(cut(path, segments, TASK)) for path, segments in files], executor, progress
         )
-    elif sum(_work(path, segments) for path, segments in files) < 2 * THREAD_TASK:
+    elif sum(_work(path, segments, len(files)) for path, segments in files) < 2 * THREAD_TASK:
         sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
     else:
         from concurrent.futures import ThreadPoolExecutor
@@ -85,14 +89,14 @@ def execute(
     return found
 
 
-def _work(path: str, segments: Sequence[Segment]) -> int:
-    """Count the bytes whose copying gains from threads.
+def _work(path: str, segments: Sequence[Segment], files: int) -> int:
+    """Count the bytes of one of `files` outputs that are written sooner by threads.
 
-    None do where whole tensors are held in memory: there is one at a time.
+    None are where whole tensors are held in memory: there is one at a time.
     """
     if any(map(_is_whole, segments)):
         return -sys.maxsize
-    copies = in_memory(os.stat(path).st_dev)
+    copies = files > 1 and in_memory(os.stat(path).st_dev)
     return sum(
         length(each)
         for each in segments
@@ -210,16 +214,16 @@ def _write_at(fd: int, data: memoryview, place: int) -> None:
 
 
 def _reread(path: str, start: int, part: Reread) -> Sum:
-    crc, left = 0, part.length
+    total, left = 0, part.length
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while left:
             data = file.read(min(PIECE, left))
             if not data:
                 raise OutputError("became shorter while it was written", where=path)
-            crc = zlib.crc32(data, crc)
+            total = crc32(data, total)
             left -= len(data)
-    return part.number, crc, part.length
+    return part.number, total, part.length
 
 
 class _Writer:
@@ -231,8 +235,8 @@ class _Writer:
         self._progress = progress
         self._ahead = ReadAhead()
         self._pending: list[bytes] = []
-        kernel = [] if in_memory(os.fstat(fd).st_dev) else [_copy_file_range, _sendfile]
-        self._copiers = [*kernel, _read_and_write]
+        self._copiers = [_copy_file_range, _sendfile]  # those that work here, the best first
+        self._buffer: memoryview | None = None
 
     def write(self, segments: Iterable[Segment]) -> None:
         """Write the segments.
@@ -266,9 +270,9 @@ class _Writer:
         self._flush()
 
     def _long(self, extent: Extent, number: int | None) -> None:
-        if isinstance(extent, Range) and number is None and isinstance(extent.source, LocalFile):
-            self._copy(extent.source, extent.offset, extent.length)
-            return
+        if isinstance(extent, Range) and isinstance(extent.source, LocalFile):
+            copied = self._copy(extent.source, extent.offset, extent.length, number)
+            extent = extent.part(copied, extent.length - copied)
         for piece in pieces(extent):
             if number is not None:
                 self._count(number, piece)
@@ -279,9 +283,9 @@ class _Writer:
     def _count(self, number: int, data: bytes | memoryview) -> None:
         known, crc, size = self.sums[-1] if self.sums else (None, 0, 0)
         if known == number:
-            self.sums[-1] = (number, zlib.crc32(data, crc), size + len(data))
+            self.sums[-1] = (number, crc32(data, crc), size + len(data))
         else:
-            self.sums.append((number, zlib.crc32(data), len(data)))
+            self.sums.append((number, crc32(data), len(data)))
 
     def _flush(self) -> None:
         if self._pending:
@@ -290,20 +294,34 @@ class _Writer:
             write_all(self._fd, data)
             self._progress(len(data))
 
-    def _copy(self, source: LocalFile, offset: int, count: int) -> None:
-        while count:
+    def _copy(self, source: LocalFile, offset: int, length: int, number: int | None) -> int:
+        """Let the kernel copy; return how many bytes it did, all of them unless it cannot here."""
+        chunk, done = CHUNK if number is None else SUMMED, 0
+        while done < length and self._copiers:
+            wanted = min(length - done, chunk)
             try:
-                done = self._copiers[0](self._fd, source, offset, min(count, CHUNK))
+                count = self._copiers[0](self._fd, source, offset + done, wanted)
             except OSError as error:
-                if error.errno not in _NOT_HERE or len(self._copiers) == 1:
+                if error.errno not in _NOT_HERE:
                     raise
                 del self._copiers[0]
                 continue
-            if not done:
+            if not count:
                 raise InputChangedError("became shorter while it was read", where=source.name)
-            offset += done
-            count -= done
-            self._progress(done)
+            if number is not None:
+                self._sum(source, offset + done, count, number)
+            done += count
+            self._progress(count)
+        return done
+
+    def _sum(self, source: LocalFile, offset: int, length: int, number: int) -> None:
+        """Count bytes that were copied just now into a checksum."""
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(PIECE))
+        for at in range(0, length, PIECE):
+            piece = self._buffer[: length - at]
+            source.read_into(offset + at, piece)
+            self._count(number, piece)
 
 
 def _copy_file_range(fd: int, source: LocalFile, offset: int, count: int) -> int:
@@ -316,14 +334,6 @@ def _sendfile(fd: int, source: LocalFile, offset: int, count: int) -> int:
     if not hasattr(os, "sendfile"):
         raise OSError(errno.ENOSYS, "")
     return os.sendfile(fd, source.fd, offset, count)
-
-
-def _read_and_write(fd: int, source: LocalFile, offset: int, count: int) -> int:
-    done = 0
-    for piece in pieces(Range(source, offset, count)):
-        write_all(fd, piece)
-        done += len(piece)
-    return done
 
 
 def pieces(extent: Extent) -> Iterator[bytes | memoryview]:
@@ -362,7 +372,7 @@ def checksums(segments: Iterable[Segment]) -> dict[int, int]:
     for segment in segments:
         if isinstance(segment, Summed):
             for piece in pieces(segment.extent):
-                found[segment.number] = zlib.crc32(piece, found.get(segment.number, 0))
+                found[segment.number] = crc32(piece, found.get(segment.number, 0))
     return found
 
 

@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.checksum import crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.core.plan import Deferred, Segment, Summed, length
 from ckptkit.publish import copying
-from ckptkit.publish.copying import ReadAhead, Task, crc32_combine, cut, execute, in_memory, run
+from ckptkit.publish.copying import ReadAhead, Task, cut, execute, in_memory, run
 
 
 @pytest.fixture(autouse=True)
@@ -232,21 +233,50 @@ def test_threads_share_checksums(
     assert written(segments, tmp_path) == want
 
 
-def test_threads_share_the_copying_in_memory(
-    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("files", "tasks"), [(1, 1), (2, 120)])
+def test_threads_share_the_copying_of_several_files_in_memory(
+    files: int, tasks: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks: list[Task] = []
+    """Writes to one file wait for each other: there the kernel's copy is as fast as any."""
+    taken: list[Task] = []
     monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
     monkeypatch.setattr(copying, "in_memory", lambda device: True)
-    monkeypatch.setattr(os, "copy_file_range", refuse(errno.EIO), raising=False)
 
-    def noted(task: Task) -> list[copying.Sum]:
-        tasks.append(task)
-        return run(task)
+    def noted(task: Task, progress: copying.Progress = lambda count: None) -> list[copying.Sum]:
+        taken.append(task)
+        return run(task, progress)
 
     monkeypatch.setattr(copying, "run", noted)
-    assert written([Range(source, 5, 3_000_000)], tmp_path) == NOISE[5:3_000_005]
-    assert len(tasks) == 60
+    paths = [tmp_path / str(number) for number in range(files)]
+    for path in paths:
+        path.touch()
+    segments = [Range(source, 5, 3_000_000)]
+    execute([(str(path), segments) for path in paths], None, lambda count: None)
+    assert all(path.read_bytes() == NOISE[5:3_000_005] for path in paths)
+    assert len(taken) == tasks
+
+
+def test_what_the_kernel_copies_is_summed_up_while_it_is_in_a_cache(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    copy, read = os.copy_file_range, os.preadv
+
+    def copied(*args: Any) -> int:
+        calls.append(("copy", args[2]))
+        return copy(*args)
+
+    def reread(*args: Any) -> int:
+        calls.append(("read", len(args[1][0])))
+        return read(*args)
+
+    monkeypatch.setattr(os, "copy_file_range", copied)
+    monkeypatch.setattr(os, "preadv", reread)
+    segments = [Deferred(bytes(4), ((0, 0),)), Summed(Range(source, 0, 2 << 20), 0)]
+    data = NOISE[: 2 << 20]
+    assert written(segments, tmp_path) == zlib.crc32(data).to_bytes(4, "little") + data
+    half = [("copy", copying.SUMMED), *[("read", copying.PIECE)] * 4]
+    assert calls == half * 2
 
 
 def test_a_file_system_in_memory_is_known() -> None:

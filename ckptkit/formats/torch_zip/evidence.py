@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import compute
 from ckptkit.containers.zip_entries import DEFLATED
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range
+from ckptkit.core.checksum import crc32
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.torch_zip.remains import (
@@ -107,13 +107,13 @@ class Evidence:
     def crc32(self, extent: Extent) -> int | None:
         """Return the CRC-32 of bytes, None where they cannot be computed."""
         self._budget -= extent.length
-        crc = 0
+        total = 0
         try:
             for piece in compute.stream(extent):
-                crc = zlib.crc32(piece, crc)
+                total = crc32(piece, total)
         except CkptkitError:
             return None
-        return crc
+        return total
 
     def small(self, name: str) -> bytes | None:
         """Return a small record that matches its checksum, None if there is none."""
