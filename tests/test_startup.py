@@ -63,16 +63,16 @@ MOST = {
     "inspect --json PTH": 72,
     "inspect PTH": 74,
     "inspect --json SAFETENSORS": 83,
-    "strip-module --dry-run PTH out.pth": 76,
-    "strip-module PTH out.pth": 82,
+    "strip-module --dry-run PTH out.pth": 77,
+    "strip-module PTH out.pth": 83,
     "remap PTH out.pth --to cpu": 78,
-    "extract PTH out.pth --key model": 77,
-    "rename SAFETENSORS out.safetensors --sub conv=c": 95,
+    "extract PTH out.pth --key model": 78,
+    "rename SAFETENSORS out.safetensors --sub conv=c": 96,
     "convert PTH out.safetensors": 95,
     "convert SAFETENSORS out.pth": 106,
     "convert PTH out.npz": 94,
-    "diff --json PTH PTH": 84,
-    "diff PTH PTH": 89,
+    "diff --json PTH PTH": 85,
+    "diff PTH PTH": 90,
 }
 TABULATED = ("inspect PTH",)  # commands that print a small table: tabulate, and what that imports
 

@@ -132,9 +132,9 @@ class ZipDirectory:
 
     def verify(self, name: str) -> None:
         """Raise CorruptError unless a stored member's bytes have their CRC, if known. Any size."""
-        entry = self.entries[name]
         from ckptkit.core.checksum import crc32
 
+        entry = self.entries[name]
         start, total, piece = self._data(name, entry), 0, 1 << 20
         for at in range(start, start + entry.stored, piece):
             total = crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
