@@ -13,7 +13,7 @@ from ckptkit.core import above
 if TYPE_CHECKING:
     from ckptkit.analysis.reports import digest as digest
     from ckptkit.analysis.reports import inspect as inspect
-    from ckptkit.analysis.reports import scan_files as scan_files
+    from ckptkit.analysis.reports import scan as scan
     from ckptkit.analysis.reports import stats as stats
     from ckptkit.analysis.reports import verify as verify
     from ckptkit.api import convert as convert
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.core.errors import CkptkitError as CkptkitError
     from ckptkit.core.tensor import Storage as Storage
     from ckptkit.core.tensor import Tensor as Tensor
-    from ckptkit.doctor.report import diagnose as diagnose
+    from ckptkit.diagnosis.report import doctor as doctor
     from ckptkit.formats.format import WriteOptions as WriteOptions
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
@@ -73,9 +73,9 @@ _PLACES = {
     "compact": ("transforms.elements", "compact"),
     "convert": ("api", "convert"),
     "dequantize": ("transforms.quantized", "dequantize"),
-    "diagnose": ("doctor.report", "diagnose"),
     "diff": ("loading", "diff"),
     "digest": ("analysis.reports", "digest"),
+    "doctor": ("diagnosis.report", "doctor"),
     "ema": ("transforms.combine", "ema"),
     "extract": ("transforms.structure", "extract"),
     "inspect": ("analysis.reports", "inspect"),
@@ -88,7 +88,7 @@ _PLACES = {
     "remap": ("transforms.devices", "remap"),
     "rename": ("transforms.keys", "rename"),
     "save": ("api", "save"),
-    "scan_files": ("analysis.reports", "scan_files"),
+    "scan": ("analysis.reports", "scan"),
     "select": ("transforms.keys", "select"),
     "stats": ("analysis.reports", "stats"),
     "strip_prefix": ("transforms.keys", "strip_prefix"),
@@ -111,9 +111,9 @@ __all__ = [
     "compact",
     "convert",
     "dequantize",
-    "diagnose",
     "diff",
     "digest",
+    "doctor",
     "ema",
     "extract",
     "inspect",
@@ -126,7 +126,7 @@ __all__ = [
     "remap",
     "rename",
     "save",
-    "scan_files",
+    "scan",
     "select",
     "stats",
     "strip_prefix",

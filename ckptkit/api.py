@@ -33,7 +33,7 @@ Step = Callable[[Checkpoint], Checkpoint]
 
 
 def _inside(source: ByteSource) -> Iterable[Traced | Remark | Program]:
-    from ckptkit.scan.find import inside  # for the few byte strings that look like files
+    from ckptkit.scanning.find import inside  # for the few byte strings that look like files
 
     return inside(source)
 

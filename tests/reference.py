@@ -25,7 +25,7 @@ memory such as a state_dict, or a `Checkpoint` can be given. A dtype (`DTypeLike
 """
 GROUPS: dict[str, tuple[str, ...]] = {
     "Open, save, load": ("open", "save", "convert", "load", "load_into", "recover"),
-    "Look": ("inspect", "stats", "diff", "diagnose", "scan_files", "verify", "digest"),
+    "Look": ("inspect", "stats", "diff", "doctor", "scan", "verify", "digest"),
     "Change": (
         "strip_prefix", "add_prefix", "rename", "select", "cast", "dequantize", "remap", "compact",
         "extract", "wrap", "apply_rules", "key_optimizer",

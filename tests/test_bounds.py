@@ -25,7 +25,7 @@ from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.core.errors import LimitError, OutputError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.run.batch import manifest
-from ckptkit.scan.files import scan
+from ckptkit.scanning.files import scan
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 
 

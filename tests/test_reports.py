@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,29 @@ def test_they_are_what_is_printed(name: str, folder: Path, monkeypatch: pytest.M
     assert same(ckptkit.inspect(path, sha256=True)["tensors"],
                 printed(folder, f"inspect --json --digest {path}")["files"][0]["tensors"])  # fmt: skip
     assert same(ckptkit.verify(path), printed(folder, f"verify --json {path}")["files"][0])
-    assert same(ckptkit.scan_files(path), printed(folder, f"scan --json {path}")["files"])
+    assert same(ckptkit.scan(path), printed(folder, f"scan --json {path}")["files"])
     causes = printed(folder, f"doctor --json {path}")
     del causes["schema"]
-    assert same(ckptkit.diagnose(path), causes)
+    assert same(ckptkit.doctor(path), causes)
     assert same(ckptkit.digest(path), printed(folder, f"digest --json {path}")["files"][0])
     stats = printed(folder, f"stats --json {path}")
     del stats["schema"]
     assert same(ckptkit.stats(path), stats)
+
+
+def test_names_are_not_those_of_modules() -> None:
+    """Importing a room must not hide a function of its name."""
+    rooms = {each.name for each in pkgutil.iter_modules(ckptkit.__path__)}
+    assert rooms & {*ckptkit.__all__} == set()
+
+
+def test_diff_is_what_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    paths = [f"fixtures/{name}" for name in FILES[:2]]
+    shown = printed(folder, f"diff --json --values {' '.join(paths)}")
+    names = ("schema", "a", "b", "model")
+    expected = {name: value for name, value in shown.items() if name not in names}
+    assert same(ckptkit.diff(*paths, values=True).as_json(), expected)
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -54,11 +70,11 @@ def test_arguments(tmp_path: Path) -> None:
     assert [each["name"] for each in ckptkit.inspect(ck, keys="a")["tensors"]] == ["a"]
     assert [each["name"] for each in ckptkit.stats(ck, keys=["b"])["tensors"]] == ["b"]
     assert [each["name"] for each in ckptkit.digest(ck, keys="b")["tensors"]] == ["b"]
-    assert ckptkit.verify(ck)["ok"] and ckptkit.scan_files(ck)[0]["verdict"]
-    found = ckptkit.diagnose(ck, model=nn.Linear(2, 2))
+    assert ckptkit.verify(ck)["ok"] and ckptkit.scan(ck)[0]["verdict"]
+    found = ckptkit.doctor(ck, model=nn.Linear(2, 2))
     assert found["causes"]
     assert ckptkit.inspect({"w": torch.ones(2)})["totals"]["parameters"] == 2
-    for function in (ckptkit.verify, ckptkit.scan_files, ckptkit.diagnose):
+    for function in (ckptkit.verify, ckptkit.scan, ckptkit.doctor):
         with pytest.raises(TypeError, match="source is a path"):
             function({"w": torch.ones(2)})
 
@@ -75,8 +91,8 @@ def test_commands_that_need_the_model_name_it(
     torch.save({"0.weight": torch.ones(2, 2)}, "a.pth")
     namespace: dict[str, Any] = {}
     exec((tmp_path / "nets.py").read_text(), namespace)
-    (by_name,) = ckptkit.diagnose("a.pth", model="nets.py:make")["causes"]
-    (by_object,) = ckptkit.diagnose("a.pth", model=namespace["make"]())["causes"]
+    (by_name,) = ckptkit.doctor("a.pth", model="nets.py:make")["causes"]
+    (by_object,) = ckptkit.doctor("a.pth", model=namespace["make"]())["causes"]
     assert by_name["id"] == by_object["id"] == "tied"
     assert "--model nets.py:make" in by_name["command"] and by_object["command"] is None
 

@@ -14,6 +14,7 @@ from ckptkit.analysis.matching import Kind as Kind
 from ckptkit.analysis.matching import Matching
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.analysis.pairing import is_taken_by_torch, pairs
+from ckptkit.analysis.values import json_number
 from ckptkit.compute import Difference
 from ckptkit.core import above
 from ckptkit.core.errors import CkptkitError
@@ -103,6 +104,22 @@ class Diff:
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``ckptkit diff --json`` prints, without the names of the two sides."""
+        return {
+            "equal": self.equal,
+            "missing": list(self.missing),
+            "unexpected": list(self.unexpected),
+            "mismatched": list(map(_mismatch, self.mismatched)),
+            "changed": [{"name": name, **_moved(each)} for name, each in self.changed],
+            "renamed": list(map(_pair, self.renamed)),
+            "reshaped": list(map(_pair, self.reshaped)),
+            "strict_false": None if self.silent is None else self.silent._asdict(),
+            "entries": [each._asdict() for each in self.entries],
+            "uncompared": list(self.uncompared),
+            "advice": list(self.advice),
+        }
+
     @property
     def summary(self) -> str:
         """One line."""
@@ -170,8 +187,8 @@ def compare(
     """Compare two mappings of tensors: names, dtypes and shapes; with `values` also the elements,
     by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file and
     `key` the entry of its weights, for the advice, `progress` gets the bytes that were read.
-    Tensors of different dtypes are compared in float64, with the precision of the narrower dtype as the
-    tolerance unless one is given. Raises TensorError for values that cannot be compared.
+    Tensors of different dtypes are compared in float64, with the precision of the narrower dtype
+    as the tolerance unless one is given. Raises TensorError for values that cannot be compared.
     """
     found = common(a, b, values=values, atol=atol, rtol=rtol, progress=progress)
     kinds = (
@@ -376,3 +393,38 @@ def _leading(name: str) -> list[str]:
     ``module.encoder.``..."""
     parts = name.split(".", LEVELS)
     return [".".join(parts[:n]) + "." for n in range(1, len(parts))]
+
+
+# As JSON
+
+
+def _mismatch(found: Mismatch) -> dict[str, Any]:
+    difference = None if found.difference is None else _moved(found.difference)
+    return {
+        "name": found.name,
+        "a": {"dtype": found.a.dtype, "shape": found.a.shape},
+        "b": {"dtype": found.b.dtype, "shape": found.b.shape},
+        "tolerance": found.tolerance,
+        "difference": difference,
+    }
+
+
+def _moved(found: Difference) -> dict[str, Any]:
+    return {
+        "count": found.count,
+        "first": found.first,
+        "largest": json_number(found.largest),
+        "relative": json_number(found.relative),
+        "cosine": json_number(found.cosine),
+    }
+
+
+def _pair(pair: Renamed) -> dict[str, Any]:
+    sides = {side: kind._asdict() for side, kind in (("a", pair.a), ("b", pair.b))}
+    return {
+        "old": pair.old,
+        "new": pair.new,
+        **sides,
+        "confidence": pair.confidence,
+        "why": pair.why,
+    }

@@ -16,7 +16,7 @@ from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.text import matcher
 from ckptkit.quantized import look_through
-from ckptkit.scan.files import scan_all
+from ckptkit.scanning.files import scan_all
 
 Json = dict[str, Any]
 
@@ -89,7 +89,7 @@ def verify(source: Source, *, values: bool = False, key: str | None = None) -> J
     return listed(as_json.verdict(verification.verify(file_of(source), values=values, key=key)))
 
 
-def scan_files(source: Source, *, trust: str | Iterable[str] = ()) -> list[Json]:
+def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[Json]:
     """Return what loading the files of a path would run: each FILE of ``ckptkit scan --json``.
 
     Nothing is run. `trust` are globs of names of classes and functions that may be called.

@@ -15,7 +15,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
-    from ckptkit.doctor.cause import Cause
+    from ckptkit.diagnosis.cause import Cause
 
 
 @click.command("browse")
@@ -53,6 +53,6 @@ def command(file: str, key: str | None) -> int:
 
 
 def _diagnose(file: str, key: str | None) -> tuple[Cause, ...]:
-    from ckptkit.doctor.diagnose import examine
+    from ckptkit.diagnosis.diagnose import examine
 
     return examine(file, key=key).causes

@@ -12,8 +12,7 @@ from ckptkit.remote import urls
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptkit.analysis.diff import Diff, Mismatch, Renamed
-    from ckptkit.compute import Difference
+    from ckptkit.analysis.diff import Diff
     from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.diff/2"
@@ -162,54 +161,4 @@ def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:
 
 
 def _facts(found: Diff, a: str, b: str | None, model: str | None) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "a": a,
-        "b": b,
-        "model": model,
-        "equal": found.equal,
-        "missing": list(found.missing),
-        "unexpected": list(found.unexpected),
-        "mismatched": list(map(_mismatch, found.mismatched)),
-        "changed": [{"name": name, **_difference(each)} for name, each in found.changed],
-        "renamed": list(map(_pair, found.renamed)),
-        "reshaped": list(map(_pair, found.reshaped)),
-        "strict_false": None if found.silent is None else found.silent._asdict(),
-        "entries": [each._asdict() for each in found.entries],
-        "uncompared": list(found.uncompared),
-        "advice": list(found.advice),
-    }
-
-
-def _mismatch(found: Mismatch) -> dict[str, Any]:
-    difference = None if found.difference is None else _difference(found.difference)
-    return {
-        "name": found.name,
-        "a": {"dtype": found.a.dtype, "shape": found.a.shape},
-        "b": {"dtype": found.b.dtype, "shape": found.b.shape},
-        "tolerance": found.tolerance,
-        "difference": difference,
-    }
-
-
-def _difference(found: Difference) -> dict[str, Any]:
-    from ckptkit.analysis.values import json_number
-
-    return {
-        "count": found.count,
-        "first": found.first,
-        "largest": json_number(found.largest),
-        "relative": json_number(found.relative),
-        "cosine": json_number(found.cosine),
-    }
-
-
-def _pair(pair: Renamed) -> dict[str, Any]:
-    sides = {side: kind._asdict() for side, kind in (("a", pair.a), ("b", pair.b))}
-    return {
-        "old": pair.old,
-        "new": pair.new,
-        **sides,
-        "confidence": pair.confidence,
-        "why": pair.why,
-    }
+    return {"schema": SCHEMA, "a": a, "b": b, "model": model, **found.as_json()}

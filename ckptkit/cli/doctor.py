@@ -10,11 +10,11 @@ from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.text import shell_word
-from ckptkit.doctor.cause import LEVELS, WARNING, at_least
+from ckptkit.diagnosis.cause import LEVELS, WARNING, at_least
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
-    from ckptkit.doctor.diagnose import Diagnosis
+    from ckptkit.diagnosis.diagnose import Diagnosis
 
 SCHEMA = "ckptkit.doctor/2"
 FOUND = 1
@@ -69,8 +69,8 @@ def command(
     Example: ckptkit doctor run.pth
              ckptkit doctor run.pth --model models.py:CNN --arg classes=10 --fix fixed.pth
     """
-    from ckptkit.doctor.diagnose import examine
-    from ckptkit.doctor.report import report
+    from ckptkit.diagnosis.diagnose import examine
+    from ckptkit.diagnosis.report import report
 
     _check_destination(file, fix["destination"])
     if args and spec is None:
@@ -140,7 +140,7 @@ def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversio
     if destination is None or found.fix is None:
         return None
     from ckptkit.cli.progress import Progress
-    from ckptkit.doctor.diagnose import cure
+    from ckptkit.diagnosis.diagnose import cure
 
     with Progress("writing") as progress:
         return cure(found, destination, force=force, progress=progress)

@@ -9,8 +9,8 @@ from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
 from ckptkit.cli.render import escape, paint, plural, size, terminal_width
 from ckptkit.core.text import shell_command
-from ckptkit.doctor.cause import ERROR, LEVELS, NOTE, WARNING, Cause
-from ckptkit.doctor.diagnose import Diagnosis
+from ckptkit.diagnosis.cause import ERROR, LEVELS, NOTE, WARNING, Cause
+from ckptkit.diagnosis.diagnose import Diagnosis
 
 COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
 WIDEST, NARROWEST = 100, 40  # characters of a line of explanation

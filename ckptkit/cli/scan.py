@@ -15,8 +15,8 @@ from ckptkit.core.errors import InputError
 
 if TYPE_CHECKING:
     from ckptkit.cli.progress import Progress
-    from ckptkit.scan.files import Failure
-    from ckptkit.scan.verdict import FileVerdict
+    from ckptkit.scanning.files import Failure
+    from ckptkit.scanning.verdict import FileVerdict
 
 SCHEMA = "ckptkit.scan/2"
 FOUND = 1
@@ -67,7 +67,7 @@ def command(
     from ckptkit.analysis.view_model import scanned
     from ckptkit.cli import scan_sarif
     from ckptkit.cli.progress import Progress
-    from ckptkit.scan.files import scan_all
+    from ckptkit.scanning.files import scan_all
 
     if as_json and as_sarif:
         raise click.UsageError("give either --json or --sarif")
@@ -91,7 +91,7 @@ def _print(
 ) -> None:
     """Print a verdict on each file, or on those whose verdict is a finding."""
     from ckptkit.cli import scan_text
-    from ckptkit.scan.verdict import counts
+    from ckptkit.scanning.verdict import counts
 
     for each in results:
         if not findings_only or counts(each, strict):
@@ -114,7 +114,7 @@ class Outcome:
         self, results: Iterable[FileVerdict | Failure], progress: Progress
     ) -> Iterator[FileVerdict | Failure]:
         """Yield the results as they come; print files that could not be read on standard error."""
-        from ckptkit.scan.verdict import FileVerdict, counts
+        from ckptkit.scanning.verdict import FileVerdict, counts
 
         for each in results:
             progress.name(f"scanning {render.escape(each.path)}")
@@ -129,7 +129,7 @@ class Outcome:
             yield each
 
     def summary(self) -> str:
-        from ckptkit.scan.verdict import LABELS, VERDICTS
+        from ckptkit.scanning.verdict import LABELS, VERDICTS
 
         counts_found = [
             f"{self.verdicts[each]:,} {LABELS[each]}"

@@ -10,8 +10,8 @@ from urllib.parse import quote
 from ckptkit import __version__
 from ckptkit.cli.render import escape
 from ckptkit.remote.urls import is_url
-from ckptkit.scan.files import Failure
-from ckptkit.scan.verdict import (
+from ckptkit.scanning.files import Failure
+from ckptkit.scanning.verdict import (
     CLASSES,
     CODE,
     HARMLESS,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ckptkit.cli.render import escape, paint, wrapped
 from ckptkit.core.grouping import flatten
-from ckptkit.scan.files import Failure
-from ckptkit.scan.verdict import (
+from ckptkit.scanning.files import Failure
+from ckptkit.scanning.verdict import (
     CLASSES,
     CODE,
     HARMLESS,

@@ -1,7 +1,7 @@
 """Pickles that were found, and what loading them would do: facts, without a verdict.
 
-Found by formats, filled in by the tracer (:mod:`ckptkit.scan.trace`), judged by
-:mod:`ckptkit.scan.verdict`.
+Found by formats, filled in by the tracer (:mod:`ckptkit.scanning.trace`), judged by
+:mod:`ckptkit.scanning.verdict`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptkit import doctor
+from ckptkit import diagnosis
 from ckptkit.formats.table import FORMATS
 from tests.cli.conftest import Ckptkit
 from tests.conftest import ROOT
@@ -506,7 +506,7 @@ def test_commands_of_other_programs(code: str, folder: Path, ckptkit: Ckptkit) -
 
 def calls() -> Iterator[ast.Call]:
     """Yield every place where the doctor makes a finding."""
-    for path in Path(doctor.__file__).parent.glob("*.py"):
+    for path in Path(diagnosis.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "Cause":
                 yield node

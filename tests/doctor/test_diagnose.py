@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.doctor.diagnose import cure, examine
+from ckptkit.diagnosis.diagnose import cure, examine
 from ckptkit.loading import building
 from tests.conftest import Corpus
 from tests.matrix import NAMES, Fixture
@@ -95,7 +95,7 @@ def test_reading_is_bounded(
     tmp_path: Path, lengths_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large file is known by its headers alone."""
-    from ckptkit.doctor import diagnose
+    from ckptkit.diagnosis import diagnose
 
     torch.save({"a": torch.ones(1_000_000)}, tmp_path / "run.pth")
     monkeypatch.setattr(diagnose, "READ", 1_000)

@@ -19,9 +19,9 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tree import Global, Node, Object
-from ckptkit.doctor import content, fit, refused
-from ckptkit.doctor.cause import Cause, Fix, together
-from ckptkit.doctor.facts import Facts
+from ckptkit.diagnosis import content, fit, refused
+from ckptkit.diagnosis.cause import Cause, Fix, together
+from ckptkit.diagnosis.facts import Facts
 from ckptkit.formats.format import Format
 from ckptkit.formats.table import FORMATS
 from tests.analysis.made import checkpoint, tensor

@@ -36,7 +36,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.scan.files import scan
+from ckptkit.scanning.files import scan
 from tests.conftest import ENVIRONMENT
 
 METHODS: dict[str, Callable[[bytes], bytes]] = {

@@ -21,8 +21,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Path, join, walk
 from ckptkit.formats.format import CheckedPart, Probe, WriteOptions
 from ckptkit.publish.copying import checksums, in_order
-from ckptkit.scan import find as hidden
-from ckptkit.scan.verdict import Trusted, judge_file
+from ckptkit.scanning import find as hidden
+from ckptkit.scanning.verdict import Trusted, judge_file
 from tests.formats.conformance import storage_bytes
 
 P = ParamSpec("P")

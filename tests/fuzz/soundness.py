@@ -28,9 +28,9 @@ import torch
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.pickles.streams import NOT_TORCH, PICKLE, Traced
-from ckptkit.scan import find as hidden
-from ckptkit.scan.trace import trace
-from ckptkit.scan.verdict import FINDINGS, Trusted, judge, judge_file
+from ckptkit.scanning import find as hidden
+from ckptkit.scanning.trace import trace
+from ckptkit.scanning.verdict import FINDINGS, Trusted, judge, judge_file
 from tests.fuzz import canary
 from tests.fuzz.catalog import Catalog, catalog, table_rows
 from tests.fuzz.composing import Composer

@@ -30,7 +30,7 @@ from ckptkit.core.tree import (
 from ckptkit.pickles import machine as module
 from ckptkit.pickles import opcode_values, opcodes
 from ckptkit.pickles.machine import unpickle
-from ckptkit.scan.trace import trace
+from ckptkit.scanning.trace import trace
 from tests.formats.torch_zip.archives import pickle_of, storage, tensor, text
 from tests.pickles.making import emit, machine, same, to_python
 from tests.pickles.test_plain_tensor import table

@@ -27,8 +27,8 @@ from ckptkit.pickles.trust import (
     refused_by_weights_only,
 )
 from ckptkit.pickles.versions import SINCE
-from ckptkit.scan.files import scan
-from ckptkit.scan.verdict import CLASSES, SAFE, UNKNOWN
+from ckptkit.scanning.files import scan
+from ckptkit.scanning.verdict import CLASSES, SAFE, UNKNOWN
 from tests.scan import hostile_pickles as hostile
 
 

@@ -13,8 +13,8 @@ import torch
 import ckptkit
 from ckptkit import quantized
 from ckptkit.core.errors import ModelError
-from ckptkit.doctor.cause import ERROR
-from ckptkit.doctor.diagnose import examine
+from ckptkit.diagnosis.cause import ERROR
+from ckptkit.diagnosis.diagnose import examine
 from ckptkit.quantized import marks
 from tests.conftest import Run
 from tests.quantized.made import Row, ones, row, write

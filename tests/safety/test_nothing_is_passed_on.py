@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 
 from ckptkit.cli import main
-from ckptkit.scan.files import scan, scan_all
-from ckptkit.scan.verdict import FileVerdict, counts
+from ckptkit.scanning.files import scan, scan_all
+from ckptkit.scanning.verdict import FileVerdict, counts
 from tests.conftest import ENVIRONMENT
 from tests.containers.zips import Member
 from tests.scan.hostile_pickles import (

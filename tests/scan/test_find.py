@@ -33,8 +33,8 @@ from ckptkit.formats.common.dropped import refuse_objects
 from ckptkit.formats.common.recovering import recovered
 from ckptkit.formats.format import Loss, Probe
 from ckptkit.pickles.streams import Inner, PickleStream, Remark, Traced
-from ckptkit.scan import find as hidden
-from ckptkit.scan import find_tar as hidden_tar
+from ckptkit.scanning import find as hidden
+from ckptkit.scanning import find_tar as hidden_tar
 from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.torch_zip.archives import pickle_of

@@ -29,8 +29,8 @@ import torch
 
 from ckptkit import api as convert
 from ckptkit.pickles.allowlist.rows import ENUMS
-from ckptkit.scan.files import scan
-from ckptkit.scan.verdict import counts, findings
+from ckptkit.scanning.files import scan
+from ckptkit.scanning.verdict import counts, findings
 from tests.scan.hostile_pickles import beside_a_tensor, built, call, name, text
 
 OF_PYTHON: dict[str, Callable[[], Any]] = {

@@ -18,9 +18,9 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import Global
 from ckptkit.pickles.streams import Trace
-from ckptkit.scan.trace import LARGE, trace
-from ckptkit.scan.trace_symbols import WEIGHTS_ONLY_OPCODES
-from ckptkit.scan.trace_window import FIRST_WINDOW, WINDOW
+from ckptkit.scanning.trace import LARGE, trace
+from ckptkit.scanning.trace_symbols import WEIGHTS_ONLY_OPCODES
+from ckptkit.scanning.trace_window import FIRST_WINDOW, WINDOW
 from tests.formats.torch_zip.archives import text as text_of_archives
 from tests.scan.hostile_pickles import (
     CALLS,
@@ -119,7 +119,7 @@ def test_names_and_end_are_those_of_cpython(value: Any, protocol: int) -> None:
 
 
 def test_all_opcodes_are_known() -> None:
-    from ckptkit.scan.trace import _TABLE
+    from ckptkit.scanning.trace import _TABLE
 
     known = {byte: entry[0] for byte, entry in enumerate(_TABLE) if entry}
     assert known == {ord(each.code): each.name for each in pickletools.opcodes}

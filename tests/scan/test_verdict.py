@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from ckptkit.core.limits import LIMITS
-from ckptkit.scan.files import Failure, scan, scan_all
-from ckptkit.scan.verdict import (
+from ckptkit.scanning.files import Failure, scan, scan_all
+from ckptkit.scanning.verdict import (
     CLASSES,
     CODE,
     HARMLESS,
@@ -61,7 +61,7 @@ FILES = sorted(
 # or run.
 WATCHED = """
 import sys, os
-from ckptkit.scan.files import scan
+from ckptkit.scanning.files import scan
 from ckptkit.analysis.view_model import scanned
 folder = sys.argv[1]
 paths = sorted(os.path.join(folder, name) for name in os.listdir(folder))
@@ -261,7 +261,7 @@ def test_bombs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gzip
 
     monkeypatch.setattr(
-        "ckptkit.scan.find.LIMITS", replace(LIMITS, scan_inflated_bytes=1 << 16, scan_depth=3)
+        "ckptkit.scanning.find.LIMITS", replace(LIMITS, scan_inflated_bytes=1 << 16, scan_depth=3)
     )
     assert verdict(tmp_path, gzip.compress(bytes(1 << 20)), ".gz") == UNKNOWN
     data = EVIL

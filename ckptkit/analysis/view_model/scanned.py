@@ -6,8 +6,8 @@ from typing import Any
 
 from ckptkit.analysis.view_model.as_json import failure
 from ckptkit.pickles.streams import Call
-from ckptkit.scan.files import Failure
-from ckptkit.scan.verdict import LABELS, FileVerdict, PickleVerdict
+from ckptkit.scanning.files import Failure
+from ckptkit.scanning.verdict import LABELS, FileVerdict, PickleVerdict
 
 
 def file(result: FileVerdict | Failure) -> dict[str, Any]:

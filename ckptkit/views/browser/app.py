@@ -17,7 +17,7 @@ from ckptkit.analysis.shares import Branch
 from ckptkit.analysis.view_model.contents import Listing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
-from ckptkit.doctor.cause import Cause
+from ckptkit.diagnosis.cause import Cause
 from ckptkit.views.browser import panels
 from ckptkit.views.browser.contents import MEASURES, SORTS, Contents, below, values
 

@@ -13,7 +13,7 @@ from ckptkit.analysis.slices import show
 from ckptkit.analysis.view_model import tensors
 from ckptkit.analysis.view_model.contents import Listing, described
 from ckptkit.core.text import escape, plural, size
-from ckptkit.doctor.cause import ERROR, WARNING, Cause
+from ckptkit.diagnosis.cause import ERROR, WARNING, Cause
 from ckptkit.views.browser.contents import Contents, Values
 
 LISTED = 200

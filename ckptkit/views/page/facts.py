@@ -11,8 +11,8 @@ from ckptkit.analysis.view_model import contents
 from ckptkit.analysis.view_model.differences import entries
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
-from ckptkit.doctor import content
-from ckptkit.doctor.facts import Facts
+from ckptkit.diagnosis import content
+from ckptkit.diagnosis.facts import Facts
 from ckptkit.views.page.columns import MOST, Columns, treemap
 from ckptkit.views.page.differences import differences
 from ckptkit.views.page.seen import Seen

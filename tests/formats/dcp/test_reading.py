@@ -31,7 +31,7 @@ from ckptkit.core.errors import CorruptError, FormatError
 from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Traced
-from ckptkit.scan import find as hidden
+from ckptkit.scanning import find as hidden
 from tests.conftest import ENVIRONMENT, ROOT, Corpus
 from tests.formats.conformance import FormatConformance, State, elements
 from tests.formats.dcp.making import DATA, Crafted, alone, archive, save, whole

@@ -13,7 +13,7 @@ import torch
 
 from ckptkit.api import open_checkpoint
 from ckptkit.core.errors import InputError
-from ckptkit.doctor.cause import ERROR, Cause
+from ckptkit.diagnosis.cause import ERROR, Cause
 from tests.cli.conftest import Ckptkit, ckptkit
 from tests.views.page import made
 

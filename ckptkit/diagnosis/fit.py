@@ -13,7 +13,7 @@ from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.grouping import flatten
 from ckptkit.core.text import plural, shell_command, some
-from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out
 RULES = 4  # substitutions in a command

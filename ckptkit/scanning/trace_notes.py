@@ -12,8 +12,8 @@ from ckptkit.pickles import trust
 from ckptkit.pickles.allowlist.rows import SCALARS
 from ckptkit.pickles.nested import looks_like_a_file
 from ckptkit.pickles.streams import Nested
-from ckptkit.scan.trace_symbols import Result, SignView, Symbol, brief
-from ckptkit.scan.trace_window import Stop, Window
+from ckptkit.scanning.trace_symbols import Result, SignView, Symbol, brief
+from ckptkit.scanning.trace_window import Stop, Window
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20

@@ -14,7 +14,7 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
-from ckptkit.doctor.cause import ERROR, Cause, Fix
+from ckptkit.diagnosis.cause import ERROR, Cause, Fix
 
 _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 

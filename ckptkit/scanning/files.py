@@ -16,8 +16,8 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.remote import urls
-from ckptkit.scan import find as hidden
-from ckptkit.scan.verdict import FileVerdict, Trusted, judge_file
+from ckptkit.scanning import find as hidden
+from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
 MANY = 16  # files from which on worker processes are worth their start

@@ -30,9 +30,9 @@ from ckptkit.core.errors import (
 from ckptkit.core.notices import NO_VERSION, coded
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
-from ckptkit.doctor import container, content, fit, refused
-from ckptkit.doctor.cause import ERROR, Cause, Fix, together
-from ckptkit.doctor.facts import Facts
+from ckptkit.diagnosis import container, content, fit, refused
+from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
+from ckptkit.diagnosis.facts import Facts
 from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions

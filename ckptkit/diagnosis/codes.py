@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ckptkit.analysis.advice import convert
 from ckptkit.core.text import plural
-from ckptkit.doctor.cause import ERROR, NOTE, WARNING, Cause, Fix
-from ckptkit.doctor.facts import Facts, some
+from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
+from ckptkit.diagnosis.facts import Facts, some
 from ckptkit.quantized import families
 from ckptkit.quantized.group import Group
 

@@ -19,8 +19,8 @@ from ckptkit.core.limits import check
 from ckptkit.core.tree import Global
 from ckptkit.pickles.machine import collector_paused
 from ckptkit.pickles.streams import Call, Trace
-from ckptkit.scan.trace_notes import Notes
-from ckptkit.scan.trace_symbols import (
+from ckptkit.scanning.trace_notes import Notes
+from ckptkit.scanning.trace_symbols import (
     WEIGHTS_ONLY_OPCODES,
     Result,
     Symbol,
@@ -28,7 +28,7 @@ from ckptkit.scan.trace_symbols import (
     number,
     text_of,
 )
-from ckptkit.scan.trace_window import Stop
+from ckptkit.scanning.trace_window import Stop
 
 LARGE = 1 << 16  # byte strings from this length on are not read
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from ckptkit.analysis.advice import argument, convert, edit, packed
 from ckptkit.core.parts import PartOf
 from ckptkit.core.text import shell_command
-from ckptkit.doctor.cause import ERROR, WARNING, Cause, Fix
-from ckptkit.doctor.facts import Facts, alone, format_of, is_script, is_wrapped, some
+from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
+from ckptkit.diagnosis.facts import Facts, alone, format_of, is_script, is_wrapped, some
 from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
 
 _PACKED = (

@@ -28,7 +28,7 @@ from ckptkit.pickles.allowlist.rows import (
     UNKNOWN_SORT,
     VALUES,
 )
-from ckptkit.scan.trace_window import Stop
+from ckptkit.scanning.trace_window import Stop
 
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((

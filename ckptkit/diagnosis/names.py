@@ -8,8 +8,8 @@ from glob import escape
 
 from ckptkit.analysis.advice import WRAPPERS, edit
 from ckptkit.core.grouping import flatten
-from ckptkit.doctor.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.doctor.facts import Facts, is_lightning, is_torch_file, names_of, some
+from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.diagnosis.facts import Facts, is_lightning, is_torch_file, names_of, some
 
 ATTRIBUTE = "model."  # what many modules call the network inside
 

@@ -9,14 +9,14 @@ from ckptkit.analysis.reports import file_of, listed
 from ckptkit.api import Conversion
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Source
-from ckptkit.doctor.cause import Cause
-from ckptkit.doctor.diagnose import Diagnosis, examine
+from ckptkit.diagnosis.cause import Cause
+from ckptkit.diagnosis.diagnose import Diagnosis, examine
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def diagnose(
+def doctor(
     source: Source, *, model: nn.Module | str | None = None, key: str | None = None
 ) -> dict[str, Any]:
     """Return why a file does not load, and the commands that help: ``ckptkit doctor --json``.

@@ -22,9 +22,9 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
 from ckptkit.pickles.nested import looks_like_a_file, looks_like_a_pickle
 from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
-from ckptkit.scan import find_tar as hidden_tar
-from ckptkit.scan import find_zip as hidden_zip
-from ckptkit.scan.trace import trace
+from ckptkit.scanning import find_tar as hidden_tar
+from ckptkit.scanning import find_zip as hidden_zip
+from ckptkit.scanning.trace import trace
 
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))

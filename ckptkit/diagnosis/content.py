@@ -11,9 +11,9 @@ from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.text import shell_command
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
-from ckptkit.doctor import codes, container, names
-from ckptkit.doctor.cause import ERROR, NOTE, WARNING, Cause, Fix
-from ckptkit.doctor.facts import (
+from ckptkit.diagnosis import codes, container, names
+from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
+from ckptkit.diagnosis.facts import (
     Facts,
     alone,
     format_of,
