@@ -24,10 +24,9 @@ if TYPE_CHECKING:
         contiguous,
         dequantized_record,
         distance,
-        rebuild,
-        to_torch_storage,
     )
     from ckptkit.compute.threads import ordered
+    from ckptkit.compute.torch_memory import fill, rebuild, to_torch_storage
     from ckptkit.compute.user_function import dtype_of
 
 __all__ = [
@@ -46,6 +45,7 @@ __all__ = [
     "dequantized_record",
     "distance",
     "dtype_of",
+    "fill",
     "flow",
     "has_mean",
     "mean_record",
@@ -71,14 +71,13 @@ _PLACES = {
             "distance",
             "contiguous",
             "dequantized_record",
-            "rebuild",
-            "to_torch_storage",
         ),
         "tensors",
     ),
     **dict.fromkeys(
         ("BINS", "Histogram", "ElementRange", "Tally", "numbers", "parts", "tally"), "tallies"
     ),
+    **dict.fromkeys(("fill", "rebuild", "to_torch_storage"), "torch_memory"),
     **dict.fromkeys(("has_mean", "mean_record", "sum_record"), "mean"),
     "ordered": "threads",
     "Allowance": "expanded",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.expanded import refusal
 from ckptkit.compute.operations import read_into, torch_dtype
-from ckptkit.compute.tensors import contiguous, rebuild, to_torch_storage
+from ckptkit.compute.tensors import contiguous
+from ckptkit.compute.torch_memory import rebuild, to_torch_storage
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     ArgumentError,

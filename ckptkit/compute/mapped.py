@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptkit.compute.tensors import native
+from ckptkit.compute.torch_memory import native
 from ckptkit.core.bytesource import LocalFile, Range
 from ckptkit.core.tensor import Storage
 

@@ -1,4 +1,4 @@
-"""Tensors: the record of their plain bytes, comparison of their values, and torch tensors."""
+"""Tensors: the record of their plain bytes, and comparison of their values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from ckptkit.compute import expanded
 from ckptkit.compute.floats import decode, is_decoded
 from ckptkit.compute.operations import (
     BUFFER,
-    PIECE,
     Piece,
     aligned,
     flow,
     regroup,
-    stream,
-    torch_dtype,
 )
-from ckptkit.core.bytesource import Extent, LocalFile, Pending, Range, Record, RecordSlice
+from ckptkit.core.bytesource import Extent, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import DeviceError, TensorError, UnsupportedError
-from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Tensor
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     Array = np.ndarray[Any, Any]
 
@@ -310,78 +306,3 @@ def _values(extent: Extent, dtype: DType) -> Iterator[Array]:
     wide = "c16" if dtype.kind == "complex" else "f8"
     for piece in regroup(flow(extent), WIDE * dtype.itemsize):
         yield decode(piece, dtype).astype(wide)
-
-
-def to_torch_storage(
-    storage: Storage, device: str | torch.device = "cpu", component: int = 1
-) -> torch.UntypedStorage:
-    """The bytes of a storage, read straight into torch's memory on `device`.
-
-    Bytes of a big-endian storage are swapped in units of `component` (that of the dtype which its
-    tensors have). Raises DeviceError if the device is not there or has not the memory.
-    """
-    import torch
-
-    where = torch.device(device)
-    extent = native(storage, component).locate()
-    memory = _allocate(extent.length, where)
-    if where.type == "cpu":
-        _fill(memory, extent)
-    elif where.type != "meta":
-        staging = torch.empty(min(extent.length, 8 * PIECE), dtype=torch.uint8)
-        for start in range(0, extent.length, 8 * PIECE):
-            stop = min(extent.length, start + 8 * PIECE)
-            _fill(staging[: stop - start], extent, start, stop)
-            memory[start:stop].copy_(staging[: stop - start])
-    return memory.untyped_storage()
-
-
-def native(storage: Storage, component: int) -> Record:
-    """Return the bytes of a storage as little-endian numbers of `component` bytes."""
-    if not storage.big_endian or component == 1:
-        return storage.record
-    return Pending("byteswap", (storage.record,), (component,), storage.nbytes)
-
-
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).strip().split("\n")[0]
-        hint = None if device.type == "cpu" else "map_location='cpu' loads it without this device"
-        raise DeviceError(f"no {nbytes:,} bytes on {device}: {why}", hint=hint) from error
-
-
-def _fill(memory: torch.Tensor, extent: Extent, start: int = 0, stop: int | None = None) -> None:
-    """Bytes `start` to `stop` of an extent into a tensor of bytes on the CPU."""
-    view = memory.numpy().data
-    if isinstance(extent, Range) and isinstance(extent.source, LocalFile):
-        extent.source.read_into(extent.offset + start, view)
-        return
-    at = 0
-    for piece in stream(extent, start, stop):
-        view[at : at + len(piece)] = piece
-        at += len(piece)
-
-
-def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
-    """The torch tensor or Parameter that `tensor` describes, over memory that holds its storage.
-
-    Raises UnsupportedError for what strides over a storage do not make: quantized and sparse
-    tensors.
-    """
-    import torch
-
-    if tensor.dtype.kind == "quantized" or tensor.layout != "strided":
-        raise UnsupportedError(
-            f"{tensor.layout} tensors of {tensor.dtype} cannot be rebuilt from their bytes alone"
-        )
-    made = torch.empty(0, dtype=torch_dtype(tensor.dtype), device=untyped.device)
-    made.set_(untyped, tensor.offset, tensor.shape, tensor.stride)
-    made = made.conj() if tensor.conj else made
-    made = torch._neg_view(made) if tensor.neg else made
-    if tensor.kind == "parameter":
-        return torch.nn.Parameter(made, tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +18,12 @@ from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import ModelError, UsageError
+from ckptkit.core.errors import CkptkitError, ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.loading import building
+from ckptkit.loading import building, filling
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import Values, entries
 from ckptkit.quantized import look_through_both, look_through_for
@@ -94,8 +95,11 @@ def load_into(
 
     Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
     takes for most names to meet; of tied weights of the model one name is enough; what hooks of
-    modules take under other names, they get. About 1 GiB of the file is in memory at once, more
-    where one module has more, and all of it where code of the model looks at the state_dict. With
+    modules take under other names, they get. The bytes are read straight into the parameters, by
+    several threads, where torch itself would only copy them; for modules that load in their own way
+    about 1 GiB of the file is in memory at once, more where one module has more, and all of it
+    where code of the model looks at the state_dict. A file that fails in the middle leaves the
+    model partly filled. With
     `assign` the tensors of the file replace those of the model, on the CPU and in their own dtypes:
     this is how a model on the meta device is filled. Raises ModelError if `strict` and anything is
     missing, unexpected, of another shape, or would lose values in the dtypes of the model (before
@@ -125,10 +129,13 @@ def load_into(
         report = replace(report, narrowed=dict(_narrowed(nodes, own)))
     if strict and (report.narrowed or not report.complete):
         raise _misfit(report, model, ck)
-    if assign:
-        _assign(model, nodes, versions, twins)
-    else:
-        _copy(model, nodes, versions)
+    try:
+        if assign:
+            _assign(model, nodes, versions, twins)
+        else:
+            _copy(model, nodes, versions)
+    except CkptkitError as error:
+        raise error.at(ck.name or "checkpoint") from error.__cause__
     return report
 
 
@@ -365,8 +372,12 @@ def _loss(tensor: Tensor, target: DType) -> str | None:
 
 
 def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
-    whole = [list(nodes)] if _has_own_loading(model) else _groups(nodes)
-    for group in whole:
+    groups: Iterable[list[str]] = [list(nodes)]
+    if not _has_own_loading(model):
+        with _refusing(model):
+            filled = filling.fill(model, nodes)
+        groups = _groups({name: node for name, node in nodes.items() if name not in filled})
+    for group in groups:
         values = Values(Tensors("cpu"))
         part: Any = OrderedDict((name, values(_alone(nodes[name]))) for name in group)
         _load(model, part, versions)
@@ -391,8 +402,15 @@ def _assign(
 def _load(model: nn.Module, state: Any, versions: Any, **options: bool) -> None:
     if versions is not None:
         state._metadata = versions
-    try:
+    with _refusing(model):
         model.load_state_dict(state, strict=False, **options)
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Raise the errors of torch as ModelError."""
+    try:
+        yield
     except RuntimeError as error:
         raise ModelError(f"{type(model).__name__} refuses the weights: {error}") from error
 

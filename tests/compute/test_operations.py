@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckptkit import compute
 from ckptkit.compute import gather as gathering
-from ckptkit.compute import operations, tensors
+from ckptkit.compute import operations, tensors, torch_memory
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import (
@@ -77,7 +77,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         (gathering, "CALL", 16),
         (operations, "BUFFER", 32),
         (tensors, "BUFFER", 32),
-        (tensors, "PIECE", 32),
+        (torch_memory, "PIECE", 32),
         (tensors, "WIDE", 3),
     ):
         monkeypatch.setattr(module, name, size)
