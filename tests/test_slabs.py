@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 
 from ckptkit.compute import gather as tiles
 from ckptkit.compute import slabs, stream
-from ckptkit.core.bytesource import Derived, LocalFile, Range
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
+from ckptkit.core.errors import InputChangedError
 from ckptkit.core.plan import Deferred, OutputFile, Summed
 from ckptkit.publish import copying
 from ckptkit.publish.write import _compare
@@ -21,7 +24,7 @@ DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LEAST": 1, "BLOCK": 6_000, "WIDE": 40, "_MADE": 1_000}.items():
+    for name, value in {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "_AT_ONCE": 7}.items():
         monkeypatch.setattr(slabs, name, value)
     monkeypatch.setattr(copying, "THREAD_TASK", 10_000)
 
@@ -36,6 +39,14 @@ class Counting(LocalFile):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         Counting.count += len(buffer)
         super().read_into(offset, buffer)
+
+    def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        Counting.count += sum(map(len, buffers))
+        super().read_into_all(offset, buffers)
+
+    def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
+        Counting.count += sum(map(len, buffers))
+        super().read_into_apart(offset, step, buffers)
 
 
 def source(folder: Path, *shape: int, itemsize: int = 2) -> tuple[Range, np.ndarray]:
@@ -75,6 +86,59 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
         copying.run(task)
     assert path.read_bytes() == data.transpose(1, 0, 2).tobytes()
     assert Counting.count == extent.length
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("rows", "columns"), [(70, 33), (33, 70)])
+def test_a_file_that_becomes_shorter_is_an_error(rows: int, columns: int, tmp_path: Path) -> None:
+    """Whether rows are read by one call or one by one."""
+    extent, _ = source(tmp_path, rows, columns)
+    os.truncate(tmp_path / "in", extent.length - 100)
+    with pytest.raises(InputChangedError, match="became shorter while it was read"):
+        written(tmp_path, [gather(extent, 2, (columns, rows), (1, columns))])
+
+
+@pytest.mark.parametrize("most", [1, 7, 100])
+def test_a_system_that_writes_less_than_it_is_given(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pwritev(fd: int, rows: Sequence[memoryview], place: int) -> int:
+        return os.pwrite(fd, b"".join(rows)[:most], place)
+
+    extent, data = source(tmp_path, 30, 20)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    monkeypatch.setattr(slabs, "LEAST", 1)
+    assert written(tmp_path, [b"xyz", gather(extent, 2, (20, 30), (1, 20))]) == (
+        b"xyz" + data.transpose(1, 0, 2).tobytes()
+    )
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("missing", ["preadv", "pwritev"])
+def test_a_system_without_vectors(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent, data = source(tmp_path, 70, 33)
+    monkeypatch.delattr(os, missing)
+    made = gather(extent, 2, (33, 70), (1, 33))
+    assert written(tmp_path, [made]) == data.transpose(1, 0, 2).tobytes()
+
+
+def test_the_shape_of_blocks() -> None:
+    """Whole columns or whole rows where they fit, for these follow each other in the file."""
+    source = Range(Memory(b""), 0, 0)
+
+    def shape(rows: int, columns: int, itemsize: int) -> tuple[int, int]:
+        matrix = slabs.Matrix(
+            source, 0, 0, rows, columns, columns * itemsize, rows * itemsize, itemsize
+        )
+        return slabs._block_shape(matrix)
+
+    assert shape(8_192, 65_536, 2) == (8_192, 3_072)
+    assert shape(128_256, 1_024, 2) == (21_376, 1_024)
+    for rows, columns, itemsize in [(128_256, 4_096, 2), (32_768, 32_768, 1), (9, 10**9, 4)]:
+        height, width = shape(rows, columns, itemsize)
+        assert slabs.BLOCK // 2 < height * width * itemsize <= slabs.BLOCK or height == rows
 
 
 def written(folder: Path, segments: list[Any]) -> bytes:

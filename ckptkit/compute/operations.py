@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import codecs
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.floats import FLOATS, decode, encode
@@ -422,6 +422,17 @@ def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
     for piece in stream(extent, at, at + len(buffer)):
         buffer[done : done + len(piece)] = piece
         done += len(piece)
+
+
+def read_rows(extent: Extent, at: int, pitch: int, rows: Sequence[memoryview]) -> None:
+    """Fill the rows with the bytes of an extent from byte `at` of it, `pitch` bytes apart."""
+    if isinstance(extent, Derived):
+        for n, row in enumerate(rows):
+            read_into(extent, at + n * pitch, row)
+    elif rows and pitch == len(rows[0]):
+        extent.source.read_into_all(extent.offset + at, rows)
+    else:
+        extent.source.read_into_apart(extent.offset + at, pitch, rows)
 
 
 class Cursor:

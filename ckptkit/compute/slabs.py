@@ -7,11 +7,11 @@ writing is free, a block of rows and columns is read in long pieces and written 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.compute import transposing
 from ckptkit.core.bytesource import Derived, Extent
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
-BLOCK = 32 << 20  # bytes of a block
-WIDE = 4096  # rows of a block, if there are so many: what is written at once has as many elements
-_MADE = 4 << 20  # bytes of a block that are turned at once
+BLOCK = 48 << 20  # bytes of a block
+COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
+_LINE = 256  # bytes that a strip gives to each row of the target
+_PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
+_AT_ONCE = 1024  # rows that are written by one call where they follow each other
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 Dims = tuple[tuple[int, int, int], ...]  # elements, stride in the source, stride in the target
@@ -116,64 +118,94 @@ def _matrices(
 
 
 def _cut(matrix: Matrix) -> Iterator[Matrix]:
-    """Yield blocks: many rows, so that much is written at once, and the columns that fit."""
+    """Yield blocks of even size, as many as are needed."""
+    height, width = _block_shape(matrix)
     size = matrix.itemsize
-    rows = min(matrix.rows, max(WIDE, BLOCK // (matrix.columns * size)))
-    columns = max(1, min(matrix.columns, BLOCK // (rows * size)))
-    for row in range(0, matrix.rows, rows):
-        for column in range(0, matrix.columns, columns):
+    for row in range(0, matrix.rows, height):
+        for column in range(0, matrix.columns, width):
             yield matrix._replace(
                 start=matrix.start + row * matrix.pitch + column * size,
                 place=matrix.place + column * matrix.step + row * size,
-                rows=min(rows, matrix.rows - row),
-                columns=min(columns, matrix.columns - column),
+                rows=min(height, matrix.rows - row),
+                columns=min(width, matrix.columns - column),
             )
 
 
-class Turner:
-    """Turns blocks, one after another, in the same memory."""
+def _block_shape(matrix: Matrix) -> tuple[int, int]:
+    """Return the rows and columns of a block for which the fewest calls read and write it.
+
+    Whole rows follow each other in the source, and whole columns in the target: there one call
+    takes many. A piece that is written costs about twice as much as one that is read (measured).
+    """
+    elements = max(1, BLOCK // matrix.itemsize)
+    heights = (matrix.rows, elements // min(matrix.columns, COLUMNS), math.isqrt(2 * elements))
+    shapes = [_fitting(matrix, height, elements) for height in heights]
+    return min(shapes, key=lambda shape: _cost(matrix, *shape))
+
+
+def _fitting(matrix: Matrix, height: int, elements: int) -> tuple[int, int]:
+    """Return the shape of even blocks of at most `height` rows and as many columns as fit."""
+    height = max(1, min(matrix.rows, height, elements))
+    height = -(-matrix.rows // -(-matrix.rows // height))
+    return height, max(1, min(matrix.columns, COLUMNS, elements // height))
+
+
+def _cost(matrix: Matrix, height: int, width: int) -> float:
+    """Estimate the calls for each element."""
+    is_whole = width == matrix.columns and matrix.pitch == width * matrix.itemsize
+    reads = 0 if is_whole else 1 / width
+    return reads + (0 if height == matrix.rows else 2 / height)
+
+
+class _Rows:
+    """Rows of bytes in memory that is used again: new pages cost more than copies."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
-        self._made = bytearray()
+        self._memory: Array | None = None
 
-    def pieces(self, block: Matrix) -> Iterator[tuple[int, memoryview]]:
-        """Yield the pieces of the target that a block gives, each with its first byte there.
-
-        A piece is the caller's until the next one is asked for.
-        """
+    def of(self, count: int, width: int, units: str) -> tuple[Array, list[memoryview]]:
+        """Return `count` rows of `width` bytes, as an array and one by one; the next call takes
+        them back."""
         import numpy as np
 
-        units = np.dtype(_UNITS[block.itemsize])
-        rows = np.frombuffer(self._read(block), units).reshape(block.rows, block.columns)
-        length = block.rows * block.itemsize
-        at_once = max(1, _MADE // length)
-        if len(self._made) < min(at_once, block.columns) * length:
-            self._made = bytearray(min(at_once, block.columns) * length)
+        pitch = -(-width // _PADDING) * _PADDING + _PADDING
+        if self._memory is None or self._memory.size < count * pitch:
+            self._memory = np.empty(count * pitch, np.uint8)
+        data = self._memory.data
+        rows = [data[at : at + width] for at in range(0, count * pitch, pitch)]
+        return self._memory[: count * pitch].view(units).reshape(count, -1), rows
+
+
+class Turner:
+    """Turns blocks, one after another, in the same memory.
+
+    Rows are read strip by strip; each strip is turned while it is in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._strip, self._slab = _Rows(), _Rows()
+
+    def pieces(self, block: Matrix) -> Iterator[tuple[int, list[memoryview]]]:
+        """Yield the pieces of the target that a block gives, each with its first byte there.
+
+        A piece is a list of buffers. They are the caller's until the next block is turned.
+        """
+        rows = self._turn(block)
+        at_once = _AT_ONCE if block.step == block.rows * block.itemsize else 1
         for column in range(0, block.columns, at_once):
-            count = min(at_once, block.columns - column)
-            flat = memoryview(self._made)[: count * length]
-            made = np.frombuffer(flat, units).reshape(count, -1)
-            transposing.copy(made, rows[:, column : column + count].T)
-            place = block.place + column * block.step
-            if block.step == length:
-                yield place, flat
-                continue
-            for n in range(count):
-                yield place + n * block.step, flat[n * length : (n + 1) * length]
+            yield block.place + column * block.step, rows[column : column + at_once]
 
-    def _read(self, block: Matrix) -> memoryview:
-        """The rows of a block, one after another."""
-        from ckptkit.compute.operations import read_into
+    def _turn(self, block: Matrix) -> list[memoryview]:
+        """Return the columns of a block."""
+        from ckptkit.compute.operations import read_rows
 
-        width = block.columns * block.itemsize
-        if len(self._data) < block.rows * width:
-            self._data = bytearray(block.rows * width)
-        view = memoryview(self._data)[: block.rows * width]
-        if block.pitch == width:
-            read_into(block.source, block.start, view)
-            return view
-        for row in range(block.rows):
-            part = view[row * width : (row + 1) * width]
-            read_into(block.source, block.start + row * block.pitch, part)
-        return view
+        size, units = block.itemsize, _UNITS[block.itemsize]
+        height = min(block.rows, max(1, _LINE // size))
+        strip, rows = self._strip.of(height, block.columns * size, units)
+        slab, columns = self._slab.of(block.columns, block.rows * size, units)
+        for row in range(0, block.rows, height):
+            count = min(height, block.rows - row)
+            at = block.start + row * block.pitch
+            read_rows(block.source, at, block.pitch, rows[:count])
+            slab[:, row : row + count] = strip[:count, : block.columns].T
+        return columns

@@ -71,6 +71,12 @@ class ByteSource(ABC):
             self.read_into(offset, buffer)
             offset += len(buffer)
 
+    def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer with the bytes `step` bytes after those of the buffer before."""
+        for buffer in buffers:
+            self.read_into(offset, buffer)
+            offset += step
+
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - nothing to gain where reads are free
         """Announce the small ranges (offset, length) read next, rising, to fetch together."""
 
@@ -272,6 +278,20 @@ class LocalFile(ByteSource):
         except (OSError, ValueError):  # ValueError: the file is shorter than that
             self.check_unchanged()
             return None
+
+    def read_into_apart(self, offset: int, step: int, buffers: Sequence[memoryview]) -> None:
+        preadv, fd = getattr(os, "preadv", None), self.fd
+        if preadv is None or offset < 0:
+            super().read_into_apart(offset, step, buffers)
+            return
+        for buffer in buffers:  # many: each is one call of the system, and little besides
+            try:
+                count = preadv(fd, (buffer,), offset)
+            except OSError as error:
+                raise self._failed(error) from error
+            if count < len(buffer):
+                self.read_into(offset, buffer)
+            offset += step
 
     def _failed(self, error: OSError) -> InputError:
         why = "was closed" if self.fd < 0 else f"cannot be read: {error.strerror}"

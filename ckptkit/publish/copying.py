@@ -188,8 +188,8 @@ def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:
 
 def _write_blocks(fd: int, start: int, turned: Turned, progress: Progress) -> None:
     for block in turned.blocks:
-        for place, data in _turner().pieces(block):
-            _write_at(fd, data, start + place)
+        for place, rows in _turner().pieces(block):
+            _write_at(fd, rows, start + place)
         progress(block.size)
 
 
@@ -203,14 +203,15 @@ def _turner() -> Turner:
     return found
 
 
-def _write_at(fd: int, data: memoryview, place: int) -> None:
-    if not hasattr(os, "pwrite"):  # Windows; each task has a descriptor of its own
-        os.lseek(fd, place, os.SEEK_SET)
-        write_all(fd, data)
-        return
-    done = os.pwrite(fd, data, place)
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], place + done)
+def _write_at(fd: int, rows: list[memoryview], place: int) -> None:
+    """Write the rows one after another from byte `place` on."""
+    done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
+    for data in rows:
+        if done < len(data):
+            os.lseek(fd, place + done, os.SEEK_SET)  # each task has a descriptor of its own
+            write_all(fd, data[done:])
+        place += len(data)
+        done = max(0, done - len(data))
 
 
 def _reread(path: str, start: int, part: Reread) -> Sum:
