@@ -239,3 +239,46 @@ def test_quanto(tmp_path: Path) -> None:
     plain = tiny(1).float()
     plain.load_state_dict(weights)
     assert torch.equal(logits(plain), logits(model))
+
+
+def bits_and_bytes(**words: Any) -> Any:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    return transformers.BitsAndBytesConfig(**words)
+
+
+def four_bits(kind: str, **words: Any) -> Any:
+    return bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type=kind, **words)
+
+
+def of_torchao(kind: str, **words: Any) -> Any:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    return transformers.TorchAoConfig(getattr(torchao, kind)(**words))
+
+
+QUANTIZERS = {
+    "nf4": lambda: four_bits("nf4"),
+    "nf4 nested, stored as bfloat16": lambda: four_bits(
+        "nf4", bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=torch.bfloat16
+    ),
+    "fp4": lambda: four_bits("fp4"),
+    "int8": lambda: bits_and_bytes(load_in_8bit=True),
+    "torchao fp8": lambda: of_torchao("Float8WeightOnlyConfig"),
+    "torchao int4": lambda: of_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_models_that_transformers_quantized_and_saved(kind: str, tmp_path: Path, run: Run) -> None:
+    tiny().save_pretrained(tmp_path / "model")
+    said = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "model", quantization_config=QUANTIZERS[kind](), **said)
+    model.save_pretrained(tmp_path / "codes")
+    state = dequantized(run, tmp_path / "codes", tmp_path)
+    plain = load(tmp_path / "plain", **said).eval()
+    theirs = load(tmp_path / "codes", **said)
+    if "torchao" not in kind:  # dequantized before its first use, which packs codes for the CPU
+        theirs = theirs.dequantize()
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+    assert torch.equal(logits(plain), logits(theirs.eval()))

@@ -4,18 +4,29 @@ names it.
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import json
 import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import ckptkit
 from ckptkit import quantized
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
+from ckptkit.quantized import group
 from ckptkit.quantized.others import METHODS, OTHERS
 from tests.conftest import Run
-from tests.quantized.made import Row, ones, row, text, write
+from tests.formats.parallel.old_forms import Wrapped, save
+from tests.quantized.made import Refusal, Row, ones, row, text, write
+from tests.quantized.unfit import UNFIT
 
 L = "model.layers.0.mlp.up_proj"
 FP8 = {f"{L}.weight": row("F8_E4M3", [200, 130]), f"{L}.weight_scale_inv": ones([2, 2])}
@@ -64,8 +75,6 @@ def comfy(**said: Any) -> dict[str, Row]:
 
 
 def torchao(kind: str, **data: Any) -> dict[str, str]:
-    import json
-
     said = {
         "_type": kind,
         "_data": {"block_size": [1, 16], **data},
@@ -75,15 +84,6 @@ def torchao(kind: str, **data: Any) -> dict[str, str]:
 
 
 AO = {f"{L}._weight_qdata": row("I8", [8, 16]), f"{L}._weight_scale": ones([8, 1])}
-
-
-class Refusal(NamedTuple):
-    """A file, and the word that says why it is not dequantized."""
-
-    tensors: dict[str, Row]
-    word: str
-    config: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
 
 
 def without(tensors: dict[str, Row], *endings: str) -> dict[str, Row]:
@@ -195,6 +195,7 @@ REFUSALS = {
         {"quantization": {"group_size": 64, "bits": 4}},
     ),
 }  # fmt: skip
+REFUSALS |= UNFIT
 # What quantized.md says is always refused; the tests of refused operations are named below.
 REASONS = {
     "parts that are missing": ["fp8 without its scale", "a scale without its weight", "gptq without zero points",
@@ -226,6 +227,60 @@ def test_each_reason_has_a_file() -> None:
     assert named <= REFUSALS.keys()
 
 
+def test_each_refusal_of_the_package_has_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: set[tuple[str, int]] = set()
+    refused = group.refused
+
+    def recorded(*args: Any) -> group.Group:
+        frame = sys._getframe(1)
+        found.add((frame.f_globals["__name__"], frame.f_lineno))
+        return refused(*args)
+
+    monkeypatch.setattr(group, "refused", recorded)
+    quantized.find(ckptkit.open(pickled(tmp_path)))
+    for number, refusal in enumerate(REFUSALS.values()):
+        (tmp_path / str(number)).mkdir()
+        quantized.find(ckptkit.open(made(refusal, tmp_path / str(number))))
+    assert {where for module in rooms() for where in missing(module, found)} == set()
+
+
+def rooms() -> list[ModuleType]:
+    """The modules of the package that refuse."""
+    package = Path(quantized.__file__).parent
+    names = [f"ckptkit.quantized.{path.stem}" for path in package.glob("[a-z]*.py")]
+    return [importlib.import_module(name) for name in sorted(names)]
+
+
+def missing(module: ModuleType, found: set[tuple[str, int]]) -> Iterator[str]:
+    """The calls of ``g.refused`` in a module that no file has reached."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if not is_call or node.func.attr != "refused":
+            continue
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if not any((module.__name__, line) in found for line in lines):
+            yield f"{module.__name__}:{node.lineno}"
+
+
+def pickled(folder: Path) -> Path:
+    """A subclass of torchao's that says another shape than its parts make."""
+    parts = {"qdata": torch.zeros(8, 16, dtype=torch.uint8), "scale": torch.ones(8, 1)}
+    parts["scale"] = parts["scale"].to(torch.float8_e8m0fnu)
+    state = {**parts, "block_size": 32, "elem_dtype": torch.float4_e2m1fn_x2}
+    weight = Wrapped(
+        "torchao.prototype.mx_formats.mx_tensor", "MXTensor", torch.zeros(8, 16), state
+    )
+    save({"fc.weight": weight}, folder / "model.pth")
+    return folder / "model.pth"
+
+
+def test_a_pickled_weight_of_another_shape_than_its_parts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="its parts make"):
+        ckptkit.dequantize(ckptkit.open(pickled(tmp_path)), "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("reason", "hint"),
     [
@@ -250,6 +305,8 @@ def test_a_shard_alone_is_not_dequantized(tmp_path: Path, run: Run) -> None:
 
 def made(refusal: Refusal, folder: Path) -> Path:
     tensors = {"model.norm.weight": ones([4], "BF16"), **refusal.tensors}
+    for name, value in (refusal.beside or {}).items():
+        (folder / name).write_text(json.dumps(value))
     return write(folder / "model.safetensors", tensors, refusal.metadata, refusal.config)
 
 

@@ -48,9 +48,12 @@ def _standing_in(places: set[tuple[str, str]]) -> Iterator[dict[tuple[str, str],
     added = []
     missing = object()
     for module, name in sorted(places):
-        if module not in sys.modules:
-            sys.modules[module] = types.ModuleType(module)
-            added.append(module)
+        parts = module.split(".")
+        for count in range(1, len(parts) + 1):
+            package = ".".join(parts[:count])
+            if package not in sys.modules:
+                sys.modules[package] = types.ModuleType(package)
+                added.append(package)
         holder = sys.modules[module]
         replaced.append((holder, name, getattr(holder, name, missing)))
         made[module, name] = type(name, (), {"__module__": module})
