@@ -18,6 +18,7 @@ from ckptkit.analysis.values import json_number
 from ckptkit.compute import Difference
 from ckptkit.core import above
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.fold import Modules
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, some
 
@@ -75,7 +76,8 @@ class Diff:
     were compared). `common` counts the names that both sides have; `advice` are commands that help.
     `renamed` and `reshaped` pair what is missing with what is unexpected: these names are in both
     lists as well. `silent` is None unless B is a model. `entries` are values beside the tensors
-    that differ, `uncompared` names what was not compared."""
+    that differ, `uncompared` names what was not compared. `modules` are the kinds of modules, for
+    views that fold names."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -88,6 +90,7 @@ class Diff:
     silent: Silent | None = None
     entries: tuple[Entry, ...] = ()
     uncompared: tuple[str, ...] = ()
+    modules: Modules = field(default_factory=Modules, compare=False)
 
     @property
     def renamed(self) -> tuple[Renamed, ...]:
@@ -333,8 +336,8 @@ def _common(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
 
 
 def _names(
-    a: Mapping[str, object],
-    b: Mapping[str, object],
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]],
     place: tuple[str, str | None],
     unexpected: Mapping[str, Kind],
     missing: Mapping[str, Kind],
@@ -357,8 +360,18 @@ def _names(
         common=common,
         advice=tuple(helpful),
         matching=matching,
+        modules=_modules(a, b),
         **found,
     )
+
+
+def _modules(*sides: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]]) -> Modules:
+    """Return the kinds of the modules of both sides; dtypes, which may differ, do not count."""
+    shapes: list[tuple[str, str, int]] = []
+    for side in sides:
+        for name, each in side.items():
+            shapes.append((name, "", len(each.shape if isinstance(each, Tensor) else each[1])))
+    return Modules(shapes)
 
 
 def _prefix_advice(

@@ -35,7 +35,7 @@ class Share(NamedTuple):
     @property
     def label(self) -> str:
         """The name in the weights, elsewhere the place."""
-        return self.place if self.row.name is None else self.row.name
+        return self.row.label
 
 
 @dataclass(slots=True)

@@ -9,10 +9,9 @@ bools and complex numbers do not mix.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ckptkit import compute
@@ -20,11 +19,10 @@ from ckptkit.analysis import summary
 from ckptkit.compute import ElementRange, Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
+from ckptkit.core.fold import Modules, ranges
 from ckptkit.core.tensor import Shape, Tensor
 
 Key = tuple[object, ...]
-
-_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 @dataclass(slots=True)
@@ -60,11 +58,6 @@ def depth(parts: int) -> Callable[[str], str]:
     return lambda name: ".".join(name.split(".")[:parts])
 
 
-def family(name: str) -> str:
-    """The label of tensors whose names differ in an index alone: ``layers.*.weight``."""
-    return _INDEX.sub("*", name)
-
-
 class Statistics:
     """The results of `rows`.
 
@@ -73,13 +66,18 @@ class Statistics:
     """
 
     def __init__(
-        self, rows: Sequence[summary.TensorRow], label: Callable[[str], str] | None = None
+        self,
+        rows: Sequence[summary.TensorRow],
+        label: Callable[[str], str] | None = None,
+        modules: Modules | None = None,
     ) -> None:
         self.skipped: list[Skipped] = []
         self.odd: list[TensorStats] = []
         self._sources = rows
         self._label = label
-        self._groups: dict[tuple[str, str], TensorStats] = {}
+        self._modules = modules
+        self._groups: dict[Key, TensorStats] = {}
+        self._members: defaultdict[Key, list[str]] = defaultdict(list)
         self._totals: dict[str, TensorStats] = {}
         self._seen: set[tuple[str | None, Key]] = set()
 
@@ -90,8 +88,17 @@ class Statistics:
 
     @property
     def groups(self) -> list[TensorStats]:
-        """Tensors with a common label and kind, in order of the first of each."""
-        return list(self._groups.values())
+        """Tensors with a common label and kind, in order of the first of each.
+
+        Where modules of several kinds have one label, it spells out the indices of each.
+        """
+        times = Counter((each.label, each.kind) for each in self._groups.values())
+        return [
+            replace(each, label=ranges(self._members[key]))
+            if times[each.label, each.kind] > 1
+            else each
+            for key, each in self._groups.items()
+        ]
 
     @property
     def totals(self) -> list[TensorStats]:
@@ -115,19 +122,20 @@ class Statistics:
             if times[key] > 1:
                 kept[key] = tally
             if isinstance(tally, str):
-                self.skipped.append(Skipped(_name(source), source.tensor.dtype.name, tally))
+                self.skipped.append(Skipped(source.label, source.tensor.dtype.name, tally))
             else:
                 yield self._row(source, tally, key)
 
     def _row(self, source: summary.TensorRow, tally: Tally, key: Key) -> TensorStats:
-        name, dtype = _name(source), source.tensor.dtype
+        name, dtype = source.label, source.tensor.dtype
         row = TensorStats(name, dtype.kind, (dtype.name,), source.tensor.shape, 1, tally, source)
         if tally.nan or tally.infinite:
             self.odd.append(row)
         if self._label is not None and self._is_new(label := self._label(name), key):
-            self._groups.setdefault(
-                (label, dtype.kind), TensorStats(label, dtype.kind, (), None, 0)
-            ).add(row)
+            module = None if self._modules is None else self._modules(name)
+            group = (label, dtype.kind, module)
+            self._members[group].append(name)
+            self._groups.setdefault(group, TensorStats(label, dtype.kind, (), None, 0)).add(row)
         if self._is_new(None, key):
             self._totals.setdefault(dtype.kind, TensorStats("", dtype.kind, (), None, 0)).add(row)
         return row
@@ -136,10 +144,6 @@ class Statistics:
         before = len(self._seen)
         self._seen.add((label, key))
         return len(self._seen) > before
-
-
-def _name(row: summary.TensorRow) -> str:
-    return row.place if row.name is None else row.name
 
 
 def _place(number: int, tensor: Tensor) -> Key:
@@ -188,7 +192,7 @@ def _work(task: Task) -> tuple[int, Tally | str, int]:
     try:
         return number, compute.tally(part), part.nbytes
     except CkptkitError as error:
-        error.message = f"{_name(row)}: {error.message}"
+        error.message = f"{row.label}: {error.message}"
         raise
 
 

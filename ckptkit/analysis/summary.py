@@ -6,7 +6,7 @@ One walk over the tree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,7 @@ from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError
+from ckptkit.core.fold import Modules
 from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more, matcher, plural
@@ -71,6 +72,16 @@ class TensorRow(NamedTuple):
     def place(self) -> str:
         """The path, its keys joined by dots."""
         return join(self.path)
+
+    @property
+    def label(self) -> str:
+        """The name, or the place of what is not in the weights."""
+        return self.place if self.name is None else self.name
+
+
+def modules(rows: Iterable[TensorRow]) -> Modules:
+    """Return the kinds of the modules of all rows of a checkpoint."""
+    return Modules((row.label, row.dtype, len(row.tensor.shape)) for row in rows)
 
 
 class Value(NamedTuple):

@@ -259,5 +259,5 @@ def _rows(summary: Summary, want: Wanted) -> list[TensorRow]:
     if want.sort == "size":
         rows = sorted(rows, key=lambda row: -row.nbytes)
     elif want.sort == "name":
-        rows = sorted(rows, key=lambda row: row.name or row.place)
+        rows = sorted(rows, key=lambda row: row.label)
     return rows

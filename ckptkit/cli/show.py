@@ -179,7 +179,7 @@ def _chosen(
 
 
 def _instead(name: str, rows: list[Any]) -> str | None:
-    names = [row.name or row.place for row in rows[:5_000]]
+    names = [row.label for row in rows[:5_000]]
     ending = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
     return guess(name, ending or names) or "`ckptkit inspect` lists them"
 

@@ -17,6 +17,7 @@ from ckptkit.core.text import some
 if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.fold import Modules
 
 SCHEMA = "ckptkit.stats/2"
 SHOWN = 8  # names in a warning
@@ -90,22 +91,29 @@ def command(
     """
     from ckptkit.analysis import stats
     from ckptkit.api import open_checkpoint
+    from ckptkit.core.fold import family
     from ckptkit.quantized import look_through
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
     by_depth = None if depth is None else stats.depth(depth)
-    label = stats.family if fold else by_depth
+    label = family if fold else by_depth
     form = _form(as_json, as_csv)
     with closing(open_checkpoint(file, key=key)) as opened:
         checkpoint = opened if stored else look_through(opened)
         rows = stats.chosen(checkpoint, globs, everything)
-        found = stats.Statistics(rows, label)
+        found = stats.Statistics(rows, label, _modules(checkpoint) if fold else None)
         _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))
     if not as_json:
         for line, hint in _remarks(found, globs):
             render.warn(line, hint)
     return 0
+
+
+def _modules(checkpoint: Checkpoint) -> Modules:
+    from ckptkit.analysis import summary
+
+    return summary.modules(summary.summarize(checkpoint).rows)
 
 
 def _form(as_json: bool, as_csv: bool) -> str:

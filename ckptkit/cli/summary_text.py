@@ -16,7 +16,7 @@ def lines(summary: Summary, rows: list[TensorRow], *, flat: bool, sort: str) -> 
     """Yield everything except warnings and hints; of a pickled module, its weights only."""
     yield from wrapped(contents.heading(summary))
     yield from flatten(map(wrapped, contents.remarks(summary, rows)))
-    for found in contents.tables(rows, flat=flat, sort=sort):
+    for found in contents.tables(summary, rows, flat=flat, sort=sort):
         yield from tabled(found)
     for listing in contents.listings(summary):
         yield from _listed(listing)

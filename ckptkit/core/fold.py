@@ -13,7 +13,10 @@ from collections.abc import Hashable, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ckptkit.core.text import some
+
 _split = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])").split
+COUNTERS = ("num_batches_tracked", "step")
 RUNS = 8  # runs of numbers that are spelled out between braces
 
 Indices = tuple[tuple[int, ...], ...]  # for each index in a name, the values that it takes
@@ -37,6 +40,32 @@ class Folded(NamedTuple):
 _Block = tuple[int, Indices, int, int]
 
 
+class Modules:
+    """The kinds of modules, by what each holds directly: a linear layer is no batch norm.
+
+    `tensors` are names with dtype and number of dimensions, of the whole checkpoint.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, str, int]] = ()) -> None:
+        held: defaultdict[str, set[tuple[str, str, int]]] = defaultdict(set)
+        for name, dtype, dimensions in tensors:
+            module, _, last = name.rpartition(".")
+            if not last.isdecimal():  # the items of a list are no parts of a module
+                held[module].add((last, dtype, dimensions))
+        kinds: dict[frozenset[tuple[str, str, int]], int] = {}
+        self._kinds = {
+            module: kinds.setdefault(frozenset(parts), len(kinds)) for module, parts in held.items()
+        }
+
+    def __call__(self, name: str) -> int | None:
+        """Return the kind of the module that a tensor is in; None for one in a list, or a counter.
+
+        Counters of training (steps, batches) are alike in modules of all kinds.
+        """
+        module, _, last = name.rpartition(".")
+        return None if last in COUNTERS else self._kinds.get(module)
+
+
 def fold(items: Iterable[Item]) -> list[Folded]:
     """Join rows that differ only in an index, each at the place of the first that it represents."""
     groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
@@ -49,6 +78,16 @@ def fold(items: Iterable[Item]) -> list[Folded]:
         for first, values, nbytes, rows in _joined(blocks, len(texts) - 1):
             found.append((first, Folded(_label(texts, values), columns, nbytes, rows)))
     return [row for _, row in sorted(found)]
+
+
+def family(name: str) -> str:
+    """Return the label of names that differ in indices alone: ``layers.*.weight``."""
+    return "*".join(_split(name)[::2])
+
+
+def ranges(names: Iterable[str]) -> str:
+    """Return the label of names that differ in indices alone, as ``{0,2}.weight``."""
+    return some([row.label for row in fold(Item(name, (), 0) for name in names)])
 
 
 def unfolded(items: Iterable[Item]) -> list[Folded]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ckptkit import api as convert
-from ckptkit.analysis.stats import Statistics, TensorStats, depth, family
+from ckptkit.analysis.stats import Statistics, TensorStats, depth
 from ckptkit.analysis.summary import summarize
+from ckptkit.core.fold import family
 from ckptkit.core.tree import Node
 from tests.analysis.made import checkpoint, tensor, view
 from tests.matrix import NAMES, Fixture

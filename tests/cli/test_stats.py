@@ -20,7 +20,7 @@ from tests.cli.conftest import Ckptkit
 def file(tmp_path: Path) -> Path:
     weights = {
         "layers.0.w": torch.tensor([[1.0, -2.0], [0.0, 3.0]]),
-        "layers.1.w": torch.tensor([1.0, math.nan, math.inf]),
+        "layers.1.w": torch.tensor([[1.0, math.nan, math.inf]]),
         "steps": torch.tensor(7),
         "packed": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
     }

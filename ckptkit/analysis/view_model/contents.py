@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from ckptkit.analysis.summary import Summary, TensorRow, Value
 from ckptkit.analysis.values import Plain
 from ckptkit.analysis.view_model import Table, tensors
-from ckptkit.core.fold import Folded, Item, fold
+from ckptkit.core.fold import Folded, Item, family, fold
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import escape, plural, size
 from ckptkit.core.tree import join
 
 LISTED = 8  # values of a list; JSON and the tree show all
 LONG = 200  # characters of a value; likewise
+
+
+Values = tuple[tuple[str, Plain], ...]  # of a row: type and value of each
 
 
 class Listing(NamedTuple):
@@ -65,14 +69,16 @@ def remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
         )
 
 
-def tables(rows: Iterable[TensorRow], *, flat: bool = False, sort: str = "file") -> Iterator[Table]:
-    """Yield the table of the weights, and that of the other tensors."""
+def tables(
+    summary: Summary, rows: Iterable[TensorRow], *, flat: bool = False, sort: str = "file"
+) -> Iterator[Table]:
+    """Yield the table of the weights, and that of the other tensors; `rows` are those shown."""
     rows = list(rows)
     weights = [row for row in rows if row.name is not None]
     others = [row for row in rows if row.name is None]
     for title, part in (("", weights), ("other tensors" if weights else "", others)):
         if part:
-            yield tensors.table(part, title, flat=flat, sort=sort)
+            yield tensors.table(part, title, flat=flat, sort=sort, among=summary.rows)
 
 
 def listings(summary: Summary) -> Iterator[Listing]:
@@ -81,7 +87,7 @@ def listings(summary: Summary) -> Iterator[Listing]:
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     named = fold(Item(join(each.path), each.global_, 0) for each in objects)
     metadata = [Folded(name, text, 0, 1) for name, text in summary.extras.items()]
-    yield _listing("values", fold(_values(values)), _value, len(values))
+    yield _listing("values", _series(_values(values)), _value, len(values))
     yield _listing("objects", named, _text, len(objects))
     yield _listing("metadata", metadata, _text, len(metadata))
 
@@ -92,7 +98,7 @@ def _listing(title: str, rows: list[Folded], text: Callable[[Any], str], count: 
     )
 
 
-def _values(values: list[Value]) -> Iterator[Item]:
+def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
     """Yield values, those near the root first; a list is one row, as ``betas.{0..1}``."""
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
@@ -101,9 +107,30 @@ def _values(values: list[Value]) -> Iterator[Item]:
         positions = [key if isinstance(key, int) else None for key in keys]
         if len(same) > 1 and positions == list(range(len(same))):
             label = f"{parent}{'.' * bool(parent)}{{0..{len(same) - 1}}}"
-            yield Item(label, tuple((value.type, value.value) for value in same), 0)
+            yield label, tuple((value.type, value.value) for value in same)
         else:
-            yield from (Item(join(value.path), ((value.type, value.value),), 0) for value in same)
+            yield from ((join(value.path), ((value.type, value.value),)) for value in same)
+
+
+def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
+    """Fold values that differ only in an index: the history of a loss is one row with its values.
+
+    Values that are all equal are shown once; a few lists stay rows of their own.
+    """
+    found: list[tuple[str, Values] | None] = list(rows)
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for position, row in enumerate(found):
+        assert row is not None
+        groups[family(row[0]), tuple(kind for kind, _ in row[1])].append(position)
+    for positions in groups.values():
+        same = [row for row in map(found.__getitem__, positions) if row is not None]
+        together = fold(Item(label, (), 0) for label, _ in same)
+        short = len(same) <= LISTED and any(len(values) > 1 for _, values in same)
+        if len(together) == 1 and len({values for _, values in same}) > 1 and not short:
+            for position in positions:
+                found[position] = None
+            found[positions[0]] = (together[0].label, tuple(flatten(values for _, values in same)))
+    return fold(Item(*row, 0) for row in found if row is not None)
 
 
 def _value(columns: Any) -> str:

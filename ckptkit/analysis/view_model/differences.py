@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from ckptkit.analysis.diff import Changed, Diff, Kind, Mismatch, Renamed, Silent
 from ckptkit.analysis.view_model import Table
 from ckptkit.analysis.view_model.fold_pairs import fold_pairs
-from ckptkit.core.fold import Item, fold
+from ckptkit.core.fold import Item, family, fold
 from ckptkit.core.text import escape, plural, shape
 
 PAIRED = ("in A", "in B", "shape", "sure", "by")
@@ -43,16 +43,21 @@ def _names(found: Diff) -> Iterator[Table]:
         ("unexpected (only in A)", found.unexpected, old),
     ):
         left = [name for name in names if name not in gone]
-        rows = [(escape(row.label),) for row in fold(Item(name, (), 0) for name in left)]
-        yield Table(title, ("name",), rows, things=len(left))
+        rows = fold(Item(name, found.modules(name), 0) for name in left)
+        cells = [(escape(row.label),) for row in rows]
+        yield Table(title, ("name",), cells, things=len(left))
 
 
 def _mismatched(found: Diff) -> Table:
     rows = fold(
-        Item(each.name, (kind(each.a), kind(each.b), _closeness(each)), 0)
+        Item(
+            each.name,
+            (kind(each.a), kind(each.b), _closeness(each), found.modules(each.name)),
+            0,
+        )
         for each in found.mismatched
     )
-    cells = [(escape(row.label), *row.columns) for row in rows]
+    cells = [(escape(row.label), *row.columns[:3]) for row in rows]
     headers = ("name", "A", "B", "values")
     return Table("mismatched", headers, cells, things=len(found.mismatched)).without_empty()
 
@@ -71,11 +76,11 @@ def _changed(found: Diff) -> Table:
     headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
     if not found.changed:
         return Table("changed", headers, [])
-    from ckptkit.analysis.stats import family
 
-    groups: dict[str, list[Changed]] = {}
+    groups: dict[Hashable, list[Changed]] = {}
     for each in found.changed:
-        groups.setdefault(family(each.name), []).append(each)
+        key = (family(each.name), found.modules(each.name))
+        groups.setdefault(key, []).append(each)
     rows = sorted(groups.values(), key=_movement, reverse=True)
     cells = [_moved(family(row[0].name), row) for row in rows]
     table = Table("changed", headers, cells, headers[1:], len(found.changed))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.analysis.summary import TensorRow
+from ckptkit.analysis.summary import TensorRow, modules
 from ckptkit.analysis.values import key_list, number
 from ckptkit.analysis.view_model import Table
 from ckptkit.core.text import escape, plural, shape, size
@@ -195,15 +195,26 @@ def brief(row: TensorRow) -> dict[str, str]:
 
 
 def table(
-    rows: Iterable[TensorRow], title: str = "", *, flat: bool = False, sort: str = "file"
+    rows: Iterable[TensorRow],
+    title: str = "",
+    *,
+    flat: bool = False,
+    sort: str = "file",
+    among: Sequence[TensorRow] | None = None,
 ) -> Table:
-    """Return the table of tensors; those that differ only in an index are one row unless `flat`."""
+    """Return the table of tensors.
+
+    Those that differ only in an index are one row unless `flat`, if their modules are of one kind.
+    `among` are all tensors, where `rows` are selected ones.
+    """
     from ckptkit.core.fold import Item, fold, unfolded
 
+    rows = list(rows)
+    kind = modules(rows if among is None else among)
     items = [
         Item(
-            row.place if row.name is None else row.name,
-            tuple([fact.value(row) for fact in _FOLDED]),
+            row.label,
+            (*[fact.value(row) for fact in _FOLDED], kind(row.label)),
             row.nbytes,
         )
         for row in rows

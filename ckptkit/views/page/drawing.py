@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.shares import Branch
-from ckptkit.analysis.stats import family
 from ckptkit.core.errors import UsageError
+from ckptkit.core.fold import family
 from ckptkit.core.text import escape, size
 from ckptkit.views.page.treemap import Box, Frame, Tile, tiles
 
