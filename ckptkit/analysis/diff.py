@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import compute
 from ckptkit.analysis import advice
@@ -18,9 +18,11 @@ from ckptkit.analysis.values import json_number
 from ckptkit.compute import Difference
 from ckptkit.core import above
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.fold import Modules
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, some
+
+if TYPE_CHECKING:
+    from ckptkit.core.fold import Modules
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -90,7 +92,7 @@ class Diff:
     silent: Silent | None = None
     entries: tuple[Entry, ...] = ()
     uncompared: tuple[str, ...] = ()
-    modules: Modules = field(default_factory=Modules, compare=False)
+    modules: Modules | None = field(default=None, compare=False)
 
     @property
     def renamed(self) -> tuple[Renamed, ...]:
@@ -354,19 +356,21 @@ def _names(
             "them to the file: " + advice.rename(name, "map.json", *chosen)
         )
     common = len(a) - len(unexpected)
-    return Diff(
+    made = Diff(
         tuple(missing),
         tuple(unexpected),
         common=common,
         advice=tuple(helpful),
         matching=matching,
-        modules=_modules(a, b),
         **found,
     )
+    return made if made.equal else replace(made, modules=_modules(a, b))
 
 
 def _modules(*sides: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]]) -> Modules:
     """Return the kinds of the modules of both sides; dtypes, which may differ, do not count."""
+    from ckptkit.core.fold import Modules
+
     shapes: list[tuple[str, str, int]] = []
     for side in sides:
         for name, each in side.items():

@@ -15,7 +15,6 @@ from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError
-from ckptkit.core.fold import Modules
 from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more, matcher, plural
@@ -24,6 +23,7 @@ from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.pickles.trust import describe, is_harmful
 
 if TYPE_CHECKING:
+    from ckptkit.core.fold import Modules
     from ckptkit.core.parts import PartOf
     from ckptkit.core.pieces import Piece
     from ckptkit.quantized import Group
@@ -81,6 +81,8 @@ class TensorRow(NamedTuple):
 
 def modules(rows: Iterable[TensorRow]) -> Modules:
     """Return the kinds of the modules of all rows of a checkpoint."""
+    from ckptkit.core.fold import Modules
+
     return Modules((row.label, row.dtype, len(row.tensor.shape)) for row in rows)
 
 

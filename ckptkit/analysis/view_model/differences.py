@@ -43,7 +43,7 @@ def _names(found: Diff) -> Iterator[Table]:
         ("unexpected (only in A)", found.unexpected, old),
     ):
         left = [name for name in names if name not in gone]
-        rows = fold(Item(name, found.modules(name), 0) for name in left)
+        rows = fold(Item(name, _module(found, name), 0) for name in left)
         cells = [(escape(row.label),) for row in rows]
         yield Table(title, ("name",), cells, things=len(left))
 
@@ -52,7 +52,7 @@ def _mismatched(found: Diff) -> Table:
     rows = fold(
         Item(
             each.name,
-            (kind(each.a), kind(each.b), _closeness(each), found.modules(each.name)),
+            (kind(each.a), kind(each.b), _closeness(each), _module(found, each.name)),
             0,
         )
         for each in found.mismatched
@@ -79,7 +79,7 @@ def _changed(found: Diff) -> Table:
 
     groups: dict[Hashable, list[Changed]] = {}
     for each in found.changed:
-        key = (family(each.name), found.modules(each.name))
+        key = (family(each.name), _module(found, each.name))
         groups.setdefault(key, []).append(each)
     rows = sorted(groups.values(), key=_movement, reverse=True)
     cells = [_moved(family(row[0].name), row) for row in rows]
@@ -123,6 +123,11 @@ def _side(text: str | None) -> str:
     from ckptkit.analysis.view_model.contents import cut
 
     return "(absent)" if text is None else cut(text)
+
+
+def _module(found: Diff, name: str) -> int | None:
+    """Return the kind of the module that a tensor is in."""
+    return None if found.modules is None else found.modules(name)
 
 
 def kind(side: Kind) -> str:
