@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import io
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,31 @@ def test_what_numpy_lacks_names_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             read_all()
 
 
+def test_dtypes_equal_those_of_torch_and_numpy() -> None:
+    weights = ckptkit.open({"b": torch.ones(2).bfloat16(), "f": torch.ones(2)}).weights
+    kind = weights["b"].dtype
+    assert kind == torch.bfloat16 and kind == "bfloat16" and kind == "torch.bfloat16"
+    assert kind != torch.float16 and kind != "float32" and kind != 16 and kind != weights["f"].dtype
+    assert weights["f"].dtype == np.float32 and weights["f"].dtype == np.dtype("f4")
+    assert {kind: 1}["bfloat16"] == 1 and repr(kind) == "<DType bfloat16>"
+
+
+def test_what_a_tensor_does_not_have_says_what_has_it() -> None:
+    tensor = ckptkit.open({"w": VALUES}).weights["w"]
+    assert tensor.ndim == 3
+    with pytest.raises(AttributeError, match=r"has no 'mean': t\.torch\(\) and t\.numpy\(\)"):
+        tensor.mean()
+    assert not hasattr(tensor, "grad")
+    assert torch.equal(copy.deepcopy(tensor).torch(), VALUES)
+
+
+def test_hints_show_in_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ckptkit.CkptkitError) as caught:
+        ckptkit.open(nn.Linear(2, 2))  # type: ignore[arg-type]
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.endswith("\nhint: of a model, give its state_dict()\n")
+
+
 def test_a_bomb_is_not_read() -> None:
     tensor = ckptkit.open(saved({"w": torch.ones(1).expand(1 << 40)})).weights["w"]
     for read_all in (tensor.numpy, tensor.torch):
@@ -182,6 +209,8 @@ def test_entries(tmp_path: Path) -> None:
         assert repr(ck["model"]["weight"]) == "<Tensor float32 [3]>"
         assert ck["model.running_mean"].numpy().tolist() == [0, 0, 0]
         assert "model" in ck and "nope" not in ck and 3 not in ck
+        assert dict(ck.items())["a.b"] == {"c": 1} and ck.get("epoch") == 3
+        assert ck.get("nope") is None and ck.get("a.b.d", 5) == 5
         with pytest.raises(KeyError) as caught:
             ck["weight"]
         assert "ck.weights['weight']" in caught.value.hint  # type: ignore[attr-defined]

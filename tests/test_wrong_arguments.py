@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -21,7 +22,10 @@ FUNCTIONS = [name for name in ckptkit.__all__ if isinstance(getattr(ckptkit, nam
 METHODS = [
     (kind, name)
     for kind, names in (
-        (Checkpoint, ("map", "with_value", "without", "with_key", "__getitem__", "__contains__")),
+        (
+            Checkpoint,
+            ("map", "with_value", "without", "with_key", "get", "__getitem__", "__contains__"),
+        ),
         (Tensor, ("torch", "__getitem__")),
     )
     for name in names
@@ -157,6 +161,33 @@ def test_a_sentence_of_options(option: str, folder: Path) -> None:
             if not is_sentence(error) and not (own and callable(value)):
                 raw[kind] = f"{type(error).__name__}: {error}"
     assert raw == {}
+
+
+@pytest.mark.parametrize("option", [each.name for each in fields(ckptkit.WriteOptions)])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_a_sentence_of_write_options(option: str, suffix: str, folder: Path) -> None:
+    raw = {}
+    for kind, value in WRONG.items():
+        try:
+            options = ckptkit.WriteOptions(**{option: value})
+            ckptkit.save("a.pth", f"c.{suffix}", options=options, force=True)
+        except Exception as error:
+            if not is_sentence(error):
+                raw[kind] = f"{type(error).__name__}: {error}"
+    assert raw == {}
+
+
+def test_every_method_with_arguments_has_a_row() -> None:
+    public = {
+        (kind, name)
+        for kind in (Checkpoint, Tensor)
+        for name, method in vars(kind).items()
+        if isinstance(method, FunctionType)
+        and (not name.startswith("_") or name in ("__getitem__", "__contains__"))
+        and len(inspect.signature(method).parameters) > 1
+    }
+    of_rooms = {(Checkpoint, "with_root")}  # the tree of a format or a transform
+    assert public == {*METHODS} | of_rooms
 
 
 def test_nothing_is_left_out() -> None:

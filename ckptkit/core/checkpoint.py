@@ -216,6 +216,17 @@ class Checkpoint:
         """Return the keys of the entries at the root, in the order of the file."""
         return [key for key, _ in children(self.root)]
 
+    def items(self) -> list[tuple[Any, Any]]:
+        """Return the entries at the root, each with its key."""
+        return [(key, self[key]) for key in self.keys()]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return `ck[key]`, or `default` where it is not there."""
+        try:
+            return self[key]
+        except UnknownNameError:
+            return default
+
     def with_value(self, path: str, value: object) -> Checkpoint:
         """Return this checkpoint with another value at the dotted `path`, or a new entry there.
 

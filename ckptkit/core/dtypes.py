@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptkit.core import arguments
-from ckptkit.core.errors import FormatError
+from ckptkit.core.errors import ArgumentError, FormatError
 from ckptkit.core.text import meant
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type.
+    """An element type. It equals its name, the torch.dtype and the numpy dtype of that name.
 
     ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex,
     quantized, bits, or unknown (:func:`unknown`);
@@ -49,6 +49,22 @@ class DType:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        return f"<DType {self.name}>"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if isinstance(other, DType):
+            return (self.name, self.bits, self.kind) == (other.name, other.bits, other.kind)
+        try:
+            return _name(other).removeprefix("torch.") == self.name
+        except ArgumentError:
+            return False
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 TABLE: tuple[DType, ...] = (

@@ -35,6 +35,11 @@ class CkptkitError(Exception):
         self.where = where
         self.hint = hint
 
+    @property
+    def __notes__(self) -> list[str]:  # type: ignore[override]  # it is only read
+        """The hint, where Python prints the error."""
+        return [f"hint: {self.hint}"] if self.hint else []
+
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
 

@@ -126,6 +126,13 @@ class Tensor:
             raise ArgumentError("a tensor without dimensions has no length")
         return self.shape[0]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a tensor of a checkpoint has no {name!r}: t.torch() and t.numpy() give its values",
+            name=name,
+            obj=self,
+        )
+
     def __bool__(self) -> bool:
         """Return True, whatever the elements: these are not read."""
         return True
@@ -135,6 +142,11 @@ class Tensor:
         kind = {"tensor": "Tensor", "parameter": "Parameter"}.get(self.kind, self.kind)
         layout = "" if self.layout == "strided" else f" {self.layout}"
         return f"<{kind} {self.dtype} {shape_text(self.shape)}{layout}{place}>"
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
 
     @property
     def device(self) -> str:

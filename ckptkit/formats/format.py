@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.containers.zip_reader import MAGIC, ZipDirectory, read_directory
+from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Patch, Plan
@@ -98,6 +99,9 @@ class WriteOptions:
     ranks: int | None = None
     record: bool = True
     sidecars: bool = True
+
+    def __post_init__(self) -> None:
+        arguments.flags(everything=self.everything, record=self.record, sidecars=self.sidecars)
 
 
 @dataclass(frozen=True, slots=True)
