@@ -20,6 +20,7 @@ PACKAGE = Path(ckptkit.__file__).parent
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
 )
+KNOWN = frozenset(MODULES)
 
 # A room sees those above it; the names of one line do not see each other.
 ROOMS = (
@@ -87,9 +88,14 @@ def path_of(module: str) -> Path:
     return PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
 
 
-def imports(module: str) -> Iterator[tuple[str, str]]:
-    """Full dotted names that a module imports, and when: at once, later, or never (for type
+@cache
+def imports(module: str) -> tuple[tuple[str, str], ...]:
+    """Return full dotted names that a module imports, and when: at once, later, or never (for type
     checkers)."""
+    return tuple(_imports(module))
+
+
+def _imports(module: str) -> Iterator[tuple[str, str]]:
     when = {}
     for node in ast.walk(parsed(module)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -117,15 +123,20 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
     return ".".join([*parts[: len(parts) - node.level], *filter(None, [node.module])])
 
 
-def own(module: str) -> Iterator[str]:
-    """The modules of ckptkit that a module imports, as they stand in MODULES."""
+@cache
+def own(module: str) -> tuple[str, ...]:
+    """Return the modules of ckptkit that a module imports, as they stand in MODULES."""
+    return tuple(_own(module))
+
+
+def _own(module: str) -> Iterator[str]:
     for name, _ in imports(module):
         parts = name.split(".")
         if parts[0] != "ckptkit":
             continue
         candidates = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
         names = (
-            found for each in candidates for found in (each, f"{each}.__init__") if found in MODULES
+            found for each in candidates for found in (each, f"{each}.__init__") if found in KNOWN
         )
         yield next(names, "__init__")
 
