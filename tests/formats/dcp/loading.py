@@ -1,14 +1,11 @@
-"""Loads a folder into a model that is sharded over the processes: run by each of them, under
-torchrun.
+"""Loads a folder into a model that is sharded over the processes: run by each of them.
 
-    torchrun --nproc-per-node 2 -m tests.formats.dcp.loading FOLDER FILE
+    python -m tests.ranks 2 tests.formats.dcp.loading FOLDER FILE
 
 FILE holds the same state_dict whole.
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -31,7 +28,3 @@ def main(folder: str, file: str) -> None:
         found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(found, expected[name]), name
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,11 +1,10 @@
-"""Saves of several processes with torch.distributed.checkpoint: run by each, under torchrun.
+"""Saves of several processes with torch.distributed.checkpoint: run by each of four.
 
-torchrun --nproc-per-node 4 -m tests.formats.dcp.ranks FOLDER
+python -m tests.ranks 4 tests.formats.dcp.ranks FOLDER
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,7 +128,8 @@ def writers(folder: Path) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "alone"), use_collectives=False)
 
 
-def main(folder: Path) -> None:
+def main(place: str) -> None:
+    folder = Path(place)
     dist.init_process_group("gloo")
 
     def save(name: str, state: dict[str, Any]) -> None:
@@ -140,7 +140,3 @@ def main(folder: Path) -> None:
     fully_sharded(save)
     writers(folder)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

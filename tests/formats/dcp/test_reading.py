@@ -6,8 +6,6 @@ from __future__ import annotations
 import pickle
 import pickletools
 import shutil
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,10 +30,11 @@ from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Traced
 from ckptkit.scanning import find as hidden
-from tests.conftest import ENVIRONMENT, ROOT, Corpus
+from tests.conftest import Corpus
 from tests.formats.conformance import FormatConformance, State, elements
 from tests.formats.dcp.making import DATA, Crafted, alone, archive, save, whole
 from tests.formats.dcp.ranks import tensors
+from tests.ranks import run_ranks
 
 PLAIN = [
     row.name
@@ -225,20 +224,7 @@ def test_matches(tmp_path: Path) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that four processes saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-    ]
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "-m", "tests.formats.dcp.ranks", str(folder)],
-        cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_ranks(4, "tests.formats.dcp.ranks", folder)
     return folder
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,11 @@ from ckptkit.core.errors import (
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import Probe, WriteOptions
-from tests.conftest import ENVIRONMENT, ROOT, Run
+from tests.conftest import Run
 from tests.formats.conformance import elements, elements_of
 from tests.formats.dcp.making import Crafted, alone, archive, whole
 from tests.formats.dcp.test_reading import same
+from tests.ranks import run_ranks
 
 
 def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:
@@ -282,19 +281,7 @@ def test_two_processes_load_their_shards(tmp_path: Path) -> None:
     """FSDP from one file of one process."""
     model, _ = trained()
     folder, _ = convert({"model": model.state_dict()}, tmp_path / "x")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "-m", "tests.formats.dcp.loading", folder, tmp_path / "x.pth"],
-        cwd=ROOT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, "tests.formats.dcp.loading", folder, tmp_path / "x.pth")
 
 
 def read(folder: Path) -> Checkpoint:

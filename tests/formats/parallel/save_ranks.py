@@ -1,4 +1,4 @@
-"""Run by torchrun: train one step with each way of cutting a model, and save what each rank has,
+"""Run by tests.ranks: train one step with each way of cutting a model, and save what each rank has,
 and the whole.
 
 FOLDER/<form>/model_world_size_<W>_rank_<R>.pt, optim_world_size_<W>_rank_<R>.pt
@@ -7,8 +7,6 @@ FOLDER/<form>.full.pt, FOLDER/<form>.optim.pt        the whole, put together by 
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -204,17 +202,11 @@ FORMS: dict[int, tuple[Callable[[Path], None], ...]] = {
 }
 
 
-def main() -> None:
+def main(place: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
+    folder = Path(place)
     for form in FORMS[dist.get_world_size()]:
         form(folder)
         dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # process groups of replicas are not all torn down in order

@@ -3,8 +3,6 @@ of torch."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import pytest
 import torch
 
 import ckptkit
-from tests.conftest import ENVIRONMENT
 from tests.formats.parallel import save_ranks
 from tests.formats.parallel.trees import assert_same
+from tests.ranks import run_ranks
 
 CASES = [(world, form.__name__) for world, forms in save_ranks.FORMS.items() for form in forms]
 
@@ -27,12 +25,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def save(world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks{world}")
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
-             save_ranks.__file__, str(folder)],
-            capture_output=True, encoding="utf-8", timeout=300, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_ranks(world, save_ranks.__name__, folder)
         return folder
 
     return save
