@@ -235,9 +235,10 @@ class Arrangement:
         values = [found.get(symbol) for found in solved]
         position = self._differing(members, values)
         if position is None:
-            return MisfitError(
-                about(self.number, f"{word} differs between {members[0].key} and others")
-            )
+            other = next(n for n, value in enumerate(values) if value != values[0])
+            pairs = ((members[n].key, values[n]) for n in (0, other))
+            found = ", ".join(f"{key}: {value}" for key, value in pairs)
+            return MisfitError(about(self.number, f"{word} differs ({found})"))
         variable = self.words.gathered[position]
         kind = self.words.left_kinds.get(variable)
         by: dict[str, int | None] = {}
@@ -262,7 +263,7 @@ class Arrangement:
                 by.setdefault(member.indices[position], set()).add(value)
             if len(set(flatten(by.values()))) > 1 and all(len(found) == 1 for found in by.values()):
                 return position
-        return 0 if labelled else None
+        return None
 
 
 def _words(axes: Axes) -> str:

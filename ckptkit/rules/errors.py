@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptkit.core.errors import TensorError, UsageError
+from ckptkit.core.errors import CkptkitError, TensorError, UsageError
 
 
 class RuleError(UsageError):
@@ -26,6 +26,13 @@ class NotReversibleError(RuleError):
 def about(number: int, message: str) -> str:
     """`message`, said of rule `number`."""
     return f"rule {number}: {message}"
+
+
+def in_step(number: int, error: CkptkitError) -> CkptkitError:
+    """Say of an error which step of a recipe it is about."""
+    between = ", " if error.message.startswith("rule ") else ": "
+    error.message = f"step {number}{between}{error.message}"
+    return error
 
 
 def settings(sizes: Iterable[tuple[str, int]]) -> str:

@@ -67,6 +67,11 @@ class Side:
         return tuple(part for part in self.name if isinstance(part, Variable))
 
     @property
+    def name_text(self) -> str:
+        """The name as it is written."""
+        return "".join(map(str, self.name))
+
+    @property
     def words(self) -> tuple[str, ...]:
         """The words of the name, each once, in order."""
         found: dict[str, None] = {}
@@ -75,10 +80,9 @@ class Side:
         return tuple(found)
 
     def __str__(self) -> str:
-        name = "".join(map(str, self.name))
         if self.dimensions is None:
-            return name
-        return f"{name} [{' '.join(map(dimension_text, self.dimensions))}]"
+            return self.name_text
+        return f"{self.name_text} [{' '.join(map(dimension_text, self.dimensions))}]"
 
 
 def dimension_text(dimension: Dimension) -> str:

@@ -11,7 +11,7 @@ from math import prod
 from ckptkit.core.errors import CollisionError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import nearest
+from ckptkit.core.text import nearest, some
 from ckptkit.rules.checks import words_of
 from ckptkit.rules.copies import Copy, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
@@ -167,7 +167,7 @@ class Rules:
 def unused_argument(word: str, known: Iterable[str]) -> RuleError:
     """Make the error for an argument that no rule uses."""
     close = nearest(word, sorted(known))
-    hint = f"did you mean {', '.join(close)}?" if close else None
+    hint = f"did you mean {', '.join(close)}?" if close else f"rules use {some(sorted(known), 8)}"
     return RuleError(f"--arg {word}: no rule uses it", hint=hint)
 
 
@@ -238,7 +238,14 @@ class Planning:
             if left:
                 noun = "1 key is" if len(left) == 1 else f"{len(left):,} keys are"
                 message = f"{noun} in no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}"
-                raise UncoveredError(message, hint="keep: rest, or a line for them")
+                near = self._nearest_rule(left[0])
+                raise UncoveredError(message + near, hint="keep: rest, or a line for them")
+
+    def _nearest_rule(self, key: str) -> str:
+        """Name the rule whose left side looks most like a key, for a message."""
+        numbers = {ready.rule.left.name_text: ready.number for ready in self.rules}
+        close = nearest(key, numbers)
+        return f"; nearest: rule {numbers[close[0]]}, {close[0]}" if close else ""
 
     def _check_matched(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
         """Raise UncoveredError for a rule that takes nothing and must."""
@@ -255,7 +262,7 @@ class Planning:
                 raise UncoveredError(
                     f"{message} that rule {first} leaves: {shadowed}", hint="order"
                 )
-            close = nearest("".join(map(str, ready.rule.left.name)), self.shapes)
+            close = nearest(ready.rule.left.name_text, self.shapes)
             near = f"; nearest: {close[0]}" if close else ""
             raise UncoveredError(message + near, hint="->? if it may be missing")
 

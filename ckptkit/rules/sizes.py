@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.grouping import flatten
-from ckptkit.core.text import nearest
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import Choice, Given, Rule, Shift, Term, Variable
 
@@ -68,22 +67,6 @@ class Settings:
         if type(node) is not int:
             raise RuleError(f"config.{path} is {str(node)[:40]!r}, which is not a whole number")
         return node
-
-    def check_used(self, rules: list[Rule]) -> None:
-        """Raise RuleError for an argument or a size that no rule uses."""
-        used: set[str] = set()
-        for rule in rules:
-            used |= words_of(rule)
-        for given in (*self.sizes.values(), *self.defaults.values()):
-            used |= _words_of_given(given)
-        for word, where in (
-            *((word, "--arg") for word in self.args),
-            *((word, "sizes") for word in self.sizes),
-        ):
-            if word not in used:
-                close = nearest(word, sorted(used))
-                hint = f"did you mean {', '.join(close)}?" if close else None
-                raise RuleError(f"{where} {word}: no rule uses it", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

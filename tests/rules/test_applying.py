@@ -232,6 +232,22 @@ def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: C
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("[b -> c, d -> e]", "a.pth: step 2, rule 2 matches no key"),
+        ("[c -> d]", "a.pth: step 2, rule 1 matches no key"),
+        ("['b [i j] -> c [j i]']", "a.pth: step 2, rule 1: b has 1 dimension"),
+        ("['bb ->? y']", "a.pth: step 2: 1 key is in no rule: b; nearest: rule 1, bb"),
+    ],
+)
+def test_errors_name_the_step(rules: str, said: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
+    (tmp_path / "r.yaml").write_text(f"steps:\n- rules: [a -> b]\n- rules: {rules}\n")
+    done = command("run", tmp_path / "r.yaml", tmp_path / "a.pth", tmp_path / "b.pth")
+    assert said in done.stderr
+
+
 # What else a tree holds
 
 

@@ -31,12 +31,12 @@ from typing import Any
 from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.errors import CollisionError, InputError, TensorError, UsageError
 from ckptkit.core.text import nearest
 from ckptkit.core.tree import find
 from ckptkit.rules.applying import Asked
 from ckptkit.rules.applying import step as apply_step
-from ckptkit.rules.errors import RuleError
+from ckptkit.rules.errors import RuleError, in_step
 from ckptkit.rules.expecting import Expectations
 from ckptkit.rules.parsing import is_word
 from ckptkit.rules.planner import Rules, unused_argument
@@ -254,7 +254,7 @@ def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str 
             raise
         raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
     except RuleError as error:
-        raise RuleError(f"step {number}, {error.message}", hint=error.hint) from None
+        raise in_step(number, error) from None
 
 
 _RULE_OPTIONS = {"keep", "sizes", "keys"}
@@ -264,7 +264,14 @@ def _rules(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str
     rules = _parsed_rules(step, defaults)
     keep = _texts(step.options.get("keep", []))
     paths = _texts(step.options.get("keys", []))
-    return lambda ck: apply_step(ck, rules, keep, asked, paths, number)
+
+    def step_of_rules(checkpoint: Checkpoint) -> Checkpoint:
+        try:
+            return apply_step(checkpoint, rules, keep, asked, paths, number)
+        except (RuleError, TensorError, CollisionError) as error:
+            raise in_step(number, error) from None
+
+    return step_of_rules
 
 
 def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> Rules:
