@@ -215,6 +215,7 @@ def convert(
     chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
     # Otherwise it is released: there may be little memory.
     before = checkpoint if in_place and keep_format else None
+    dtype = _dtype_of(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps)
     if before is not None and (patch := _patch(before, checkpoint, chosen, options)) is not None:
         return _apply(checkpoint, patch, chosen, dry_run, publishing)
@@ -224,6 +225,7 @@ def convert(
     copied: tuple[str, ...] = ()
     if folder is not None and chosen.is_folder and (options is None or options.sidecars):
         checkpoint, copied = _with_sidecars(checkpoint, folder)
+        checkpoint = _with_dtype(checkpoint, dtype)
     done = _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
     return replace(done, copied=copied)
 
@@ -253,6 +255,31 @@ def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, 
         warnings=(*checkpoint.warnings, *found.warnings),
     )
     return changed, tuple(name for name, _ in found.files)
+
+
+def _dtype_of(checkpoint: Checkpoint) -> str | None:
+    """Return the dtype that most weights have."""
+    from ckptkit.formats.common.dtype_said import of_weights
+
+    return of_weights(checkpoint)
+
+
+def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
+    """Return the checkpoint with a config.json that says the dtype of its weights.
+
+    Only where the steps have changed it: `old` is what it was.
+    """
+    from ckptkit.formats.common import dtype_said
+
+    files, new = dict(checkpoint.companions), _dtype_of(checkpoint)
+    if dtype_said.CONFIG not in files or new is None or new == old:
+        return checkpoint
+    text, changed = dtype_said.renewed(files[dtype_said.CONFIG], old, new)
+    if not changed:
+        return checkpoint
+    files[dtype_said.CONFIG] = text
+    notes = (*checkpoint.notes, dtype_said.note(changed))
+    return replace(checkpoint, companions=tuple(files.items()), notes=notes)
 
 
 def _check_writing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from os.path import isdir
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,9 @@ def command(
     outcome = Outcome(strict)
     pieces_on_terminal = (as_json or as_sarif) and render.is_terminal(sys.stdout)
     with Progress("scanning", shown=not pieces_on_terminal) as progress:
-        results = outcome.watch(scan_all(files, trust=trust, workers=workers), progress)
+        reading = _reading(progress)
+        found = scan_all(files, trust=trust, workers=workers, progress=reading)
+        results = outcome.watch(found, progress)
         if as_json:
             render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
         elif as_sarif:
@@ -84,6 +86,20 @@ def command(
     if not (as_json or as_sarif or quiet) and (len(outcome) > 1 or any(map(isdir, files))):
         render.emit(outcome.summary())
     return outcome.code
+
+
+def _reading(progress: Progress) -> Callable[[str, int], None]:
+    """Return the function that shows which file is read, and the bytes that were."""
+    now = ""
+
+    def read(path: str, nbytes: int) -> None:
+        nonlocal now
+        if path != now:
+            now = path
+            progress.name(f"scanning {render.escape(path)}")
+        progress(nbytes)
+
+    return read
 
 
 def _print(
@@ -117,8 +133,6 @@ class Outcome:
         from ckptkit.scanning.verdict import FileVerdict, counts
 
         for each in results:
-            progress.name(f"scanning {render.escape(each.path)}")
-            progress(each.size if isinstance(each, FileVerdict) else 0)
             if isinstance(each, FileVerdict):
                 self.verdicts[each.verdict] += 1
                 self.found += counts(each, self.strict)

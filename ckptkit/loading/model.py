@@ -66,7 +66,10 @@ class LoadReport:
             f"added {self.added!r}"
         ] * bool(self.added)
         return "\n".join(
-            ["; ".join([f"loaded {len(self.loaded):,} entries", *changes]), *self.faults()]
+            [
+                "; ".join([f"loaded {plural(len(self.loaded), 'entry')}", *changes]),
+                *self.faults(),
+            ]
         )
 
     def faults(self) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
+Reading = Callable[[str, int], None]  # gets a path, and the bytes that were read of it
 MANY = 16  # files from which on worker processes are worth their start
 MOST = 8  # of them, unless more are asked for
 
@@ -31,7 +33,45 @@ class Failure(NamedTuple):
     error: CkptkitError
 
 
-def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
+class Watched(ByteSource):
+    """A source that reports the bytes that are read of it: at most its size, at the end all."""
+
+    def __init__(self, source: ByteSource, report: Callable[[int], None]) -> None:
+        self._source, self._report, self._left = source, report, source.size
+        self.name, self.size, self.identity = source.name, source.size, source.identity
+        self.remote = source.remote
+
+    def read(self, offset: int, length: int) -> bytes:
+        self._count(length)
+        return self._source.read(offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._count(len(buffer))
+        self._source.read_into(offset, buffer)
+
+    def _count(self, nbytes: int) -> None:
+        counted = min(nbytes, self._left)
+        self._left -= counted
+        if counted > 0:
+            self._report(counted)
+
+    def finish(self) -> None:
+        """Report what was not read: it need not be."""
+        self._count(self._left)
+
+    def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._source.will_read(ranges)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    def folder_and_name(self) -> tuple[Folder, str] | None:
+        return self._source.folder_and_name()
+
+
+def scan(
+    path: PathLike, *, trust: Iterable[str] = (), progress: Reading | None = None
+) -> FileVerdict:
     """Return what loading the file at `path` would do; nothing of it is run, or imported.
 
     `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError
@@ -42,16 +82,21 @@ def scan(path: PathLike, *, trust: Iterable[str] = ()) -> FileVerdict:
             raise InputError(
                 "is a folder", where=place.name, hint="scan_all goes through its files"
             )
-        return _scan(place, urls.shown(os.fspath(path)), Trusted(tuple(trust)))
+        return _scan(place, urls.shown(os.fspath(path)), Trusted(tuple(trust)), progress)
 
 
 def scan_all(
-    paths: Iterable[PathLike], *, trust: Iterable[str] = (), workers: int | None = None
+    paths: Iterable[PathLike],
+    *,
+    trust: Iterable[str] = (),
+    workers: int | None = None,
+    progress: Reading | None = None,
 ) -> Iterator[FileVerdict | Failure]:
     """Yield the verdicts on files and on all files in folders, in order; failures are not raised.
 
     `workers` processes share the work (default: as many as there are cores, up to 8, for 16 files
-    or more).
+    or more). `progress` gets a path and the bytes that were read of it, all of a file in the end;
+    of a file that a worker scans, when it is done.
     """
     trusted = Trusted(tuple(trust))
     files = _files(paths)
@@ -59,11 +104,13 @@ def scan_all(
     if workers is None:
         workers = min(MOST, os.cpu_count() or 1) if len(first) == MANY else 1
     rest = _chained(first, files)
-    yield from (
-        (_attempt(each, trusted) for each in rest)
-        if workers == 1
-        else _spread(rest, trusted, workers)
-    )
+    if workers == 1:
+        yield from (_attempt(each, trusted, progress) for each in rest)
+        return
+    for result in _spread(rest, trusted, workers):
+        if progress is not None:
+            progress(result.path, result.size if isinstance(result, FileVerdict) else 0)
+        yield result
 
 
 def _chained(first: list[str | Failure], rest: Iterator[str | Failure]) -> Iterator[str | Failure]:
@@ -101,21 +148,26 @@ def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileV
         )
 
 
-def _attempt(file: str | Failure, trusted: Trusted) -> FileVerdict | Failure:
+def _attempt(
+    file: str | Failure, trusted: Trusted, progress: Reading | None = None
+) -> FileVerdict | Failure:
     if isinstance(file, Failure):
         return file
     try:
-        return scan(file, trust=trusted.globs)
+        return scan(file, trust=trusted.globs, progress=progress)
     except CkptkitError as error:
         return Failure(urls.shown(file), error)
     except MemoryError:
         return Failure(urls.shown(file), InputError("needs more memory than there is"))
 
 
-def _scan(source: ByteSource, path: str, trusted: Trusted) -> FileVerdict:
+def _scan(source: ByteSource, path: str, trusted: Trusted, progress: Reading | None) -> FileVerdict:
+    seen = source if progress is None else Watched(source, partial(progress, path))
     with steady(source):
-        verdict = judge_file(path, source.size, hidden.pickles(source), trusted)
+        verdict = judge_file(path, source.size, hidden.pickles(seen), trusted)
         source.check_unchanged()
+    if isinstance(seen, Watched):
+        seen.finish()
     return verdict
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import pickle
 import sys
 from io import StringIO
 from pathlib import Path
@@ -9,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.cli import progress
+from ckptkit.scanning.files import scan_all
+from ckptkit.scanning.verdict import FileVerdict
 from tests.cli.conftest import Ckptkit
 
 
@@ -65,6 +70,22 @@ def test_scan_names_each_file(ckptkit: Ckptkit, run_pth: Path) -> None:
     assert "scanning" in shown and str(run_pth) in shown
     total = run_pth.stat().st_size + 2_000
     assert f"{total / 1000:.2f}kB" in shown
+
+
+def test_scan_counts_inside_a_file(tmp_path: Path) -> None:
+    """The bar of one large file moves, and ends at its size."""
+    with gzip.open(tmp_path / "a.pkl.gz", "wb", compresslevel=0) as file:
+        file.write(pickle.dumps({"x": os.urandom(1 << 25)}))
+    (tmp_path / "b.bin").write_bytes(bytes(5_000))
+    seen: list[tuple[str, int]] = []
+    paths = [tmp_path / "a.pkl.gz", tmp_path / "b.bin"]
+    results = scan_all(paths, workers=1, progress=lambda *part: seen.append(part))
+    assert isinstance(next(results), FileVerdict)
+    assert len(seen) > 4 and {path for path, _ in seen} == {str(paths[0])}
+    assert len(list(results)) == 1
+    for path in paths:
+        counted = [nbytes for name, nbytes in seen if name == str(path)]
+        assert sum(counted) == path.stat().st_size and min(counted) > 0
 
 
 def test_progress_after_two_dashes_is_a_file(ckptkit: Ckptkit) -> None:

@@ -139,3 +139,64 @@ def test_what_a_step_makes_wins(ckptkit: Ckptkit, tmp_path: Path) -> None:
     made = json.loads((tmp_path / "new" / "config.json").read_text())
     assert made["model_type"] == "llama" and "quantization_config" in made
     assert done.stdout.endswith("with tokenizer.json\n")
+
+
+def config_of(folder: Path) -> object:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+def test_the_configuration_says_the_new_dtype(
+    ckptkit: Ckptkit, model: Path, tmp_path: Path, field: str
+) -> None:
+    parts = {"text_config": {field: "float32", "n": 1}, "vision_config": {field: "float16"}}
+    config = {"model_type": "é", field: "float32", **parts, "list": [1]}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    done = ckptkit("convert", model, tmp_path / "new", "--cast", "bfloat16")
+    assert f"config.json: {field} float32 -> bfloat16" in done.stdout
+    expected = {**config, field: "bfloat16", "text_config": {field: "bfloat16", "n": 1}}
+    assert config_of(tmp_path / "new") == expected
+    assert list(expected) == list(json.loads((tmp_path / "new/config.json").read_text()))
+    found = json.loads(
+        ckptkit("convert", model, tmp_path / "b", "--cast", "bfloat16", "--json").stdout
+    )
+    assert f"config.json: {field} float32 -> bfloat16" in found["done"]
+
+
+def test_the_configuration_says_what_most_weights_have(
+    ckptkit: Ckptkit, model: Path, tmp_path: Path
+) -> None:
+    (model / "config.json").write_text('{"torch_dtype": "float32"}')
+    words = ("--cast", "a.weight=float32", "--drop", "b.weight")
+    ckptkit("convert", model, tmp_path / "same", *words)
+    assert (tmp_path / "same/config.json").read_text() == '{"torch_dtype": "float32"}'
+    ckptkit("convert", model, tmp_path / "new", "--no-sidecars", "--cast", "float16")
+    assert not (tmp_path / "new/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"torch_dtype": "auto"}', '{"torch_dtype": 3}', "{", "[]", "{}", '{"dtype": null}',
+             '{"dtype": "float32", "quantization_config": {"quant_method": "x"}}'],
+)  # fmt: skip
+def test_other_configurations_are_copied_as_they_are(
+    ckptkit: Ckptkit, model: Path, tmp_path: Path, text: str
+) -> None:
+    (model / "config.json").write_text(text)
+    done = ckptkit("convert", model, tmp_path / "new", "--cast", "float16")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "new/config.json").read_text() == text
+
+
+def test_a_dequantized_model_says_its_dtype(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    state = {
+        "model.layers.0.mlp.weight": torch.randn(64, 64).bfloat16(),
+        "n": torch.ones(9).bfloat16(),
+    }
+    save_file(state, tmp_path / "model/model.safetensors")
+    (tmp_path / "model/config.json").write_text('{"model_type": "x", "dtype": "bfloat16"}')
+    ckptkit("convert", tmp_path / "model", tmp_path / "q", "--quantize", "mxfp4")
+    done = ckptkit("convert", tmp_path / "q", tmp_path / "out", "--dequantize", "float16")
+    assert done.exit_code == 0, done.stderr
+    assert config_of(tmp_path / "out") == {"model_type": "x", "dtype": "float16"}
+    assert "config.json: dtype bfloat16 -> float16" in done.stdout
