@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,14 +66,11 @@ def shares(summary: Summary, root: Node) -> list[Share]:
     counted: set[tuple[object, ...]] = set()
     found: list[Share] = []
     for number, row in enumerate(summary.rows):
-        keys = tuple(map(key_text, row.path)) if optimizers else ()
+        role, place = OTHER, row.place
         if row.name is not None:
             role, place = WEIGHTS, prefix + row.name
-        else:
-            role, place = (
-                OPTIMIZER if any(keys[:n] in optimizers for n in lengths) else OTHER,
-                row.place,
-            )
+        elif _is_below(row.path, optimizers, lengths):
+            role = OPTIMIZER
         key = (
             (number,) if row.storage is None else (row.storage, row.tensor.offset, row.tensor.shape)
         )
@@ -85,6 +82,12 @@ def shares(summary: Summary, root: Node) -> list[Share]:
         parameters, nbytes = row.tensor.numel if counts else 0, row.nbytes if is_first else 0
         found.append(Share(row, role, place, parameters, nbytes, None if is_first else same))
     return found
+
+
+def _is_below(path: Path, places: Collection[tuple[str, ...]], lengths: Sequence[int]) -> bool:
+    """Return whether a path begins with one of the places, which have these lengths."""
+    keys = tuple(map(key_text, path)) if places else ()
+    return any(keys[:length] in places for length in lengths)
 
 
 def grown(shares: Iterable[Share]) -> Branch:

@@ -240,7 +240,7 @@ class _Survey:
         inside it.
         """
         target = self.weights.node if self.weights else self
-        name_of = _naming(self.weights) if self.weights else None
+        names = _naming(self.weights) if self.weights else None
         shown = 1 << 62  # depth of a node that is shown whole, while the walk is inside it
         base: int | None = None  # depth of the weights, while the walk is inside them
         for path, node in walk(root):
@@ -252,22 +252,25 @@ class _Survey:
                 base = None
             if node is target and self.weights and _same(path, self.weights.path):
                 base = depth
+            name_of = names if base is not None else None
             kind = node.__class__
             if kind is Tensor:
-                self._tensor(
-                    path, node, name_of(path[base:]) if name_of and base is not None else None
-                )
+                self._tensor(path, node, name_of(path[base:]) if name_of else None)
             elif kind is Object and node.tensor is not None:
-                name = name_of(path[base:]) if name_of and base is not None else None
-                if not self._piece(path, node, name):
-                    self._tensor(path, node.tensor, name)
-                    self._inside(path, node)
+                self._rebuilt(path, node, name_of(path[base:]) if name_of else None)
                 shown = depth
             elif (value := plain(node)) is not None:
                 self._value(path, node, *value)
                 shown = depth
             elif kind is Object or kind is Global:
                 self._opaque(path, node)
+
+    def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
+        """Add the row of an object that is a tensor: a subclass, or a rank's part of one."""
+        assert node.tensor is not None
+        if not self._piece(path, node, name):
+            self._tensor(path, node.tensor, name)
+            self._inside(path, node)
 
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         if self.logical and id(tensor) in self.logical:

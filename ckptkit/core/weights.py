@@ -110,27 +110,28 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         if (nodes := _read(root, qualifies)) is not None:
             return Weights((), root, nodes)
         found = _without_graphs(_search(root, qualifies))
-        known = list(_well_known(root, found)) or (_mostly(root) if qualifies is _is_pure else [])
-        if (
-            not known
-            and found
-            and qualifies is _is_pure
-            and (nodes := _read_most(root)) is not None
-        ):
-            found.insert(0, ((), root, nodes))
+        known = list(_well_known(root, found))
+        if not known and qualifies is _is_pure:
+            known = _mostly(root)
+            if not known and found and (nodes := _read_most(root)) is not None:
+                found.insert(0, ((), root, nodes))
         if known or len(found) == 1:
             path, node, nodes = (known or found)[0]
-            return Weights(
-                path, node, nodes, tuple(place for place, other, _ in found if other is not node)
-            )
+            others = tuple(place for place, other, _ in found if other is not node)
+            return Weights(path, node, nodes, others)
         if found:
-            names = [join(path) or "(root)" for path, _, _ in found]
-            more = "..." if len(names) > 8 else ""
-            raise AmbiguousError(
-                f"{len(found)} entries could be the weights: {', '.join(names[:8])}{more}",
-                hint=f"choose one with --key, e.g. --key {join(found[0][0]) or chr(39) * 2}",
-            )
+            raise _ambiguous([path for path, _, _ in found])
     return None
+
+
+def _ambiguous(paths: list[Path]) -> AmbiguousError:
+    """Return the error for several entries that could be the weights."""
+    names = [join(path) or "(root)" for path in paths]
+    more = "..." if len(names) > 8 else ""
+    return AmbiguousError(
+        f"{len(names)} entries could be the weights: {', '.join(names[:8])}{more}",
+        hint=f"choose one with --key, e.g. --key {join(paths[0]) or chr(39) * 2}",
+    )
 
 
 def _named(root: Node, key: str) -> Weights:

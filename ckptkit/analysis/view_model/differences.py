@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from ckptkit.analysis.diff import Changed, Diff, Kind, Mismatch, Renamed, Silent
 from ckptkit.analysis.view_model import Table
@@ -97,17 +97,22 @@ def _moved(label: str, group: Sequence[Changed]) -> tuple[str, ...]:
     """Return the cells of tensors of one kind: those that moved most."""
     found = [each.difference for each in group]
     labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
-    largest = [each.largest for each in found if each.largest is not None]
-    relative = [each.relative for each in found if each.relative is not None]
-    cosine = [each.cosine for each in found if each.cosine is not None]
     return (
         escape(labels[0] if len(labels) == 1 else label),
         f"{len(group):,}" if len(group) > 1 else "",
         f"{sum(each.count for each in found):,}",
-        f"{max(largest):.3g}" if largest else "",
-        f"{max(relative):.3g}" if relative else "",
-        f"{min(cosine):.6f}" if cosine else "",
+        _extreme(max, (each.largest for each in found), ".3g"),
+        _extreme(max, (each.relative for each in found), ".3g"),
+        _extreme(min, (each.cosine for each in found), ".6f"),
     )
+
+
+def _extreme(
+    choose: Callable[[list[float]], float], numbers: Iterable[float | None], form: str
+) -> str:
+    """Return the largest or smallest of the numbers that are known, as text; "" if none is."""
+    known = [each for each in numbers if each is not None]
+    return format(choose(known), form) if known else ""
 
 
 def entries(found: Diff) -> Table:

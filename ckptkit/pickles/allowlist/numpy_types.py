@@ -60,17 +60,28 @@ def named(text: Node) -> NumpyType | None:
 
 def built(view: NumpyView, fresh: NumpyType | None, state: Node) -> NumpyType | None:
     """Return what the state makes of a new dtype, None for what numpy does not write."""
-    if fresh is None or not isinstance(state, tuple) or len(state) not in (8, 9):
-        return None
-    version, order, subarray, names, fields, size, align, flags = state[:8]
-    numbers = all(type(each) is int for each in (version, size, align, flags))
-    if not numbers or version not in (3, 4) or order not in ("<", ">", "|", "="):
+    if fresh is None or not isinstance(state, tuple) or not _is_state(state):
         return None
     if len(state) == 9 and not _is_metadata(view, fresh, state[8]):
         return None
     if fresh.kind == "V":
         return _built_void(view, fresh, state)
-    if subarray is not None or names is not None or fields is not None:
+    return _built_plain(fresh, state)
+
+
+def _is_state(state: tuple[Node, ...]) -> bool:
+    """Return whether a tuple has the length, the version and the kinds of values of a state."""
+    if len(state) not in (8, 9):
+        return False
+    version, order, _, _, _, size, align, flags = state[:8]
+    numbers = all(type(each) is int for each in (version, size, align, flags))
+    return numbers and version in (3, 4) and order in ("<", ">", "|", "=")
+
+
+def _built_plain(fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
+    """Return what the state makes of a dtype without fields and subarrays."""
+    parts, (size, align, flags) = state[2:5], state[5:8]
+    if any(part is not None for part in parts):
         return None
     if fresh.kind == "O":
         return fresh._replace(objects=True) if (size, align, flags) == (-1, -1, _OBJECT) else None

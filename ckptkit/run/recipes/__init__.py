@@ -234,6 +234,12 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
 
 def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str | int]) -> Step:
     word = step.word
+    if word not in (known := [*STEPS, "config", "rules", "expect"]):
+        close = nearest(_shown(word).strip("'"), known) or known
+        raise _WrongError(
+            f"step {number}: {_shown(word)} is not a step",
+            hint=f"did you mean {', '.join(close)}?",
+        )
     try:
         if word == "rules":
             return _rules(number, step, asked, defaults)
@@ -241,17 +247,8 @@ def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str 
             return _config(step.given, asked)
         if word == "expect":
             return Expectations(_texts(step.given), asked.config).check
-        if word not in STEPS:
-            known = [*STEPS, "config", "rules", "expect"]
-            close = nearest(_shown(word).strip("'"), known) or known
-            raise _WrongError(
-                f"step {number}: {_shown(word)} is not a step",
-                hint=f"did you mean {', '.join(close)}?",
-            )
         return STEPS[word](step.given)
     except _WrongError as error:
-        if str(error).startswith("step "):
-            raise
         raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
     except RuleError as error:
         raise in_step(number, error) from None
