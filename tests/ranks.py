@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -36,7 +35,7 @@ def main(world: int, module: str, words: list[str]) -> int:
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": own_port(),
     }
     running = {
         fork(loaded, words, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in range(world)
@@ -66,11 +65,9 @@ def fork(loaded: ModuleType, words: list[str], environment: dict[str, object]) -
     os._exit(0)  # process groups of replicas are not all torn down in order
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-    return port
+def own_port() -> int:
+    """Return a port that no other process asks for: below those that the system hands out."""
+    return 20_000 + os.getpid() % 10_000
 
 
 if __name__ == "__main__":
