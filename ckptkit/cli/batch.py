@@ -282,8 +282,8 @@ class _Report:
             render.emit_json(self._json(jobs))
         elif not self._given["quiet"]:
             if self._given["dry_run"]:
-                render.write(_line(self._rows[job.output]) for job in jobs)
-            render.emit(render.escape(self._sentence()))
+                render.emit_text(*(_line(self._rows[job.output]) for job in jobs))
+            render.emit_text(self._sentence())
         if self._warned > edit_report.SHOWN:
             more = self._warned - edit_report.SHOWN
             render.note(f"{more:,} more files with warnings or notes, which --json lists")
@@ -344,4 +344,4 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
 
 def _line(row: dict[str, Any]) -> str:
     verb = "would write" if row["state"] == "planned" else "done before"
-    return render.escape(f"{verb} {row['output']}: from {row['file']}") + "\n"
+    return f"{verb} {row['output']}: from {row['file']}"

@@ -59,10 +59,10 @@ def command(
             {"schema": SCHEMA, "file": file, "checked_config": sizes is not None, "findings": found}
         )
     else:
-        render.emit(*(render.escape(f"{file}: {each['text']}") for each in found))
+        render.emit_text(*(f"{file}: {each['text']}" for each in found))
         if not found and not quiet:
             against = " and config.json" if sizes is not None else ""
-            render.emit(render.escape(f"{file}: as expected ({len(lines)} expectations{against})"))
+            render.emit_text(f"{file}: as expected ({len(lines)} expectations{against})")
     return FINDINGS if found else 0
 
 

@@ -165,12 +165,8 @@ def _write(digests: Digests, path: str, force: bool) -> None:
 
     data = "".join(f"{line}\n" for line in _lines(digests)).encode()
     publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)
-    render.emit(
-        render.escape(
-            f"wrote {urls.shown(path)}: {render.plural(len(digests.ids), 'tensor')}, "
-            f"{digests.whole}"
-        )
-    )
+    count = render.plural(len(digests.ids), "tensor")
+    render.emit_text(f"wrote {urls.shown(path)}: {count}, {digests.whole}")
 
 
 def _compare(
@@ -192,15 +188,13 @@ def _compare(
         )
     elif found:
         number = render.plural(len(found), "difference")
-        render.emit(
-            f"{render.escape(path)}: {number} from the {len(known):,} tensors of the manifest"
+        render.emit_text(
+            f"{path}: {number} from the {len(known):,} tensors of the manifest",
+            *(f"  {finding_text(each)}" for each in found),
         )
-        render.write(f"  {render.escape(finding_text(each))}\n" for each in found)
     elif not quiet:
-        render.emit(
-            f"{render.escape(path)}: ok: {render.plural(len(digests.ids), 'tensor')} "
-            "as in the manifest"
-        )
+        count = render.plural(len(digests.ids), "tensor")
+        render.emit_text(f"{path}: ok: {count} as in the manifest")
     return DIFFERENT if found else 0
 
 

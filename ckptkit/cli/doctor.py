@@ -86,7 +86,7 @@ def command(
     else:
         _say(found, done, left, fix["destination"])
         if spec is None and left.readable and left.checkpoint is not None:
-            render.emit("", render.labelled(UNCHECKED))
+            render.emit("", *map(render.labelled, render.wrapped(UNCHECKED)))
     return _exit_code(found, done, left, level)
 
 

@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
-from ckptkit.cli.render import escape, paint, plural, size, terminal_width
+from ckptkit.cli.render import escape, paint, plural, size, terminal_width, wrapped
 from ckptkit.core.text import shell_command
 from ckptkit.diagnosis.cause import ERROR, LEVELS, NOTE, WARNING, Cause
 from ckptkit.diagnosis.diagnose import Diagnosis
@@ -20,7 +20,7 @@ def lines(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
 ) -> Iterator[str]:
     """Yield the causes found, what was `done` about them, and the causes `left`."""
-    yield _heading(found)
+    yield from wrapped(_heading(found), whole=True)
     yield from _causes(found)
     if done is not None:
         yield ""
@@ -62,8 +62,8 @@ def _causes(found: Diagnosis) -> Iterator[str]:
     numbers: dict[str, int] = {}
     for number, cause in enumerate(found.causes, 1):
         yield ""
-        title = f"{number}. {cause.severity}: {escape(cause.title)}"
-        yield paint(title, COLOURS[cause.severity])
+        title = wrapped(f"{number}. {cause.severity}: {escape(cause.title)}")
+        yield from (paint(line, COLOURS[cause.severity]) for line in title)
         text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
         yield from (f"   {escape(line)}" for line in text)
         if cause.command in numbers:

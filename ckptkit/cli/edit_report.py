@@ -72,14 +72,14 @@ def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report])
     sentence = "; ".join(
         (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes, *_copied(done))
     )
-    render.emit(render.escape(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}"))
+    render.emit_text(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}")
     if edit.dry_run and rules:
         from ckptkit.cli.rules_report import lines_of
 
         for each in rules:
-            render.emit(*map(render.escape, lines_of(each)))
+            render.emit_text(*lines_of(each))
     if edit.dry_run:
-        render.emit(*map(render.escape, str(done.plan).split("\n")))
+        render.emit_text(*str(done.plan).split("\n"))
 
 
 def _copied(done: Conversion) -> Iterator[str]:

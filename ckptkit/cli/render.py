@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby, islice
 from typing import Any, TextIO
 
@@ -24,14 +26,20 @@ LABELS = {
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
-NARROWEST = 16  # characters of a name that are always shown on a terminal
-HEADER_PADDING = 2  # characters that tabulate adds to a heading
+NARROWEST = 16  # characters of a line on a terminal, at least
+UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
+_UNIT = re.compile(r"(?<=[0-9]) (?=[kMGTP]?B\b)")  # between a number and its unit
 BATCH = 1_000  # rows that are formatted at once
 
 
 def emit(*lines: str) -> None:
     """Print lines on standard output. Raises OutputError if it is closed or full."""
     write(f"{line}\n" for line in lines)
+
+
+def emit_text(*lines: str) -> None:
+    """Print lines, escaped, and wrapped between words on a terminal."""
+    emit(*flatten(wrapped(escape(line), whole=True) for line in lines))
 
 
 begun = False  # whether anything was written to standard output
@@ -112,25 +120,35 @@ def terminal_width() -> int | None:
     return get_terminal_size().columns
 
 
-def wrapped(line: str) -> list[str]:
-    """Break an escaped line into lines that fit on the terminal; in a pipe, it stays whole."""
+def wrapped(line: str, *, whole: bool = False) -> list[str]:
+    """Break an escaped line into lines that fit on the terminal; in a pipe, it stays whole.
+
+    A word that is longer is broken, unless it is to stay `whole`: a path or a name, to be pasted.
+    """
     width = terminal_width()
     if width is None or len(line) <= width:
-        return [line]
+        return [line.replace(UNBROKEN, " ")]
     from textwrap import wrap
 
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return wrap(line, max(NARROWEST, width), subsequent_indent=indent, break_on_hyphens=False)
+    lines = wrap(
+        _UNIT.sub(UNBROKEN, line),
+        max(NARROWEST, width),
+        subsequent_indent=indent,
+        break_long_words=not whole,
+        break_on_hyphens=False,
+    )
+    return [each.replace(UNBROKEN, " ") for each in lines]
 
 
 def listed(names: Iterable[str]) -> Iterator[str]:
     """Yield names as an indented list, shortened on a terminal, or wrapped if that confuses two."""
     names, width = list(names), terminal_width()
-    room = max(NARROWEST, (width or 0) - 2)
-    if width is None or (short := _distinct(names, room)) is None:
-        yield from flatten(wrapped(f"  {name}") for name in names)
-    else:
-        yield from (f"  {name}" for name in short)
+    if width is not None:
+        from ckptkit.cli import narrow
+
+        names = narrow.distinct(names, max(narrow.NARROWEST, width - 2)) or names
+    yield from flatten(wrapped(f"  {name}", whole=True) for name in names)
 
 
 def table(
@@ -138,28 +156,15 @@ def table(
 ) -> Iterator[str]:
     """Format a table without rules; columns named in `right` are right-aligned.
 
-    On a terminal that is too narrow, names in the first column are shortened in the middle. Where
-    that is not enough, or would make two names equal, each row becomes a name and lines of
-    numbers. Elsewhere nothing is cut.
+    On a terminal, it is made to fit (`narrow.table`); elsewhere nothing is cut.
     """
     width = terminal_width()
-    if rows and width is not None:
-        widths = _widths(headers, rows)
-        room = width - sum(2 + each for each in widths[1:])
-        if widths[0] > room:
-            room -= HEADER_PADDING  # the first column is at least as wide as its padded heading
-            names = _distinct([row[0] for row in rows], room) if room >= NARROWEST else None
-            if names is None:
-                yield from _stacked(headers, rows)
-                return
-            rows = [(name, *row[1:]) for name, row in zip(names, rows, strict=True)]
-    yield from _aligned(headers, rows, right)
+    if not rows or width is None:
+        yield from _aligned(headers, rows, right)
+        return
+    from ckptkit.cli import narrow
 
-
-def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the width of each column, as tabulate makes it."""
-    padded = [header + " " * HEADER_PADDING for header in headers]
-    return [max(map(len, column)) for column in zip(padded, *rows, strict=True)]
+    yield from narrow.table(headers, rows, right, width, partial(_aligned, right=right))
 
 
 def _aligned(
@@ -184,26 +189,6 @@ def _columns(
     )
     for row in (headers, *rows):
         yield form.format(*row).rstrip()
-
-
-def _stacked(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield each row as its name and, indented below it, its other cells after their headings."""
-    names = [row[0] for row in rows]
-    names = _distinct(names, max(NARROWEST, terminal_width() or 0)) or names
-    yield from wrapped(headers[0])
-    for name, (_, *cells) in zip(names, rows, strict=True):
-        yield from wrapped(name)
-        pairs = zip(headers[1:], cells, strict=True)
-        named = ", ".join(f"{header} {cell}" for header, cell in pairs if cell)
-        yield from wrapped(f"  {named}")
-
-
-def _distinct(names: Sequence[str], room: int) -> list[str] | None:
-    """Shorten names to `room` characters; return None if two of them would become equal."""
-    short = {name: shortened(name, room) for name in names}
-    if len({*short.values()}) < len(short):
-        return None
-    return [short[name] for name in names]
 
 
 def shortened(text: str, room: int) -> str:

@@ -121,7 +121,7 @@ def _report(facts: dict[str, Any], as_json: bool, quiet: bool) -> None:
         render.emit_json({"schema": SCHEMA, **facts})
     elif not quiet:
         tensors, size = render.plural(facts["tensor_count"], "tensor"), render.size(facts["size"])
-        render.emit(render.escape(f"wrote {facts['output']}: {tensors}, {size}"))
+        render.emit_text(f"wrote {facts['output']}: {tensors}, {size}")
 
 
 def _kind(output: str, *, plain: bool, styled: bool) -> str:

@@ -84,7 +84,7 @@ def command(
         else:
             _print(results, progress, strict, quiet or any(map(isdir, files)))
     if not (as_json or as_sarif or quiet) and (len(outcome) > 1 or any(map(isdir, files))):
-        render.emit(outcome.summary())
+        render.emit_text(outcome.summary())
     return outcome.code
 
 

@@ -44,7 +44,7 @@ def painted(result: FileVerdict | Failure) -> Iterator[str]:
     """Yield the same lines, escaped, the first in the color of its verdict."""
     for number, line in enumerate(map(escape, lines(result))):
         colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
-        fitting = wrapped(line)
+        fitting = wrapped(line, whole=number == 0)
         yield from fitting if colour is None else (paint(each, colour) for each in fitting)
 
 

@@ -129,7 +129,7 @@ def command(
         if png is not None:
             _draw(shown, png, force)
         if nonfinite:
-            render.emit(*chain.from_iterable(map(_nonfinite, shown)))
+            render.emit_text(*chain.from_iterable(map(_nonfinite, shown)))
         elif as_json:
             render.emit_json(_facts(shown, counted))
         else:
@@ -151,7 +151,7 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
     from ckptkit.compute import nonfinite
 
     nan, infinite = nonfinite.nonfinite(shown.tensor)
-    yield render.escape(f"{shown.path}: {shown.name}: {nan:,} NaN, {infinite:,} infinite")
+    yield f"{shown.path}: {shown.name}: {nan:,} NaN, {infinite:,} infinite"
     for index, kind in nonfinite.first_nonfinite(shown.tensor, FIRST):
         yield f"  {list(index)} {kind}"
     if nan + infinite > FIRST:
@@ -205,7 +205,7 @@ def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
         tensor = each.tensor
         where = f"{tensor.dtype} {render.shape(tensor.shape)} on {tensor.device}"
         yield from render.wrapped(
-            render.escape(f"{each.path}: {each.name}, {where}: {show(corner.picks)}")
+            render.escape(f"{each.path}: {each.name}, {where}: {show(corner.picks)}"), whole=True
         )
     yield ""
     yield from grid.lines(corners)
@@ -221,7 +221,9 @@ def _heat(shown: list[Shown]) -> Iterator[str]:
     for each in shown:
         spaced = (*spread(each.picks[:-1], width // 2), *spread(each.picks[-1:], width))
         picks, cells, _ = each._replace(picks=spaced).corner(width // 2, width)
-        yield render.escape(f"{each.path}: {each.name}: {show(picks)}")
+        yield from render.wrapped(
+            render.escape(f"{each.path}: {each.name}: {show(picks)}"), whole=True
+        )
         yield from shades([[abs(v) if isinstance(v, complex) else v for v in row] for row in cells])
 
 

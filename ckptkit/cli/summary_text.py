@@ -14,7 +14,7 @@ SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 
 def lines(summary: Summary, rows: list[TensorRow], *, flat: bool, sort: str) -> Iterator[str]:
     """Yield everything except warnings and hints; of a pickled module, its weights only."""
-    yield from wrapped(contents.heading(summary))
+    yield from wrapped(contents.heading(summary), whole=True)
     yield from flatten(map(wrapped, contents.remarks(summary, rows)))
     for found in contents.tables(summary, rows, flat=flat, sort=sort):
         yield from tabled(found)

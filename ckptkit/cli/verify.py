@@ -132,7 +132,7 @@ class _Shown:
                 continue
             self.wrong |= not each.ok
             if each.findings or not self.quiet:
-                render.emit(*map(render.escape, lines(each)))
+                render.emit_text(*lines(each))
 
     def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
         from ckptkit.analysis.view_model import as_json

@@ -208,5 +208,5 @@ def test_names_that_would_become_equal_are_not_cut(monkeypatch: pytest.MonkeyPat
     long = [f"layers.attention.{name}.projection.weight" for name in ("query", "values")]
     cut = list(render.table(("name", "size"), [(long[0], size)]))
     assert "..." in cut[1] and len(cut[1]) < 50
-    whole = list(render.table(("name", "size"), [(name, size) for name in long]))
-    assert whole == ["name", long[0], f"  size {size}", long[1], f"  size {size}"]
+    whole = list(render.table(("name", "size"), [(name, size) for name in long], right=("size",)))
+    assert whole == [long[0], f"  size {size}", long[1], f"  size {size}"]
