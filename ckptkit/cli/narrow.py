@@ -1,11 +1,10 @@
-"""Tables on a terminal that is too narrow for them. Cells are escaped already."""
+"""Lines and tables on a terminal that is too narrow for them; all text is escaped already."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from textwrap import wrap
-
-from ckptkit.cli.render import UNBROKEN, shortened, wrapped
 
 Row = Sequence[str]
 Aligned = Callable[[Row, Sequence[Row]], Iterator[str]]
@@ -14,6 +13,21 @@ NARROWEST = 16  # characters of a name that are always shown
 PROSE = 24  # characters of a line of prose in the last column, at least
 PADDING = 2  # characters that tabulate adds to a heading
 GAP = 2  # characters between columns
+UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
+_UNIT = re.compile(r"(?<=[0-9]) (?=[kMGTP]?B\b)")  # between a number and its unit
+
+
+def line(text: str, width: int, *, whole: bool = False) -> list[str]:
+    """Break a line into several, indented; words that are longer only if not `whole`."""
+    indent = " " * (len(text) - len(text.lstrip()) + 4)
+    lines = wrap(
+        _UNIT.sub(UNBROKEN, text),
+        max(NARROWEST, width),
+        subsequent_indent=indent,
+        break_long_words=not whole,
+        break_on_hyphens=False,
+    )
+    return [each.replace(UNBROKEN, " ") for each in lines]
 
 
 def table(
@@ -30,7 +44,7 @@ def table(
         return
     headers, rows, same = _without_same(headers, rows, right)
     if same:
-        yield from wrapped(f"the same in all rows: {same}")
+        yield from line(f"the same in all rows: {same}", width)
     narrower = _wrapped_prose(headers, rows, right, width) or _cut_names(headers, rows, width)
     if narrower is None:
         yield from _stacked(headers, rows, width)
@@ -82,7 +96,7 @@ def _wrapped_prose(
     for *cells, prose in rows:
         first, *others = wrap(prose, room, break_on_hyphens=False) or [""]
         found.append([*cells, first])
-        found += [[*[""] * len(cells), line] for line in others]
+        found += [[*[""] * len(cells), other] for other in others]
     return found
 
 
@@ -101,8 +115,8 @@ def _stacked(headers: Row, rows: Sequence[Row], width: int) -> Iterator[str]:
     names = [row[0] for row in rows]
     names = distinct(names, max(NARROWEST, width)) or names
     for name, (_, *cells) in zip(names, rows, strict=True):
-        yield from wrapped(name, whole=True)
-        yield from wrapped(f"  {_pairs(headers[1:], cells)}")
+        yield from line(name, width, whole=True)
+        yield from line(f"  {_pairs(headers[1:], cells)}", width)
 
 
 def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
@@ -122,3 +136,11 @@ def distinct(names: Sequence[str], room: int) -> list[str] | None:
     if len({*short.values()}) < len(short):
         return None
     return [short[name] for name in names]
+
+
+def shortened(text: str, room: int) -> str:
+    """Return `text` in at most `room` characters, cut in the middle."""
+    if len(text) <= room:
+        return text
+    head = (room - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (room - 3 - head) :]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -26,9 +25,6 @@ LABELS = {
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
-NARROWEST = 16  # characters of a line on a terminal, at least
-UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
-_UNIT = re.compile(r"(?<=[0-9]) (?=[kMGTP]?B\b)")  # between a number and its unit
 BATCH = 1_000  # rows that are formatted at once
 
 
@@ -127,18 +123,10 @@ def wrapped(line: str, *, whole: bool = False) -> list[str]:
     """
     width = terminal_width()
     if width is None or len(line) <= width:
-        return [line.replace(UNBROKEN, " ")]
-    from textwrap import wrap
+        return [line]
+    from ckptkit.cli import narrow
 
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    lines = wrap(
-        _UNIT.sub(UNBROKEN, line),
-        max(NARROWEST, width),
-        subsequent_indent=indent,
-        break_long_words=not whole,
-        break_on_hyphens=False,
-    )
-    return [each.replace(UNBROKEN, " ") for each in lines]
+    return narrow.line(line, width, whole=whole)
 
 
 def listed(names: Iterable[str]) -> Iterator[str]:
@@ -189,14 +177,6 @@ def _columns(
     )
     for row in (headers, *rows):
         yield form.format(*row).rstrip()
-
-
-def shortened(text: str, room: int) -> str:
-    """Return `text` in at most `room` characters, cut in the middle."""
-    if len(text) <= room:
-        return text
-    head = (room - 3) // 2
-    return f"{text[:head]}...{text[len(text) - (room - 3 - head) :]}"
 
 
 def json_pieces(value: Any) -> Iterator[str]:

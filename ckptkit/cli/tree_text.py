@@ -16,7 +16,8 @@ from ckptkit.analysis.values import plain
 from ckptkit.analysis.view_model.contents import value_text
 from ckptkit.analysis.view_model.tensors import sentence
 from ckptkit.cli.bars import horizontal_bars
-from ckptkit.cli.render import NARROWEST, escape, plural, shortened, terminal_width
+from ckptkit.cli.narrow import NARROWEST, shortened
+from ckptkit.cli.render import escape, plural, terminal_width
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, type_name, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.trust import describe

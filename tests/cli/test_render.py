@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.analysis.values import json_number
-from ckptkit.cli import render
+from ckptkit.cli import narrow, render
 from ckptkit.core.errors import OutputError
 
 
@@ -131,10 +131,10 @@ def test_in_a_pipe_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("room", [16, 17, 40])
 def test_shortened(room: int) -> None:
     text = "".join(map(chr, range(97, 123))) * 4
-    cut = render.shortened(text, room)
+    cut = narrow.shortened(text, room)
     assert len(cut) == room
     assert text.startswith(cut.split("...")[0]) and text.endswith(cut.split("...")[1])
-    assert render.shortened("short", room) == "short"
+    assert narrow.shortened("short", room) == "short"
 
 
 @given(
