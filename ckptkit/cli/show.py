@@ -16,8 +16,10 @@ from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.slices import Picks
+    from ckptkit.analysis.summary import TensorRow
     from ckptkit.cli import grid
     from ckptkit.compute import Histogram, Tally
+    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.tensor import Tensor
 
 SCHEMA = "ckptkit.show/2"
@@ -62,7 +64,7 @@ class Shown(NamedTuple):
 
 @click.command("show")
 @click.argument("file", metavar="FILE")
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", required=False)
 @click.argument("index", metavar="[SLICE]", default="")
 @click.option(
     "--with", "other", metavar="FILE", help="Show the same tensor of another file side by side."
@@ -83,7 +85,10 @@ class Shown(NamedTuple):
     help="Compute statistics of the whole part, even if it is large.",
 )
 @click.option(
-    "--nan", "nonfinite", is_flag=True, help="Print where the first NaN and infinities are."
+    "--nan",
+    "nonfinite",
+    is_flag=True,
+    help="Print where the first NaN and infinities are; without NAME, of all tensors.",
 )
 @click.option("--heat", is_flag=True, help="Print a heat map, one character per element.")
 @click.option("--png", metavar="FILE", help="Write a picture to FILE (PNG; needs matplotlib).")
@@ -93,7 +98,7 @@ class Shown(NamedTuple):
 @options.key
 def command(
     file: str,
-    name: str,
+    name: str | None,
     index: str,
     other: str | None,
     name_b: str | None,
@@ -117,11 +122,15 @@ def command(
     \b
     Example: ckptkit show run.pth conv1.weight
              ckptkit show run.pth conv1.weight '[0, :, 0:3]' --with other.safetensors
-             ckptkit show run.pth fc.weight --nan
+             ckptkit show run.pth --nan
              ckptkit show run.pth fc.weight --png fc.png
     """
     if nonfinite and (index or as_json):
         raise click.UsageError("--nan looks at the whole tensor, and prints lines")
+    if name is None:
+        if not nonfinite or other or png:
+            raise click.UsageError("Missing argument 'NAME'.")
+        return _all_nonfinite(file, key, stored)
     with ExitStack() as stack:
         shown = [_chosen(stack, file, name, index, key, stored)]
         if other is not None:
@@ -158,16 +167,48 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
         yield f"  and {nan + infinite - FIRST:,} more"
 
 
+def _all_nonfinite(file: str, key: str | None, stored: bool) -> int:
+    """Print where the first elements that are not finite are, of each tensor that has any."""
+    from ckptkit.api import open_checkpoint
+    from ckptkit.cli.progress import Progress
+
+    having = 0
+    with closing(open_checkpoint(file, key=key)) as checkpoint:
+        rows = [row for row in _rows(checkpoint, stored) if _may_be_nonfinite(row.tensor)]
+        with Progress(f"reading {urls.shown(file)}", sum(row.nbytes for row in rows)) as progress:
+            for row in rows:
+                heading, *places = _nonfinite(Shown(urls.shown(file), row.label, row.tensor, ()))
+                progress(row.nbytes)
+                if places:
+                    progress.clear()
+                    render.emit(heading, *places)
+                    having += 1
+    what = f"{having:,} of {render.plural(len(rows), 'tensor')}" if having else "no tensor"
+    render.emit(render.escape(f"{urls.shown(file)}: {what} with NaN or infinities"))
+    return 0
+
+
+def _may_be_nonfinite(tensor: Tensor) -> bool:
+    """Return whether a tensor has elements that may be NaN or infinite."""
+    has_elements = tensor.storage is not None and tensor.layout == "strided"
+    return has_elements and tensor.dtype.kind in ("float", "complex")
+
+
+def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
+    """Return all tensors; quantized weights as one each, unless `stored`."""
+    from ckptkit.analysis.summary import summarize
+    from ckptkit.quantized import look_through
+
+    return summarize(checkpoint if stored else look_through(checkpoint)).rows
+
+
 def _chosen(
     stack: ExitStack, file: str, name: str, index: str, key: str | None, stored: bool
 ) -> Shown:
     from ckptkit.analysis.slices import parse
-    from ckptkit.analysis.summary import summarize
     from ckptkit.api import open_checkpoint
-    from ckptkit.quantized import look_through
 
-    checkpoint = stack.enter_context(closing(open_checkpoint(file, key=key)))
-    rows = summarize(checkpoint if stored else look_through(checkpoint)).rows
+    rows = _rows(stack.enter_context(closing(open_checkpoint(file, key=key))), stored)
     found = next((row for row in rows if row.name == name), None) or next(
         (r for r in rows if r.place == name), None
     )

@@ -192,6 +192,31 @@ def test_show_nan(dtype: torch.dtype, ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert "0 NaN" in ckptkit("show", tmp_path / "a.pth", "none", "--nan").stdout
 
 
+def test_show_nan_of_all_tensors(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    bad = torch.ones(3, 4)
+    bad[1, 2], bad[2, 3] = float("nan"), float("inf")
+    saved = {
+        "fine": torch.ones(5),
+        "bad": bad,
+        "count": torch.tensor(3),
+        "meta": torch.empty(3, device="meta"),
+    }
+    torch.save(
+        {"model": saved, "optimizer": {"state": {0: {"exp_avg": bad[1:].clone()}}}},
+        tmp_path / "a.pth",
+    )
+    done = ckptkit("show", tmp_path / "a.pth", "--nan")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"{tmp_path / 'a.pth'}: bad: 1 NaN, 1 infinite", "  [1, 2] nan", "  [2, 3] inf",
+        f"{tmp_path / 'a.pth'}: optimizer.state.0.exp_avg: 1 NaN, 1 infinite", "  [0, 2] nan", "  [1, 3] inf",
+        f"{tmp_path / 'a.pth'}: 2 of 3 tensors with NaN or infinities",
+    ]  # fmt: skip
+    torch.save({"fine": torch.ones(5)}, tmp_path / "b.pth")
+    assert "no tensor with NaN" in ckptkit("show", tmp_path / "b.pth", "--nan").stdout
+    assert ckptkit("show", tmp_path / "b.pth").exit_code == 2
+
+
 def test_show_nan_lists_the_first(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"w": torch.full((4, 5), float("nan"))}, tmp_path / "a.pth")
     lines = ckptkit("show", tmp_path / "a.pth", "w", "--nan").stdout.splitlines()
