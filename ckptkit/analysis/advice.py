@@ -10,6 +10,7 @@ from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
 from ckptkit.core.text import NAMES, shell_command, some
 from ckptkit.core.tree import join
+from ckptkit.formats.format import ASKED
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 from ckptkit.pickles.trust import refused_by_weights_only
 
@@ -66,7 +67,9 @@ def fixed(path: str) -> str:
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
     """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
     output = output_name(path, mark, suffix)
-    return shell_command(("ckptkit", command, *options, *argument(path), output))
+    table = ASKED.get().table
+    parts = () if table is None else ("--parts", table)  # the commands for folders take it
+    return shell_command(("ckptkit", command, *options, *parts, *argument(path), output))
 
 
 def convert(path: str, mark: str, *options: str) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.command("browse")
 @click.argument("file", metavar="FILE")
 @options.key
+@options.asked
 def command(file: str, key: str | None) -> int:
     """Browse a checkpoint in the terminal.
 

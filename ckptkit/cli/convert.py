@@ -12,7 +12,6 @@ from ckptkit.cli import options, parsing, rule_options
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.formats.format import Asked
     from ckptkit.rules.applying import Asked as RulesAsked
 
 
@@ -91,7 +90,6 @@ if TYPE_CHECKING:
 @options.key
 def command(
     edit: options.Edit,
-    asked: Asked | None,
     key: str | None,
     rules: tuple[str, ...],
     config: str | None,
@@ -118,7 +116,7 @@ def command(
     if ruled is None and (config is not None or args):
         raise click.UsageError("--config and --arg are sizes for --rule")
     steps = _steps(rules=_ruled(rules, ruled), **transforms)
-    edit.run(*steps, key=key, keep_format=False, asked=asked, ruled=ruled)
+    edit.run(*steps, key=key, keep_format=False, ruled=ruled)
 
 
 def _ruled(

@@ -64,6 +64,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     metavar="PATH",
     help="Like --key, for B ('' selects the whole file). Default: as --key.",
 )
+@options.asked
 def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 

@@ -43,6 +43,7 @@ DIFFERENT = 1
 @click.option("--quiet", "-q", is_flag=True, help="With --check: print what differs only.")
 @options.dequantize
 @options.key
+@options.asked
 def command(
     files: tuple[str, ...],
     manifest: str | None,

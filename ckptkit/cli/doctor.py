@@ -46,6 +46,7 @@ UNCHECKED = "note: names and shapes were not checked against a model: --model do
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @options.key
+@options.asked
 def command(
     file: str,
     spec: str | None,

@@ -9,7 +9,7 @@ import click
 from ckptkit.cli import options
 
 if TYPE_CHECKING:
-    from ckptkit.formats.format import Asked
+    pass
 
 
 @click.command("extract", cls=options.Writer)
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.option(
     "--key", metavar="PATH", required=True, help="Path of the entry: its keys, joined by dots."
 )
-def command(edit: options.Edit, asked: Asked | None, key: str) -> None:
+def command(edit: options.Edit, key: str) -> None:
     """Write one entry as a checkpoint of its own.
 
     The reverse of wrap.
@@ -28,4 +28,4 @@ def command(edit: options.Edit, asked: Asked | None, key: str) -> None:
     """
     from ckptkit.transforms.structure import extract
 
-    edit.run(lambda ck: extract(ck, key), asked=asked)
+    edit.run(lambda ck: extract(ck, key))

@@ -16,7 +16,6 @@ from ckptkit.remote import urls
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Summary, TensorRow
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.formats.format import Asked
 
 SCHEMA = "ckptkit.inspect/2"
 T = TypeVar("T")
@@ -73,7 +72,6 @@ def command(
     as_json: bool,
     textconv: bool,
     key: str | None,
-    asked: Asked | None,
     **wanted: Any,
 ) -> int:
     """Show what checkpoints contain: tensors, values and objects.
@@ -100,10 +98,10 @@ def command(
     if as_json:
         from ckptkit.analysis.view_model import as_json as model
 
-        found = _each(files, key, asked, lambda ck: _facts(ck, want), failures, model.failure)
+        found = _each(files, key, lambda ck: _facts(ck, want), failures, model.failure)
         render.emit_json({"schema": SCHEMA, "files": found})
     else:
-        _print(_each(files, key, asked, lambda ck: _lines(ck, want), failures))
+        _print(_each(files, key, lambda ck: _lines(ck, want), failures))
     return InputError.exit_code if failures else 0
 
 
@@ -124,7 +122,6 @@ def _textconv(file: str, key: str | None) -> int:
 def _each(
     files: Sequence[str],
     key: str | None,
-    asked: Asked | None,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
     failed: Callable[[CkptkitError], T] | None = None,
@@ -133,14 +130,13 @@ def _each(
 
     Of a file that cannot be read, yield what `failed` makes of its error.
     """
-    shown = _readable(files, key, asked, show, failures, failed)
+    shown = _readable(files, key, show, failures, failed)
     return chain(list(islice(shown, 1)), shown)
 
 
 def _readable(
     files: Sequence[str],
     key: str | None,
-    asked: Asked | None,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
     failed: Callable[[CkptkitError], T] | None,
@@ -149,7 +145,7 @@ def _readable(
 
     for file in files:
         try:
-            with closing(open_checkpoint(file, key=key, asked=asked)) as checkpoint:
+            with closing(open_checkpoint(file, key=key)) as checkpoint:
                 shown = show(checkpoint)
         except CkptkitError as error:
             if len(files) == 1:

@@ -18,7 +18,7 @@ from ckptkit.remote import urls
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.formats.format import Asked, Loss
+    from ckptkit.formats.format import Loss
     from ckptkit.rules.applying import Asked as RulesAsked
     from ckptkit.rules.applying import Report
     from ckptkit.run.workers import Pool
@@ -86,15 +86,13 @@ class Edit:
         key: str | None = None,
         keep_format: bool = True,
         source: Checkpoint | None = None,
-        asked: Asked | None = None,
         lost: Sequence[Loss] = (),
         ruled: RulesAsked | None = None,
     ) -> None:
         """Read, apply the steps, write, and say so.
 
-        `source` is what has been read already, `lost` what could not be; `asked` says how the files
-        of many processes are read, `ruled` what the steps of rules are asked for: it holds their
-        reports.
+        `source` is what has been read already, `lost` what could not be; `ruled` what the steps of
+        rules are asked for: it holds their reports.
         """
         from ckptkit.api import convert
         from ckptkit.cli.progress import Progress
@@ -125,7 +123,6 @@ class Edit:
                 allow_expand=self.allow_expand,
                 dry_run=self.dry_run,
                 part_only=self.part_only and source is None,
-                asked=asked,
                 progress=progress,
                 executor=pool,
             )
@@ -406,16 +403,21 @@ def _decorated(
 
 
 def asked(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options about folders that many processes wrote; it gets them as its
-    argument `asked`."""
+    """Give a command the options about folders that many processes wrote: what it reads is read
+    by them."""
 
     @wraps(command)
     def with_asked(*, table: str | None, check_copies: bool, copies: str, **given: Any) -> Any:
-        from ckptkit.formats.format import Asked
+        if table is None and not check_copies and copies == "compare":
+            return command(**given)
+        from ckptkit.formats.format import ASKED, Asked
 
-        is_given = table is not None or check_copies or copies != "compare"
         how = "check" if check_copies and copies == "compare" else copies
-        return command(asked=Asked(how, table) if is_given else None, **given)
+        before = ASKED.set(Asked(how, table, files_too="b" in given))  # B of `diff A B`
+        try:
+            return command(**given)
+        finally:
+            ASKED.reset(before)
 
     return _decorated(with_asked, _ASKED)
 
@@ -425,7 +427,7 @@ _ASKED = (
         "--parts",
         "table",
         metavar="FILE",
-        help="YAML table that describes how the parts in SRC were split.",
+        help="YAML table that describes how the parts in a folder were split.",
     ),
     click.option(
         "--check-copies",

@@ -39,6 +39,7 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
 @rule_options.with_sizes
 @options.key
+@options.asked
 def command(
     recipe: str,
     edit: options.Edit,

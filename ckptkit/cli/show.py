@@ -96,6 +96,7 @@ class Shown(NamedTuple):
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @options.stored
 @options.key
+@options.asked
 def command(
     file: str,
     name: str | None,

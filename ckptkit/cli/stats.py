@@ -67,6 +67,7 @@ NUMBERS = (
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
 @options.stored
 @options.key
+@options.asked
 def command(
     file: str,
     globs: tuple[str, ...],

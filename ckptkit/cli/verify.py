@@ -41,6 +41,7 @@ NAMED = 3  # tensors of a finding
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
+@options.asked
 def command(
     files: tuple[str, ...],
     values: bool,

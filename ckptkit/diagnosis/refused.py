@@ -102,9 +102,9 @@ def _unfinished(refusal: Refusal, fault: str, hint: str) -> Cause:
     return Cause(
         "unfinished",
         ERROR,
-        f"The folder is not complete: {fault}.",
-        "A save that was interrupted, or a copy that left files out, cannot be put "
-        f"together.{hint}{more}",
+        f"Its files do not go together: {fault}.",
+        "A save that was interrupted, a copy that left files out, or files of two saves cannot be "
+        f"put together.{hint}{more}",
         command,
     )
 

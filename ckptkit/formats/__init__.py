@@ -50,8 +50,16 @@ def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
 def match(probe: Probe) -> Format | None:
     """Return the format that claims a file or folder, None if there is none.
 
-    Raises what is wrong with a container that several formats share.
+    A table of parts is for a folder of parts. Raises what is wrong with a container that several
+    formats share.
     """
+    asked = probe.asked
+    if asked.table is not None and probe.is_folder:
+        return PARALLEL
+    if asked.table is not None and not asked.files_too:
+        raise UsageError(
+            "is a file, and --parts says how the files of a folder go together", where=probe.name
+        )
     return next((format for format in FORMATS if format.matches(probe)), None)
 
 
@@ -75,22 +83,11 @@ def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
     probe = Probe(place, asked)
     try:
-        return _reader(probe).read(probe)
+        return identify(probe).read(probe)
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
-
-
-def _reader(probe: Probe) -> Format:
-    """The format that reads it; a table of parts is for a folder of parts."""
-    if probe.asked.table is None:
-        return identify(probe)
-    if not probe.is_folder:
-        raise UsageError(
-            "is a file, and --parts says how the files of a folder go together", where=probe.name
-        )
-    return PARALLEL
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Finding]:

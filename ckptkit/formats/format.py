@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -34,6 +35,11 @@ class Asked:
 
     copies: str = "compare"
     table: str | None = None
+    files_too: bool = False  # a file among the inputs is read as it is, without the table
+
+
+_NOTHING = Asked()
+ASKED: ContextVar[Asked] = ContextVar("asked", default=_NOTHING)  # the options of a command
 
 
 class Probe:
@@ -42,7 +48,7 @@ class Probe:
     def __init__(self, place: ByteSource | Folder, asked: Asked | None = None) -> None:
         self.place = place
         self.name = place.name
-        self.asked = asked or Asked()
+        self.asked = asked or ASKED.get()
         self.kept: dict[
             object, object
         ] = {}  # what a family of readers shares, by whatever they agree on

@@ -1,16 +1,9 @@
-"""A table of one's own, in YAML (``--parts FILE``):
+"""A table of one's own, in YAML (``--parts FILE``).
 
-files: 'part_(?P<tp>[0-9]+)\\.pt'        # names below the folder; the groups are the axes, tp the
-one that cuts root: model                             # the entry that holds the state_dict, if it
-is not the whole file layers: {pattern: 'layers\\.([0-9]+)\\.', by: [pp]}        # numbers that
-begin anew along other axes rules:                                  # the first whose expression
-matches a whole name counts; there is no other
-  - '.*norm.*': same
-  - '.*wqkv.*': cut 0 blocks 3
-  - '.*wq.*': cut 0
-  - '.*wo.*': cut 1
-  - '.*bias': sum
-  - '.*_extra': drop not a weight
+``files`` is an expression for names below the folder, whose groups are the axes: tp is the one that
+cuts. ``root`` is the entry that holds the state_dict. ``layers`` are numbers that begin anew along
+other axes. Of ``rules``, the first whose expression matches a whole name counts; there is no
+other. `ckptkit help parallel` shows one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError, UnsupportedError, UsageError
@@ -475,26 +474,6 @@ def test_parts_that_cannot_be_cut(ranks: int | None, says: str, tmp_path: Path) 
             options=WriteOptions(ranks=ranks),
         )
     assert says in f"{caught.value} {caught.value.hint}"
-
-
-# What is known, and not put together
-
-
-def test_a_sharded_state_of_vllm_is_named(tmp_path: Path) -> None:
-    for rank in range(2):
-        state = {"model.layers.0.qkv_proj.weight": torch.ones(2, 2)}
-        save_file(state, tmp_path / f"model-rank-{rank}-part-0.safetensors")
-    with pytest.raises(UnsupportedError, match="vLLM"):
-        ckptkit.open(tmp_path)
-    assert ckptkit.open(tmp_path / "model-rank-1-part-0.safetensors").part is not None
-
-
-def test_zarr_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    (tmp_path / "decoder.weight").mkdir()
-    (tmp_path / "decoder.weight" / ".zarray").write_text("{}")
-    with pytest.raises(UnsupportedError, match="zarr"):
-        ckptkit.open(tmp_path)
 
 
 def test_grids_of_billions_are_not_counted(tmp_path: Path) -> None:
