@@ -2,10 +2,10 @@
 
 Importing torch takes a second and 200 MiB, which is more than all that is done here takes. numpy
 has no ``bfloat16``, no floating-point types of 8 bits, no ``complex32`` and no ``bcomplex32``, and
-is slow with float16. They are read as float32 or complex64, which hold all of their values, and
-written by rounding float32 to the nearest, ties to even, as torch does; float64 is rounded to
-float32 first, again as torch does. A NaN stays one: which bits it has depends in torch on the
-processor.
+converts float16 one number at a time. They are read as float32 or complex64, which hold all of
+their values, and written by rounding float32 to the nearest, ties to even, as torch does; float64
+is rounded to float32 first, again as torch does. A NaN stays one: which bits it has depends in
+torch on the processor.
 
 ========  ====  ========  ==============================  ===================
 fp8       bias  mantissa  codes that are no number        what is too large
@@ -51,6 +51,9 @@ _SMALL = {
     "float8_e4m3fnuz": _Small(8, 3, 0x7F, 0x80, 0x80),
     "float8_e5m2fnuz": _Small(16, 2, 0x7F, 0x80, 0x80),
 }
+# Bits of float32: the least normal number of float16, the largest that is not rounded up to
+# infinity, and the difference of the biases of the exponents.
+_LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
 _OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # that `decode` knows
 FLOATS = frozenset(
     {"float64", "float32", "float16", "bfloat16", *_SMALL}
@@ -67,8 +70,7 @@ def decode(data: Data, dtype: DType) -> Array:
     import numpy as np
 
     if dtype.name in ("float16", "complex32"):
-        with np.errstate(invalid="ignore"):  # a NaN that asks for a trap
-            single = np.frombuffer(data, "<f2").astype("<f4")
+        single = _halves(np.frombuffer(data, "<u2"))
         return single if dtype.name == "float16" else single.view("<c8")
     if dtype.kind == "bool":  # any other byte than 0 is true
         truth: Array = (np.frombuffer(data, "u1") != 0).view("u1")
@@ -76,8 +78,8 @@ def decode(data: Data, dtype: DType) -> Array:
     if dtype.numpy is not None:
         return np.frombuffer(data, np.dtype(dtype.numpy).newbyteorder("<"))
     if dtype.name in ("bfloat16", "bcomplex32"):
-        wide = np.zeros(len(data) // 2, "<u4")
-        wide.view("<u2")[1::2] = np.frombuffer(data, "<u2")
+        wide = np.frombuffer(data, "<u2").astype("<u4")
+        wide <<= 16
         return wide.view("<f4" if dtype.name == "bfloat16" else "<c8")
     if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":
         values: Array = np.take(_values(dtype.name), np.frombuffer(data, "u1"))
@@ -101,7 +103,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
             return _bytes(values.astype(f"<f{dtype.itemsize}"))
         single = values.astype("<f4", copy=False)
         if dtype.name == "float16":
-            return _bytes(single.astype("<f2"))
+            return _bytes(_float16(single))
         return _bytes(_bfloat16(single) if dtype.name == "bfloat16" else _small(single, dtype.name))
 
 
@@ -123,11 +125,55 @@ def _bfloat16(values: Array) -> Array:
     rounded &= 1
     rounded += bits
     rounded += 0x7FFF
-    made: Array = rounded.view("<u2")[1::2].copy()
-    wrong = np.isnan(values)
-    if wrong.any():
-        made[wrong] = 0x7FC0
+    rounded >>= 16
+    made: Array = rounded.astype("<u2")
+    if np.isnan(values.max(initial=0)):  # of which one NaN makes a NaN
+        made[np.isnan(values)] = 0x7FC0
     return made
+
+
+def _float16(values: Array) -> Array:
+    """Return codes of float16, rounded to nearest, ties to even.
+
+    Numbers that are normal in both types are rounded as for bfloat16, all at once; numpy converts
+    the others, one by one: zeros, small and large ones, NaN.
+    """
+    import numpy as np
+
+    bits = values.view("<u4")
+    others = bits & 0x7FFFFFFF
+    others -= _LEAST
+    odd = np.flatnonzero(others > _MOST - _LEAST)  # below the least they wrap around
+    if len(odd) > len(values) // 4:
+        return values.astype("<f2").view("<u2")
+    rounded = bits >> 13
+    rounded &= 1
+    rounded += bits
+    rounded += 0xFFF - _REBIASED & 0xFFFFFFFF
+    rounded >>= 13
+    rounded &= 0x7FFF
+    made: Array = rounded.astype("<u2")
+    np.right_shift(bits, 16, out=rounded)
+    rounded &= 0x8000
+    made |= rounded.astype("<u2")
+    if len(odd):
+        made[odd] = values[odd].astype("<f2").view("<u2")
+    return made
+
+
+def _halves(codes: Array) -> Array:
+    """Return float16 as float32: its bits in place, and 2**112 for what the exponent lacks."""
+    import numpy as np
+
+    if (codes & 0x7FFF).max(initial=0) >= 0x7C00:  # infinities and NaN
+        with np.errstate(invalid="ignore"):  # a NaN that asks for a trap
+            return codes.view("<f2").astype("<f4")
+    wide = codes.view("<i2").astype("<i4")
+    wide <<= 13
+    wide &= np.int32(0x8FFFE000 - (1 << 32))
+    values: Array = wide.view("<f4")
+    values *= np.float32(2.0**112)
+    return values
 
 
 def _small(values: Array, name: str) -> Array:

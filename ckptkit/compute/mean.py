@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import frexp, isfinite
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.floats import decode, encode, is_decoded
@@ -63,19 +64,33 @@ class Mean:
 
     def of(self, pieces: Sequence[bytes | memoryview]) -> memoryview:
         """The mean, or sum, of as many elements of each input."""
-        values = [decode(p, t) for p, t in zip(pieces, self.types, strict=True)]
+        values = (decode(p, t) for p, t in zip(pieces, self.types, strict=True))
         return encode(_sum(values, self.shares, self.divisor), self.target)
 
 
 def _sum(
-    values: list[np.ndarray[Any, Any]], shares: list[float], divisor: float
+    values: Iterable[np.ndarray[Any, Any]], shares: list[float], divisor: float
 ) -> np.ndarray[Any, Any]:
     """The weighted sum over `divisor`; an infinite or missing number stays one."""
     import numpy as np
 
+    total: np.ndarray[Any, Any] | None = None
     with np.errstate(all="ignore"):
-        total = np.full(len(values[0]), -0.0)  # what leaves every number as it is, -0.0 included
         for each, share in zip(values, shares, strict=True):
-            total += each if share == 1 else each.astype("f8") * share
-        total /= divisor
+            wide = each.astype("f8")  # at once: numpy adds numbers of two types much slower
+            if share != 1:
+                wide *= share
+            total = wide if total is None else np.add(total, wide, out=total)
+        assert total is not None
+        _divide(total, divisor)
     return total
+
+
+def _divide(numbers: np.ndarray[Any, Any], divisor: float) -> None:
+    """Divide in place; by a power of two as a product, which is as exact, and twice as fast."""
+    if divisor == 1:
+        return
+    if abs(frexp(divisor)[0]) == 0.5 and isfinite(1 / divisor):
+        numbers *= 1 / divisor
+    else:
+        numbers /= divisor

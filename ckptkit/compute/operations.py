@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
+from ckptkit.compute.memory import keep_memory
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.core.dtypes import DType
@@ -79,6 +80,7 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived):
+        keep_memory()
         yield from OPERATIONS[extent.operation](extent, start, stop)
         return
     for at in range(start, stop, PIECE):
@@ -116,19 +118,23 @@ def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryvie
         rest = bytes(view[whole:])
 
 
-def regroup(pieces: Iterable[Piece], size: int) -> Pieces:
-    """The same bytes in pieces of exactly `size`, the last one shorter."""
-    rest = bytearray()
-    for piece in pieces:
-        if not rest and len(piece) == size:
-            yield piece
-            continue
-        rest += piece
-        while len(rest) >= size:
-            yield bytes(rest[:size])
-            del rest[:size]
-    if rest:
-        yield bytes(rest)
+def in_step(
+    streams: Iterable[Iterable[Piece]], units: Sequence[int], most: int
+) -> Iterator[list[memoryview]]:
+    """Yield pieces of all streams at once, each of as many elements, at most `most`.
+
+    Elements of a stream have as many bytes as `units` says; all have the same number of them.
+    """
+    pairs = list(zip(streams, units, strict=True))
+    waiting = [aligned(stream, unit, most * unit) for stream, unit in pairs]
+    held = [memoryview(b"")] * len(pairs)
+    while True:
+        held = [each or next(more, each) for each, more in zip(held, waiting, strict=True)]
+        count = min(len(each) // unit for each, unit in zip(held, units, strict=True))
+        if not count:
+            return
+        yield [each[: count * unit] for each, unit in zip(held, units, strict=True)]
+        held = [each[count * unit :] for each, unit in zip(held, units, strict=True)]
 
 
 def _slice(derived: Derived, start: int, stop: int) -> Pieces:
@@ -330,14 +336,13 @@ def _mean(derived: Derived, start: int, stop: int) -> Pieces:
     mean = Mean(derived)
     size = mean.target.itemsize
     first, last = start // size, -(-stop // size)
+    units = [dtype.itemsize for dtype in mean.types]
     rows = (
-        regroup(
-            flow(extent, first * dtype.itemsize, last * dtype.itemsize), ELEMENTS * dtype.itemsize
-        )
-        for extent, dtype in zip(derived.inputs, mean.types, strict=True)
+        flow(extent, first * unit, last * unit)
+        for extent, unit in zip(derived.inputs, units, strict=True)
     )
     at = first * size
-    for pieces in zip(*rows, strict=True):
+    for pieces in in_step(rows, units, ELEMENTS):
         made = mean.of(pieces)
         yield made[max(start - at, 0) : min(stop - at, len(made))]
         at += len(made)

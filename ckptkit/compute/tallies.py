@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.expanded import once, refusal, repeated, times
 from ckptkit.compute.floats import decode, is_decoded
+from ckptkit.compute.memory import keep_memory
 from ckptkit.compute.operations import aligned, flow
 from ckptkit.compute.tensors import contiguous
 from ckptkit.core.bytesource import Extent, Range
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 BINS = 64  # of a histogram, at most
+_SCALES = 126  # exponents of float32 that are powers of two of it, either way
 FINE = 40  # bits: a bin is no smaller than the largest number divided by 2**40
 LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
 BLOCK = 1 << 16  # elements worked on at once
 PART = 32 << 20  # bytes of a tensor that are a task of their own
+COUNTED = 2 << 20  # bytes of one from which on the codes of small types are counted
+DOT = 8_192  # numbers of a dot product: of more, a library may start threads of its own
 
 
 @dataclass(slots=True)
@@ -249,11 +253,49 @@ def tally(part: ElementRange) -> Tally:
     """The statistics of one part."""
     import numpy as np
 
+    keep_memory()
+    small = part.dtype.itemsize <= 2 and part.nbytes >= COUNTED
     found = Tally()
     with np.errstate(all="ignore"):  # squares of float64 may be infinite
+        if small:
+            return _of_codes(part).repeated(part.times)
         for piece in _pieces(part):
             found.add(_block(decode(piece, part.dtype)))
     return found.repeated(part.times)
+
+
+def _of_codes(part: ElementRange) -> Tally:
+    """The statistics of elements of 8 or 16 bits: of each number, and how often it is there."""
+    import numpy as np
+
+    unit = np.dtype(f"<u{part.dtype.itemsize}")
+    counts = np.zeros(256**unit.itemsize, np.int64)
+    for piece in _pieces(part):
+        counts += np.bincount(np.frombuffer(piece, unit), minlength=len(counts))
+    codes = np.flatnonzero(counts)
+    return _counted(decode(codes.astype(unit).tobytes(), part.dtype), counts[codes])
+
+
+def _counted(values: Array, counts: Array) -> Tally:
+    """The statistics of numbers that are there so many times."""
+    import numpy as np
+
+    made = Tally(int(counts.sum()), whole=values.dtype.kind != "f")
+    made.nan = int(counts[np.isnan(values)].sum())
+    finite = np.isfinite(values)
+    values, counts = values[finite], counts[finite]
+    number = int(counts.sum())
+    made.infinite = made.count - made.nan - number
+    if not number:
+        return made
+    made.low, made.high = _range(values)
+    made.zeros = int(counts[values == 0].sum())
+    wide = values.astype("f8")
+    made.histogram = _bins(wide, made.low, _exponent(made), counts)
+    made.mean = float(np.dot(wide, counts)) / number
+    wide -= made.mean
+    made.squares = float(np.dot(wide * wide, counts))
+    return made
 
 
 def _block(values: Array) -> Tally:
@@ -273,12 +315,21 @@ def _block(values: Array) -> Tally:
     made.low, made.high = low, high
     made.zeros = int(np.count_nonzero(values == 0))
     wide = values if values.dtype.kind == "c" else values.astype("f8")
-    made.histogram = _bins(wide, float(low), bin_exponent(float(low), float(high), made.whole))
+    exponent = _exponent(made)
+    exact = values.dtype == np.float32 and -_SCALES <= exponent <= 0
+    made.histogram = _bins(values if exact else wide, low, exponent)
     made.mean = (wide.sum() / len(wide)).item()
     wide -= made.mean
-    components = wide.view("f8")
-    made.squares = float(np.einsum("i,i", components, components))
+    made.squares = _dot(wide.view("f8"))
     return made
+
+
+def _dot(values: Array) -> float:
+    """The sum of squares."""
+    import numpy as np
+
+    parts = (values[at : at + DOT] for at in range(0, len(values), DOT))
+    return float(sum(np.dot(part, part) for part in parts))
 
 
 def _range(values: Array) -> tuple[float | int, float | int]:
@@ -289,13 +340,24 @@ def _range(values: Array) -> tuple[float | int, float | int]:
     return sizes.min().item(), sizes.max().item()
 
 
-def _bins(wide: Array, low: float, exponent: int) -> Histogram:
+def _exponent(tally: Tally) -> int:
+    assert tally.low is not None and tally.high is not None
+    return bin_exponent(float(tally.low), float(tally.high), tally.whole)
+
+
+def _bins(values: Array, low: float, exponent: int, counts: Array | None = None) -> Histogram:
+    """The histogram of numbers, each of them there as often as `counts` says, or once.
+
+    float32 is as exact as float64 here: a number is divided by a power of two that does not make it
+    too small, and the difference of whole numbers, which is small, is what is left.
+    """
     import numpy as np
 
-    sizes = np.abs(wide) if wide.dtype.kind == "c" else wide
+    sizes = np.abs(values) if values.dtype.kind == "c" else values
     scale = 2.0**-exponent if exponent > -1_000 else 0.0  # which would be infinite
-    scaled = sizes * scale if scale else np.ldexp(sizes, -exponent)
-    bins = np.floor(scaled, out=scaled).astype(np.intp)
+    scaled = sizes * sizes.dtype.type(scale) if scale else np.ldexp(sizes, -exponent)
+    bins = np.floor(scaled, out=scaled)
     first = math.floor(math.ldexp(low, -exponent))
     bins -= first
-    return Histogram(exponent, first, np.bincount(bins).tolist())
+    numbers = np.bincount(bins.astype(np.uint8), counts)
+    return Histogram(exponent, first, numbers.astype(np.int64).tolist())

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute import expanded
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import (
-    BUFFER,
-    Piece,
-    aligned,
-    flow,
-    regroup,
-)
+from ckptkit.compute.memory import keep_memory
+from ckptkit.compute.operations import BUFFER, Piece, flow, in_step
 from ckptkit.core.bytesource import Extent, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
@@ -182,9 +177,7 @@ def compare(
     if exact:
         found = None if _same(left, right) else _compare_bytes(left, right, a.dtype.itemsize)
     else:
-        found = _compare_values(
-            _values(left, a.dtype), _values(right, b.dtype), atol or 0.0, rtol or 0.0
-        )
+        found = _compare_values((left, right), (a.dtype, b.dtype), atol or 0.0, rtol or 0.0)
     if found is None or not axes:
         return found
     first = expanded.place(found.first, a.shape, axes)
@@ -206,7 +199,7 @@ def distance(a: Tensor, b: Tensor) -> tuple[float, float | None, float | None] |
     left, right = (contiguous(expanded.once(tensor, axes)).locate() for tensor in (a, b))
     largest, moved, ours, theirs, product = 0.0, 0.0, 0.0, 0.0, 0.0
     with np.errstate(all="ignore"):
-        for x, y in zip(_values(left, a.dtype), _values(right, b.dtype), strict=True):
+        for x, y in _values((left, right), (a.dtype, b.dtype)):
             finite = np.isfinite(x) & np.isfinite(y)
             x, y = x[finite], y[finite]
             steps = np.abs(x - y)
@@ -237,33 +230,21 @@ def _same(left: Extent, right: Extent) -> bool:
 
 def _equal(left: Extent, right: Extent) -> bool:
     """Return whether the bytes of two extents of the same length are equal."""
-    return left == right or all(bytearray(x) == y for x, y in _together(flow(left), flow(right), 1))
+    if left == right:
+        return True
+    return all(bytearray(x) == y for x, y in in_step((flow(left), flow(right)), (1, 1), BUFFER))
 
 
 def _compare_bytes(left: Extent, right: Extent, itemsize: int) -> Difference | None:
     count, first, at = 0, -1, 0
-    for x, y in _together(flow(left), flow(right), itemsize):
+    units = (itemsize, itemsize)
+    for x, y in in_step((flow(left), flow(right)), units, BUFFER // itemsize):
         if bytearray(x) != y:  # unlike two memoryviews, which Python compares element by element
             places = _differing(x, y, itemsize)
             first = at + places[0] if not count else first
             count += places[1]
         at += len(x) // itemsize
     return Difference(count, first) if count else None
-
-
-def _together(
-    left: Iterable[Piece], right: Iterable[Piece], unit: int
-) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield the bytes of both, equally many, in pieces of the same lengths, multiples of `unit`."""
-    ours, theirs = aligned(left, unit, BUFFER), aligned(right, unit, BUFFER)
-    x = y = memoryview(b"")
-    while True:
-        x, y = x or next(ours, x), y or next(theirs, y)
-        n = min(len(x), len(y))
-        if not n:
-            return
-        yield x[:n], y[:n]
-        x, y = x[n:], y[n:]
 
 
 def _differing(x: Piece, y: Piece, itemsize: int) -> tuple[int, int]:
@@ -277,32 +258,70 @@ def _differing(x: Piece, y: Piece, itemsize: int) -> tuple[int, int]:
 
 
 def _compare_values(
-    left: Iterator[Array], right: Iterator[Array], atol: float, rtol: float
+    extents: tuple[Extent, Extent], types: tuple[DType, DType], atol: float, rtol: float
 ) -> Difference | None:
-    """By the rule of ``torch.isclose``. The two have pieces of the same lengths."""
+    """By the rule of ``torch.isclose``."""
     import numpy as np
 
     count, first, at, largest = 0, -1, 0, 0.0
+    alike = types[0] == types[1]
     with np.errstate(all="ignore"):  # the difference of infinities
-        for x, y in zip(left, right, strict=True):
-            same = x == y
-            if not same.all():
-                distance = np.abs(x - y)
-                distance[same | (np.isnan(x) & np.isnan(y))] = 0.0
-                distance[np.isnan(distance)] = np.inf
-                differs = (distance > 0) & ~(distance <= atol + rtol * np.abs(y)) | np.isinf(
-                    distance
-                )
-                largest = max(largest, float(distance.max()))
+        for left, right in _in_step(extents, types):
+            elements = len(left) // types[0].itemsize
+            if not (alike and bytearray(left) == right):
+                x, y = _wide(left, types[0]), _wide(right, types[1])
+                distance = _distances(x, y)
+                most = float(distance.max())
+                largest = max(largest, most)
+                odd = most > atol or np.isinf(most)
+                differs = _exceeds(distance, y, atol, rtol) if odd else np.zeros(1, bool)
                 if differs.any():
                     first = at + int(differs.argmax()) if not count else first
                     count += int(np.count_nonzero(differs))
-            at += len(x)
+            at += elements
     return Difference(count, first, largest) if count else None
 
 
-def _values(extent: Extent, dtype: DType) -> Iterator[Array]:
-    """The elements in pieces of `WIDE`, as float64 or complex128."""
-    wide = "c16" if dtype.kind == "complex" else "f8"
-    for piece in regroup(flow(extent), WIDE * dtype.itemsize):
-        yield decode(piece, dtype).astype(wide)
+def _exceeds(distance: Array, y: Array, atol: float, rtol: float) -> Array:
+    """Return which distances exceed their limits; infinite ones always do."""
+    import numpy as np
+
+    limit: Array | float = atol
+    if rtol:
+        limit = np.abs(y)
+        limit *= rtol
+        limit += atol
+    exceeds: Array = distance > limit
+    exceeds |= np.isinf(distance)
+    return exceeds
+
+
+def _distances(x: Array, y: Array) -> Array:
+    """Return the absolute differences: infinite where one is NaN, 0 where both are, or equal."""
+    import numpy as np
+
+    distance: Array = np.subtract(x, y)
+    distance = np.abs(distance, out=distance if distance.dtype.kind == "f" else None)
+    if not np.isfinite(distance.max()):
+        distance[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+        distance[np.isnan(distance)] = np.inf
+    return distance
+
+
+def _values(
+    extents: tuple[Extent, Extent], types: tuple[DType, DType]
+) -> Iterator[tuple[Array, Array]]:
+    """Yield the elements of both, at most `WIDE` at a time, as float64 or complex128."""
+    for left, right in _in_step(extents, types):
+        yield _wide(left, types[0]), _wide(right, types[1])
+
+
+def _in_step(
+    extents: tuple[Extent, Extent], types: tuple[DType, DType]
+) -> Iterator[list[memoryview]]:
+    keep_memory()
+    return in_step(map(flow, extents), [dtype.itemsize for dtype in types], WIDE)
+
+
+def _wide(piece: Piece, dtype: DType) -> Array:
+    return decode(piece, dtype).astype("c16" if dtype.kind == "complex" else "f8")

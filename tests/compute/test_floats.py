@@ -62,6 +62,22 @@ def test_float32_is_rounded_as_torch_rounds_it(name: str) -> None:
     assert_same(in_torch(made, name), values.to(getattr(torch, name)))
 
 
+def test_float16_that_numpy_converts_only_where_it_must() -> None:
+    """Every finite number, what lies between it and the next, and just beside that."""
+    codes = np.arange(0x7C00, dtype="<u2")
+    exact = torch.from_numpy(codes).view(torch.float16).float()
+    assert_same(torch.from_numpy(decode(codes.tobytes(), BY_NAME["float16"])), exact)
+    middle = (exact[:-1] + exact[1:]) / 2
+    beside = [torch.nextafter(middle, end * torch.ones(())) for end in (0.0, 1e6)]
+    values = torch.cat([exact, middle, *beside])
+    values = torch.cat(
+        [values, -values, torch.tensor([65519.0, 65520.0, 1e-9, torch.nan, torch.inf])]
+    )
+    assert_same(in_torch(encode(values.numpy(), BY_NAME["float16"]), "float16"), values.half())
+    negative = (codes | 0x8000).tobytes()
+    assert_same(torch.from_numpy(decode(negative, BY_NAME["float16"])), -exact)
+
+
 @pytest.mark.parametrize("name", sorted(FLOATS))
 def test_float64_is_rounded_twice_as_torch_does(name: str) -> None:
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -792,3 +793,48 @@ def test_the_environment_is_plain_data() -> None:
     assert isinstance(devices, dict)
     assert len(devices) >= 1 + torch.cuda.device_count()
     assert devices["cpu"]["memory"] > 0
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=6),
+    st.lists(st.integers(0, 40), max_size=6),
+    st.integers(1, 9),
+)
+def test_streams_in_step(first: list[int], second: list[int], most: int) -> None:
+    """Whatever the pieces of two streams, elements come out together, and all of them."""
+    count = min(sum(first) // 2, sum(second) // 4)
+    data = [bytes(range(80)) * 4, bytes(range(80, 160)) * 4]
+    units = (2, 4)
+
+    def cut(number: int, sizes: list[int]) -> list[bytes]:
+        ends = [min(sum(sizes[:at]), count * units[number]) for at in range(len(sizes) + 1)]
+        return [data[number][a:b] for a, b in itertools.pairwise(ends)]
+
+    made = list(operations.in_step([cut(0, first), cut(1, second)], units, most))
+    for number, unit in enumerate(units):
+        assert b"".join(pieces[number] for pieces in made) == data[number][: count * unit]
+    assert all(len(a) // 2 == len(b) // 4 <= most for a, b in made)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the pages of glibc's memory")
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    """Blocks are computed in the pages of those before them, not in new ones."""
+    path = tmp_path / "noise"
+    path.write_bytes(np.random.default_rng(0).standard_normal(8 << 20, "f4").tobytes())
+    program = f"""
+import resource
+from ckptkit.compute.tallies import ElementRange, tally
+from ckptkit.core.bytesource import LocalFile, Range
+from ckptkit.core.dtypes import BY_NAME
+file = LocalFile({str(path)!r})
+def faults(size):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tally(ElementRange(Range(file, 0, file.size), BY_NAME["float32"], 0, size))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(1 << 20)
+print(faults(32 << 20))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 2_000  # of 4 KiB: less than a page in four of what is read

@@ -96,6 +96,41 @@ def test_every_type(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("any_block")
+@pytest.mark.parametrize("dtype", [*FLOATS[2:], torch.int16, torch.int8, torch.uint8, torch.bool])
+def test_small_types_are_counted_code_by_code(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number and how often it is there: the same statistics, NaN and infinities included."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (200_000,), dtype=torch.uint8)
+    noise = codes > 127 if dtype is torch.bool else codes.view(dtype)
+    one_by_one = tallied(noise)
+    monkeypatch.setattr(tallies, "COUNTED", 1)
+    found = tallied(noise)
+    if dtype is not torch.bool:
+        assert_is(found, noise)
+    assert found.histogram == one_by_one.histogram
+    assert found.mean == pytest.approx(one_by_one.mean, rel=1e-12)
+    assert found.squares == pytest.approx(one_by_one.squares, rel=1e-12)
+    assert (found.zeros, found.nan, found.whole) == (
+        one_by_one.zeros, one_by_one.nan, one_by_one.whole,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [1000.0, -1e-45, 1e-45, -0.0],  # the least numbers, in bins that are wide
+        [2.0**-149, 2.0**-148, 0.0],
+        [3e38, -3e38, 1.0],
+        [16777216.0, 16777217.0 + 1, 16777215.0],
+    ],
+)
+def test_bins_of_float32_are_those_of_float64(numbers: list[float]) -> None:
+    single = torch.tensor(numbers * 50, dtype=torch.float32)
+    assert tallied(single).histogram == tallied(single.double()).histogram
+
+
 def test_nan_and_infinities_are_counted_and_left_out() -> None:
     odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.5] * 9)
     assert_is(tallied(odd), odd)
