@@ -47,12 +47,12 @@ from __future__ import annotations
 import codecs
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
-from ckptkit.compute.memory import keep_memory
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.core.dtypes import DType
@@ -67,6 +67,7 @@ _FROM_THE_BEGINNING = ("inflate", "latin1")
 PIECE = 4 << 20  # bytes; a multiple of every element size
 # Bytes of a local file read at a time: they and what is made of them stay in a core's cache.
 BUFFER = 256 << 10
+KEPT = 16 << 20  # bytes that stay for the next blocks
 
 Piece = bytes | memoryview
 Pieces = Iterator[Piece]
@@ -102,6 +103,17 @@ def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
         piece = buffer[: stop - at]
         source.read_into(origin + at, piece)
         yield piece
+
+
+@cache
+def keep_memory() -> None:
+    """Let the C library keep some `KEPT` bytes of freed memory from now on, for the next blocks.
+
+    New pages cost as much as what is computed in them. glibc gives blocks of 128 KiB and more back
+    to the system, unless larger ones have been freed before (mallopt(3), "dynamic mmap threshold");
+    other libraries keep them anyway. The pages of the one that is freed here are never touched.
+    """
+    bytes(KEPT)
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:

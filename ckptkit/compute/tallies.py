@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.expanded import once, refusal, repeated, times
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.memory import keep_memory
-from ckptkit.compute.operations import aligned, flow
+from ckptkit.compute.operations import aligned, flow, keep_memory
 from ckptkit.compute.tensors import contiguous
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.dtypes import DType

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute import expanded
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.memory import keep_memory
-from ckptkit.compute.operations import BUFFER, Piece, flow, in_step
+from ckptkit.compute.operations import BUFFER, Piece, flow, in_step, keep_memory
 from ckptkit.core.bytesource import Extent, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
