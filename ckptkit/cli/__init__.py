@@ -22,7 +22,7 @@ from ckptkit import __version__
 from ckptkit.cli import render
 from ckptkit.core.errors import CkptkitError, UsageError, foreseen
 from ckptkit.core.grouping import merge_all
-from ckptkit.core.text import nearest
+from ckptkit.core.text import nearest, shell_command
 
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
 # manual.
@@ -171,8 +171,6 @@ class UnknownCommand(click.UsageError):
     """`word` is not a command; ``hint`` suggests similar ones."""
 
     def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
-        from shlex import join
-
         super().__init__(f"No such command {word!r}.", ctx)
         near = (
             [SYNONYMS[word]]
@@ -184,7 +182,7 @@ class UnknownCommand(click.UsageError):
         if near:
             self.hint = f"did you mean {', '.join(near)}? {self.hint}"
         elif os.path.exists(word):
-            self.hint = f"what is in it: {ctx.command_path} inspect {join(args)}"
+            self.hint = f"what is in it: {ctx.command_path} inspect {shell_command(args)}"
 
 
 @click.group(

@@ -11,6 +11,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.text import shell_word
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
@@ -241,11 +242,9 @@ def _unmatched(want: Wanted, rows: list[TensorRow]) -> tuple[str, ...]:
 def _wider(want: Wanted, rows: list[TensorRow], summary: Summary) -> Iterator[str]:
     """Return a hint with wider globs that match inside names, where nothing matched."""
     for glob in want.globs if not rows else ():
-        from shlex import quote
-
         wide = f"*{glob.strip('*')}*"
         if count := sum(map(render.matcher([wide]), (row.place for row in summary.rows))):
-            yield f"{render.plural(count, 'tensor')} with --keys {quote(wide)}"
+            yield f"{render.plural(count, 'tensor')} with --keys {shell_word(wide)}"
 
 
 def _rows(summary: Summary, want: Wanted) -> list[TensorRow]:

@@ -11,7 +11,6 @@ Aligned = Callable[[Row, Sequence[Row]], Iterator[str]]
 
 NARROWEST = 16  # characters of a name that are always shown
 PROSE = 24  # characters of a line of prose in the last column, at least
-PADDING = 2  # characters that tabulate adds to a heading
 GAP = 2  # characters between columns
 UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
 _UNIT = re.compile(r"(?<=[0-9]) (?=[kMGTP]?B\b)")  # between a number and its unit
@@ -53,9 +52,8 @@ def table(
 
 
 def _widths(headers: Row, rows: Sequence[Row]) -> list[int]:
-    """Return the width of each column, as tabulate makes it."""
-    padded = [header + " " * PADDING for header in headers]
-    return [max(map(len, column)) for column in zip(padded, *rows, strict=True)]
+    """Return the width of each column."""
+    return [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
 
 
 def _width(headers: Row, rows: Sequence[Row]) -> int:
@@ -103,7 +101,7 @@ def _wrapped_prose(
 def _cut_names(headers: Row, rows: Sequence[Row], width: int) -> Sequence[Row] | None:
     """Cut the names in the middle; None if they have no room, or two would become equal."""
     _, *widths = _widths(headers, rows)
-    room = width - sum(GAP + each for each in widths) - PADDING
+    room = width - sum(GAP + each for each in widths) - 1  # a column stays free
     names = distinct([row[0] for row in rows], room) if room >= NARROWEST else None
     if names is None:
         return None

@@ -150,30 +150,36 @@ def table(
     if not rows or width is None:
         yield from _aligned(headers, rows, right)
         return
+    lines = list(_aligned(headers, rows, right))
+    if max(map(len, lines)) <= width:
+        yield from lines
+        return
     from ckptkit.cli import narrow
 
-    yield from narrow.table(headers, rows, right, width, partial(_aligned, right=right))
+    yield from narrow.table(headers, rows, right, width, partial(_columns, right=right))
 
 
 def _aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> Iterator[str]:
-    align = ["right" if header in right else "left" for header in headers]
     if len(rows) > STREAMED:
-        yield from _columns(headers, rows, align)
+        yield from _columns(headers, rows, right)
     elif rows:
         from tabulate import tabulate  # costs 30 ms
 
+        align = ["right" if header in right else "left" for header in headers]
         text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
         yield from map(str.rstrip, text.split("\n"))
 
 
 def _columns(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> Iterator[str]:
+    """Format a table as `_aligned` does, without its space around headings."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     form = "  ".join(
-        f"{{:{'>' if side == 'right' else '<'}{w}}}" for side, w in zip(align, widths, strict=True)
+        f"{{:{'>' if header in right else '<'}{w}}}"
+        for header, w in zip(headers, widths, strict=True)
     )
     for row in (headers, *rows):
         yield form.format(*row).rstrip()

@@ -18,6 +18,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
+from ckptkit.core.text import shell_word
 from ckptkit.formats.common.folder_names import (
     TRACKER,
     best,
@@ -79,7 +80,7 @@ def _ambiguous(probe: Probe) -> AmbiguousError:
     return AmbiguousError(
         f"holds {len(first)} checkpoints: {listed(first)}",
         where=probe.name,
-        hint=f"name one of them, e.g. {os.path.join(probe.name, first[0])}",
+        hint=f"name one of them, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
     )
 
 
@@ -103,9 +104,10 @@ def _tracked(probe: Probe) -> Folder:
         return inner
     below = [name for name in inner.folders() if formats.match(Probe(inner.sub(name))) is not None]
     if len(below) != 1:
+        one = os.path.join(inner.name, *below[:1])
         raise AmbiguousError(
             f"its latest save {found[0]} holds {len(below)} checkpoints: {listed(below)}",
-            hint=f"name the one that is meant, e.g. {os.path.join(inner.name, *below[:1])}",
+            hint=f"name the one that is meant, e.g. {shell_word(one)}",
         )
     return inner.sub(below[0])
 

@@ -8,19 +8,17 @@ plain state_dict: the names in it are attributes of the user's classes.
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
-from glob import escape
 
 from ckptkit import quantized
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import guess, plural, quoted
+from ckptkit.core.text import guess, plural, quoted, shell_word
 from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.quantized import Quantization
@@ -59,7 +57,7 @@ class Target:
                     f"{other!r} and {key!r}{self.place} would both be called {name!r}",
                     hint=(
                         "leave one of them out first: ckptkit convert SRC DST --drop "
-                        f"{shlex.quote(escape(other))}"
+                        f"{shell_word(other)}"
                     ),
                 )
             new[name] = value
@@ -150,7 +148,7 @@ class _Stripping:
         }
         if found:
             options = " ".join(
-                f"--key {shlex.quote(name)}" for name in [join(t.path) for t in targets] + [*found]
+                f"--key {shell_word(name)}" for name in [join(t.path) for t in targets] + [*found]
             )
             yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {options}"
 

@@ -9,6 +9,7 @@ from itertools import count, islice
 
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, UnsupportedError
+from ckptkit.core.text import shell_word
 
 POINTERS = ("latest", "latest_universal")
 UNIVERSAL = "zero"
@@ -78,7 +79,7 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
     if len(tags) != 1:
         raise AmbiguousError(
             f"holds {len(tags)} training states and no file that names the latest: {listed(tags)}",
-            hint=f"name one of them, e.g. {os.path.join(folder.name, tags[0])}",
+            hint=f"name one of them, e.g. {shell_word(os.path.join(folder.name, tags[0]))}",
         )
     if named and not _holds_states(folder, named[1]):
         others = tag_folders(folder)

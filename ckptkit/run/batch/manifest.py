@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, LimitError, OutputError, UsageError
+from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
 from ckptkit.remote import urls
 from ckptkit.run.batch.inputs import Mark, mark
@@ -165,7 +165,7 @@ def _read(path: str) -> bytes:
         if not os.path.lexists(path):
             return b""
         raise OutputError(
-            f"cannot be read: {error.message}", where=path, hint=f"rm {shlex.quote(path)}"
+            f"cannot be read: {error.message}", where=path, hint=f"rm {shell_word(path)}"
         ) from error
 
 

@@ -1,0 +1,70 @@
+"""Commands in hints work when they are pasted, whatever the name of the file or folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import COMMAND, ENVIRONMENT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names are bytes on Linux alone")
+
+NAMES = [
+    os.fsdecode(name)
+    for name in (b"bad\xff\xfename.pth", b"two words.pth", b"-dash.pth", b"it's\n.pth")
+]
+
+
+def run(folder: Path, *words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*COMMAND, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def pasted(folder: Path, command: str) -> int:
+    """Run a command line with bash, where ckptkit is that of this interpreter."""
+    ours = f'ckptkit() {{ {sys.executable} -m ckptkit "$@"; }}; '
+    return subprocess.run(
+        ["bash", "-c", ours + command], cwd=folder, env=ENVIRONMENT, capture_output=True
+    ).returncode
+
+
+def commands(text: str) -> Iterator[str]:
+    """Yield the commands in the lines of an output."""
+    for line in text.splitlines():
+        _, found, rest = line.partition("ckptkit ")
+        if found and rest.split()[0] in ("strip-module", "remap", "convert", "extract", "inspect"):
+            yield f"ckptkit {rest}"
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_hints_of_a_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with open(path, "wb") as file:
+        torch.save({"model": {"module.a": torch.ones(2)}, "epoch": 3}, file)
+    code, text = run(tmp_path, "inspect", "--", name)
+    assert code == 0
+    _, diagnosis = run(tmp_path, "doctor", "--", name)
+    _, unknown = run(tmp_path, name) if not name.startswith("-") else (0, "")
+    found = list(dict.fromkeys([*commands(text), *commands(diagnosis), *commands(unknown)]))
+    assert len(found) >= 2 and all("\\udc" not in command for command in found)
+    for command in found:
+        assert pasted(tmp_path, command) == 0, command
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_hints_of_a_folder(name: str, tmp_path: Path) -> None:
+    for each in (name, "x" + name):
+        with open(tmp_path / each, "wb") as file:
+            torch.save({"a": torch.ones(2)}, file)
+    code, text = run(tmp_path, "inspect", ".")
+    assert code == 3
+    _, _, hint = text.partition("name one of them, e.g. ")
+    assert pasted(tmp_path, f"ckptkit inspect {hint.strip()}") == 0
