@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 
 import ckptkit
-from ckptkit.trainer import gpu, loop
-from ckptkit.trainer.gpu import Failed, Machine, Skip
+from ckptkit.trainer import gpu, gpu_checks, loop
+from ckptkit.trainer.gpu_checks import CHECKS, Failed, Machine, Skip
 
 from .test_loop import silent
 
@@ -38,20 +38,20 @@ PROCESSES = [
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_check_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
-    result = gpu.run(gpu.CHECKS[name], name, CPU, tmp_path / "check")
+    result = gpu.run(CHECKS[name], name, CPU, tmp_path / "check")
     assert (result.status, result.why) == ("passed", "")
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_check_of_several_processes_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
-    result = gpu.run(gpu.CHECKS[name], name, CPU, tmp_path / "check")
+    result = gpu.run(CHECKS[name], name, CPU, tmp_path / "check")
     assert (result.status, result.why) == ("passed", "")
 
 
 def test_what_needs_a_gpu_is_skipped_without_one(tmp_path: Path) -> None:
     skipped = set()
-    for number, (name, function) in enumerate(gpu.CHECKS.items()):
+    for number, (name, function) in enumerate(CHECKS.items()):
         if name in (*QUICK, *PROCESSES) or name.startswith(("S01", "S06", "S07")):
             continue
         result = gpu.run(function, name, CPU, tmp_path / str(number))
@@ -65,7 +65,7 @@ def test_every_failure_is_a_result(tmp_path: Path) -> None:
         raise Skip("too small")
 
     def fails(on: Machine, folder: Path) -> dict[str, Any]:
-        gpu.require(1 > 2, "1 is not more")
+        gpu_checks.require(1 > 2, "1 is not more")
         raise AssertionError
 
     def breaks(on: Machine, folder: Path) -> dict[str, Any]:
@@ -109,18 +109,20 @@ def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.Mon
 def test_differences_are_all_but_values(
     tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
 ) -> None:
-    config = replace(gpu.SMALL, devices=("cpu",), epochs=1, save_form="full", optimizer="adam")
+    config = replace(
+        gpu_checks.SMALL, devices=("cpu",), epochs=1, save_form="full", optimizer="adam"
+    )
     with simulated_cuda(0):
         loop.train(config, tmp_path / "real.pth", log=silent)
     loop.train(replace(config, seed=3), tmp_path / "cpu.pth", log=silent)
     moved = ckptkit.remap(ckptkit.open(tmp_path / "cpu.pth"), "cuda:0")
     ckptkit.save(moved, tmp_path / "simulated.pth")
-    assert gpu.differences(tmp_path / "real.pth", tmp_path / "simulated.pth") == []
+    assert gpu_checks.differences(tmp_path / "real.pth", tmp_path / "simulated.pth") == []
     other = torch.load(tmp_path / "cpu.pth", weights_only=True)
     other["model"]["fc3.bias"] = other["model"]["fc3.bias"].double()
     other["optimizer"]["more"] = 1
     torch.save(other, tmp_path / "other.pth")
-    assert gpu.differences(tmp_path / "real.pth", tmp_path / "other.pth") == [
+    assert gpu_checks.differences(tmp_path / "real.pth", tmp_path / "other.pth") == [
         "model.fc3.bias: torch.float32 [10]",
         "optimizer: other keys",
     ]
@@ -130,5 +132,5 @@ def test_weights_that_differ_fail(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "one.pth")
     torch.save({"w": torch.ones(2) + 0.5}, tmp_path / "other.pth")
     with pytest.raises(Failed, match=r"differ by 0\.5"):
-        gpu.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.1)
-    assert gpu.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.5)
+        gpu_checks.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.1)
+    assert gpu_checks.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.5)
