@@ -19,8 +19,9 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, Piece
+from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.tree import Node, Path, join, rebuild
+from ckptkit.core.tree import Node, Path, join
 from ckptkit.core.weights import as_tensor
 
 FSDP, MEGATRON, LLAMA, DEEPSPEED, FAIRSCALE = "fsdp", "megatron", "llama", "deepspeed", "fairscale"

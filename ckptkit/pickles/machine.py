@@ -25,7 +25,8 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global, Node, Object, OrderedMapping, rebuild
+from ckptkit.core.rebuilding import rebuild
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.pickles.globals import REDUCERS, Reducer
 from ckptkit.pickles.opcode_values import (
     CUT,

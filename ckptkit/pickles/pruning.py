@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ckptkit.core.limits import check
+from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
     ByteString,
@@ -17,7 +18,6 @@ from ckptkit.core.tree import (
     StoredBytes,
     children,
     held,
-    rebuild,
 )
 
 _JUDGED = (

@@ -17,9 +17,10 @@ from ckptkit import quantized
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted, shell_word
-from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, rebuild, walk
+from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, walk
 from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.quantized import Quantization
 from ckptkit.transforms import groups, module_versions, optimizers

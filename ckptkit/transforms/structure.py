@@ -8,19 +8,10 @@ from dataclasses import replace
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UnknownNameError, UsageError
+from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted
-from ckptkit.core.tree import (
-    LEAVES,
-    Node,
-    OrderedMapping,
-    Path,
-    children,
-    find,
-    join,
-    rebuild,
-    type_name,
-)
+from ckptkit.core.tree import LEAVES, Node, OrderedMapping, Path, children, find, join, type_name
 from ckptkit.core.weights import plain_state_dict
 from ckptkit.pickles import live
 

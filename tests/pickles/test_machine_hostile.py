@@ -34,8 +34,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
+from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage
-from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, rebuild, walk
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, walk
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE
 from ckptkit.pickles.machine import Unpickled, unpickle
@@ -71,7 +72,8 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.pickles.machine import unpickle
-from ckptkit.core.tree import rebuild, walk
+from ckptkit.core.rebuilding import rebuild
+from ckptkit.core.tree import (walk)
 
 def attempt(call):
     try:

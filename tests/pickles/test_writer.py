@@ -31,17 +31,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
+from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import (
-    ByteString,
-    Global,
-    Node,
-    Object,
-    OrderedMapping,
-    Pairs,
-    SetNode,
-    rebuild,
-)
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, Pairs, SetNode
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles import opcode_values
 from ckptkit.pickles.writer import write_pickle
