@@ -25,7 +25,6 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.pickles.globals import REDUCERS, Reducer
 from ckptkit.pickles.opcode_values import (
@@ -120,6 +119,8 @@ class _Machine(Opcodes):
             swap.update((key, pairs) for key, (_, pairs) in self.pairs.items())
             warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
         if swap:
+            from ckptkit.core.rebuilding import rebuild  # few pickles need it
+
             root = rebuild(root, swap=swap)
         return Unpickled(
             root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings)
