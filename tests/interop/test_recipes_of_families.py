@@ -217,3 +217,65 @@ def test_a_megatron_folder_loads_with_from_pretrained(ckptkit: Ckptkit, tmp_path
         model.state_dict()["lm_head.weight"],
         load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"],
     )
+
+
+def test_chatglm_gives_the_parts_that_glm_of_transformers_takes(
+    ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    """GLM there is ChatGLM with its gate and up still fused; q, k and v as the original splits."""
+    from transformers.models.glm.modeling_glm import GlmConfig, GlmMLP
+
+    torch.manual_seed(0)
+    config = GlmConfig(hidden_size=32, intermediate_size=24, num_attention_heads=4)
+    theirs, qkv = GlmMLP(config), torch.nn.Linear(32, (4 + 2 + 2) * 8)
+    layer = "transformer.encoder.layers.0"
+    state = {
+        f"{layer}.self_attention.query_key_value.weight": qkv.weight.detach(),
+        f"{layer}.self_attention.query_key_value.bias": qkv.bias.detach(),
+        f"{layer}.mlp.dense_h_to_4h.weight": theirs.gate_up_proj.weight.detach(),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    said = {"num_attention_heads": 4, "multi_query_group_num": 2}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    ckptkit("run", "chatglm", tmp_path / "model.safetensors", tmp_path / "out.safetensors")
+    made = load_file(tmp_path / "out.safetensors")
+    hidden, linear = torch.randn(1, 3, 32), torch.nn.functional.linear
+    with torch.no_grad():
+        gate, up = (linear(hidden, made[f"{layer}.mlp.{m}_proj.weight"]) for m in ("gate", "up"))
+        ours = theirs.down_proj(up * theirs.activation_fn(gate))
+        torch.testing.assert_close(ours, theirs(hidden))
+        for p, part in zip("qkv", qkv(hidden).split([32, 16, 16], dim=-1), strict=True):
+            name = f"{layer}.self_attention.{p}_proj"
+            found = linear(hidden, made[f"{name}.weight"], made[f"{name}.bias"])
+            torch.testing.assert_close(found, part)
+
+
+def test_an_adapter_of_peft_gives_the_outputs_in_diffusers(
+    ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra: interop)")
+
+    def unet() -> Any:
+        torch.manual_seed(0)
+        return diffusers.UNet2DConditionModel(
+            sample_size=8, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=8, attention_head_dim=4,
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        ).eval()  # fmt: skip
+
+    adapted = ["to_q", "to_k", "to_v", "to_out.0"]
+    theirs = peft.get_peft_model(unet(), peft.LoraConfig(r=2, lora_alpha=2, target_modules=adapted))
+    for name, weight in theirs.named_parameters():
+        if "lora_B" in name:  # which would be zeros
+            torch.nn.init.normal_(weight)
+    theirs.eval().save_pretrained(tmp_path)
+    out = tmp_path / "lora.safetensors"
+    ckptkit("run", "peft-diffusers", tmp_path / "adapter_model.safetensors", out)
+    ours = unet()
+    ours.load_lora_adapter(load_file(out), prefix="unet")
+    given = torch.randn(1, 4, 8, 8), torch.tensor(3), torch.randn(1, 2, 8)
+    with torch.no_grad():
+        expected = theirs(*given).sample
+        torch.testing.assert_close(ours(*given).sample, expected)
+        assert not torch.allclose(unet()(*given).sample, expected)
