@@ -84,4 +84,29 @@ def test_the_list_says_where_facts_come_from(command: Ckptkit) -> None:  # noqa:
     done = command("run", "--list")
     assert "mixtral" in done.stdout
     assert "transformers 5.23.0" in done.stdout
-    assert "not checked" in done.stdout
+    assert "the sources only" in done.stdout  # what nobody compared with the library
+
+
+def test_a_layout_that_nobody_checked_is_marked(
+    command: Ckptkit,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    recipe = "about: A to b.\nsource: the paper\nsteps:\n- rules: [a -> b]\n"
+    (tmp_path / "unchecked.yaml").write_text(recipe)
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
+    assert "not checked" in command("run", "--list").stdout
+
+
+def test_names_of_torchtitan_before_0_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    old = [
+        *("tok_embeddings", "norm", "output", "layers.0.attention_norm", "layers.0.ffn_norm"),
+        *(f"layers.0.attention.w{p}" for p in "qkvo"),
+        *(f"layers.0.feed_forward.w{p}" for p in "123"),
+    ]
+    torch.save({f"{name}.weight": torch.ones(2, 2) for name in old}, tmp_path / "a.pth")
+    done = command("run", "torchtitan-qwen3", tmp_path / "a.pth", tmp_path / "b.pth")
+    assert done.exit_code == 0
+    found = torch.load(tmp_path / "b.pth")
+    assert len(found) == len(old)
+    assert {"lm_head.weight", "model.layers.0.self_attn.q_proj.weight"} <= found.keys()
