@@ -226,7 +226,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--peer-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="the one that has mergekit and brainsurgery",
+        help="the one that has mergekit, brainsurgery and compressed-tensors",
     )
     add(
         "--out",

@@ -57,6 +57,11 @@ brainsurgery.main()
 """
 _MOVE = '{move: {from: "module\\\\\\\\.(.+)", to: "\\\\\\\\1"}}'
 
+_COMPRESSED_TENSORS = """
+import sys
+from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
+convert_checkpoint(sys.argv[1], "out", FP8BlockDequantizer.from_pretrained(sys.argv[1]), device="cpu")
+"""
 _NOTHING = '{cast_: {target: ".+", to: float32}}'  # a plan that changes nothing has no output
 
 
@@ -97,11 +102,16 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "equal": _both(_LOAD + _EQUAL),
     "extract": _both(_LOAD + "model = model['model']\n" + _SAVE),
     "dcp": {"dcp_to_torch_save": _DCP},
+    "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},
     "start": {"python": "pass", "import torch": "import torch"},
     "none": {},
 }
 COMMANDS = {"digest": {"sha256sum": ["sha256sum"]}, "equal": {"cmp": ["cmp"]}}
-NEEDS = {"mergekit": "mergekit.io", "brainsurgery": "brainsurgery.transforms"}
+NEEDS = {
+    "mergekit": "mergekit.io",
+    "brainsurgery": "brainsurgery.transforms",
+    "compressed-tensors": "compressed_tensors.entrypoints.convert",
+}
 
 
 def commands(

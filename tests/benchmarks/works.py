@@ -112,7 +112,8 @@ WORKS = (
     Work("columns of 4 parts", "columns", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
     *(
         Work(
-            f"dequantize {kind}", kind, "convert {src} out.safetensors --dequantize bfloat16", "none",
+            f"dequantize {kind}", kind, "convert {src} out.safetensors --dequantize bfloat16",
+            "dequantize" if kind == "fp8" else "none",
             _moved(to_cp, 100), sizes="one",
         )
         # cp copies the input: of codes of 8 bits the output is twice as large, of 4 bits nearly
