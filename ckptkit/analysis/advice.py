@@ -104,8 +104,9 @@ def output_name(path: str, mark: str, suffix: str | None = None) -> str:
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:
     names = [row.name for row in summary.rows if row.name is not None]
+    wrapped = [name for name in names if name.startswith(tuple(WRAPPERS))]
     for prefix in WRAPPERS:
-        having = sum(name.startswith(prefix) for name in names)
+        having = sum(name.startswith(prefix) for name in wrapped)
         if having and 2 * having > len(names):
             how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
             command = strip_module(path, prefix, *summary.chosen)

@@ -371,10 +371,10 @@ def _modules(*sides: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]]) -> 
     """Return the kinds of the modules of both sides; dtypes, which may differ, do not count."""
     from ckptkit.core.fold import Modules
 
-    shapes: list[tuple[str, str, int]] = []
+    shapes: dict[tuple[str, str, int], None] = {}
     for side in sides:
         for name, each in side.items():
-            shapes.append((name, "", len(each.shape if isinstance(each, Tensor) else each[1])))
+            shapes[name, "", len(each.shape if isinstance(each, Tensor) else each[1])] = None
     return Modules(shapes)
 
 

@@ -16,6 +16,7 @@ from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS, check
 
 _DIGITS = 20  # of 2**64
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
@@ -54,7 +55,7 @@ def _loads(data: bytes, what: str) -> Any:
         value = json.loads(
             data.decode(),
             object_pairs_hook=_object,
-            parse_int=_integer,
+            parse_int=_integer if _has_odd_integers(data) else int,
             parse_float=_number,
             parse_constant=_constant,
         )
@@ -73,6 +74,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise AmbiguousError(f"the name {twice[:80]!r} occurs twice in one JSON object")
     return made
+
+
+def _has_odd_integers(data: bytes) -> bool:
+    """Return whether `_integer` might refuse one; a name may look like it."""
+    return b"-0" in data or b"0" * _DIGITS in data.translate(_ZEROS)
 
 
 def _integer(text: str) -> int:

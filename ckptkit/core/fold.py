@@ -43,19 +43,18 @@ _Block = tuple[int, Indices, int, int]
 class Modules:
     """The kinds of modules, by what each holds directly: a linear layer is no batch norm.
 
-    `tensors` are names with dtype and number of dimensions, of the whole checkpoint.
+    `tensors` are names with dtype and number of dimensions, of the whole checkpoint, each once. A
+    kind is the sum of the hashes of its parts: a set for each module would take more memory than
+    the tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, str, int]] = ()) -> None:
-        held: defaultdict[str, set[tuple[str, str, int]]] = defaultdict(set)
+        self._kinds: dict[str, int] = {}
         for name, dtype, dimensions in tensors:
             module, _, last = name.rpartition(".")
             if not last.isdecimal():  # the items of a list are no parts of a module
-                held[module].add((last, dtype, dimensions))
-        kinds: dict[frozenset[tuple[str, str, int]], int] = {}
-        self._kinds = {
-            module: kinds.setdefault(frozenset(parts), len(kinds)) for module, parts in held.items()
-        }
+                kind = self._kinds.get(module, 0)
+                self._kinds[module] = kind + hash((last, dtype, dimensions))
 
     def __call__(self, name: str) -> int | None:
         """Return the kind of the module that a tensor is in; None for one in a list, or a counter.
@@ -69,15 +68,24 @@ class Modules:
 def fold(items: Iterable[Item]) -> list[Folded]:
     """Join rows that differ only in an index, each at the place of the first that it represents."""
     groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
+    values = _Values()
     for position, (label, columns, nbytes) in enumerate(items):
         parts = _split(label)
-        indices = tuple(zip(map(int, parts[1::2])))  # one value for each
+        indices = tuple([values[part] for part in parts[1::2]])  # one value for each
         groups[tuple(parts[::2]), columns].append((position, indices, nbytes, 1))
     found: list[tuple[int, Folded]] = []
     for (texts, columns), blocks in groups.items():
-        for first, values, nbytes, rows in _joined(blocks, len(texts) - 1):
-            found.append((first, Folded(_label(texts, values), columns, nbytes, rows)))
+        for first, indices, nbytes, rows in _joined(blocks, len(texts) - 1):
+            found.append((first, Folded(_label(texts, indices), columns, nbytes, rows)))
     return [row for _, row in sorted(found)]
+
+
+class _Values(dict[str, tuple[int, ...]]):
+    """The value of an index, by its text: many names have the same ones."""
+
+    def __missing__(self, text: str) -> tuple[int, ...]:
+        self[text] = value = (int(text),)
+        return value
 
 
 def family(name: str) -> str:

@@ -10,6 +10,7 @@ three times as long to make, and there may be a hundred thousand of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptkit.core import above
@@ -96,6 +97,17 @@ class Tensor:
         strided = self.storage if self.layout == "strided" else None
         check_geometry(strided, self.dtype, self.shape, self.stride, self.offset)
 
+    def over(self, storage: Storage) -> Tensor:
+        """Return a tensor like this one over another storage of as many bytes.
+
+        Nothing is checked again: a file may have a hundred thousand of few kinds.
+        """
+        made: Any = object.__new__(Tensor)
+        made.storage, made.dtype, made.shape = storage, self.dtype, self.shape
+        made.stride, made.offset, made.requires_grad = self.stride, self.offset, self.requires_grad
+        made.kind, made.layout, made.conj, made.neg = self.kind, self.layout, self.conj, self.neg
+        return made  # type: ignore[no-any-return]
+
     def numpy(self) -> Array:
         """Read the elements into a numpy array.
 
@@ -154,10 +166,7 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +176,7 @@ class Tensor:
         """
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
-        return self.dtype.nbytes(self.numel)
+        return (prod(self.shape) * self.dtype.bits + 7) // 8
 
     @property
     def is_contiguous(self) -> bool:
@@ -219,14 +228,15 @@ def check_geometry(
 
     Raises LimitError for too many dimensions. Integers are unbounded: nothing overflows.
     """
-    if len(shape) != len(stride) and (storage is not None or stride):
-        raise TensorError(f"{len(shape)} sizes but {len(stride)} strides")
-    if len(shape) > LIMITS.rank:
-        check("rank", len(shape), "dimensions of a tensor")
+    rank = len(shape)
+    if rank != len(stride) and (storage is not None or stride):
+        raise TensorError(f"{rank} sizes but {len(stride)} strides")
+    if rank > LIMITS.rank:
+        check("rank", rank, "dimensions of a tensor")
     if offset.__class__ is not int or offset >> 63:
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset
-    for n, s in zip(shape, stride or shape, strict=True):
+    for n, s in zip(shape, stride or shape):  # noqa: B905 - equally many, and `strict` takes time
         # A negative number shifted right stays negative: true.
         if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:
             raise TensorError(

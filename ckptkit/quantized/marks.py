@@ -19,7 +19,7 @@ ENDINGS = ("_blocks", "_qdata", "_scale_inv")
 
 def last_component(name: str) -> str:
     """The part of a name behind its last dot."""
-    return name[name.rfind(".") + 1 :]
+    return name.rpartition(".")[2]
 
 
 def is_marked(name: str) -> bool:
@@ -35,9 +35,9 @@ def is_subclass(node: Node) -> bool:
 
 def concern(weights: Weights) -> bool:
     """Return whether some weights may be quantized: by their names, or because they have 8 bits."""
-    for name, node in weights.nodes.items():
-        if node.__class__ is Tensor and node.dtype.kind == "float" and node.dtype.bits == 8:
-            return True
-        if is_marked(name) or is_subclass(node):
-            return True
-    return False
+    nodes = weights.nodes.values()
+    endings = {last_component(name) for name in weights.nodes}  # a few, of many names
+    if any(map(is_marked, endings)) or any(is_subclass(node) for node in nodes):
+        return True
+    dtypes = {id(node.dtype): node.dtype for node in nodes if node.__class__ is Tensor}
+    return any(dtype.kind == "float" and dtype.bits == 8 for dtype in dtypes.values())

@@ -195,7 +195,7 @@ def brief(row: TensorRow) -> dict[str, str]:
 
 
 def table(
-    rows: Iterable[TensorRow],
+    rows: Sequence[TensorRow],
     title: str = "",
     *,
     flat: bool = False,
@@ -209,16 +209,16 @@ def table(
     """
     from ckptkit.core.fold import Item, fold, unfolded
 
-    rows = list(rows)
     kind = modules(rows if among is None else among)
-    items = [
+    values = [fact.value for fact in _FOLDED]
+    items = (
         Item(
             row.label,
-            (*[fact.value(row) for fact in _FOLDED], kind(row.label)),
+            (*[value(row) for value in values], kind(row.label)),
             row.nbytes,
         )
         for row in rows
-    ]
+    )
     found = unfolded(items) if flat else fold(items)
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)
@@ -228,7 +228,7 @@ def table(
     for fact in BRIEF:
         headers += ["tensors", fact.title] if fact is SIZE else [fact.title]
     cells = [_cells(row) for row in found]
-    made = Table(title, tuple(headers), cells, ("tensors", SIZE.title), len(items))
+    made = Table(title, tuple(headers), cells, ("tensors", SIZE.title), len(rows))
     return made.without_empty()
 
 

@@ -6,10 +6,11 @@ The layout is in :mod:`safetensors`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from ckptkit.containers import strict_json
-from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.bytesource import ByteSource, Memory, Range
 from ckptkit.core.dtypes import BY_SAFETENSORS, FLOAT4, DType
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -57,32 +58,44 @@ def read_header(source: ByteSource) -> tuple[bytes, dict[str, Any], dict[str, st
     return text, header, metadata
 
 
+class Kind(NamedTuple):
+    """A dtype and shape that tensors of a file have in common, and the number of their bytes."""
+
+    like: Tensor  # over no bytes of the file
+    nbytes: int
+
+    def tensor(self, source: ByteSource, offset: int) -> Tensor:
+        """Return the tensor of this kind whose bytes begin at `offset`."""
+        return self.like.over(Storage(Range(source, offset, self.nbytes)))
+
+
 def read_tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict[str, Tensor]:
     """Replace each entry of the header by its tensor.
 
     A copy of a large header would take a second hundred megabytes.
     """
     check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
-    spans: list[tuple[int, int, str]] = []
-    strides: dict[Shape, Shape] = {}  # most tensors share a few shapes
+    begins: list[int] = []
+    ends: list[int] = []
+    kinds: dict[str, Kind] = {}
     for name, entry in header.items():
         try:
-            dtype, shape, begin, end = read_entry(entry)
-            if shape not in strides:
-                strides[shape] = contiguous_stride(shape)
-            header[name] = Tensor(
-                Storage(Range(source, start + begin, end - begin)), dtype, shape, strides[shape]
-            )
+            kind, begin = read_entry(entry, kinds)
         except CkptkitError as error:
             error.message = f"tensor {shown(name)}: {error.message}"
             raise
-        spans.append((begin, end, name))
-    _check_tiles(spans, source.size - start)
+        header[name] = kind.tensor(source, start + begin)
+        begins.append(begin)
+        ends.append(begin + kind.nbytes)
+    _check_tiles(begins, ends, header, source.size - start)
     return header
 
 
-def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
-    """Parse one tensor's dtype, its shape in torch, begin and end."""
+def read_entry(entry: Any, kinds: dict[str, Kind]) -> tuple[Kind, int]:
+    """Parse one tensor's kind and where its bytes begin.
+
+    `kinds` are those met before: most tensors share a few, each checked once.
+    """
     try:
         code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError) as error:
@@ -91,23 +104,42 @@ def read_entry(entry: Any) -> tuple[DType, Shape, int, int]:
         raise AmbiguousError(
             f"its entry has the unknown field {shown(min(entry.keys() - _FIELDS))}"
         )
+    begin, end = _span(offsets)
+    written = f"{code!r}{sizes}"  # unlike a tuple, it tells 1 from 1.0 and true
+    kind = kinds.get(written)
+    if kind is None:
+        kind = kinds[written] = _kind(code, sizes, end - begin)
+    elif kind.nbytes != end - begin:
+        raise _unfilled(BY_SAFETENSORS[code], tuple(sizes), end - begin)
+    return kind, begin
+
+
+def _kind(code: Any, sizes: Any, nbytes: int) -> Kind:
     dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise FormatError(f"unknown dtype {shown(code)}")
-    shape, offsets = _naturals(sizes, "shape"), _naturals(offsets, "data_offsets")
-    if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"data_offsets {shown(offsets)} are not a begin and an end")
+    shape = _naturals(sizes, "shape")
     if len(shape) > LIMITS.rank:
         check("rank", len(shape), "dimensions of a tensor")
-    elements = math.prod(shape)
-    bits = dtype.bits // dtype.packed
-    if elements * bits != (offsets[1] - offsets[0]) * 8:
-        raise FormatError(
-            f"shape {shown(shape)} of {dtype} does not fill {offsets[1] - offsets[0]:,} bytes"
-        )
+    if math.prod(shape) * (dtype.bits // dtype.packed) != nbytes * 8:
+        raise _unfilled(dtype, shape, nbytes)
     if dtype.packed > 1:
         dtype, shape = _packed(dtype, shape)
-    return dtype, shape, offsets[0], offsets[1]
+    storage = Storage(Range(Memory(b""), 0, nbytes))
+    return Kind(Tensor(storage, dtype, shape, contiguous_stride(shape)), nbytes)
+
+
+def _unfilled(dtype: DType, shape: Shape, nbytes: int) -> FormatError:
+    return FormatError(f"shape {shown(shape)} of {dtype} does not fill {nbytes:,} bytes")
+
+
+def _span(offsets: Any) -> tuple[int, int]:
+    """Return begin and end, two integers in order."""
+    begin, end = offsets if offsets.__class__ is list and len(offsets) == 2 else (None, None)
+    if begin.__class__ is int and end.__class__ is int and 0 <= begin <= end:
+        return begin, end
+    wrong = _naturals(offsets, "data_offsets")
+    raise FormatError(f"data_offsets {shown(wrong)} are not a begin and an end")
 
 
 def _naturals(value: Any, what: str) -> tuple[int, ...]:
@@ -126,16 +158,11 @@ def _packed(dtype: DType, shape: Shape) -> tuple[DType, Shape]:
     return dtype, (*shape[:-1], shape[-1] // dtype.packed)
 
 
-def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
+def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size: int) -> None:
     """Check that, sorted, each range begins where the last one ends, up to the end of the file."""
-    reached = 0
-    for begin, end, name in sorted(spans):
-        if begin != reached:
-            wrong = "a hole before it" if begin > reached else "it overlaps another tensor"
-            raise FormatError(
-                f"tensor {shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}"
-            )
-        reached = end
+    if begins != [0, *ends[:-1]]:  # not in the order of the file, or not tiled
+        _check_sorted(sorted(zip(begins, ends, names, strict=True)))
+    reached = max(ends, default=0)
     if reached > size:
         raise TruncatedError(
             f"ends {reached - size:,} bytes too early: "
@@ -144,3 +171,14 @@ def _check_tiles(spans: list[tuple[int, int, str]], size: int) -> None:
         )
     if reached < size:
         raise CorruptError(f"{size - reached:,} bytes follow the last tensor")
+
+
+def _check_sorted(spans: list[tuple[int, int, str]]) -> None:
+    reached = 0
+    for begin, end, name in spans:
+        if begin != reached:
+            wrong = "a hole before it" if begin > reached else "it overlaps another tensor"
+            raise FormatError(
+                f"tensor {shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}"
+            )
+        reached = end

@@ -7,12 +7,12 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TruncatedError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats import format
 from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
 from ckptkit.formats.common.saved_record import restore
 from ckptkit.formats.format import Loss, Probe, Recovered
-from ckptkit.formats.safetensors.header import matches, read_entry, read_header
+from ckptkit.formats.safetensors.header import Kind, matches, read_entry, read_header
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
@@ -65,11 +65,13 @@ def recoverable(probe: Probe) -> str:
 def _shifted(header: dict[str, Any], size: int) -> str:
     """Describe what is wrong with the number of bytes after the header; "" if nothing is."""
     end = 0
+    kinds: dict[str, Kind] = {}
     for entry in header.values():
         try:
-            end = max(end, read_entry(entry)[3])
+            kind, begin = read_entry(entry, kinds)
         except CkptkitError:
             continue
+        end = max(end, begin + kind.nbytes)
     if end == size:
         return ""
     which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} extra bytes"
@@ -89,12 +91,11 @@ def _doubt(tensor: Tensor, shifted: str, zeros: int) -> str:
 
 
 def _tensor(entry: object, source: ByteSource, start: int) -> Tensor:
-    dtype, shape, begin, end = read_entry(entry)
-    if start + end > source.size:
-        raise TruncatedError(f"the file is cut {start + end - source.size:,} bytes before its end")
-    return Tensor(
-        Storage(Range(source, start + begin, end - begin)), dtype, shape, contiguous_stride(shape)
-    )
+    kind, begin = read_entry(entry, {})
+    end = start + begin + kind.nbytes
+    if end > source.size:
+        raise TruncatedError(f"the file is cut {end - source.size:,} bytes before its end")
+    return kind.tensor(source, start + begin)
 
 
 def _described(entry: object) -> str:

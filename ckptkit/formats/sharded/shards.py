@@ -359,17 +359,17 @@ def _nbytes_with_objects(root: Node) -> int:
 
 def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
-    every = sum(tensor.nbytes for tensor in tensors)
+    every = sum([tensor.nbytes for tensor in tensors])
+    total = metadata.get(TOTAL, every)
+    if type(total) is int and total == every:
+        return []
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
     stored = sum(
         {
             id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None
         }.values()
     )
-    total = metadata.get(TOTAL, once)
-    if type(total) is int and (
-        total in (every, once, stored) or total == _nbytes_with_objects(root)
-    ):
+    if type(total) is int and total in (once, stored, _nbytes_with_objects(root)):
         return []
     text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
     return [Notice(WRONG_TOTAL, text, nbytes=once)]

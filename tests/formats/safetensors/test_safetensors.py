@@ -368,6 +368,26 @@ def test_ST_08_offsets_that_are_none(offsets: object) -> None:
         read(file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}, b"x"))
 
 
+@pytest.mark.parametrize("shape", [[True], [1.0], ["1"], [[1]], "1", 1, None, {"1": 1}])
+def test_ST_09_sizes_that_equal_those_of_another_tensor(shape: object) -> None:
+    """A shape that was checked before stands for itself alone."""
+    tensors = {"a": entry(0, 4, "F32", [1]), "b": {**entry(4, 8, "F32", [1]), "shape": shape}}
+    with pytest.raises(FormatError, match="tensor 'b': shape is not a list"):
+        read(file_of(tensors, bytes(8)))
+
+
+def test_ST_09_a_shape_that_was_checked_before_with_other_bytes() -> None:
+    tensors = {"a": entry(0, 4, "F32", [1]), "b": entry(4, 7, "F32", [1])}
+    with pytest.raises(FormatError, match=r"tensor 'b': shape \(1,\) of float32 does not fill 3"):
+        read(file_of(tensors, bytes(7)))
+
+
+def test_names_that_look_like_odd_numbers() -> None:
+    names = ["block-0", ",-0", "1" * 30]
+    tensors = {name: entry(n, n + 1, "U8", [1]) for n, name in enumerate(names)}
+    assert list(read(file_of(tensors, bytes(3))).weights) == names
+
+
 @pytest.mark.parametrize("shape", [[2**63, 2, 0], [0, 2**63], [2**64, 0]])
 def test_ST_09_sizes_beyond_64_bits_beside_a_zero(shape: list[int]) -> None:
     with pytest.raises(TensorError, match="64 bits"):
