@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What methods of Checkpoint and Tensor call.
+# What methods of Checkpoint and Tensor call, and the check of byte strings that look like files.
 _ABOVE = {
     "html": ("views.notebook", "html"),
+    "inside": ("scanning.find", "inside"),
     "open": ("api", "open_checkpoint"),
     "numpy": ("compute.arrays", "numpy"),
     "elements": ("compute.arrays", "elements"),

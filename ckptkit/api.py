@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,27 +18,16 @@ from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.core.text import guess, some
 from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
-from ckptkit.pickles.nested import look_with
 from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from ckptkit.pickles.streams import Program, Remark, Traced
     from ckptkit.publish.write import Published
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
 Step = Callable[[Checkpoint], Checkpoint]
-
-
-def _inside(source: ByteSource) -> Iterable[Traced | Remark | Program]:
-    from ckptkit.scanning.find import inside  # for the few byte strings that look like files
-
-    return inside(source)
-
-
-look_with(_inside)
 
 
 class Publishing(TypedDict, total=False):

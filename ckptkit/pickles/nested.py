@@ -1,19 +1,18 @@
 """Refuses to write byte strings and texts that are files of their own, with calls in them.
 
-A program may load them, and `scan` reports them. The search for their content needs every format,
-which are above: `ckptkit.api` hands it down. Without it, everything that may be a file is refused.
+A program may load them, and `scan` reports them. The search for their content needs every format:
+it is in the room scanning, above this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from ckptkit.core import above
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tree import ByteString, Node, StoredBytes
 from ckptkit.pickles.streams import Program, Remark, Traced
-
-Look = Callable[[ByteSource], Iterable[Traced | Remark | Program]]
 
 # How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz,
 # numpy.
@@ -74,19 +73,9 @@ def _source_holds_calls(source: ByteSource) -> bool:
 
 
 def _is_proved(source: ByteSource) -> bool:
-    if _search is None:
-        return False
-    for seen in _search(source):
+    found: Iterable[Traced | Remark | Program] = above.call("inside", source)
+    for seen in found:
         unproved = isinstance(seen, Traced) and not seen.trace.is_proved
         if unproved or (isinstance(seen, Program) and seen.files):
             return False
     return True
-
-
-_search: Look | None = None
-
-
-def look_with(search: Look) -> None:
-    """Take the search for pickles in a byte string from the room that has it."""
-    global _search
-    _search = search
